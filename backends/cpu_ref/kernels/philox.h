@@ -1,0 +1,79 @@
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11), as HAL defines it:
+// element e of a draw is word e % 4 of the block with key = seed and counter = offset + e / 4 (modulo 2^64).
+// Blocks are computed 16 at a time, one per SIMD lane: the ten rounds are two 32x32->64 multiplications each.
+// For kernels: philox_words for a run of consecutive elements, philox_keep for dropout decisions.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+enum { PHILOX_LANES = 16, PHILOX_CHUNK = 4 * PHILOX_LANES };
+
+typedef struct {
+    uint64_t seed, offset;
+} philox_t;
+
+// words[w][l] = word w of the block with counter first + l.
+static inline void philox_blocks(philox_t rng, uint64_t first, uint32_t words[4][PHILOX_LANES]) {
+#pragma omp simd
+    for (int lane = 0; lane < PHILOX_LANES; lane++) {
+        uint64_t counter = first + (uint64_t)lane;
+        uint32_t x0 = (uint32_t)counter, x1 = (uint32_t)(counter >> 32), x2 = 0, x3 = 0;
+        uint32_t k0 = (uint32_t)rng.seed, k1 = (uint32_t)(rng.seed >> 32);
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (uint64_t)x0 * 0xD2511F53u, p1 = (uint64_t)x2 * 0xCD9E8D57u;
+            x0 = (uint32_t)(p1 >> 32) ^ x1 ^ k0;
+            x2 = (uint32_t)(p0 >> 32) ^ x3 ^ k1;
+            x1 = (uint32_t)p1;
+            x3 = (uint32_t)p0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        words[0][lane] = x0;
+        words[1][lane] = x1;
+        words[2][lane] = x2;
+        words[3][lane] = x3;
+    }
+}
+
+// The PHILOX_CHUNK elements from the block that holds element `element` (its first word) on.
+static inline void philox_chunk(philox_t rng, uint64_t element, uint32_t out[PHILOX_CHUNK]) {
+    uint32_t words[4][PHILOX_LANES];
+    philox_blocks(rng, rng.offset + element / 4, words);
+#pragma omp simd
+    for (int lane = 0; lane < PHILOX_LANES; lane++) {
+        out[4 * lane] = words[0][lane];
+        out[4 * lane + 1] = words[1][lane];
+        out[4 * lane + 2] = words[2][lane];
+        out[4 * lane + 3] = words[3][lane];
+    }
+}
+
+// out[i] = the 32 random bits of element first + i, for 0 <= i < count.
+static inline void philox_words(philox_t rng, uint64_t first, int64_t count, uint32_t *out) {
+    uint32_t chunk[PHILOX_CHUNK];
+    int64_t done = 0, skip = (int64_t)(first % 4);
+    while (done < count) {
+        philox_chunk(rng, first + (uint64_t)done, chunk);
+        int64_t fresh = PHILOX_CHUNK - skip;
+        fresh = fresh < count - done ? fresh : count - done;
+        memcpy(out + done, chunk + skip, (size_t)fresh * sizeof *out);
+        done += fresh;
+        skip = 0;
+    }
+}
+
+// keep[i] = 1 where element first + i survives dropout. threshold = ceil(p * 2^24).
+static inline void philox_keep(philox_t rng, uint64_t first, int64_t count, uint32_t threshold, uint8_t *keep) {
+    uint32_t chunk[PHILOX_CHUNK];
+    int64_t done = 0, skip = (int64_t)(first % 4);
+    while (done < count) {
+        philox_chunk(rng, first + (uint64_t)done, chunk);
+        int64_t fresh = PHILOX_CHUNK - skip;
+        fresh = fresh < count - done ? fresh : count - done;
+#pragma omp simd
+        for (int64_t i = 0; i < fresh; i++) keep[done + i] = (uint8_t)(chunk[skip + i] >> 8 >= threshold);
+        done += fresh;
+        skip = 0;
+    }
+}
