@@ -1,0 +1,162 @@
+"""What a backend is: four methods, then one function per op.
+
+`Backend.impl` registers an implementation of an op on the class. The optional methods have honest defaults: where a
+device cannot answer, they say so instead of inventing a value. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from .autograd import make_call
+from .errors import HalError
+from .op import Op, require_same_signature
+
+if TYPE_CHECKING:
+    from .comm import Comm
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+API = 1
+"""The contract's version. HAL accepts backends of this number and the one before."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a look at the machine found, without initialising a device.
+
+    ok: the backend can run here. count: devices. reason: one line, why not (or what was found). facts: name -> value.
+    """
+
+    ok: bool
+    count: int
+    reason: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one op: `call` runs it (with autograd), `why_not` says why it would refuse a call."""
+
+    op: Op[Any, Any]
+    id: str
+    call: Callable[..., Any]
+    why_not: Callable[..., Sequence[str]]
+    forward: Callable[..., Any]
+    bwd: Callable[..., Any] | None
+    waivers: Mapping[torch.dtype, tuple[float, str]]
+
+
+def _accepts_all(*_args: Any, **_kwargs: Any) -> Sequence[str]:
+    return ()
+
+
+class Backend(ABC):
+    """Base class of every backend. Subclass it, set `name`, write the four methods, register implementations.
+
+    `hal.use(name, **options)` makes an instance with `**options` and calls `probe`, then `build`.
+    """
+
+    name: ClassVar[str]
+    api: ClassVar[int] = API
+    simulated: bool = False
+    """True while the backend runs on a simulator instead of its device; reports show it."""
+    impls: ClassVar[dict[str, list[Impl]]]
+    """Implementations by op name, in order of preference (= order of registration)."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A subclass starts from its parent's implementations, so that a wrapper (a recorder, say) can add to them.
+        cls.impls = {name: list(impls) for name, impls in getattr(cls, "impls", {}).items()}
+
+    # The four methods.
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """What this machine offers. Never raises, never initialises the device, never compiles."""
+
+    @abstractmethod
+    def device(self, index: int = 0) -> torch.device:
+        """The torch.device of device number `index`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when all work submitted so far has completed."""
+
+    @abstractmethod
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> Comm:
+        """A communicator over the global `ranks` (None = all), with a timeout in seconds on every collective."""
+
+    # Honest optional defaults.
+
+    def build(self) -> None:
+        """Makes kernels ready (compiles, loads). Called by `hal.use`; raises BackendUnavailable if it cannot."""
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Bytes by name ("allocated", "peak", ...); empty where the device does not count."""
+        return {}
+
+    def reset_peak_memory(self) -> None:
+        """Restarts the "peak" of `memory_stats`, where the device counts."""
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """A context whose work may run beside other work; here: no concurrency, the work simply runs."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def profile_range(self, name: str) -> Iterator[None]:
+        """Names a range for the device's profiler, in torch's profiler where there is no other."""
+        with torch.profiler.record_function(name):
+            yield
+
+    @classmethod
+    def impl(
+        cls,
+        op: Op[Any, Any],
+        *,
+        id: str,
+        why_not: Callable[..., Sequence[str]] | None = None,
+        bwd: Callable[..., Any] | None = None,
+        waivers: Mapping[torch.dtype, tuple[float, str]] | None = None,
+    ) -> Callable[[F], F]:
+        """Registers the decorated function as an implementation of `op`; the first registered is preferred.
+
+        The function has exactly the reference's signature. Without `bwd` it returns what the reference returns and,
+        if the op has gradients, is differentiable by torch. With `bwd` it returns `(output, residuals)`;
+        `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in `op.grads`, in that order.
+        Residuals are a tuple of tensors and plain values. Forward and backward are one choice.
+
+        why_not(same parameters): reasons why a call is refused, empty = it runs. Pure and cheap; it may be given
+            meta tensors and must not touch a device.
+        waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
+            every report prints the reason.
+
+        Raises HalError for a signature that differs from the reference, or an id used twice.
+        """
+
+        def decorate(function: F) -> F:
+            where = f"implementation '{id}'"
+            require_same_signature(op, function, where)
+            if why_not is not None:
+                require_same_signature(op, why_not, f"why_not of {where}")
+            if bwd is not None and not op.grads:
+                raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
+            mine = cls.impls.setdefault(op.name, [])
+            if any(i.id == id for i in mine) or id == "reference":
+                raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
+            call = function if bwd is None else make_call(op, function, bwd, id)
+            mine.append(Impl(op, id, call, why_not or _accepts_all, function, bwd, dict(waivers or {})))
+            return function
+
+        return decorate
+
+    def options(self) -> Mapping[str, Any]:
+        """The constructor's parameters and the values in force, for reports."""
+        return {n: getattr(self, n, None) for n in inspect.signature(type(self)).parameters}

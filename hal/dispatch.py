@@ -1,0 +1,227 @@
+"""Which implementation a call runs on.
+
+Order: a pin > the active backend's order of registration > the reference (only with fallback="reference") >
+`UnsupportedOp` with every reason. Only declared refusals (`why_not`) move on to the next candidate; an exception inside
+a kernel propagates. Every use of the reference as a fallback is warned about once, counted, and printed at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import registry
+from .backend import Backend, Impl
+from .errors import BackendNotFound, BackendUnavailable, HalError, PluginError, UnsupportedOp
+from .op import OPS, Op
+
+FALLBACKS = ("error", "reference")
+
+
+@dataclass
+class _Active:
+    """The backend in use, the policy, and the candidates of each op under that policy."""
+
+    backend: Backend
+    fallback: str
+    pins: dict[str, str]
+    table: dict[Op[Any, Any], tuple[Impl, ...]] = field(default_factory=dict)
+
+
+_active: _Active | None = None
+_fallback_counts: Counter[str] = Counter()
+
+
+def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = None, **options: Any) -> Backend:
+    """Makes `name` the active backend of this process and of the processes it starts; what `--backend` does.
+
+    fallback: "error" (a call nobody accepts raises UnsupportedOp) or "reference" (it runs the op's reference).
+    pin: op name -> implementation id, the only one allowed for that op ("reference" is allowed).
+    options: passed to the backend's constructor, e.g. simulate=True.
+
+    Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown option or pin.
+    """
+    cls = registry.load(name)
+    try:
+        backend = cls(**options)
+    except TypeError as error:
+        raise HalError(f"backend '{name}' does not take these options ({options}): {error}") from error
+    probe = backend.probe()
+    if not probe.ok:
+        raise BackendUnavailable(f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help.")
+    backend.build()
+    activate(backend, fallback=fallback, pin=pin)
+    os.environ["HAL_BACKEND"] = name
+    return backend
+
+
+def activate(backend: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Backend:
+    """Makes an instance the active backend without looking it up by name (for tests and recorders)."""
+    global _active
+    _active = _with_policy(backend, fallback, dict(pin or {}))
+    return backend
+
+
+def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
+    if fallback not in FALLBACKS:
+        raise HalError(f"unknown fallback policy {fallback!r}; choose one of {', '.join(FALLBACKS)}")
+    for op_name, id in pins.items():
+        if op_name not in OPS:
+            raise HalError(f"pin {op_name}={id}: no op is called '{op_name}'; ops: {', '.join(OPS)}")
+        ids = [i.id for i in backend.impls.get(op_name, [])] + ["reference"]
+        if id not in ids:
+            raise HalError(f"pin {op_name}={id}: backend '{backend.name}' has {', '.join(ids)} for this op")
+    return _Active(backend, fallback, pins)
+
+
+def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
+    pin = active.pins.get(op.name)
+    impls = active.backend.impls.get(op.name, [])
+    if pin == "reference":
+        chosen: tuple[Impl, ...] = (Impl(op, "reference", op.reference, lambda *a, **k: (), op.reference, None, {}),)
+    elif pin is not None:
+        chosen = tuple(i for i in impls if i.id == pin)
+    else:
+        chosen = tuple(impls)
+    active.table[op] = chosen
+    return chosen
+
+
+def _state() -> _Active:
+    if _active is None:
+        name = os.environ.get("HAL_BACKEND")
+        if not name:
+            raise BackendNotFound(
+                f"no backend was chosen; call hal.use(name), pass --backend, or set HAL_BACKEND. "
+                f"Available: {', '.join(registry.names())}"
+            )
+        use(name)
+        assert _active is not None
+    return _active
+
+
+def backend() -> Backend:
+    """The active backend (from `hal.use`, or HAL_BACKEND). Raises BackendNotFound if none was chosen."""
+    return _state().backend
+
+
+def device(index: int = 0) -> torch.device:
+    """The torch.device number `index` of the active backend."""
+    return _state().backend.device(index)
+
+
+@contextlib.contextmanager
+def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Changes fallback policy and adds pins for the duration of a `with` block.
+
+    >>> with hal.policy(fallback="reference", pin={"layer_norm": "reference"}): ...     # doctest: +SKIP
+    """
+    global _active
+    before = _state()
+    _active = _with_policy(
+        before.backend, before.fallback if fallback is None else fallback, {**before.pins, **(pin or {})}
+    )
+    try:
+        yield
+    finally:
+        _active = before
+
+
+@contextlib.contextmanager
+def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Iterator[Backend]:
+    """`activate` for the duration of a `with` block."""
+    global _active
+    before = _active
+    try:
+        yield activate(instance, fallback=fallback, pin=pin)
+    finally:
+        _active = before
+
+
+def _call(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    active = _active or _state()
+    self.check(*args, **kwargs)
+    for impl in active.table.get(self) or _candidates(self, active):
+        if not impl.why_not(*args, **kwargs):
+            return impl.call(*args, **kwargs)
+    return _refused(self, active, args, kwargs)
+
+
+Op.__call__ = _call  # type: ignore[method-assign]
+
+
+def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    report = why(op, *args, **kwargs)
+    if active.fallback != "reference":
+        raise UnsupportedOp(f"{report}\nWhat to do: change the call, or allow the slow path with fallback='reference'.")
+    if not _fallback_counts[op.name]:
+        warnings.warn(f"HAL fallback: {op.name} runs its reference. {report}", RuntimeWarning, stacklevel=3)
+    _fallback_counts[op.name] += 1
+    return op.reference(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a call runs where it runs. `chosen` is an implementation id, "reference" (fallback), or None."""
+
+    op: str
+    backend: str
+    chosen: str | None
+    reasons: Mapping[str, tuple[str, ...]]
+    fallback: str
+    pin: str | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on backend '{self.backend}'" + (f" (pinned to {self.pin})" if self.pin else "") + ":"]
+        for id, reasons in self.reasons.items():
+            mark = "chosen" if id == self.chosen else ("accepts" if not reasons else "refuses: " + "; ".join(reasons))
+            lines.append(f"  {id}: {mark}")
+        if not self.reasons:
+            lines.append("  no implementation is registered")
+        if self.chosen == "reference" and "reference" not in self.reasons:
+            lines.append("  reference: chosen (fallback policy)")
+        elif self.chosen is None:
+            lines.append(f"  reference: not allowed (fallback policy '{self.fallback}')")
+        return "\n".join(lines)
+
+
+def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
+    """Which implementation this call would run on, with every candidate's reasons. Runs nothing.
+
+    Tensors may be on the meta device. Raises ContractError if the call is wrong on every backend.
+    """
+    active = _state()
+    op.check(*args, **kwargs)
+    reasons = {i.id: _reasons(i, args, kwargs) for i in active.table.get(op) or _candidates(op, active)}
+    chosen = next((id for id, why_not in reasons.items() if not why_not), None)
+    if chosen is None and active.fallback == "reference":
+        chosen = "reference"
+    return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name))
+
+
+def _reasons(impl: Impl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    found = impl.why_not(*args, **kwargs)
+    if isinstance(found, str):
+        raise PluginError(f"why_not of '{impl.id}' returned a string; it must return a sequence of reasons")
+    return tuple(found)
+
+
+def fallbacks() -> dict[str, int]:
+    """How many calls ran an op's reference as a fallback, by op name, in this process."""
+    return dict(_fallback_counts)
+
+
+@atexit.register
+def _report_fallbacks() -> None:
+    if _fallback_counts:
+        text = ", ".join(f"{name} x{count}" for name, count in _fallback_counts.most_common())
+        print(f"HAL: calls that ran the reference as a fallback: {text}", file=sys.stderr)

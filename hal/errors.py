@@ -1,0 +1,49 @@
+"""Every error HAL raises on purpose.
+
+Each message says what was asked, what was found, and what to do next. A caller that catches `HalError` catches all of
+them; the two that also are a standard exception (`ContractError`, `UnsupportedOp`) can be caught as that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HalError(Exception):
+    """Base of every error below."""
+
+
+class BackendNotFound(HalError):
+    """No backend of that name is registered, or none was chosen."""
+
+
+class BackendUnavailable(HalError):
+    """The backend exists, but this machine cannot run it (no device, no driver, no compiler, ...)."""
+
+
+class PluginError(HalError):
+    """A backend package is broken, registered twice, or written for another `Backend.api`."""
+
+
+class ContractError(HalError, ValueError):
+    """A call that is wrong on every backend: shapes, dtypes or values contradict the op's contract."""
+
+
+class UnsupportedOp(HalError, NotImplementedError):
+    """The call is valid, but no implementation of the active backend accepts it; the text lists every reason."""
+
+
+class CollectiveTimeout(HalError):
+    """A collective did not complete in time.
+
+    `group` is the name of the communicator, `rank` the caller's rank in it, `op` the collective, `seq` the number of
+    collectives the caller had started on that communicator, and `absent` the ranks that had not arrived.
+    """
+
+    def __init__(self, group: str, rank: int, op: str, seq: int, absent: Sequence[int], seconds: float) -> None:
+        self.group, self.rank, self.op, self.seq, self.absent = group, rank, op, seq, tuple(absent)
+        missing = ", ".join(map(str, absent)) if absent else "unknown (the transport does not say)"
+        super().__init__(
+            f"{op} #{seq} on group '{group}' timed out after {seconds:g} s on rank {rank}; ranks that did not arrive: "
+            f"{missing}. Look at the logs of those ranks first; raise the timeout only if they were merely slow."
+        )

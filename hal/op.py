@@ -1,0 +1,225 @@
+"""What an op is: a reference function with its contract, tolerances and sample calls.
+
+The reference is the schema (its signature), the semantics (its text) and, in float64, the oracle every backend is
+tested against. `Op` instances are callables: calling one dispatches to the active backend (see dispatch.py).
+Nothing here imports a backend, a test framework or a vendor package.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from .errors import ContractError, HalError
+from .rng import Rng
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, Op[Any, Any]] = {}
+"""Every op by name, in the order of definition."""
+
+
+@dataclass(frozen=True)
+class Tol:
+    """Allowed error of one (op, dtype) against the float64 reference: |y - y64| <= atol + rtol * |y64|."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True)
+class T:
+    """Description of one tensor argument of a sample call; its repr is the code that makes it.
+
+    dist: "normal" (times scale), "int" (low <= x < high), "bool" (True with probability p), "values" (explicit).
+    dtype None means the dtype under test. strided: "rows" leaves gaps between rows, "last" makes the last
+    dimension non-contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dist: str = "normal"
+    scale: float = 1.0
+    low: int = 0
+    high: int = 2
+    p: float = 0.5
+    values: tuple[float, ...] = ()
+    dtype: torch.dtype | None = None
+    strided: str = ""
+
+    def build(self, dtype: torch.dtype, seed: int) -> torch.Tensor:
+        """The tensor, on the CPU; the same for the same seed, whatever the dtype (up to rounding)."""
+        generator = torch.Generator().manual_seed(seed)
+        want = self.dtype or dtype
+        if self.dist == "int":
+            x = torch.randint(self.low, self.high, self.shape, generator=generator)
+        elif self.dist == "bool":
+            x = torch.rand(self.shape, generator=generator) < self.p
+        elif self.dist == "values":
+            x = torch.tensor(self.values, dtype=torch.float64).reshape(self.shape)
+        else:
+            x = torch.randn(self.shape, generator=generator, dtype=torch.float64) * self.scale
+        # Rounded first to the dtype under test, so that the float64 oracle sees the very same inputs.
+        x = x.to(want)
+        if self.strided and x.ndim and x.numel():
+            wide = list(self.shape)
+            wide[-1] = wide[-1] * 2 if self.strided == "last" else wide[-1] + 3
+            store = torch.zeros(wide, dtype=want)
+            view = store[..., ::2] if self.strided == "last" else store[..., : self.shape[-1]]
+            return view.copy_(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One valid call of an op: plain values, `Rng`s, `T`s and lists of `T`s. The repr is runnable code.
+
+    grad=False marks a call whose gradients are not compared (say, NaN inputs).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    grad: bool = True
+
+    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with every `T` made into a tensor of `dtype` on `device`."""
+        count = 0
+
+        def make(value: Any) -> Any:
+            nonlocal count
+            if isinstance(value, T):
+                count += 1
+                x = value.build(dtype, seed=count)
+                # A plain .to() would lose the strides the sample asks for.
+                if torch.device(device).type == "cpu":
+                    return x
+                moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+                return moved.copy_(x)
+            if isinstance(value, list):
+                return [make(v) for v in value]
+            return value
+
+        args = tuple(make(v) for v in self.args)
+        return args, {k: make(v) for k, v in self.kwargs.items()}
+
+
+class Op(Generic[P, R]):
+    """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        *,
+        check: Callable[..., None],
+        tol: Mapping[torch.dtype, Tol],
+        samples: Callable[[], SearchStrategy[Sample]],
+        directed: Callable[[], Sequence[Sample]],
+        grads: Sequence[str],
+        mutates: Sequence[str],
+        nondiff_outputs: Sequence[int],
+    ) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.check = check
+        self.tol = dict(tol)
+        self.samples = samples
+        self.directed = directed
+        self.signature = inspect.signature(reference)
+        self.grads = tuple(grads)
+        self.mutates = tuple(mutates)
+        self.nondiff_outputs = tuple(nondiff_outputs)
+        functools.update_wrapper(self, reference)  # type: ignore[arg-type]
+        require_same_signature(self, check, f"check of op '{self.name}'")
+        unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
+        if unknown:
+            raise HalError(f"op '{self.name}': grads/mutates name {unknown}, which its signature {self.signature} lacks")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        raise NotImplementedError  # replaced by dispatch.py, which completes this class
+
+    def tensor_params(self) -> tuple[str, ...]:
+        """Names of the parameters annotated as a single tensor (or tensor | None)."""
+        return tuple(n for n, p in self.signature.parameters.items() if re.match(r"^(torch\.)?Tensor\b", str(p.annotation)))
+
+    def __repr__(self) -> str:
+        return f"<hal op {self.name}{self.signature}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _find_op, (self.name,)
+
+
+def _find_op(name: str) -> Op[Any, Any]:
+    return OPS[name]
+
+
+def require_same_signature(op: Op[Any, Any], function: Callable[..., Any], what: str) -> None:
+    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order."""
+
+    def shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+    found = inspect.signature(function)
+    if shape(found) != shape(op.signature):
+        raise HalError(
+            f"{what} must have the signature of the reference\n  reference: {op.name}{op.signature}\n"
+            f"  found:     {getattr(function, '__name__', function)}{found}\nUse the same names, order and defaults."
+        )
+
+
+def op(
+    *,
+    check: Callable[..., None],
+    tol: Mapping[torch.dtype, Tol],
+    samples: Callable[[], SearchStrategy[Sample]],
+    directed: Callable[[], Sequence[Sample]] = tuple,
+    grads: Sequence[str] = (),
+    mutates: Sequence[str] = (),
+    nondiff_outputs: Sequence[int] = (),
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Declares an op; decorates its reference function.
+
+    check: same parameters as the reference; raises ContractError for a call that is wrong on every backend. It looks
+        at shapes, dtypes and plain values only, never at what a tensor holds.
+    tol: allowed error per input dtype against the reference in float64; also the list of dtypes the kit tests.
+    samples: called by the kit, returns a hypothesis strategy of `Sample`s (valid calls only).
+    directed: called by the kit, returns the samples that random draws would miss.
+    grads: parameters that have a gradient, in signature order; () = the op is not differentiable.
+    mutates: parameters written in place (tensors or lists of tensors).
+    nondiff_outputs: indices of outputs (when the result is a tuple) that carry no gradient.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        made = Op(
+            reference,
+            check=check,
+            tol=tol,
+            samples=samples,
+            directed=directed,
+            grads=grads,
+            mutates=mutates,
+            nondiff_outputs=nondiff_outputs,
+        )
+        if made.name in OPS:
+            raise HalError(f"op '{made.name}' is defined twice ({OPS[made.name].__module__} and {reference.__module__})")
+        OPS[made.name] = made
+        return made
+
+    return decorate
+
+
+def require(condition: bool, op_name: str, asked: str, found: object, hint: str = "") -> None:
+    """Raises ContractError with the one format all checks use, unless `condition`."""
+    if not condition:
+        raise ContractError(f"{op_name}: expected {asked}; found {found}" + (f". {hint}" if hint else ""))
+
+
+__all__ = ["OPS", "Op", "Rng", "Sample", "T", "Tol", "op", "require", "require_same_signature"]

@@ -1,0 +1,82 @@
+"""Which backends exist: three in-tree names and the entry-point group `hal.backends`.
+
+A backend's code is imported only when its name is asked for, so a broken plug-in can break nobody else. A name that
+two distributions register is an error for that name alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+
+from .backend import API, Backend
+from .errors import BackendNotFound, PluginError
+
+GROUP = "hal.backends"
+
+IN_TREE = {
+    "cpu_ref": "hal.backends.cpu_ref:CpuRef",
+    "cuda": "hal.backends.cuda:Cuda",
+    "npu": "hal.backends.npu:Npu",
+}
+
+
+def _plugins() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        same = found.setdefault(entry.name, [])
+        if all((e.value, _dist(e)) != (entry.value, _dist(entry)) for e in same):
+            same.append(entry)
+    return found
+
+
+def _dist(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
+
+
+def names() -> dict[str, str]:
+    """Every backend name and where it comes from ("in-tree", or the distribution). Imports no backend."""
+    result = dict.fromkeys(IN_TREE, "in-tree")
+    for name, entries in sorted(_plugins().items()):
+        sources = [_dist(e) for e in entries]
+        if name in IN_TREE:
+            sources.insert(0, "in-tree")
+        result[name] = " and ".join(sources)
+    return result
+
+
+def load(name: str) -> type[Backend]:
+    """The backend class called `name`, imported now.
+
+    Raises BackendNotFound (with the names that exist) or PluginError (naming the distribution).
+    """
+    plugins = _plugins().get(name, [])
+    if name not in IN_TREE and not plugins:
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise BackendNotFound(
+            f"no backend is called '{name}'; available: {', '.join(names())}.{hint} "
+            f"A package adds one through the entry-point group '{GROUP}'."
+        )
+    if len(plugins) + (name in IN_TREE) > 1:
+        raise PluginError(f"the backend name '{name}' is registered by {names()[name]}; uninstall all but one of them")
+    source = _dist(plugins[0]) if plugins else "in-tree"
+    target = plugins[0].value if plugins else IN_TREE[name]
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise PluginError(
+            f"the backend '{name}' ({source}, {target}) cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        raise PluginError(f"the backend '{name}' ({source}): {target} is {cls!r}, not a subclass of hal.Backend")
+    if getattr(cls, "name", None) != name:
+        raise PluginError(f"the backend '{name}' ({source}): its class says name = {getattr(cls, 'name', None)!r}")
+    if not API - 1 <= cls.api <= API:
+        raise PluginError(
+            f"the backend '{name}' ({source}) is written for api {cls.api}; this HAL accepts {API - 1} and {API}. "
+            f"Install a version of it (or of torch-hal) whose numbers match."
+        )
+    return cls

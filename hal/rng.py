@@ -1,0 +1,82 @@
+"""Random numbers as values.
+
+An `Rng` is two integers. It is never advanced behind the caller's back: whoever needs another stream forks it by name,
+so the order of calls does not matter, recomputation needs no saved device state, and a checkpoint that stores
+`(seed, offset)` means the same on every backend and every world size.
+
+Element e of a draw is word e % 4 of Philox4x32-10 with key `seed` and counter `offset + e // 4` (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011). The ops that draw are in `hal.ops`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import ContractError
+
+_U64 = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rng:
+    """A position in a Philox stream, or a block of a larger draw made there.
+
+    seed, offset: unsigned 64-bit. `full_shape` and `start` are set by `block` only.
+    """
+
+    seed: int
+    offset: int = 0
+    full_shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("seed", self.seed), ("offset", self.offset)):
+            if not isinstance(value, int) or not 0 <= value < _U64:
+                raise ContractError(f"Rng {name} must be an integer in [0, 2**64), got {value!r}")
+
+    def fork(self, *names: str | int) -> Rng:
+        """An independent stream named by `names` (order matters, calls do not: the same names give the same stream).
+
+        >>> Rng(1).fork("dropout", 3) == Rng(1).fork("dropout", 3)
+        True
+        """
+        if not names:
+            raise ContractError("Rng.fork needs at least one name, e.g. rng.fork('dropout', layer)")
+        text = repr((self.seed, self.offset, names))
+        digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"hal.rng").digest()
+        return Rng(int.from_bytes(digest, "little"))
+
+    def block(self, full_shape: Sequence[int], start: Sequence[int]) -> Rng:
+        """This stream, restricted to a block of a draw of `full_shape` whose first element is at `start`.
+
+        A tensor of shape s drawn from it equals `full[start[0]:start[0]+s[0], ...]`: a rank that holds a part of a
+        tensor draws exactly the numbers that one process holding all of it would have drawn for that part.
+        """
+        full, first = tuple(int(n) for n in full_shape), tuple(int(n) for n in start)
+        if len(full) != len(first) or any(not 0 <= i <= n for i, n in zip(first, full)):
+            raise ContractError(f"Rng.block: start {first} does not lie in a draw of shape {full}")
+        return Rng(self.seed, self.offset, full, first)
+
+    def indexing(self, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """`(index0, strides)`: element index of coordinate c of a draw of `shape` is index0 + sum(strides * c).
+
+        The last stride is always 1. Raises ContractError if `shape` does not fit the block.
+        """
+        full = tuple(shape) if self.full_shape is None else self.full_shape
+        start = (0,) * len(full) if self.start is None else self.start
+        if len(full) != len(shape) or any(i + n > m for i, n, m in zip(start, shape, full)):
+            raise ContractError(f"a draw of shape {tuple(shape)} at {start} does not fit the block's draw of shape {full}")
+        strides = tuple(math.prod(full[d + 1 :]) for d in range(len(full)))
+        return sum(i * s for i, s in zip(start, strides)), strides
+
+    def state(self) -> tuple[int, int]:
+        """The two integers a checkpoint stores; `Rng(*state)` restores them."""
+        return self.seed, self.offset
+
+
+def dropout_threshold(p: float) -> int:
+    """Keep an element iff `(bits >> 8) >= dropout_threshold(p)`: exact, the same integer on every backend."""
+    return math.ceil(p * (1 << 24))
