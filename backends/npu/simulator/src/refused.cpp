@@ -1,0 +1,141 @@
+// What torch_npu links against and a simulated device does not do. The older operator path (aclop) keeps its argument
+// objects so that the call can be made, and then refuses it by operator name; graphs, shared handles, kernel binaries
+// and profiling are refused or, where the caller only reports to them, ignored.
+#include <acl/acl_op_compiler.h>
+#include <profiling/aprof_pub.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+using halsim::fail;
+
+struct aclTensorDesc {
+  aclDataType type;
+  aclFormat format;
+  std::vector<int64_t> dims;
+};
+struct aclDataBuffer {
+  void* data;
+  size_t size;
+};
+struct aclopAttr {};
+
+namespace {
+int refuse(const char* what) {
+  return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not simulated", what);
+}
+}  // namespace
+
+extern "C" {
+
+aclTensorDesc* aclCreateTensorDesc(aclDataType type, int count, const int64_t* dims, aclFormat format) {
+  return new aclTensorDesc{type, format, {dims, dims + count}};
+}
+void aclDestroyTensorDesc(const aclTensorDesc* desc) { delete desc; }
+void aclSetTensorDescName(aclTensorDesc*, const char*) {}
+aclError aclSetTensorFormat(aclTensorDesc*, aclFormat) { return ACL_SUCCESS; }
+aclError aclSetTensorPlaceMent(aclTensorDesc*, aclMemType) { return ACL_SUCCESS; }
+aclError aclSetTensorConst(aclTensorDesc*, void*, size_t) { return ACL_SUCCESS; }
+aclError aclSetTensorShape(aclTensorDesc* desc, int count, const int64_t* dims) {
+  desc->dims.assign(dims, dims + count);
+  return ACL_SUCCESS;
+}
+aclError aclGetTensorDescDimV2(const aclTensorDesc* desc, size_t index, int64_t* size) {
+  if (index >= desc->dims.size()) return fail(ACL_ERROR_INVALID_PARAM, "dimension %zu of %zu", index, desc->dims.size());
+  *size = desc->dims[index];
+  return ACL_SUCCESS;
+}
+size_t aclGetTensorDescNumDims(const aclTensorDesc* desc) { return desc->dims.size(); }
+aclFormat aclGetTensorDescFormat(const aclTensorDesc* desc) { return desc->format; }
+aclDataType aclGetTensorDescType(const aclTensorDesc* desc) { return desc->type; }
+aclDataBuffer* aclCreateDataBuffer(void* data, size_t size) { return new aclDataBuffer{data, size}; }
+aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
+  delete buffer;
+  return ACL_SUCCESS;
+}
+
+aclopAttr* aclopCreateAttr() { return new aclopAttr; }
+void aclopDestroyAttr(const aclopAttr* attr) { delete attr; }
+aclError aclopSetAttrBool(aclopAttr*, const char*, uint8_t) { return ACL_SUCCESS; }
+aclError aclopSetAttrDataType(aclopAttr*, const char*, aclDataType) { return ACL_SUCCESS; }
+aclError aclopSetAttrFloat(aclopAttr*, const char*, float) { return ACL_SUCCESS; }
+aclError aclopSetAttrInt(aclopAttr*, const char*, int64_t) { return ACL_SUCCESS; }
+aclError aclopSetAttrListBool(aclopAttr*, const char*, int, const uint8_t*) { return ACL_SUCCESS; }
+aclError aclopSetAttrListFloat(aclopAttr*, const char*, int, const float*) { return ACL_SUCCESS; }
+aclError aclopSetAttrListInt(aclopAttr*, const char*, int, const int64_t*) { return ACL_SUCCESS; }
+aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const int64_t* const[]) {
+  return ACL_SUCCESS;
+}
+aclError aclopSetAttrString(aclopAttr*, const char*, const char*) { return ACL_SUCCESS; }
+
+aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
+                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
+                                aclopCompileType, const char*, aclrtStream) {
+  return fail(ACL_ERROR_OP_NOT_FOUND,
+              "operator %s was asked for through aclopCompileAndExecute, and no aclnn operator of the table serves it: "
+              "add it to operators.table, or call another torch operator",
+              name);
+}
+aclError aclopCompileAndExecuteV2(const char* name, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
+                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                  aclrtStream) {
+  return aclopCompileAndExecute(name, 0, nullptr, nullptr, 0, nullptr, nullptr, nullptr, ACL_ENGINE_SYS,
+                                ACL_COMPILE_SYS, nullptr, nullptr);
+}
+aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
+size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
+aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t room) {
+  // "disable" selects the aclnn operators: there is no operator compiler here.
+  if (option != ACL_OP_JIT_COMPILE || room < sizeof "disable") return refuse("aclGetCompileopt of this option");
+  strcpy(value, "disable");
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlInitDump() { return refuse("aclmdlInitDump"); }
+aclError aclmdlFinalizeDump() { return ACL_SUCCESS; }
+aclError aclmdlSetDump(const char*) { return refuse("aclmdlSetDump"); }
+aclError aclrtBinaryLoadFromData(const void*, size_t, const aclrtBinaryLoadOptions*, aclrtBinHandle*) {
+  return refuse("aclrtBinaryLoadFromData");
+}
+aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char*, aclrtFuncHandle*) {
+  return refuse("aclrtBinaryGetFunction");
+}
+aclError aclrtGetFunctionAddr(aclrtFuncHandle, void**, void**) { return refuse("aclrtGetFunctionAddr"); }
+aclError aclrtMallocPhysical(aclrtDrvMemHandle*, size_t, const aclrtPhysicalMemProp*, uint64_t) {
+  return refuse("aclrtMallocPhysical (expandable_segments)");
+}
+aclError aclrtFreePhysical(aclrtDrvMemHandle) { return refuse("aclrtFreePhysical"); }
+aclError aclrtReserveMemAddress(void**, size_t, size_t, void*, uint64_t) { return refuse("aclrtReserveMemAddress"); }
+aclError aclrtReleaseMemAddress(void*) { return refuse("aclrtReleaseMemAddress"); }
+aclError aclrtMapMem(void*, size_t, size_t, aclrtDrvMemHandle, uint64_t) { return refuse("aclrtMapMem"); }
+aclError aclrtUnmapMem(void*) { return refuse("aclrtUnmapMem"); }
+aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle, aclrtMemHandleType, uint64_t, uint64_t*) {
+  return refuse("aclrtMemExportToShareableHandle");
+}
+aclError aclrtMemImportFromShareableHandle(uint64_t, int32_t, aclrtDrvMemHandle*) {
+  return refuse("aclrtMemImportFromShareableHandle");
+}
+aclError aclrtMemSetPidToShareableHandle(uint64_t, int32_t*, size_t) {
+  return refuse("aclrtMemSetPidToShareableHandle");
+}
+aclError aclrtProcessReport(int32_t) { return refuse("aclrtProcessReport"); }
+
+int32_t rtDevBinaryRegister(const void*, void**) { return refuse("rtDevBinaryRegister"); }
+int32_t rtFunctionRegister(void*, const void*, const char*, const void*, uint32_t) {
+  return refuse("rtFunctionRegister");
+}
+int32_t rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return refuse("rtGetC2cCtrlAddr"); }
+int32_t rtKernelLaunch(const void*, uint32_t, void*, uint32_t, void*, void*) { return refuse("rtKernelLaunch"); }
+
+// Profiling reports: torch_npu announces every operator to these whether or not anybody listens.
+uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
+int32_t MsprofRegisterCallback(uint32_t, ProfCommandHandle) { return 0; }
+int32_t MsprofReportAdditionalInfo(uint32_t, const VOID_PTR, uint32_t) { return 0; }
+int32_t MsprofReportApi(uint32_t, const struct MsprofApi*) { return 0; }
+int32_t MsprofReportCompactInfo(uint32_t, const VOID_PTR, uint32_t) { return 0; }
+uint64_t MsprofSysCycleTime(void) { return 0; }
+
+}  // extern "C"

@@ -1,0 +1,30 @@
+// What the simulated libraries share: error text, settings and faults, device memory, and in-order streams.
+// A stream runs a task at once in the caller's thread while it is idle; a task that may wait for another process
+// (a collective) goes to the stream's own thread, and what follows it queues behind it, as on the device.
+#pragma once
+#include <acl/acl.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace halsim {
+
+// Remembers the text for aclGetRecentErrMsg on this thread and returns `code`.
+int fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+std::string recent_error();
+
+// Settings are plain numbers, written by halsim_set (ctypes) before or during a run; 0 when never set.
+int64_t setting(const char* key, int64_t otherwise = 0);
+// True while a fault of this name is armed; each true answer consumes one shot of a counted fault.
+bool fault(const char* name);
+
+// A task returns an acl error code; a non-zero one stops the stream, as a device exception does.
+using Task = std::function<int()>;
+enum class Wait { never, may_block };
+int submit(aclrtStream stream, Task task, Wait wait = Wait::never);
+
+// True if [address, address + bytes) lies inside one live device allocation.
+bool is_device_memory(const void* address, size_t bytes);
+
+}  // namespace halsim

@@ -1,0 +1,291 @@
+// Streams and events. A stream is a queue in order; idle, it runs a task in the calling thread at once, otherwise (or
+// when the task may block on another process) its worker thread does. The first failing task stops the stream: its
+// error and text come back from every later submission and synchronisation, as after a device exception.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "device.h"
+#include "runtime.h"
+
+using halsim::fail;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0;   // generations submitted
+  uint64_t completed = 0;  // the newest generation reached by its stream
+  Clock::time_point when{};
+};
+
+struct Stream {
+  int device = 0;
+  int id = 0;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<halsim::Task> queue;
+  bool busy = false;
+  bool closing = false;
+  int error = 0;
+  std::string error_text;
+  std::thread worker;
+
+  bool idle() const { return !busy && queue.empty(); }
+
+  void run_one(std::unique_lock<std::mutex>& lock, const halsim::Task& task) {
+    busy = true;
+    int code = error;
+    if (!code) {
+      lock.unlock();
+      code = task();
+      lock.lock();
+      if (code && !error) {
+        error = code;
+        error_text = halsim::recent_error();
+      }
+    }
+    busy = false;
+    changed.notify_all();
+  }
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return closing || (!busy && !queue.empty()); });
+      if (queue.empty()) return;
+      if (busy) continue;
+      halsim::Task task = std::move(queue.front());
+      queue.pop_front();
+      run_one(lock, task);
+    }
+  }
+
+  int report() const { return error ? fail(error, "stream %d stopped: %s", id, error_text.c_str()) : 0; }
+};
+
+std::mutex all_mutex;
+std::set<Stream*>& all_streams() {
+  static auto* streams = new std::set<Stream*>;
+  return *streams;
+}
+
+Stream* default_stream(int device) {
+  static Stream* streams[halsim::kDevices];
+  std::lock_guard<std::mutex> lock(all_mutex);
+  if (!streams[device]) {
+    streams[device] = new Stream;
+    streams[device]->device = device;
+    all_streams().insert(streams[device]);
+  }
+  return streams[device];
+}
+
+Stream* find(aclrtStream handle) {
+  if (!handle) return default_stream(halsim::current_device() < 0 ? 0 : halsim::current_device());
+  std::lock_guard<std::mutex> lock(all_mutex);
+  auto* stream = static_cast<Stream*>(handle);
+  return all_streams().count(stream) ? stream : nullptr;
+}
+
+int create(aclrtStream* out) {
+  if (halsim::current_device() < 0) return fail(ACL_ERROR_RT_CONTEXT_NULL, "aclrtCreateStream: no device set");
+  auto* stream = new Stream;
+  stream->device = halsim::current_device();
+  std::lock_guard<std::mutex> lock(all_mutex);
+  static int next_id = 0;
+  stream->id = ++next_id;
+  all_streams().insert(stream);
+  *out = stream;
+  return ACL_SUCCESS;
+}
+
+int synchronize(Stream* stream, int64_t timeout_ms) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  auto idle = [stream] { return stream->idle(); };
+  if (timeout_ms < 0)
+    stream->changed.wait(lock, idle);
+  else if (!stream->changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), idle))
+    return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "stream %d not idle after %ld ms", stream->id, (long)timeout_ms);
+  return stream->report();
+}
+
+int destroy(aclrtStream handle) {
+  Stream* stream = find(handle);
+  if (!stream || !handle) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyStream: not a stream");
+  {
+    std::lock_guard<std::mutex> lock(all_mutex);
+    all_streams().erase(stream);
+  }
+  {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    stream->closing = true;
+  }
+  stream->changed.notify_all();
+  if (stream->worker.joinable()) stream->worker.join();
+  delete stream;
+  return ACL_SUCCESS;
+}
+
+Event* event_of(aclrtEvent handle) { return static_cast<Event*>(handle); }
+
+}  // namespace
+
+namespace halsim {
+
+int submit(aclrtStream handle, Task task, Wait wait) {
+  Stream* stream = find(handle);
+  if (!stream) return fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream of this process: %p", handle);
+  if (fault("stream")) {
+    task = [] { return fail(ACL_ERROR_RT_AICORE_EXCEPTION, "injected fault: AI core exception"); };
+  }
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  if (stream->error) return stream->report();
+  if (stream->idle() && wait == Wait::never) {
+    stream->run_one(lock, task);
+    return ACL_SUCCESS;  // a task's own failure is seen at synchronisation, as on the device
+  }
+  stream->queue.push_back(std::move(task));
+  if (!stream->worker.joinable()) stream->worker = std::thread([stream] { stream->work(); });
+  stream->changed.notify_all();
+  return ACL_SUCCESS;
+}
+
+int synchronize_device(int device) {
+  std::set<Stream*> streams;
+  {
+    std::lock_guard<std::mutex> lock(all_mutex);
+    streams = all_streams();
+  }
+  int result = ACL_SUCCESS;
+  for (Stream* stream : streams)
+    if (stream->device == device)
+      if (int code = synchronize(stream, -1)) result = code;
+  return result;
+}
+
+}  // namespace halsim
+
+extern "C" {
+
+aclError aclrtCreateStream(aclrtStream* stream) { return create(stream); }
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) { return create(stream); }
+aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream); }
+aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream); }
+
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
+  Stream* stream = find(handle);
+  return stream ? synchronize(stream, timeout) : fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream: %p", handle);
+}
+aclError aclrtSynchronizeStream(aclrtStream stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
+
+aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
+  Stream* stream = find(handle);
+  if (!stream) return fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream: %p", handle);
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return stream->report();
+}
+
+aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
+  Stream* stream = find(handle);
+  if (!stream) return fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream: %p", handle);
+  *id = stream->id;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
+  *event = new Event;
+  return ACL_SUCCESS;
+}
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return aclrtCreateEventExWithFlag(event, flag); }
+aclError aclrtCreateEvent(aclrtEvent* event) { return aclrtCreateEventExWithFlag(event, 0); }
+aclError aclrtDestroyEvent(aclrtEvent event) {
+  delete event_of(event);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
+  Event* event = event_of(handle);
+  uint64_t generation;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    generation = ++event->recorded;
+  }
+  return halsim::submit(stream, [event, generation] {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    event->completed = generation;
+    event->when = Clock::now();
+    event->changed.notify_all();
+    return ACL_SUCCESS;
+  });
+}
+
+aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }  // a new record starts a new generation
+
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
+  Event* event = event_of(handle);
+  uint64_t generation;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    generation = event->recorded;
+    if (event->completed >= generation) return ACL_SUCCESS;
+  }
+  return halsim::submit(
+      stream,
+      [event, generation] {
+        std::unique_lock<std::mutex> lock(event->mutex);
+        event->changed.wait(lock, [&] { return event->completed >= generation; });
+        return ACL_SUCCESS;
+      },
+      halsim::Wait::may_block);
+}
+
+aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
+  Event* event = event_of(handle);
+  std::unique_lock<std::mutex> lock(event->mutex);
+  uint64_t generation = event->recorded;
+  auto reached = [&] { return event->completed >= generation; };
+  if (timeout < 0)
+    event->changed.wait(lock, reached);
+  else if (!event->changed.wait_for(lock, std::chrono::milliseconds(timeout), reached))
+    return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "event not reached after %d ms", timeout);
+  return ACL_SUCCESS;
+}
+aclError aclrtSynchronizeEvent(aclrtEvent event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
+
+aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
+  Event* event = event_of(handle);
+  std::lock_guard<std::mutex> lock(event->mutex);
+  bool done = event->completed >= event->recorded;
+  *status = done ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* status) {
+  Event* event = event_of(handle);
+  std::lock_guard<std::mutex> lock(event->mutex);
+  bool done = event->completed >= event->recorded;
+  *status = done ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtEventElapsedTime(float* ms, aclrtEvent start, aclrtEvent end) {
+  Event *first = event_of(start), *last = event_of(end);
+  if (!first->completed || !last->completed)
+    return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "elapsed time of an event that was not recorded");
+  *ms = std::chrono::duration<float, std::milli>(last->when - first->when).count();
+  return ACL_SUCCESS;
+}
+
+aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* timestamp) {
+  auto since = event_of(handle)->when.time_since_epoch();
+  *timestamp = std::chrono::duration_cast<std::chrono::microseconds>(since).count();
+  return ACL_SUCCESS;
+}
+
+}  // extern "C"
