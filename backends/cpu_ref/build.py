@@ -147,7 +147,7 @@ def _wanted_flags() -> list[str]:
 def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
     import cffi
 
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
     digest = hashlib.sha256()
     for part in (*compiler, version, *flags, _cpu(), str(sysconfig.get_config_var("SOABI")), cffi.__version__):
         digest.update(part.encode() + b"\0")
@@ -207,11 +207,11 @@ def _accepts(compiler: list[str], flag: str, work: Path) -> bool:
     empty = work / "empty.c"
     empty.write_text("int hal_empty;\n")
     command = [*compiler, "-Werror", flag, "-c", str(empty), "-o", str(work / "empty.o")]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise BackendUnavailable(
             f"the C compiler failed (exit {done.returncode}) on cpu_ref's kernels.\n{shlex.join(command)}\n{done.stderr}"

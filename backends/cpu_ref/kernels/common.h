@@ -11,7 +11,6 @@
 #include <string.h>
 
 #define HAL_INLINE static inline __attribute__((always_inline))
-#define HAL_PRAGMA(text) _Pragma(#text)
 // Below this many elements a fork/join (0.3 us hot, far more when the team sleeps) costs more than it saves.
 #define HAL_PARALLEL_MIN 16384
 
@@ -60,15 +59,13 @@ HAL_INLINE void store_f16(f16 *p, float value) {
     *p = (f16)(half | (bits >> 16 & 0x8000));
 }
 
-// exp(x): x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for exp(r), then two exact multiplications by powers of
-// two, so that results underflow gradually to 0 and overflow to inf; NaN stays NaN.
-// Largest error over all floats: 1.1 ulp (test_kernel_math).
+// exp(x): x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for exp(r), scaled by 2^n through the exponent bits.
+// Largest error 2 ulp (tested); results below 2^-125.5 become exactly 0, above FLT_MAX inf; NaN stays NaN.
 HAL_INLINE float fast_expf(float x) {
-    float clamped = x > 89.0f ? 89.0f : x;
-    clamped = clamped < -104.0f ? -104.0f : clamped;  // both comparisons are false for NaN
-    float shifted = clamped * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer in the low bits
+    float top = x > 89.0f ? 89.0f : x;                // false for NaN
+    float shifted = top * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 leaves round(x / ln2) in the low bits
     float n = shifted - 12582912.0f;
-    float r = clamped - n * 0.693145752f;
+    float r = top - n * 0.693145752f;
     r = r - n * 1.42860677e-6f;
     float p = 1.38888889e-3f;
     p = p * r + 8.33333333e-3f;
@@ -77,21 +74,74 @@ HAL_INLINE float fast_expf(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    int32_t exponent = (int32_t)(bits_of(shifted) - 0x4b400000u);
-    int32_t half = exponent >> 1;
-    return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(exponent - half + 127) << 23);
+    float half_scale = float_of((bits_of(shifted) - 0x4b400000u + 126) << 23);  // half of 2^n: n may be 128
+    float result = (p + p) * half_scale;
+    return x < -86.98f ? 0.0f : result;
 }
 
 // float64 tensors exist for gradient checks: libm is good enough there.
 HAL_INLINE float exp_f32(float x) { return fast_expf(x); }
 HAL_INLINE double exp_f64(double x) { return exp(x); }
+HAL_INLINE float log_f32(float x) { return logf(x); }
+HAL_INLINE double log_f64(double x) { return log(x); }
 HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
 HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 
-// Splits `count` rows into pieces whose number depends on the shape only (at most 64), so that partial sums of weight
-// gradients are combined in the same order whatever the number of threads is.
-HAL_INLINE int64_t piece_count(int64_t count, int64_t width) {
-    int64_t by_work = count * width / HAL_PARALLEL_MIN + 1;
-    int64_t pieces = by_work < 64 ? by_work : 64;
-    return pieces < count ? pieces : (count > 0 ? count : 1);
+// sum = term(0) + ... + term(count - 1), the index being `i` in `term`: the row is walked as four quarters, because one
+// vector accumulator would be bound by the latency of addition. The same for two sums at once.
+#define ROW_SUM(type, sum, count, i, term)                                       \
+    do {                                                                         \
+        type sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;                             \
+        const int64_t quarter = (count) / 4;                                     \
+        _Pragma("omp simd reduction(+ : sum0, sum1, sum2, sum3)")                \
+        for (int64_t first = 0; first < quarter; first++) {                      \
+            { const int64_t i = first; sum0 += (term); }                         \
+            { const int64_t i = first + quarter; sum1 += (term); }               \
+            { const int64_t i = first + 2 * quarter; sum2 += (term); }           \
+            { const int64_t i = first + 3 * quarter; sum3 += (term); }           \
+        }                                                                        \
+        for (int64_t i = 4 * quarter; i < (count); i++) sum0 += (term);          \
+        sum = (sum0 + sum1) + (sum2 + sum3);                                     \
+    } while (0)
+
+#define ROW_SUM2(type, suma, sumb, count, i, terma, termb)                       \
+    do {                                                                         \
+        type a0 = 0, a1 = 0, b0 = 0, b1 = 0;                                     \
+        const int64_t half = (count) / 2;                                        \
+        _Pragma("omp simd reduction(+ : a0, a1, b0, b1)")                        \
+        for (int64_t first = 0; first < half; first++) {                         \
+            { const int64_t i = first; a0 += (terma); b0 += (termb); }           \
+            { const int64_t i = first + half; a1 += (terma); b1 += (termb); }    \
+        }                                                                        \
+        for (int64_t i = 2 * half; i < (count); i++) { a0 += (terma); b0 += (termb); } \
+        suma = a0 + a1;                                                          \
+        sumb = b0 + b1;                                                          \
+    } while (0)
+
+// Scratch memory of the calling thread, 64-byte aligned, kept until a larger one is asked for: fresh memory costs a page
+// fault per 4 KiB, more than most kernels. Valid until the thread's next call. Aborts when there is no memory.
+void *hal_scratch(size_t bytes);
+
+// Sums over rows (weight gradients) are made of at most 32 partial sums over consecutive rows. Their number depends on the
+// shape only, so that the result is the same for any number of threads.
+HAL_INLINE int64_t piece_count(int64_t rows, int64_t width) {
+    int64_t pieces = rows * width / HAL_PARALLEL_MIN + 1;
+    pieces = pieces < 32 ? pieces : 32;
+    return pieces < rows ? pieces : (rows > 0 ? rows : 1);
 }
+
+// out[i] = the sum over pieces of partial[piece * stride + i]; called by every thread of a parallel region.
+#define DEFINE_SUM_PIECES(real, suffix)                                                                            \
+    static inline void sum_pieces_##suffix(const real *partial, int64_t pieces, int64_t stride, int64_t width,      \
+                                           real *out) {                                                            \
+        _Pragma("omp for schedule(static)") for (int64_t begin = 0; begin < width; begin += 256) {                  \
+            const int64_t end = begin + 256 < width ? begin + 256 : width;                                         \
+            memcpy(out + begin, partial + begin, (size_t)(end - begin) * sizeof(real));                            \
+            for (int64_t piece = 1; piece < pieces; piece++) {                                                     \
+                const real *from = partial + piece * stride;                                                       \
+                _Pragma("omp simd") for (int64_t i = begin; i < end; i++) out[i] += from[i];                       \
+            }                                                                                                      \
+        }                                                                                                          \
+    }
+DEFINE_SUM_PIECES(float, f32)
+DEFINE_SUM_PIECES(double, f64)

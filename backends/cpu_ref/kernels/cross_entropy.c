@@ -1,0 +1,114 @@
+// Softmax cross entropy over a (part of a) vocabulary, with label smoothing; rows are split over threads.
+//
+// Forward, one sweep over a row in blocks of 2048 logits that stay in L1: the block's maximum; if it exceeds the running
+// one, the running sum is rescaled; then the block's exponentials are added. No exponential is stored: the backward pass
+// makes them again from lse = max + log(sum), in one sweep that writes the gradient.
+// A vocabulary shard delivers the four statistics of its rows; the caller combines them (max; then sums), after which the
+// backward pass of every shard is local.
+//
+// Memory traffic: forward reads the logits once; backward reads them once and writes the gradient. 16-bit logits are
+// converted in registers, never copied.
+#ifndef HAL_BODY
+#include "common.h"
+
+#include "cross_entropy_api.h"
+
+enum { VOCAB_BLOCK = 2048 };
+
+#define HAL_SELF "cross_entropy.c"
+#include "dtypes.h"
+
+void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t stats, int smoothing, int64_t rows,
+                             int64_t v, int64_t start) {
+    HAL_DISPATCH(dtype, cross_entropy_stats, logits, targets, stats, smoothing, rows, v, start);
+}
+
+void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t lse, double eps,
+                           int64_t rows, int64_t v, int64_t start) {
+    HAL_DISPATCH(dtype, cross_entropy_fwd, logits, targets, loss, lse, eps, rows, v, start);
+}
+
+void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t lse, uintptr_t dloss,
+                           uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total) {
+    HAL_DISPATCH(dtype, cross_entropy_bwd, logits, targets, lse, dloss, dlogits, eps, rows, v, start, total);
+}
+
+#else
+
+HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maximum, real *sum_exp, real *sum_x) {
+    real top = -(real)INFINITY, sum = 0, total = 0;
+    for (int64_t begin = 0; begin < v; begin += VOCAB_BLOCK) {
+        const int64_t count = begin + VOCAB_BLOCK < v ? VOCAB_BLOCK : v - begin;
+        const T *block = x + begin;
+        real block_top = top;
+#pragma omp simd reduction(max : block_top)
+        for (int64_t j = 0; j < count; j++) block_top = LOAD(block + j) > block_top ? LOAD(block + j) : block_top;
+        if (block_top > top) {
+            sum *= RNAME(exp)(top - block_top);
+            top = block_top;
+        }
+        const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
+        real part;
+        ROW_SUM(real, part, count, j, RNAME(exp)(LOAD(block + j) - shift));
+        sum += part;
+        if (smoothing) {
+            ROW_SUM(real, part, count, j, LOAD(block + j));
+            total += part;
+        }
+    }
+    *maximum = top;
+    *sum_exp = sum;
+    *sum_x = total;
+}
+
+static void NAME(cross_entropy_stats)(uintptr_t logits, uintptr_t targets_, uintptr_t stats_, int smoothing, int64_t rows,
+                                      int64_t v, int64_t start) {
+    const int64_t *targets = (const int64_t *)targets_;
+    real *stats = (real *)stats_;
+#pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *x = (const T *)logits + row * v;
+        const int64_t target = targets[row] - start;
+        NAME(row_stats)(x, v, smoothing, stats + row, stats + rows + row, stats + 3 * rows + row);
+        stats[2 * rows + row] = target >= 0 && target < v ? LOAD(x + target) : 0;
+    }
+}
+
+static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintptr_t loss_, uintptr_t lse_, double eps_,
+                                    int64_t rows, int64_t v, int64_t start) {
+    const int64_t *targets = (const int64_t *)targets_;
+    const real eps = (real)eps_;
+    real *loss = (real *)loss_, *lse = (real *)lse_;
+#pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *x = (const T *)logits + row * v;
+        const int64_t target = targets[row] - start;
+        real top, sum, total;
+        NAME(row_stats)(x, v, eps_ != 0, &top, &sum, &total);
+        const real log_sum = RNAME(log)(sum), at = target >= 0 && target < v ? LOAD(x + target) : 0;
+        lse[row] = top + log_sum;
+        // (top - at) first: it is exact or nearly so, where lse - at would lose the low bits of log_sum.
+        loss[row] = (1 - eps) * (top - at + log_sum);
+        if (eps_ != 0) loss[row] += eps * (top - total / (real)v + log_sum);
+    }
+}
+
+static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintptr_t lse_, uintptr_t dloss_,
+                                    uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total) {
+    const int64_t *targets = (const int64_t *)targets_;
+    const real *lses = (const real *)lse_, *dloss = (const real *)dloss_;
+    const real uniform = (real)(eps / (double)total), hit = (real)(1 - eps);
+#pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *x = (const T *)logits + row * v;
+        T *dx = (T *)dlogits + row * v;
+        const int64_t target = targets[row] - start;
+        const real lse = lses[row], upstream = dloss[row];
+#pragma omp simd
+        for (int64_t j = 0; j < v; j++) STORE(dx + j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
+        if (target >= 0 && target < v)
+            STORE(dx + target, upstream * (RNAME(exp)(LOAD(x + target) - lse) - uniform - hit));
+    }
+}
+
+#endif

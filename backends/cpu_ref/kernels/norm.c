@@ -1,0 +1,142 @@
+// Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
+//
+// Forward, per row: mean, then the variance around it (two passes over a row that stays in L1: no cancellation), then
+// y = (x - mean) rstd w + b. Backward, with n = (x - mean) rstd and g = dy w:
+//   dx = rstd (g - mean(g) - n mean(g n)),   dw = sum over rows of dy n,   db = sum over rows of dy.
+// Rows are taken four at a time: the two means first, then one sweep over the columns writes four rows of dx and adds four
+// rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of consecutive rows
+// (at most 32, see common.h) has its own running sums, added up in order at the end.
+//
+// Memory traffic: forward reads x, writes y; backward reads x and dy (again from L2 in the sweep), writes dx.
+#ifndef HAL_BODY
+#include "common.h"
+
+#include "norm_api.h"
+
+enum { ROWS = 4 };
+
+#define HAL_SELF "norm.c"
+#include "dtypes.h"
+
+void hal_norm_fwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, uintptr_t mean,
+                  uintptr_t rstd, double eps, int64_t rows, int64_t width) {
+    if (centered) {
+        HAL_DISPATCH(dtype, layer_norm_fwd, x, weight, bias, y, mean, rstd, eps, rows, width);
+    } else {
+        HAL_DISPATCH(dtype, rms_norm_fwd, x, weight, y, rstd, eps, rows, width);
+    }
+}
+
+void hal_norm_bwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintptr_t mean, uintptr_t rstd, uintptr_t dy,
+                  uintptr_t dx, uintptr_t dweight, uintptr_t dbias, int64_t rows, int64_t width) {
+    HAL_DISPATCH(dtype, norm_bwd, centered, x, weight, mean, rstd, dy, dx, dweight, dbias, rows, width);
+}
+
+#else
+
+static void NAME(layer_norm_fwd)(uintptr_t x_, uintptr_t weight_, uintptr_t bias_, uintptr_t y_, uintptr_t mean_,
+                                 uintptr_t rstd_, double eps, int64_t rows, int64_t width) {
+    const real *weight = (const real *)weight_, *bias = (const real *)bias_;
+    real *means = (real *)mean_, *rstds = (real *)rstd_;
+#pragma omp parallel for schedule(static) if (rows * width >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *x = (const T *)x_ + row * width;
+        T *y = (T *)y_ + row * width;
+        real sum, square;
+        ROW_SUM(real, sum, width, i, LOAD(x + i));
+        const real mean = sum / (real)width;
+        ROW_SUM(real, square, width, i, (LOAD(x + i) - mean) * (LOAD(x + i) - mean));
+        const real rstd = 1 / RNAME(sqrt)(square / (real)width + (real)eps);
+        means[row] = mean;
+        rstds[row] = rstd;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) STORE(y + i, (LOAD(x + i) - mean) * rstd * weight[i] + bias[i]);
+    }
+}
+
+static void NAME(rms_norm_fwd)(uintptr_t x_, uintptr_t weight_, uintptr_t y_, uintptr_t rstd_, double eps, int64_t rows,
+                               int64_t width) {
+    const real *weight = (const real *)weight_;
+    real *rstds = (real *)rstd_;
+#pragma omp parallel for schedule(static) if (rows * width >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *x = (const T *)x_ + row * width;
+        T *y = (T *)y_ + row * width;
+        real square;
+        ROW_SUM(real, square, width, i, LOAD(x + i) * LOAD(x + i));
+        const real rstd = 1 / RNAME(sqrt)(square / (real)width + (real)eps);
+        rstds[row] = rstd;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) STORE(y + i, LOAD(x + i) * rstd * weight[i]);
+    }
+}
+
+// dx of `count` (a constant at the call) rows and their contribution to the running sums dw, db (0 for RMS norm).
+HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T *x, const T *dy, const real *weight,
+                                    const real *means, const real *rstds, T *dx, real *dw, real *db, int64_t width) {
+    real mean[ROWS], rstd[ROWS], g_mean[ROWS], gn_mean[ROWS];
+    for (int r = 0; r < count; r++) {
+        const T *xr = x + r * width, *dyr = dy + r * width;
+        real g = 0, gn, m = centered ? means[r] : 0;
+        if (centered) {
+            ROW_SUM2(real, g, gn, width, i, LOAD(dyr + i) * weight[i], LOAD(dyr + i) * weight[i] * (LOAD(xr + i) - m));
+        } else {
+            ROW_SUM(real, gn, width, i, LOAD(dyr + i) * weight[i] * LOAD(xr + i));
+        }
+        mean[r] = m;
+        rstd[r] = rstds[r];
+        g_mean[r] = g / (real)width;
+        gn_mean[r] = gn * rstd[r] / (real)width;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+        real dwi = dw[i], dbi = centered ? db[i] : 0;
+#pragma GCC unroll 4
+        for (int r = 0; r < count; r++) {
+            const real d = LOAD(dy + r * width + i), n = (LOAD(x + r * width + i) - mean[r]) * rstd[r];
+            STORE(dx + r * width + i, rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]));
+            dwi += d * n;
+            dbi += d;
+        }
+        dw[i] = dwi;
+        if (centered) db[i] = dbi;
+    }
+}
+
+HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const T *x, const T *dy, const real *weight, const real *means,
+                                     const real *rstds, T *dx, real *dw, real *db, int64_t begin, int64_t end,
+                                     int64_t width) {
+    int64_t row = begin;
+    for (; row + ROWS <= end; row += ROWS)
+        NAME(norm_bwd_rows)(ROWS, centered, x + row * width, dy + row * width, weight, means + row, rstds + row,
+                            dx + row * width, dw, db, width);
+    for (; row < end; row++)
+        NAME(norm_bwd_rows)(1, centered, x + row * width, dy + row * width, weight, means + row, rstds + row,
+                            dx + row * width, dw, db, width);
+}
+
+static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintptr_t mean_, uintptr_t rstd_, uintptr_t dy_,
+                           uintptr_t dx_, uintptr_t dweight_, uintptr_t dbias_, int64_t rows, int64_t width) {
+    const T *x = (const T *)x_, *dy = (const T *)dy_;
+    const real *weight = (const real *)weight_, *means = (const real *)mean_, *rstds = (const real *)rstd_;
+    T *dx = (T *)dx_;
+    const int64_t pieces = piece_count(rows, width), sums = centered ? 2 : 1;
+    real *partial = hal_scratch((size_t)(pieces * sums * width) * sizeof(real));
+#pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
+    {
+#pragma omp for schedule(static)
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
+            real *dw = partial + piece * sums * width, *db = dw + (sums - 1) * width;
+            memset(dw, 0, (size_t)(sums * width) * sizeof(real));
+            if (centered)
+                NAME(norm_bwd_piece)(1, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
+            else
+                NAME(norm_bwd_piece)(0, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
+        }
+        RNAME(sum_pieces)(partial, pieces, sums * width, width, (real *)dweight_);
+        if (centered) RNAME(sum_pieces)(partial + width, pieces, sums * width, width, (real *)dbias_);
+    }
+}
+
+#endif

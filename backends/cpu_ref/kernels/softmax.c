@@ -1,0 +1,122 @@
+// Scale, mask and softmax over the last dimension, fused; rows are split over threads.
+//
+// Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
+// (2) e = exp(v - max) and its sum; (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
+// A row that sees nothing (all masked) is all zeros; a NaN or +inf in a visible column makes the visible part NaN.
+// Backward needs y alone: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again.
+//
+// Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y, dy and writes dx once. With
+// causal, only the visible half is read.
+#ifndef HAL_BODY
+#include "common.h"
+
+#include "softmax_api.h"
+
+HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_t sk) {
+    if (!causal) return sk;
+    int64_t visible = query + sk - sq + 1;
+    return visible < 0 ? 0 : (visible < sk ? visible : sk);
+}
+
+typedef struct {
+    const uint8_t *data;
+    int64_t b, n, q, k;  // strides in bytes
+} mask_t;
+
+#define HAL_SELF "softmax.c"
+#include "dtypes.h"
+
+void hal_softmax_fwd(int dtype, uintptr_t x, uintptr_t y, double scale, int causal, int64_t b, int64_t n, int64_t sq,
+                     int64_t sk, uintptr_t mask_, int64_t mb, int64_t mn, int64_t mq, int64_t mk) {
+    const mask_t mask = {(const uint8_t *)mask_, mb, mn, mq, mk};
+    HAL_DISPATCH(dtype, softmax_fwd, x, y, scale, causal, b, n, sq, sk, &mask);
+}
+
+void hal_softmax_bwd(int dtype, uintptr_t y, uintptr_t dy, uintptr_t dx, double scale, int causal, int64_t rows, int64_t sq,
+                     int64_t sk) {
+    HAL_DISPATCH(dtype, softmax_bwd, y, dy, dx, scale, causal, rows, sq, sk);
+}
+
+#else
+
+// v = scale x with masked columns at -inf; returns whether any column is visible.
+HAL_INLINE int NAME(masked_row)(const T *x, real scale, const uint8_t *mask, int64_t stride, int64_t columns, real *v) {
+    if (!mask || (stride == 0 && columns > 0 && !*mask)) {
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) v[j] = LOAD(x + j) * scale;
+        return columns > 0;
+    }
+    if (stride == 0) return 0;
+    int alive = 0;
+    if (stride == 1) {
+#pragma omp simd reduction(| : alive)
+        for (int64_t j = 0; j < columns; j++) {
+            alive |= !mask[j];
+            v[j] = mask[j] ? -(real)INFINITY : LOAD(x + j) * scale;
+        }
+    } else {
+        for (int64_t j = 0; j < columns; j++) {
+            alive |= !mask[j * stride];
+            v[j] = mask[j * stride] ? -(real)INFINITY : LOAD(x + j) * scale;
+        }
+    }
+    return alive;
+}
+
+static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int causal, int64_t b, int64_t n, int64_t sq,
+                              int64_t sk, const mask_t *mask) {
+    const T *x = (const T *)x_;
+    T *y = (T *)y_;
+    const real scale = (real)scale_;
+    const int64_t rows = b * n * sq;
+    // Causal rows differ in length: small chunks dealt in turn keep the threads level.
+#pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
+    {
+        real *v = hal_scratch((size_t)sk * sizeof(real));
+#pragma omp for schedule(static, 16)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t query = row % sq, columns = visible_columns(causal, query, sq, sk);
+            const uint8_t *mask_row = mask->data;
+            if (mask_row) mask_row += row / sq / n * mask->b + row / sq % n * mask->n + query * mask->q;
+            T *out = y + row * sk;
+            int alive = NAME(masked_row)(x + row * sk, scale, mask_row, mask->k, columns, v);
+            if (!alive) {
+                memset(out, 0, (size_t)sk * sizeof(T));
+                continue;
+            }
+            real top = -(real)INFINITY;
+#pragma omp simd reduction(max : top)
+            for (int64_t j = 0; j < columns; j++) top = v[j] > top ? v[j] : top;
+            real sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < columns; j++) {
+                v[j] = RNAME(exp)(v[j] - top);
+                sum += v[j];
+            }
+            const real inverse = 1 / sum;
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) STORE(out + j, v[j] * inverse);
+            memset(out + columns, 0, (size_t)(sk - columns) * sizeof(T));
+        }
+    }
+}
+
+static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t dy_, uintptr_t dx_, double scale_, int causal, int64_t rows,
+                              int64_t sq, int64_t sk) {
+    const T *y = (const T *)y_, *dy = (const T *)dy_;
+    T *dx = (T *)dx_;
+    const real scale = (real)scale_;
+#pragma omp parallel for schedule(static, 16) if (rows * sk >= HAL_PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t columns = visible_columns(causal, row % sq, sq, sk);
+        const T *yr = y + row * sk, *dyr = dy + row * sk;
+        T *out = dx + row * sk;
+        real dot;
+        ROW_SUM(real, dot, columns, j, LOAD(yr + j) * LOAD(dyr + j));
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) STORE(out + j, scale * LOAD(yr + j) * (LOAD(dyr + j) - dot));
+        memset(out + columns, 0, (size_t)(sk - columns) * sizeof(T));
+    }
+}
+
+#endif
