@@ -77,7 +77,7 @@ def _function(
             return output
 
         @staticmethod
-        @once_differentiable  # type: ignore[untyped-decorator]
+        @once_differentiable
         def backward(ctx: Any, *output_grads: Any) -> Any:
             saved = iter(ctx.saved_tensors)
             residuals = tuple(next(saved) if r is _TENSOR else r for r in ctx.plain)

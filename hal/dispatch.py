@@ -57,7 +57,9 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
         raise HalError(f"backend '{name}' does not take these options ({options}): {error}") from error
     probe = backend.probe()
     if not probe.ok:
-        raise BackendUnavailable(f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help.")
+        raise BackendUnavailable(
+            f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help."
+        )
     backend.build()
     activate(backend, fallback=fallback, pin=pin)
     os.environ["HAL_BACKEND"] = name

@@ -137,18 +137,22 @@ class Op(Generic[P, R]):
         self.grads = tuple(grads)
         self.mutates = tuple(mutates)
         self.nondiff_outputs = tuple(nondiff_outputs)
-        functools.update_wrapper(self, reference)  # type: ignore[arg-type]
+        functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
         unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
         if unknown:
-            raise HalError(f"op '{self.name}': grads/mutates name {unknown}, which its signature {self.signature} lacks")
+            raise HalError(
+                f"op '{self.name}': grads/mutates name {unknown}, which its signature {self.signature} lacks"
+            )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         raise NotImplementedError  # replaced by dispatch.py, which completes this class
 
     def tensor_params(self) -> tuple[str, ...]:
         """Names of the parameters annotated as a single tensor (or tensor | None)."""
-        return tuple(n for n, p in self.signature.parameters.items() if re.match(r"^(torch\.)?Tensor\b", str(p.annotation)))
+        return tuple(
+            n for n, p in self.signature.parameters.items() if re.match(r"^(torch\.)?Tensor\b", str(p.annotation))
+        )
 
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
@@ -209,7 +213,9 @@ def op(
             nondiff_outputs=nondiff_outputs,
         )
         if made.name in OPS:
-            raise HalError(f"op '{made.name}' is defined twice ({OPS[made.name].__module__} and {reference.__module__})")
+            raise HalError(
+                f"op '{made.name}' is defined twice ({OPS[made.name].__module__} and {reference.__module__})"
+            )
         OPS[made.name] = made
         return made
 

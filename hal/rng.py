@@ -68,7 +68,9 @@ class Rng:
         full = tuple(shape) if self.full_shape is None else self.full_shape
         start = (0,) * len(full) if self.start is None else self.start
         if len(full) != len(shape) or any(i + n > m for i, n, m in zip(start, shape, full)):
-            raise ContractError(f"a draw of shape {tuple(shape)} at {start} does not fit the block's draw of shape {full}")
+            raise ContractError(
+                f"a draw of shape {tuple(shape)} at {start} does not fit the block's draw of shape {full}"
+            )
         strides = tuple(math.prod(full[d + 1 :]) for d in range(len(full)))
         return sum(i * s for i, s in zip(start, strides)), strides
 

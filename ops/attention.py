@@ -1,0 +1,347 @@
+"""flash_attention: exact attention with pre/next-token windows, GQA, packed sequences and reproducible dropout.
+
+The window is exact on every backend (it equals flash-attn's window_size=(pre, next) and Ascend's sparse_mode 4); a
+query that sees no key gives 0. Shape letters: B batch, N query heads, G key/value heads, Q/K lengths, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import Rng, Sample, T, Tol, require
+
+from .layouts import LAYOUTS, from_bnsd, sizes, to_bnsd
+from .random import keep_mask, require_probability
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+_OP = "flash_attention"
+
+
+@lru_cache(maxsize=1024)
+def _check_shapes(
+    layout: str,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    dtypes: tuple[torch.dtype, ...],
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    mask: tuple[torch.Size, torch.dtype] | None,
+    cu: tuple[tuple[torch.Size, torch.dtype] | None, ...],
+) -> None:
+    require(layout in LAYOUTS, _OP, f"a layout among {', '.join(LAYOUTS)}", repr(layout))
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        require(len(shape) == len(layout), _OP, f"{name} with {len(layout)} dimensions for {layout}", tuple(shape))
+    require(len(set(dtypes)) == 1, _OP, "q, k, v of one dtype", dtypes)
+    require(k == v, _OP, "k and v of one shape", (tuple(k), tuple(v)))
+    if layout in ("SBH", "BSH"):
+        require(num_heads is not None, _OP, f"num_heads, which {layout} does not show", None)
+        assert num_heads is not None
+        kv = num_kv_heads or num_heads
+        require(
+            num_heads > 0 and q[-1] % num_heads == 0, _OP, f"q's last size divisible by num_heads={num_heads}", q[-1]
+        )
+        require(kv > 0 and k[-1] % kv == 0, _OP, f"k's last size divisible by num_kv_heads={kv}", k[-1])
+        n, g, d, dk = num_heads, kv, q[-1] // num_heads, k[-1] // kv
+    else:
+        at = layout.index
+        n, g, d, dk = q[at("N")], k[at("N")], q[at("D")], k[at("D")]
+        require(num_heads in (None, n), _OP, f"num_heads={n}, as q's shape says", num_heads)
+        require(num_kv_heads in (None, g), _OP, f"num_kv_heads={g}, as k's shape says", num_kv_heads)
+    require(d == dk and d > 0, _OP, "q and k of one head size, at least 1", (d, dk))
+    require(g > 0 and n % g == 0, _OP, "query heads divisible by key/value heads", f"{n} and {g}")
+    if layout == "TND":
+        require(all(c is not None for c in cu), _OP, "cu_seqlens_q and cu_seqlens_k for TND", "none")
+        require(mask is None, _OP, "no mask with TND (use pre_tokens/next_tokens)", "a mask")
+        for c in cu:
+            assert c is not None
+            require(c[1] == torch.int32 and len(c[0]) == 1 and c[0][0] >= 1, _OP, "int32 cu_seqlens of shape [b+1]", c)
+        require(cu[0] == cu[1], _OP, "cu_seqlens_q and cu_seqlens_k of one length", cu)
+        return
+    require(cu == (None, None), _OP, f"no cu_seqlens with {layout}", cu, "Packed sequences have layout TND.")
+    if layout != "TND":
+        at_b = layout.index("B")
+        require(q[at_b] == k[at_b], _OP, "q and k of one batch size", (q[at_b], k[at_b]))
+    if mask is not None:
+        shape, dtype = mask
+        at_s = layout.index("S")
+        full = (q[layout.index("B")], n, q[at_s], k[at_s])
+        fits = len(shape) <= 4 and all(m in (1, f) for m, f in zip(reversed(shape), reversed(full)))
+        require(dtype == torch.bool, _OP, "a bool mask (True = masked out)", dtype)
+        require(fits, _OP, f"a mask that broadcasts to [b, n, sq, skv] = {full}", tuple(shape))
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> None:
+    _check_shapes(
+        layout,
+        q.shape,
+        k.shape,
+        v.shape,
+        (q.dtype, k.dtype, v.dtype),
+        num_heads,
+        num_kv_heads,
+        None if mask is None else (mask.shape, mask.dtype),
+        tuple(None if c is None else (c.shape, c.dtype) for c in (cu_seqlens_q, cu_seqlens_k)),
+    )
+    for name, value in (("pre_tokens", pre_tokens), ("next_tokens", next_tokens)):
+        require(value is None or isinstance(value, int), _OP, f"{name} an integer or None", value)
+    require(scale is None or math.isfinite(scale), _OP, "a finite scale", scale)
+    if dropout_p or rng is not None:
+        require_probability(_OP, dropout_p, rng)
+        if rng is not None:
+            rng.indexing(draw_shape(q, k, layout, num_heads))
+
+
+def draw_shape(q: Tensor, k: Tensor, layout: str, num_heads: int | None = None) -> tuple[int, ...]:
+    """Shape of the dropout draw: [b, n, sq, skv], or [n, tq, tk] for TND (packed token indices on both sides)."""
+    b, n, sq, _ = sizes(q, layout, num_heads)
+    skv = k.shape[0] if layout == "TND" else k.shape[layout.index("S")]
+    return (n, sq, skv) if layout == "TND" else (b, n, sq, skv)
+
+
+def band_mask(
+    sq: int, skv: int, pre: int | None, next: int | None, device: torch.device | None = None
+) -> Tensor | None:
+    """bool [sq, skv], True = outside the window `i + d - pre <= j <= i + d + next`, d = skv - sq; None = all inside."""
+    if pre is None and next is None:
+        return None
+    i = torch.arange(sq, device=device)[:, None] + (skv - sq)
+    j = torch.arange(skv, device=device)
+    outside = torch.zeros(sq, skv, dtype=torch.bool, device=device)
+    if pre is not None:
+        outside |= j < i - pre
+    if next is not None:
+        outside |= j > i + next
+    return outside
+
+
+def _dense(
+    q_BNQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, masked: Tensor | None, scale: float, keep: Tensor | None, p: float
+) -> tuple[Tensor, Tensor]:
+    """out [b, n, sq, d] in q's dtype, lse [b, n, sq] in the accumulation dtype."""
+    acc = torch.promote_types(q_BNQD.dtype, torch.float32)
+    group = q_BNQD.shape[1] // k_BGKD.shape[1]
+    k_BNKD = k_BGKD.to(acc).repeat_interleave(group, dim=1)
+    v_BNKD = v_BGKD.to(acc).repeat_interleave(group, dim=1)
+    s_BNQK = q_BNQD.to(acc) @ k_BNKD.transpose(-1, -2) * scale
+    if masked is not None:
+        s_BNQK = s_BNQK.masked_fill(masked, -math.inf)
+    if s_BNQK.shape[-1] == 0:
+        return torch.zeros_like(q_BNQD), s_BNQK.new_full(s_BNQK.shape[:-1], -math.inf)
+    # A row without a visible key has max -inf; shifting it by 0 instead keeps exp(-inf) = 0 and the row's sum 0.
+    top = s_BNQK.detach().amax(-1, keepdim=True)
+    e_BNQK = torch.exp(s_BNQK - torch.where(top == -math.inf, torch.zeros_like(top), top))
+    total = e_BNQK.sum(-1, keepdim=True)
+    p_BNQK = e_BNQK / torch.where(total == 0, torch.ones_like(total), total)
+    if keep is not None:
+        p_BNQK = torch.where(keep, p_BNQK * (1.0 / (1.0 - p)), torch.zeros_like(p_BNQK))
+    lse = torch.where(total == 0, torch.full_like(total, -math.inf), top + total.log()).squeeze(-1)
+    return (p_BNQK @ v_BNKD).to(q_BNQD.dtype), lse.detach()
+
+
+def _attention(
+    *names: str, layout: str = "BNSD", shape: tuple[int, ...], heads: tuple[int, int] = (2, 2), **kw: Any
+) -> Sample:
+    """A sample call: shape = (b, sq, skv, d), heads = (n, kv heads)."""
+    b, sq, skv, d = shape
+    n, g = heads
+
+    def tensor(length: int, count: int) -> T:
+        dims = {"S": length, "B": b, "N": count, "D": d, "H": count * d}
+        return T(tuple(dims[c] for c in layout), strided="rows" if "strided" in names else "")
+
+    if layout in ("SBH", "BSH"):
+        kw = {"num_heads": n, "num_kv_heads": g, **kw}
+    return Sample((tensor(sq, n), tensor(skv, g), tensor(skv, g)), {"layout": layout, **kw})
+
+
+def _packed(q_lengths: list[int], k_lengths: list[int], d: int, heads: tuple[int, int], **kw: Any) -> Sample:
+    def starts(lengths: list[int]) -> T:
+        total = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        return T((len(total),), "values", values=tuple(float(t) for t in total), dtype=torch.int32)
+
+    q, k = T((sum(q_lengths), heads[0], d)), T((sum(k_lengths), heads[1], d))
+    cu = {"cu_seqlens_q": starts(q_lengths), "cu_seqlens_k": starts(k_lengths)}
+    return Sample((q, k, k), {"layout": "TND", **cu, **kw})
+
+
+def _directed() -> list[Sample]:
+    rng = Rng(11, 5)
+    band: dict[str, Any] = {"pre_tokens": 3, "next_tokens": 2}
+    return [
+        *(_attention(layout=layout, shape=(2, 9, 9, 8), next_tokens=0) for layout in LAYOUTS[:-1]),
+        *(_attention("strided", layout=layout, shape=(2, 5, 7, 4), heads=(4, 2)) for layout in LAYOUTS[:-1]),
+        _attention(shape=(1, 17, 33, 16), heads=(6, 2), **band),
+        _attention(shape=(1, 33, 17, 16), pre_tokens=4, next_tokens=0),  # the first queries see nothing
+        _attention(shape=(1, 12, 12, 8), pre_tokens=5, next_tokens=-2),  # negative edge: dead rows at the start
+        _attention(shape=(1, 12, 12, 8), pre_tokens=-2, next_tokens=6),
+        _attention(shape=(1, 6, 6, 8), pre_tokens=-9, next_tokens=-9),  # nothing is visible at all
+        _attention(shape=(2, 5, 7, 8), mask=T((2, 1, 5, 7), "bool", p=0.7, dtype=torch.bool)),
+        _attention(shape=(2, 5, 7, 8), mask=T((1, 7), "bool", p=1.0, dtype=torch.bool)),  # every row dead
+        _attention(shape=(2, 8, 8, 8), mask=T((2, 2, 8, 8), "bool", p=0.3, dtype=torch.bool), **band),
+        _attention(shape=(2, 7, 7, 8), next_tokens=0, return_lse=True),
+        _attention(shape=(1, 1, 1, 1), heads=(1, 1)),  # one key
+        _attention(shape=(1, 1, 40, 8), next_tokens=0),  # decoding
+        _attention(shape=(0, 4, 4, 8)),
+        _attention(shape=(1, 0, 4, 8)),
+        _attention(shape=(1, 4, 0, 8), return_lse=True),
+        _attention(shape=(1, 9, 9, 8), scale=20.0),
+        _attention(shape=(1, 9, 9, 8), scale=0.0),
+        _attention(shape=(1, 9, 9, 8), scale=-1.5),
+        _attention(shape=(2, 13, 13, 8), next_tokens=0, dropout_p=0.25, rng=rng),
+        _attention(shape=(2, 5, 5, 8), dropout_p=0.5, rng=rng.block((4, 6, 9, 12), (1, 2, 3, 4))),
+        _packed([3, 0, 9, 1], [3, 4, 9, 6], 8, (4, 2), next_tokens=0),
+        _packed([5, 8], [7, 8], 16, (2, 2), pre_tokens=2, next_tokens=1, return_lse=True),
+        _packed([5, 8], [7, 8], 8, (2, 1), dropout_p=0.3, rng=rng),
+        _attention(shape=(1, 70, 130, 33), next_tokens=0),  # several tiles, odd head size
+        _attention(shape=(1, 130, 130, 64), heads=(2, 1), pre_tokens=40, next_tokens=0),
+        _attention(shape=(1, 3, 5, 256), heads=(1, 1)),
+    ]
+
+
+def _samples() -> SearchStrategy[Sample]:
+    from hypothesis import strategies as st
+
+    edge = st.none() | st.integers(-6, 24)
+
+    @st.composite
+    def call(draw: st.DrawFn) -> Sample:
+        g, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        d = draw(st.sampled_from([1, 3, 8, 16, 17, 32]))
+        kw: dict[str, Any] = {"pre_tokens": draw(edge), "next_tokens": draw(edge)}
+        if draw(st.booleans()):
+            kw |= {"dropout_p": draw(st.sampled_from([0.1, 0.5])), "rng": Rng(draw(st.integers(0, 2**32)))}
+        if draw(st.booleans()):
+            kw["scale"] = draw(st.sampled_from([0.3, 1.0, 2.0]))
+        length = st.integers(1, 40)
+        if draw(st.integers(0, 4)) == 0:
+            pairs = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
+            return _packed([a for a, _ in pairs], [b for _, b in pairs], d, (g * group, g), **kw)
+        b, sq, skv = draw(st.integers(1, 2)), draw(length), draw(length)
+        if draw(st.booleans()):
+            shape = draw(st.sampled_from([(sq, skv), (b, 1, sq, skv), (b, g * group, 1, skv), (1, 1, sq, 1)]))
+            kw["mask"] = T(shape, "bool", p=draw(st.sampled_from([0.1, 0.5, 0.9])), dtype=torch.bool)
+        names = ("strided",) if draw(st.booleans()) else ()
+        layout = draw(st.sampled_from(LAYOUTS[:-1]))
+        return _attention(*names, layout=layout, shape=(b, sq, skv, d), heads=(g * group, g), **kw)
+
+    return call()
+
+
+@hal.op(
+    check=_check,
+    tol={
+        # Scores reach |s| ~ 100 in the samples; float32 rounds them to ~1e-5 absolute, which exp passes on.
+        torch.float32: Tol(2e-5, 1e-5),
+        # Inputs and probabilities carry 8 bits (bf16) and 11 bits (fp16): 2^-8 and 2^-11 per product, sums average it.
+        torch.bfloat16: Tol(1.6e-2, 1.6e-2),
+        torch.float16: Tol(2e-3, 2e-3),
+    },
+    samples=_samples,
+    directed=_directed,
+    grads=("q", "k", "v"),
+    nondiff_outputs=(1,),
+)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(mask(scale * q k^T)) v, without ever forming the matrix (in the backends; here it is formed).
+
+    q, k, v: `layout` SBH [s,b,n*d], BSH [b,s,n*d], SBND, BSND, BNSD, or TND [t,n,d] (packed sequences, with int32
+        cu_seqlens_q/k [b+1] that start with 0 and end with the token count).
+    num_heads: query heads; required for SBH and BSH. num_kv_heads: key/value heads, a divisor (GQA).
+    pre_tokens, next_tokens: with d = skv - sq, key j is visible to query i iff i+d-pre <= j <= i+d+next. None =
+        unbounded, negative values allowed; causal is next_tokens=0.
+    mask: bool, True = masked out, broadcastable to [b,n,sq,skv]; on top of the window.
+    scale: default 1/sqrt(d). dropout_p, rng: dropout on the probabilities; element (b,n,i,j) of a draw of
+        [b,n,sq,skv] ([n,tq,tk] for TND).
+    Returns the output in q's layout; with return_lse also the log-sum-exp, float32 [b,n,sq] ([n,t] for TND), which
+        carries no gradient. A query that sees nothing gives 0, lse -inf, gradient 0.
+    """
+    _, n, sq, d = sizes(q, layout, num_heads)
+    used_scale = 1.0 / math.sqrt(d) if scale is None else scale
+    keep = None
+    if dropout_p > 0.0 and rng is not None:
+        keep = keep_mask(draw_shape(q, k, layout, num_heads), dropout_p, rng, q.device)
+    if layout != "TND":
+        g = num_kv_heads or (n if layout in ("SBH", "BSH") else k.shape[layout.index("N")])
+        q_BNQD, k_BGKD, v_BGKD = to_bnsd(q, layout, n), to_bnsd(k, layout, g), to_bnsd(v, layout, g)
+        masked = band_mask(sq, k_BGKD.shape[2], pre_tokens, next_tokens, q.device)
+        if mask is not None:
+            masked = mask if masked is None else mask | masked
+        out, lse = _dense(q_BNQD, k_BGKD, v_BGKD, masked, used_scale, keep, dropout_p)
+        out = from_bnsd(out, layout)
+    else:
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None
+        out, lse = _tnd(q, k, v, cu_seqlens_q, cu_seqlens_k, pre_tokens, next_tokens, used_scale, keep, dropout_p)
+    lse = lse if q.dtype == torch.float64 else lse.to(torch.float32)
+    return (out, lse) if return_lse else out
+
+
+def _tnd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    pre: int | None,
+    next: int | None,
+    scale: float,
+    keep: Tensor | None,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """Each packed sequence on its own."""
+    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
+    for name, ends, total in (("cu_seqlens_q", q_ends, q.shape[0]), ("cu_seqlens_k", k_ends, k.shape[0])):
+        rising = all(a <= b for a, b in pairwise(ends))
+        require(ends[0] == 0 and rising and ends[-1] == total, _OP, f"{name} rising from 0 to {total}", ends)
+    outs, lses = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
+    for q0, q1, k0, k1 in zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:]):
+        q_BNQD, k_BGKD, v_BGKD = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        masked = band_mask(q1 - q0, k1 - k0, pre, next, q.device)
+        part = None if keep is None else keep[:, q0:q1, k0:k1]
+        out, lse = _dense(q_BNQD, k_BGKD, v_BGKD, masked, scale, part, p)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, dim=1)

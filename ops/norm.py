@@ -1,0 +1,109 @@
+"""layer_norm and rms_norm over the last dimension, statistics in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import Sample, T, Tol, require
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+_TOL = {
+    torch.float32: Tol(1e-5, 1e-5),  # the mean of h terms and the square root, relative to values up to ~5
+    torch.bfloat16: Tol(8e-3, 1.6e-2),  # one rounding to 8 bits; weight gradients sum rounded rows
+    torch.float16: Tol(1e-3, 2e-3),
+}
+
+
+def _require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> None:
+    require(x.ndim >= 1 and w.shape == x.shape[-1:], op, f"{name} of shape {tuple(x.shape[-1:])}", tuple(w.shape))
+    require(
+        x.is_floating_point() and w.dtype in (x.dtype, torch.float32), op, f"{name} in x's dtype or float32", w.dtype
+    )
+    require(eps > 0, op, "eps > 0", eps)
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> None:
+    _require_weight("layer_norm", x, "weight", weight, eps)
+    _require_weight("layer_norm", x, "bias", bias, eps)
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> None:
+    _require_weight("rms_norm", x, "weight", weight, eps)
+
+
+def _directed(weights: int) -> list[Sample]:
+    def call(*shape: int, grad: bool = True, weight_dtype: torch.dtype | None = None, **kw: object) -> Sample:
+        x = T(shape, **kw)  # type: ignore[arg-type]
+        return Sample((x, *[T(shape[-1:], dtype=weight_dtype)] * weights), grad=grad)
+
+    return [
+        call(4, 8),
+        call(3, 1),
+        call(8),
+        call(0, 8),
+        call(2, 3, 129),
+        call(5, 33, strided="last"),
+        call(2, 4, 16, strided="rows"),
+        call(3, 64, weight_dtype=torch.float32),
+        call(3, 40, scale=1e3),
+        call(2, 8, scale=0.0),  # constant rows: the variance is 0 and eps decides
+        call(300, 12),  # many rows: the weight gradient is a long sum
+        call(1, 4, dist="values", values=(1.0, float("nan"), 2.0, 3.0), grad=False),
+        call(1, 4, dist="values", values=(1.0, float("inf"), 2.0, 3.0), grad=False),
+    ]
+
+
+def _samples(weights: int) -> SearchStrategy[Sample]:
+    from hypothesis import strategies as st
+
+    return st.builds(
+        lambda shape, strided, eps: Sample(
+            (T(tuple(shape), strided=strided), *[T(tuple(shape[-1:]))] * weights), {"eps": eps}
+        ),
+        st.lists(st.integers(1, 70), min_size=1, max_size=3),
+        st.sampled_from(["", "rows", "last"]),
+        st.sampled_from([1e-5, 1e-6, 1e-3]),
+    )
+
+
+@hal.op(
+    check=_check_layer_norm,
+    tol=_TOL,
+    samples=lambda: _samples(2),
+    directed=lambda: _directed(2),
+    grads=("x", "weight", "bias"),
+)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (biased variance). x [..., h], result alike.
+
+    Source: Ba, Kiros, Hinton, "Layer normalization", arXiv 1607.06450.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    xa = x.to(acc)
+    centred = xa - xa.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * rstd * weight.to(acc) + bias.to(acc)).to(x.dtype)
+
+
+@hal.op(
+    check=_check_rms_norm,
+    tol=_TOL,
+    samples=lambda: _samples(1),
+    directed=lambda: _directed(1),
+    grads=("x", "weight"),
+)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [..., h], result alike.
+
+    Source: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    xa = x.to(acc)
+    rstd = torch.rsqrt(xa.square().mean(-1, keepdim=True) + eps)
+    return (xa * rstd * weight.to(acc)).to(x.dtype)

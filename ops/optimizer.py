@@ -1,0 +1,208 @@
+"""Ops of the optimizer step, each over a list of tensors in one call: adamw, l2norm, unscale_and_check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import Sample, T, Tol, require
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+def _check_adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    model_params: Sequence[Tensor] | None = None,
+) -> None:
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if model_params is not None:
+        lists["model_params"] = model_params
+    for name, tensors in lists.items():
+        require(len(tensors) == len(params), "adamw", f"{len(params)} {name}, one per param", len(tensors))
+        for p, t in zip(params, tensors):
+            require(p.shape == t.shape, "adamw", f"{name} shaped like params ({tuple(p.shape)})", tuple(t.shape))
+    for p, m, v in zip(params, exp_avgs, exp_avg_sqs):
+        same = p.dtype == m.dtype == v.dtype == torch.float32
+        require(same, "adamw", "float32 params, exp_avgs and exp_avg_sqs", (p.dtype, m.dtype, v.dtype))
+    require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
+    require(0 <= beta1 < 1 and 0 <= beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (beta1, beta2))
+    require(eps >= 0 and lr >= 0, "adamw", "eps >= 0 and lr >= 0", (eps, lr))
+
+
+def _adamw_call(shapes: list[tuple[int, ...]], model: torch.dtype | None = None, **kw: Any) -> Sample:
+    def tensors(**how: Any) -> list[T]:
+        return [T(shape, **how) for shape in shapes]
+
+    squares = [T(shape, "int", low=0, high=3, dtype=torch.float32) for shape in shapes]
+    if model is not None:
+        kw["model_params"] = tensors(dtype=model)
+    return Sample((tensors(), tensors(dtype=model), tensors(), squares), {"step": 1, "lr": 0.01, **kw})
+
+
+def _directed_adamw() -> list[Sample]:
+    return [
+        _adamw_call([(3, 4), (7,), ()]),
+        _adamw_call([(0,), (5,)], step=10, beta1=0.9, beta2=0.95),
+        _adamw_call([(33,)], step=1000, weight_decay=0.1, eps=1e-5),
+        _adamw_call([(4, 9), (1,)], model=torch.bfloat16, grad_scale=0.25, weight_decay=0.01),
+        _adamw_call([(130, 3)], lr=0.0),
+        _adamw_call([], step=2),
+    ]
+
+
+def _samples_adamw() -> SearchStrategy[Sample]:
+    from hypothesis import strategies as st
+
+    @st.composite
+    def call(draw: st.DrawFn) -> Sample:
+        shapes = draw(st.lists(st.lists(st.integers(1, 20), max_size=2).map(tuple), min_size=1, max_size=4))
+        return _adamw_call(
+            shapes,
+            draw(st.sampled_from([None, torch.bfloat16])),
+            step=draw(st.integers(1, 2000)),
+            lr=draw(st.sampled_from([1e-4, 1e-2])),
+            beta1=draw(st.sampled_from([0.0, 0.9])),
+            beta2=draw(st.sampled_from([0.95, 0.999])),
+            weight_decay=draw(st.sampled_from([0.0, 0.1])),
+            grad_scale=draw(st.sampled_from([1.0, 0.5])),
+        )
+
+    return call()
+
+
+@hal.op(
+    check=_check_adamw,
+    tol={torch.float32: Tol(1e-6, 4e-6)},  # a dozen float32 operations per element; model_params: see kit
+    samples=_samples_adamw,
+    directed=_directed_adamw,
+    mutates=("params", "exp_avgs", "exp_avg_sqs", "model_params"),
+)
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    model_params: Sequence[Tensor] | None = None,
+) -> None:
+    """One AdamW step, in place, on lists of tensors (any shapes; float32 params and moments).
+
+    step: this step's number, from 1 (the bias correction is 1 - beta**step). weight_decay is decoupled: p *= 1 - lr *
+    weight_decay, before the update. grads (any float dtype) are multiplied by grad_scale on the fly, which folds
+    gradient clipping in. model_params: low-precision copies that receive the new params in the same pass.
+
+    Source: Loshchilov, Hutter, "Decoupled weight decay regularization", arXiv 1711.05101, algorithm 2.
+    """
+    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
+        g = g.to(p.dtype) * grad_scale
+        p.mul_(1.0 - lr * weight_decay)
+        m.mul_(beta1).add_(g, alpha=1.0 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+        p.sub_(lr / correction1 * m / ((v / correction2).sqrt() + eps))
+    for p, copy in zip(params, model_params or ()):
+        copy.copy_(p)
+
+
+def _check_l2norm(tensors: Sequence[Tensor]) -> None:
+    require(all(t.is_floating_point() for t in tensors), "l2norm", "floating-point tensors", [t.dtype for t in tensors])
+    require(len({t.device for t in tensors}) <= 1, "l2norm", "tensors of one device", [t.device for t in tensors])
+
+
+def _lists(*shapes: tuple[int, ...], **how: Any) -> list[T]:
+    return [T(shape, **how) for shape in shapes]
+
+
+def _directed_lists() -> list[list[T]]:
+    return [
+        _lists((3, 4), (7,), ()),
+        _lists((0,), (5,)),
+        _lists((1000,), (33, 3)),
+        _lists((4, 6), strided="last"),
+        _lists((8,), scale=0.0),
+        [T((3,), "values", values=(1.0, float("inf"), 2.0))],
+        [T((5,)), T((2,), "values", values=(float("nan"), 0.0))],
+    ]
+
+
+def _samples_lists() -> SearchStrategy[list[T]]:
+    from hypothesis import strategies as st
+
+    shapes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
+    strided = st.sampled_from(["", "rows", "last"])
+    return st.lists(st.builds(lambda s, k: T(s, strided=k), shapes, strided), min_size=1, max_size=4)
+
+
+@hal.op(
+    check=_check_l2norm,
+    tol={
+        torch.float32: Tol(1e-6, 4e-6),  # a sum of up to ~1600 squares; each backend orders it its own way
+        torch.bfloat16: Tol(1e-6, 4e-6),  # inputs are exact, the result is float32
+        torch.float16: Tol(1e-6, 4e-6),
+    },
+    samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors,))),
+    directed=lambda: [Sample((tensors,)) for tensors in _directed_lists()],
+)
+def l2norm(tensors: Sequence[Tensor]) -> Tensor:
+    """sqrt of the sum of squares over all elements of all tensors; float32 scalar on their device (0 for none)."""
+    if not tensors:
+        return torch.zeros((), device=hal.device())
+    acc = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(t.to(acc)) for t in tensors])
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+def _check_unscale(grads: Sequence[Tensor], inv_scale: float) -> None:
+    require(
+        all(g.is_floating_point() for g in grads), "unscale_and_check", "floating-point grads", [g.dtype for g in grads]
+    )
+    require(math.isfinite(inv_scale), "unscale_and_check", "a finite inv_scale", inv_scale)
+
+
+@hal.op(
+    check=_check_unscale,
+    tol={
+        torch.float32: Tol(0.0, 1.2e-7),  # one product
+        torch.bfloat16: Tol(0.0, 7.9e-3),
+        torch.float16: Tol(6e-8, 9.8e-4),
+    },
+    samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors, 0.37))),
+    directed=lambda: [Sample((tensors, 2.0**-16)) for tensors in _directed_lists()],
+    mutates=("grads",),
+)
+def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
+    """grads *= inv_scale, in place; returns a float32 scalar, 1.0 if any scaled element is inf or NaN, else 0.0.
+
+    The check is on the products in the grads' dtype, so an overflow of the multiplication is found too.
+    """
+    for g in grads:
+        g.mul_(inv_scale)
+    bad = [(~torch.isfinite(g)).any() for g in grads]
+    if not bad:
+        return torch.zeros((), device=hal.device())
+    return torch.stack(bad).any().to(torch.float32)
