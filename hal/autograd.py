@@ -2,13 +2,11 @@
 
 The forward has the op's signature and returns `(output, residuals)`; the backward maps `(residuals, *output_grads)` to
 one gradient per name in `op.grads`. The wrapper adds a positional argument list (what autograd.Function needs) and
-skips autograd altogether when no input asks for a gradient. It is generated as source, like a dataclass's __init__,
-because generic *args/**kwargs binding would cost more than the whole dispatch budget.
+skips autograd altogether when no input asks for a gradient.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,44 +15,34 @@ from torch.autograd.function import once_differentiable
 
 from .errors import HalError
 from .op import Op
-
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+from .signature import define, fragments, tensor_kind
 
 
 def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str) -> Callable[..., Any]:
     """A function with the op's signature that runs `forward`, and `bwd` when autograd asks for it."""
-    parameters = list(op.signature.parameters.values())
-    names = [p.name for p in parameters]
-    header, defaults = [], {}
-    for i, p in enumerate(parameters):
-        if p.kind is _KEYWORD and (i == 0 or parameters[i - 1].kind is not _KEYWORD):
-            header.append("*")
-        if p.default is p.empty:
-            header.append(p.name)
-        else:
-            defaults[f"_default_{p.name}"] = p.default
-            header.append(f"{p.name}=_default_{p.name}")
-    passed = ", ".join(f"{p.name}={p.name}" if p.kind is _KEYWORD else p.name for p in parameters)
+    f = fragments(op.signature)
+    positional = define(
+        "positional",
+        f"def positional({', '.join(f.names)}):\n    return forward({f.passed})\n",
+        {"forward": forward},
+        id,
+    )
     wants = " or ".join(
         f"({n} is not None and {n}.requires_grad)" if _optional(op, n) else f"{n}.requires_grad" for n in op.grads
     )
     source = (
-        f"def positional({', '.join(names)}):\n    return forward({passed})\n"
-        f"def call({', '.join(header)}):\n"
+        f"def call({f.header}):\n"
         f"    if grad_enabled() and ({wants}):\n"
-        f"        return apply({', '.join(names)})\n"
-        f"    return forward({passed})[0]\n"
+        f"        return apply({', '.join(f.names)})\n"
+        f"    return forward({f.passed})[0]\n"
     )
-    scope: dict[str, Any] = {"forward": forward, "grad_enabled": torch.is_grad_enabled, **defaults}
-    exec(compile(source, f"<hal call of {id} for {op.name}>", "exec"), scope)
-    scope["apply"] = _function(op, scope["positional"], bwd, id, names).apply
-    call: Callable[..., Any] = scope["call"]
-    call.__name__ = op.name
-    return call
+    apply = _function(op, positional, bwd, id, list(f.names)).apply
+    scope = {"forward": forward, "grad_enabled": torch.is_grad_enabled, "apply": apply, **f.scope}
+    return define("call", source, scope, f"{id} for {op.name}")
 
 
 def _optional(op: Op[Any, Any], name: str) -> bool:
-    return "None" in str(op.signature.parameters[name].annotation)
+    return tensor_kind(op.signature.parameters[name].annotation) == "optional"
 
 
 def _function(

@@ -152,6 +152,7 @@ class Backend(ABC):
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = function if bwd is None else make_call(op, function, bwd, id)
+            op.candidates[0] = ()  # whatever was looked up before is out of date
             mine.append(Impl(op, id, call, why_not or _accepts_all, function, bwd, dict(waivers or {})))
             return function
 

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ class _Active:
     backend: Backend
     fallback: str
     pins: dict[str, str]
-    table: dict[Op[Any, Any], tuple[Impl, ...]] = field(default_factory=dict)
 
 
 _active: _Active | None = None
@@ -68,9 +67,16 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
 
 def activate(backend: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Backend:
     """Makes an instance the active backend without looking it up by name (for tests and recorders)."""
-    global _active
-    _active = _with_policy(backend, fallback, dict(pin or {}))
+    _set(_with_policy(backend, fallback, dict(pin or {})))
     return backend
+
+
+def _set(active: _Active | None) -> None:
+    """Switches, and makes every op look its candidates up anew."""
+    global _active
+    _active = active
+    for op in OPS.values():
+        op.candidates[0] = ()
 
 
 def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
@@ -94,7 +100,6 @@ def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
         chosen = tuple(i for i in impls if i.id == pin)
     else:
         chosen = tuple(impls)
-    active.table[op] = chosen
     return chosen
 
 
@@ -127,38 +132,36 @@ def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None)
 
     >>> with hal.policy(fallback="reference", pin={"layer_norm": "reference"}): ...     # doctest: +SKIP
     """
-    global _active
     before = _state()
-    _active = _with_policy(
-        before.backend, before.fallback if fallback is None else fallback, {**before.pins, **(pin or {})}
-    )
+    new_fallback = before.fallback if fallback is None else fallback
+    _set(_with_policy(before.backend, new_fallback, {**before.pins, **(pin or {})}))
     try:
         yield
     finally:
-        _active = before
+        _set(before)
 
 
 @contextlib.contextmanager
 def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Iterator[Backend]:
     """`activate` for the duration of a `with` block."""
-    global _active
     before = _active
     try:
         yield activate(instance, fallback=fallback, pin=pin)
     finally:
-        _active = before
+        _set(before)
 
 
-def _call(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
-    active = _active or _state()
-    self.check(*args, **kwargs)
-    for impl in active.table.get(self) or _candidates(self, active):
-        if not impl.why_not(*args, **kwargs):
+def _resolve(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    active = _state()
+    impls = _candidates(self, active)
+    self.candidates[0] = tuple((impl.why_not, impl.call) for impl in impls)
+    for impl in impls:
+        if not _reasons(impl, args, kwargs):
             return impl.call(*args, **kwargs)
     return _refused(self, active, args, kwargs)
 
 
-Op.__call__ = _call  # type: ignore[method-assign]
+Op.resolve = _resolve  # type: ignore[method-assign]
 
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,8 +205,8 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
     Tensors may be on the meta device. Raises ContractError if the call is wrong on every backend.
     """
     active = _state()
-    op.check(*args, **kwargs)
-    reasons = {i.id: _reasons(i, args, kwargs) for i in active.table.get(op) or _candidates(op, active)}
+    op.verify(*args, **kwargs)
+    reasons = {i.id: _reasons(i, args, kwargs) for i in _candidates(op, active)}
     chosen = next((id for id, why_not in reasons.items() if not why_not), None)
     if chosen is None and active.fallback == "reference":
         chosen = "reference"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -18,6 +17,7 @@ import torch
 
 from .errors import ContractError, HalError
 from .rng import Rng
+from .signature import define, fragments, tensor_kind
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -139,26 +139,91 @@ class Op(Generic[P, R]):
         self.nondiff_outputs = tuple(nondiff_outputs)
         functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
+        self.candidates: list[tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]] = [()]
         unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
         if unknown:
             raise HalError(
                 f"op '{self.name}': grads/mutates name {unknown}, which its signature {self.signature} lacks"
             )
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        raise NotImplementedError  # replaced by dispatch.py, which completes this class
+    if TYPE_CHECKING:  # the real one is generated per op, see _op_class
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def verify(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ContractError for a call that is wrong on every backend: not the parameters, or refused by check."""
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ContractError(f"{self.name}: {error}. Signature: {self.name}{self.signature}") from None
+        for name, value in given.items():
+            kind = tensor_kind(self.signature.parameters[name].annotation)
+            good = {
+                "tensor": isinstance(value, torch.Tensor),
+                "optional": value is None or isinstance(value, torch.Tensor),
+                "tensors": value is None
+                or (isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)),
+            }.get(kind, True)
+            require(good, self.name, f"{name}: {self.signature.parameters[name].annotation}", type(value).__name__)
+        self.check(*args, **kwargs)
+
+    def resolve(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call for which no candidate is known yet, or which all of them refuse. Completed by dispatch.py."""
+        raise NotImplementedError
 
     def tensor_params(self) -> tuple[str, ...]:
-        """Names of the parameters annotated as a single tensor (or tensor | None)."""
-        return tuple(
-            n for n, p in self.signature.parameters.items() if re.match(r"^(torch\.)?Tensor\b", str(p.annotation))
-        )
+        """Names of the parameters that are a single tensor (or tensor | None)."""
+        kinds = {n: tensor_kind(p.annotation) for n, p in self.signature.parameters.items()}
+        return tuple(n for n, kind in kinds.items() if kind in ("tensor", "optional"))
 
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return _find_op, (self.name,)
+
+
+_MEMO_LIMIT = 4096
+
+
+def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
+    """Op with a __call__ of this signature: check the call (once per metadata), run the first candidate that accepts.
+
+    A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those. `why_not` is
+    asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
+    """
+    key, memo = [], True
+    for parameter, p in signature.parameters.items():
+        kind, text = tensor_kind(p.annotation), str(p.annotation)
+        if kind == "tensor":
+            key.append(f"{parameter}.shape, {parameter}.dtype")
+        elif kind == "optional":
+            key.append(f"{parameter} if {parameter} is None else ({parameter}.shape, {parameter}.dtype)")
+        elif text.startswith("Rng"):
+            key.append(f"{parameter} if {parameter} is None else ({parameter}.full_shape, {parameter}.start)")
+        elif text.startswith("Comm"):
+            key.append(f"{parameter} if {parameter} is None else {parameter}.size")
+        else:
+            memo = memo and kind != "tensors"
+            key.append(parameter)
+    f = fragments(signature)
+    verify = f"        self.verify({f.passed})\n"
+    if memo:
+        verify = (
+            f"        key = ({', '.join(key)},)\n        if key not in seen:\n"
+            f"            self.verify({f.passed})\n"
+            f"            if len(seen) >= {_MEMO_LIMIT}:\n                seen.clear()\n            seen.add(key)\n"
+        )
+    source = (
+        f"def __call__(self, {f.header}):\n    try:\n{verify}"
+        # A list where a tensor should be, say: verify names the parameter.
+        f"    except (AttributeError, TypeError):\n        self.verify({f.passed})\n"
+        f"    for why_not, call in self.candidates[0]:\n"
+        f"        if not why_not({f.passed}):\n            return call({f.passed})\n"
+        f"    return self.resolve({f.passed})\n"
+    )
+    call = define("__call__", source, {"seen": set(), **f.scope}, f"dispatch of {name}")
+    return type("Op", (Op,), {"__call__": call, "__module__": __name__})
 
 
 def _find_op(name: str) -> Op[Any, Any]:
@@ -202,7 +267,7 @@ def op(
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(
+        made: Op[P, R] = _op_class(inspect.signature(reference), reference.__name__)(
             reference,
             check=check,
             tol=tol,

@@ -7,7 +7,6 @@ query that sees no key gives 0. Shape letters: B batch, N query heads, G key/val
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _OP = "flash_attention"
 
 
-@lru_cache(maxsize=1024)
 def _check_shapes(
     layout: str,
     q: torch.Size,
