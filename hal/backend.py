@@ -18,6 +18,7 @@ import torch
 from .autograd import make_call
 from .errors import HalError
 from .op import Op, require_same_signature
+from .signature import define, fragments
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -54,8 +55,10 @@ class Impl:
     waivers: Mapping[torch.dtype, tuple[float, str]]
 
 
-def _accepts_all(*_args: Any, **_kwargs: Any) -> Sequence[str]:
-    return ()
+def _accepts_all(op: Op[Any, Any]) -> Callable[..., Sequence[str]]:
+    """A why_not without reasons; it has the op's own signature because *args, **kwargs would be slower to call."""
+    f = fragments(op.signature)
+    return define("why_not", f"def why_not({f.header}):\n    return ()\n", dict(f.scope), f"why_not of {op.name}")
 
 
 class Backend(ABC):
@@ -153,7 +156,7 @@ class Backend(ABC):
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = function if bwd is None else make_call(op, function, bwd, id)
             op.candidates[0] = ()  # whatever was looked up before is out of date
-            mine.append(Impl(op, id, call, why_not or _accepts_all, function, bwd, dict(waivers or {})))
+            mine.append(Impl(op, id, call, why_not or _accepts_all(op), function, bwd, dict(waivers or {})))
             return function
 
         return decorate
