@@ -1,0 +1,113 @@
+"""Turns operators.table into C++: for each line the pair aclnnNameGetWorkspaceSize / aclnnName.
+
+The generated GetWorkspaceSize has the C signature the argument kinds spell, decodes every argument through opapi.h
+(which refuses null pointers, dtypes and foreign memory with the library's codes) and captures the expression as work.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("operators.table")
+
+C_TYPES = {
+    "T": "const aclTensor*",
+    "L": "const aclTensorList*",
+    "S": "const aclScalar*",
+    "A": "const aclScalarList*",
+    "I": "const aclIntArray*",
+    "B": "const aclBoolArray*",
+    "i": "int64_t",
+    "d": "double",
+    "f": "float",
+    "b": "bool",
+    "c": "int8_t",
+    "s": "const char*",
+    "t": "aclDataType",
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    kind: str
+    optional: bool
+    dtypes: str
+    name: str
+
+    def decode(self, op: str) -> str:
+        """The C++ expression that turns the C argument (named NAME_raw) into what the table's expressions use."""
+        raw, where = f"{self.name}_raw", f'"aclnn{op}", "{self.name}"'
+        if self.kind == "T":
+            return f'tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
+        if self.kind == "S":
+            return f"optional_scalar({raw})" if self.optional else f"scalar({where}, {raw})"
+        plain = {"L": f"tensors({where}, {raw})", "I": f"integers({raw})", "A": f"scalars({where}, {raw})", "B": f"booleans({raw})"}
+        plain |= {"s": f"std::string({raw})", "t": f"scalar_type({raw})"}
+        return plain.get(self.kind, raw)
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    arguments: tuple[Argument, ...]
+    targets: tuple[str, ...]
+    expression: str
+    planned: bool  # the expression runs in phase one and returns the work
+
+    def source(self) -> str:
+        parameters = ", ".join(f"{C_TYPES[a.kind]} {a.name}_raw" for a in self.arguments)
+        decoded = "".join(f"    [[maybe_unused]] auto {a.name} = {a.decode(self.name)};\n" for a in self.arguments)
+        if self.planned:
+            work = f"    return {self.expression};\n"
+        else:
+            if len(self.targets) == 1:
+                body = f"write({self.targets[0]}, {self.expression});"
+            elif self.targets:
+                writes = " ".join(f"write({t}, std::get<{i}>(all));" for i, t in enumerate(self.targets))
+                body = f"auto all = {self.expression}; {writes}"
+            else:
+                body = f"{self.expression};"
+            work = f"    return [=]() mutable {{ {body} }};\n"
+        return (
+            f"aclnnStatus aclnn{self.name}GetWorkspaceSize({parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"
+            f'  return plan("aclnn{self.name}", workspace, executor, [&]() -> Work {{\n{decoded}{work}  }});\n}}\n'
+            f"aclnnStatus aclnn{self.name}(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {{\n"
+            f"  return execute(executor, stream);\n}}\n"
+        )
+
+
+LINE = re.compile(r"(\w+)\((.*?)\): (.*)")
+ARGUMENT = re.compile(r"([TLSAIBidfbcst])(\?)?(?:\[(\w+)\])? (\w+)")
+ASSIGNMENT = re.compile(r"(\w+(?:, \w+)*) = (.*)")
+
+
+def parse(text: str) -> list[Operator]:
+    """Reads the table; raises ValueError with the line number for a line it cannot read or a name given twice."""
+    operators: dict[str, Operator] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        pieces = [ARGUMENT.fullmatch(piece) for piece in match[2].split(", ")] if match else []
+        if match is None or any(piece is None for piece in pieces):
+            raise ValueError(f"operators.table line {number}: expected 'Name(kind argument, ...): expression': {line}")
+        arguments = tuple(Argument(p[1], bool(p[2]), p[3] or "", p[4]) for p in pieces if p)
+        names = {a.name for a in arguments}
+        assignment = ASSIGNMENT.fullmatch(match[3])
+        targets: tuple[str, ...] = ()
+        expression = match[3]
+        if assignment and set(assignment[1].split(", ")) <= names:
+            targets, expression = tuple(assignment[1].split(", ")), assignment[2]
+        if match[1] in operators:
+            raise ValueError(f"operators.table line {number}: {match[1]} is there already")
+        planned = expression.startswith("plan ")
+        operators[match[1]] = Operator(match[1], arguments, targets, expression.removeprefix("plan "), planned)
+    return list(operators.values())
+
+
+def generate() -> str:
+    """The C++ source of every operator of the table."""
+    head = '#include "attention.h"\n#include "kernels.h"\n\nusing namespace halsim;\nusing aclnnStatus = int;\n\n'
+    return head + 'extern "C" {\n\n' + "\n".join(op.source() for op in parse(TABLE.read_text())) + "\n}\n"

@@ -1,0 +1,20 @@
+// Ascend's fused attention: what it accepts (phase one), and what it computes, tiles and dead rows included.
+#pragma once
+#include "opapi.h"
+
+namespace halsim::attention {
+using Ints = std::vector<int64_t>;
+
+// softmax(mask(scale * (q k^T + pse))) with dropout, times v; max and sum are [B,N,Sq,8] ([T,N,8] for TND).
+Work forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse, const Tensor& drop,
+             const Tensor& padding, const Tensor& mask, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k,
+             double scale, double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout,
+             int64_t precise, int64_t mode, const std::string& softmax_layout, const Tensor& max, const Tensor& sum,
+             const Tensor& out);
+
+Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dy, const Tensor& pse,
+              const Tensor& drop, const Tensor& padding, const Tensor& mask, const Tensor& max, const Tensor& sum,
+              const Tensor& out, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k, double scale,
+              double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise,
+              int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv);
+}  // namespace halsim::attention

@@ -1,0 +1,65 @@
+// What the operator table calls beyond ATen: Ascend's own operators, and ATen calls that need an argument bent.
+#pragma once
+#include "opapi.h"
+
+namespace halsim::kernels {
+
+// Ascend's rounding modes of DivMod: 0 true division, 1 trunc, 2 floor.
+std::optional<c10::string_view> rounding(int64_t mode);
+// Ascend takes an empty list for "all dimensions".
+std::vector<int64_t> dims(const Tensor& self, const std::vector<int64_t>& given);
+OptionalTensor optional(const Tensor& value);
+c10::List<OptionalTensor> indices(const std::vector<Tensor>& given);
+
+void write_each(const std::vector<Tensor>& targets, const std::vector<Tensor>& values);
+// For results whose size depends on the data: fills the front of `target` and records the shape in `raw`.
+void write_dynamic(const aclTensor* raw, const Tensor& target, const Tensor& value);
+
+Tensor fast_gelu(const Tensor& x);
+Tensor fast_gelu_backward(const Tensor& grad, const Tensor& x);
+Tensor swiglu(const Tensor& x, int64_t dim);
+Tensor swiglu_backward(const Tensor& grad, const Tensor& x, int64_t dim);
+std::tuple<Tensor, Tensor> geglu(const Tensor& x, int64_t dim, bool tanh, bool left);
+Tensor geglu_backward(const Tensor& grad, const Tensor& x, const Tensor& gelu, int64_t dim, bool tanh, bool left);
+Tensor scatter(const Tensor& self, int64_t dim, const Tensor& index, const Tensor& source, int64_t reduction);
+Tensor scatter_value(const Tensor& self, int64_t dim, const Tensor& index, const at::Scalar& value, int64_t reduction);
+Tensor softmax(const Tensor& x, int64_t dim, const Tensor& out);
+Tensor log_softmax(const Tensor& x, int64_t dim, const Tensor& out);
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+Three layer_norm(const Tensor& x, const std::vector<int64_t>& shape, const Tensor& weight, const Tensor& bias, double eps);
+Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector<int64_t>& shape, const Tensor& mean,
+                          const Tensor& rstd, const Tensor& weight, const Tensor& bias, const std::vector<bool>& wanted);
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps);
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& rstd, const Tensor& gamma);
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode);
+Three rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Tensor& x, int64_t mode);
+
+Tensor uniform(const Tensor& like, int64_t seed, int64_t offset);
+Tensor normal(const Tensor& like, int64_t seed, int64_t offset);
+// Packed keep bits, least significant first; `mask` gives the length in bytes.
+Tensor dropout_mask(const std::vector<int64_t>& shape, double p, int64_t seed, int64_t offset, const Tensor& mask);
+Tensor unpack_bits(const Tensor& mask, int64_t count);
+Tensor dropout_apply(const Tensor& x, const Tensor& mask, double p);
+std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, int64_t seed, int64_t offset, const Tensor& mask);
+
+using Each = std::function<Tensor(const Tensor&)>;
+using Pair = std::function<Tensor(const Tensor&, const Tensor&)>;
+void foreach(const std::vector<Tensor>& x, const std::vector<Tensor>& out, const Each& f);
+void foreach_pair(const std::vector<Tensor>& x, const std::vector<Tensor>& y, const std::vector<Tensor>& out, const Pair& f);
+using ByScalar = std::function<Tensor(const Tensor&, const at::Scalar&)>;
+using ThreeAndScalar = std::function<Tensor(const Tensor&, const Tensor&, const Tensor&, const at::Scalar&)>;
+void foreach_scalars(const std::vector<Tensor>& x, const std::vector<at::Scalar>& y, const std::vector<Tensor>& out, const ByScalar& f);
+// One scalar for all, or one per tensor.
+void foreach_three(const std::vector<Tensor>& x, const std::vector<Tensor>& a, const std::vector<Tensor>& b,
+                   const std::vector<at::Scalar>& value, const std::vector<Tensor>& out, const ThreeAndScalar& f);
+void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::vector<Tensor>& out);
+void unscale(const std::vector<Tensor>& grads, const Tensor& found, const Tensor& scale);
+
+// power1 and power2 are beta1 and beta2 raised to the step being taken.
+void adamw(const Tensor& var, const Tensor& m, const Tensor& v, const Tensor& grad, double power1, double power2,
+           double lr, double beta1, double beta2, double decay, double eps, bool amsgrad, bool maximize);
+Tensor scaled_masked_softmax(const Tensor& x, const Tensor& mask, double scale);
+Tensor scaled_masked_softmax_backward(const Tensor& grad, const Tensor& y, const Tensor& mask, double scale);
+
+}  // namespace halsim::kernels

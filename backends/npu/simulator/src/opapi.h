@@ -1,0 +1,75 @@
+// libopapi: the argument objects of aclnn operators as ATen sees them, and the two-phase call. In phase one
+// (GetWorkspaceSize) arguments are decoded and checked, which may refuse the call with the library's code; in phase two
+// the work goes to the stream. Results reach their tensors only through write(), which insists on the shape.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+struct aclTensor {
+  std::vector<int64_t> dims, strides;
+  int64_t offset;
+  aclDataType type;
+  void* data;
+  std::vector<int64_t> result_dims;  // the shape a data-dependent operator settled on (aclGetViewShape)
+};
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> values;
+};
+struct aclFloatArray {
+  std::vector<float> values;
+};
+struct aclBoolArray {
+  std::vector<bool> values;
+};
+struct aclTensorList {
+  std::vector<const aclTensor*> values;
+};
+struct aclScalarList {
+  std::vector<const aclScalar*> values;
+};
+struct aclOpExecutor {
+  const char* name;
+  std::function<void()> run;
+};
+
+namespace halsim {
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Work = std::function<void()>;
+
+constexpr int kNullPointer = 161001;     // ACLNN_ERR_PARAM_NULLPTR
+constexpr int kInvalid = 161002;         // ACLNN_ERR_PARAM_INVALID
+constexpr int kInnerError = 561103;      // ACLNN_ERR_INNER_NULLPTR's family: the operator itself failed
+
+// A call the library does not accept: thrown in phase one, returned as its code with its text.
+struct Refusal {
+  int code;
+  std::string text;
+};
+
+at::ScalarType scalar_type(aclDataType type);
+// `allowed` is a set of dtype letters (see operators.table), empty = any; throws Refusal.
+Tensor tensor(const char* op, const char* name, const aclTensor* value, const char* allowed, bool required);
+std::vector<Tensor> tensors(const char* op, const char* name, const aclTensorList* value);
+at::Scalar scalar(const char* op, const char* name, const aclScalar* value);
+std::vector<at::Scalar> scalars(const char* op, const char* name, const aclScalarList* value);
+std::optional<at::Scalar> optional_scalar(const aclScalar* value);
+std::vector<int64_t> integers(const aclIntArray* value);
+std::vector<bool> booleans(const aclBoolArray* value);
+
+// target.copy_(value), after checking that the shapes are the same; an undefined target drops the value.
+void write(const Tensor& target, const Tensor& value);
+
+// Runs `prepare` (phase one) and hands the work it returns to *executor.
+int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare);
+int execute(aclOpExecutor* executor, aclrtStream stream);
+}  // namespace halsim
