@@ -40,11 +40,11 @@ class Argument:
         """The C++ expression that turns the C argument (named NAME_raw) into what the table's expressions use."""
         raw, where = f"{self.name}_raw", f'"aclnn{op}", "{self.name}"'
         if self.kind == "T":
-            return f'tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
+            return f'halsim::tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
         if self.kind == "S":
-            return f"optional_scalar({raw})" if self.optional else f"scalar({where}, {raw})"
-        plain = {"L": f"tensors({where}, {raw})", "I": f"integers({raw})", "A": f"scalars({where}, {raw})", "B": f"booleans({raw})"}
-        plain |= {"s": f"std::string({raw})", "t": f"scalar_type({raw})"}
+            return f"halsim::optional_scalar({raw})" if self.optional else f"halsim::scalar({where}, {raw})"
+        plain = {"L": f"halsim::tensors({where}, {raw})", "I": f"halsim::integers({raw})", "A": f"halsim::scalars({where}, {raw})", "B": f"halsim::booleans({raw})"}
+        plain |= {"s": f"std::string({raw})", "t": f"halsim::scalar_type({raw})"}
         return plain.get(self.kind, raw)
 
 
