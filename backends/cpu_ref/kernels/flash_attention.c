@@ -1,0 +1,204 @@
+// Flash attention (Dao et al., 2022): entry points, the split over threads, and the workspace.
+//
+// Everything is computed transposed. For a tile of 48 queries, Q^T is packed once; then for each tile of 96 keys
+//   S^T [key][query] = K Q^T        K's scalars are broadcast from where they lie, queries fill the vector lanes,
+//   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
+//   O^T [d][query] += V^T P^T       V's scalars are broadcast the same way; O^T is rescaled when a maximum grows.
+// Backward, with P recomputed from the saved log-sum-exp and delta = rowsum(dO * O):
+//   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ^T += K^T dS^T;  dV += P^T dO;  dK += dS^T Q
+// in one pass: queries outside, keys inside, dQ^T of the tile local, dK and dV of the head in a float scratch.
+// All seven products are one micro-kernel (flash_attention_gemm.h). Only tiles inside the pre/next band are visited;
+// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h).
+//
+// Memory traffic per head: K and V are read once per tile of 48 queries (from cache: at most 2 S D elements, packed
+// once if their rows are far apart or of another type), Q, dO, O once, out and dQ written once; backward adds one read
+// and write of the dK, dV scratch per tile of queries. The S x S matrices never exist.
+//
+// Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
+// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64.
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE  // madvise
+#endif
+#include "flash_attention_plan.h"
+
+#include <omp.h>
+#include <stdatomic.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+// The workspace. Between calls this module owns at most one buffer of at most FA_KEEP_BYTES; a call takes it (others
+// that run at the same time allocate their own) and puts it, or a larger one, back. Fresh memory costs a page fault per
+// 4 KiB, which would be most of a short call's time.
+#define FA_KEEP_BYTES ((size_t)1 << 30)
+#define FA_HEADER 64
+static _Atomic(void *) cached;
+
+static size_t *capacity_of(void *buffer) { return (size_t *)buffer; }
+
+void *fa_acquire(size_t bytes) {
+    char *buffer = atomic_exchange(&cached, NULL);
+    if (buffer && *capacity_of(buffer) < bytes) {
+        free(buffer);
+        buffer = NULL;
+    }
+    if (!buffer) {
+        const size_t huge = (size_t)2 << 20, page = bytes > huge ? huge : 4096;
+        const size_t size = (bytes + FA_HEADER + page - 1) / page * page;
+        buffer = aligned_alloc(page, size);
+        if (!buffer) return NULL;
+#ifdef MADV_HUGEPAGE
+        if (page == huge) madvise(buffer, size, MADV_HUGEPAGE);
+#endif
+        *capacity_of(buffer) = size - FA_HEADER;
+    }
+    return buffer + FA_HEADER;
+}
+
+static size_t drop(void *buffer) {
+    const size_t bytes = buffer ? *capacity_of(buffer) : 0;
+    free(buffer);
+    return bytes;
+}
+
+void fa_release(void *workspace) {
+    char *buffer = (char *)workspace - FA_HEADER;
+    if (*capacity_of(buffer) <= FA_KEEP_BYTES) buffer = atomic_exchange(&cached, buffer);
+    drop(buffer);
+}
+
+int64_t hal_flash_attention_trim(void) { return (int64_t)drop(atomic_exchange(&cached, NULL)); }
+
+struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch) {
+    const struct hal_flash_attention *g = call->shape;
+    struct fa_sequence s = {batch, 0, 0, g->sq, g->sk, 0, 0};
+    if (call->cu_q) {
+        s.q0 = call->cu_q[batch], s.sq = call->cu_q[batch + 1] - s.q0;
+        s.k0 = call->cu_k[batch], s.sk = call->cu_k[batch + 1] - s.k0;
+    }
+    s.lo = s.sk - s.sq - g->pre;
+    s.hi = s.sk - s.sq + g->next;
+    return s;
+}
+
+void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end) {
+    int64_t from = i0 + seq->lo, to = i0 + rows + seq->hi;
+    from = from > 0 ? from : 0;
+    to = to < seq->sk ? to : seq->sk;
+    *first = (from < seq->sk ? from : seq->sk) & ~(int64_t)1;
+    *end = rows > 0 && to > from && seq->lo <= seq->hi ? to : *first;
+}
+
+static int64_t tile_cost(const struct fa_sequence *seq, int64_t tile) {
+    int64_t first, end, i0 = tile * FA_QUERIES;
+    fa_visible(seq, i0, seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES, &first, &end);
+    return end - first + 32;  // 32: packing and unpacking a tile of queries takes as long as some 32 keys
+}
+
+static int64_t head_cost(const struct fa_sequence *seq) {
+    int64_t cost = 0;
+    for (int64_t tile = 0, tiles = fa_tiles(seq); tile < tiles; tile++) cost += tile_cost(seq, tile);
+    return cost;
+}
+
+// Lays the tiles of all heads end to end and cuts the line into segments of equal cost. A head is cut only where a
+// segment ends inside it, so most heads are whole and the others need at most two partial results per segment.
+int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t heads = g->batch * g->kv_heads;
+    int64_t total = 0;
+    plan->longest_sk = 0;
+    for (int64_t batch = 0; batch < (call->cu_q ? g->batch : 1); batch++) {
+        const struct fa_sequence seq = fa_sequence(call, batch);
+        total += head_cost(&seq) * g->kv_heads * (call->cu_q ? 1 : g->batch);
+        if (seq.sk > plan->longest_sk) plan->longest_sk = seq.sk;
+    }
+    const int64_t group = g->heads / g->kv_heads;
+    // Below some 10^6 multiplications a team costs more than it saves.
+    plan->threads = total * group * FA_QUERIES * g->head_size < 1000000 ? 1 : omp_get_max_threads();
+    // Up to four segments per thread, while heads are whole, even out what other processes take from the cores.
+    int64_t rounds = heads / plan->threads;
+    rounds = rounds < 1 ? 1 : (rounds > 4 ? 4 : rounds);
+    plan->segment_count = plan->threads * rounds;
+    plan->pieces = malloc((size_t)(heads + plan->segment_count) * sizeof *plan->pieces);
+    plan->segments = malloc((size_t)(plan->segment_count + 1) * sizeof *plan->segments);
+    if (!plan->pieces || !plan->segments) return 1;
+
+    int64_t passed = 0, segment = 0, count = 0, slots = 0;
+    plan->segments[0] = 0;
+    for (int64_t batch = 0; batch < g->batch; batch++) {
+        const struct fa_sequence seq = fa_sequence(call, batch);
+        const int64_t tiles = fa_tiles(&seq), cost = head_cost(&seq);
+        for (int64_t head = 0; head < g->kv_heads; head++) {
+            int64_t t0 = 0, at = passed;
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                while (segment + 1 < plan->segment_count && at >= total * (segment + 1) / plan->segment_count) {
+                    if (tile > t0) plan->pieces[count++] = (struct fa_piece){batch, head, t0, tile, slots++, 0, 0};
+                    t0 = tile;
+                    plan->segments[++segment] = count;
+                }
+                if (passed + cost <= total * (segment + 1) / plan->segment_count) break;  // no more cuts in this head
+                at += tile_cost(&seq, tile);
+            }
+            plan->pieces[count++] = (struct fa_piece){batch, head, t0, tiles, t0 > 0 ? slots++ : -1, 0, 0};
+            passed += cost;
+        }
+    }
+    while (segment < plan->segment_count) plan->segments[++segment] = count;
+    plan->piece_count = count;
+    plan->slot_count = slots;
+    return 0;
+}
+
+void fa_plan_free(struct fa_plan *plan) {
+    free(plan->pieces);
+    free(plan->segments);
+}
+
+static int rises(const int32_t *cu, int64_t batch, int64_t tokens) {
+    int ok = cu[0] == 0 && cu[batch] == tokens;
+    for (int64_t b = 0; b < batch; b++) ok &= cu[b] <= cu[b + 1];
+    return ok;
+}
+
+static int run(const struct fa_call *call, int forward) {
+    const struct hal_flash_attention *g = call->shape;
+    if (call->cu_q && !(rises(call->cu_q, g->batch, g->sq) && rises(call->cu_k, g->batch, g->sk))) return 2;
+    if (g->batch == 0 || g->heads == 0) return 0;
+    struct fa_plan plan = {0};
+    int status = fa_plan_make(call, &plan);
+    if (!status) {
+        if (g->dtype == HAL_F64)
+            status = forward ? fa_forward_f64(call, &plan) : fa_backward_f64(call, &plan);
+#ifdef FA_HAVE_BF16
+        else if (g->dtype == HAL_BF16)
+            status = forward ? fa_forward_bf16(call, &plan) : fa_backward_bf16(call, &plan);
+#endif
+        else
+            status = forward ? fa_forward_f32(call, &plan) : fa_backward_f32(call, &plan);
+    }
+    fa_plan_free(&plan);
+    return status;
+}
+
+int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
+                                uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
+                                uint64_t offset, uintptr_t out, uintptr_t lse) {
+    const struct fa_call call = {
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out_w = (char *)out,
+        .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
+        .lse = (void *)lse, .seed = seed, .offset = offset};
+    return run(&call, 1);
+}
+
+int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
+                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
+                                 uint64_t offset, uintptr_t out, uintptr_t lse, uintptr_t dout, uintptr_t dq, uintptr_t dk,
+                                 uintptr_t dv) {
+    const struct fa_call call = {
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out = (const char *)out,
+        .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv,
+        .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
+        .lse = (void *)lse, .seed = seed, .offset = offset};
+    return run(&call, 0);
+}

@@ -1,0 +1,29 @@
+// Flash attention, forward and backward, for any dense layout and for packed sequences (see flash_attention.c).
+
+// One call's shape. Strides count elements; [0] batch, [1] token, [2] head; the head's channels are adjacent.
+// A packed batch (TND) has batch = number of sequences, sq and sk = total tokens, batch strides 0, and cu_seqlens.
+struct hal_flash_attention {
+    int64_t dtype;  // HAL_F32 ... of q, k, v, out and their gradients
+    int64_t batch, heads, kv_heads, sq, sk, head_size;
+    int64_t q[3], k[3], v[3], out[3];
+    int64_t mask[4];                  // byte strides over [b, n, sq, sk]; 0 where broadcast
+    int64_t pre, next;                // key j is visible to query i iff i + d - pre <= j <= i + d + next, d = sk - sq
+    double scale;
+    int64_t dropout_threshold;        // keep iff (bits >> 8) >= threshold; 0 = no dropout
+    double dropout_scale;             // 1 / (1 - p)
+    int64_t dropout_index[4];         // element (b, n, i, j) is number [0] + [1] b + [2] n + [3] i + j of the draw
+    int64_t dout[3], dq[3], dk[3], dv[3];  // backward only
+};
+
+// lse: [batch, heads, sq] ([heads, tokens] when packed), contiguous, float (double for HAL_F64).
+// mask: bytes, non-zero = masked out; mask, cu_seqlens_q and cu_seqlens_k (int32 [batch + 1]) may be 0.
+// Return 0, or 1 when out of memory, 2 when cu_seqlens do not rise from 0 to the number of tokens.
+int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
+                                uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
+                                uint64_t offset, uintptr_t out, uintptr_t lse);
+int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
+                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
+                                 uint64_t offset, uintptr_t out, uintptr_t lse, uintptr_t dout, uintptr_t dq, uintptr_t dk,
+                                 uintptr_t dv);
+// Gives the cached workspace back to the system; returns the bytes it had.
+int64_t hal_flash_attention_trim(void);

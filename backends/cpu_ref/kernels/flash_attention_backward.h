@@ -1,0 +1,267 @@
+// Backward pass of one arithmetic kind: see flash_attention.c for the algorithm.
+
+struct backward_space {
+    unit *qt, *dot;         // [units(d)][48] Q^T and dO^T
+    unit *qp, *dop;         // [48 / KU][padded d] Q and dO as units along the queries
+    unit *rows;             // [48][padded] a tile of rows
+    real *dqt;              // [d][48]
+    real *s, *dp;           // [96][48] scores, then P; dP, then dS
+    unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
+    unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
+    real *buffer;           // rows of the tensors out and dO as real
+    unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
+    real *dk, *dv;          // [keys][padded d] gradients of a head
+    struct bytes_tile *bytes;
+};
+
+enum { ROW = FA_QUERIES / KU };  // units in a row of queries
+
+// P and dS of block column v: S -> keep P, dP -> P (keep' dP - delta), where keep' = dropout's 0 or 1 / (1 - p).
+static void gradient_columns(const struct tile *t, int v, real c, real dropout_scale, const real *shift, const real *delta,
+                             const struct backward_space *w) {
+    const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
+    for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {
+        real *s = w->s + n * W, *dp = w->dp + n * W;
+        const vec lse2 = load(shift + n * W), row = load(delta + n * W);
+        if (KU == 2 && to % 2) {
+            store(s + to * FA_QUERIES, splat(-(real)INFINITY));
+            store(dp + to * FA_QUERIES, splat(0));
+        }
+#pragma GCC unroll 2
+        for (int k = from; k < to; k += 2) {
+            vec ds[2];
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++) {
+                if (KU == 1 && k + u >= to) break;
+                const int64_t at = (k + u) * FA_QUERIES;
+                vec p = exp2_of(load(s + at) * c - lse2), g = load(dp + at);
+                if (t->has_keep) {
+                    const ivec keep = lanes_of(&w->bytes->keep[k + u][n * W]);
+                    g = (vec)((ivec)(g * dropout_scale) & keep);
+                    ds[u] = p * (g - row);
+                    p = (vec)((ivec)p & keep);
+                } else {
+                    ds[u] = p * (g - row);
+                }
+                store_rounded(w->p_rows + (k + u) * ROW + n * W / KU, p);
+                store_rounded(w->ds_rows + (k + u) * ROW + n * W / KU, ds[u]);
+            }
+            if (KU == 2) store_units(w->ds_pairs + k / 2 * FA_QUERIES + n * W, pair(ds[0], ds[1]));
+        }
+    }
+}
+
+// Packs rows i0.. of a tensor transposed and in pairs, zero beyond the last row.
+static void pack_tile(const struct fa_call *call, const char *src, int64_t stride, int rows, const struct backward_space *w,
+                      unit *transposed, unit *pairs) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d);
+    pack_rows(w->rows, ldr, src, stride, g->dtype, rows, d);
+    memset(w->rows + rows * ldr, 0, (size_t)((FA_QUERIES - rows) * ldr) * sizeof(unit));
+    transpose(transposed, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    pack_pairs(pairs, ldp, src, stride, g->dtype, rows, d);
+    const int64_t used = units(rows);
+    memset(pairs + used * ldp, 0, (size_t)((ROW - used) * ldp) * sizeof(unit));
+}
+
+// delta[q] = sum over channels of dO * out.
+static void row_dots(const struct fa_call *call, const char *out, const char *dout, int rows, real *buffer, real *delta) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t d = g->head_size, size = element_size(g->dtype);
+    real *a = buffer, *b = buffer + padded(d);
+    for (int q = 0; q < rows; q++) {
+        read_row(a, out + q * g->out[1] * size, g->dtype, d);
+        read_row(b, dout + q * g->dout[1] * size, g->dtype, d);
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t e = 0; e < d; e++) sum += a[e] * b[e];
+        delta[q] = sum;
+    }
+}
+
+struct operands {
+    struct operand k, v, kp;
+};
+
+static void backward_tile(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t i0,
+                          int64_t first, int64_t end, const struct operands *o, const struct backward_space *w) {
+    const struct hal_flash_attention *g = call->shape;
+    const struct scaling scale = scaling_of(g->scale);
+    const int64_t d = g->head_size, size = element_size(g->dtype), ldp = padded(d), depth = units(d);
+    struct tile t = {.i0 = i0, .rows = (int)(seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES)};
+    const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
+    real shift[FA_QUERIES] __attribute__((aligned(64))), delta[FA_QUERIES] __attribute__((aligned(64)));
+    const real *lse = lse_of(call, seq, head) + i0;
+    for (int q = 0; q < FA_QUERIES; q++) {
+        // A query that saw nothing has lse = -inf; with +inf in its place all its probabilities are 0.
+        shift[q] = q < t.rows && lse[q] != -(real)INFINITY ? lse[q] * (real)1.4426950408889634 : (real)INFINITY;
+        delta[q] = 0;
+    }
+    row_dots(call, rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head), dout, t.rows, w->buffer, delta);
+    pack_tile(call, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, t.rows, w, w->qt,
+              w->qp);
+    pack_tile(call, dout, g->dout[1] * size, t.rows, w, w->dot, w->dop);
+    memset(w->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
+    for (t.k0 = first; t.k0 < end; t.k0 += FA_KEYS) {
+        if (!tile_open(&t, w->bytes, call, seq, head, end)) continue;
+        tile_scores(&t, seq, w->bytes, o->k.p, o->k.ld, w->qt, depth, scale.sign, w->s);
+        FOR_RUNS(&t, r) {
+            const struct run r = it.r;
+            multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, depth, o->v.p + (t.k0 + r.k_from) * o->v.ld,
+                          o->v.ld, w->dot + r.v0 * FA_SUB, FA_QUERIES, w->dp + r.k_from * FA_QUERIES + r.v0 * FA_SUB,
+                          FA_QUERIES);
+        }
+        for (int v = 0; v < FA_SUBS; v++)
+            if (t.from[v] < t.to[v]) gradient_columns(&t, v, scale.c, (real)g->dropout_scale, shift, delta, w);
+        FOR_RUNS(&t, r) {
+            const struct run r = it.r;
+            const int64_t keys = r.k_to - r.k_from, key = t.k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
+            const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
+            add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(keys), o->kp.p + key / KU * o->kp.ld, o->kp.ld,
+                        w->ds_pairs + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, w->dqt + r.v0 * FA_SUB,
+                        FA_QUERIES);
+            add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, w->dop + lines, ldp, w->dv + key * ldp, ldp);
+            add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, w->qp + lines, ldp, w->dk + key * ldp, ldp);
+        }
+    }
+    for (int q = 0; q < FA_QUERIES; q++) shift[q] = (real)g->scale;
+    char *dq = (char *)rows_of(call->dq, g->dq, g->dtype, seq->batch, seq->q0 + i0, head);
+    write_tile(dq, g->dq[1] * size, g->dtype, w->dqt, shift, t.rows, d, w->s);
+}
+
+// dK and dV rows [from, to) of a head: from the scratch to the tensors.
+static void flush(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, const real *dk,
+                  const real *dv, int64_t from, int64_t to) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t d = g->head_size, ld = padded(d);
+    for (int64_t key = from; key < to; key++) {
+        char *to_k = (char *)rows_of(call->dk, g->dk, g->dtype, seq->batch, seq->k0 + key, kv_head);
+        char *to_v = (char *)rows_of(call->dv, g->dv, g->dtype, seq->batch, seq->k0 + key, kv_head);
+        write_row(to_k, dk + (key - from) * ld, (real)g->scale, g->dtype, d);
+        write_row(to_v, dv + (key - from) * ld, (real)g->dropout_scale, g->dtype, d);
+    }
+}
+
+static struct backward_space backward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
+    const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
+    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
+    struct backward_space w = {
+        .qt = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .dot = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .qp = carve(c, d * ROW, sizeof(unit)),
+        .dop = carve(c, d * ROW, sizeof(unit)),
+        .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .dqt = carve(c, d * FA_QUERIES, sizeof(real)),
+        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
+        .dp = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
+        .buffer = carve(c, 2 * d, sizeof(real)),
+        .bytes = carve(c, 1, sizeof(struct bytes_tile)),
+        .k = carve(c, keys * padded(units(d)), sizeof(unit)),
+        .v = carve(c, keys * padded(units(d)), sizeof(unit)),
+    };
+    if (KU == 2) {
+        w.p_rows = carve(c, FA_KEYS * ROW, sizeof(unit));
+        w.ds_rows = carve(c, FA_KEYS * ROW, sizeof(unit));
+        w.ds_pairs = carve(c, FA_KEYS / KU * FA_QUERIES, sizeof(unit));
+        w.kp = carve(c, units(keys) * d, sizeof(unit));
+    } else {
+        w.p_rows = (unit *)w.s, w.ds_rows = w.ds_pairs = (unit *)w.dp, w.kp = w.k;
+    }
+    w.dk = carve(c, keys * d, sizeof(real));
+    w.dv = carve(c, keys * d, sizeof(real));
+    return w;
+}
+
+static void backward_piece(const struct fa_call *call, struct fa_piece *piece, const struct backward_space *w) {
+    const struct hal_flash_attention *g = call->shape;
+    const struct fa_sequence seq = fa_sequence(call, piece->batch);
+    const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
+    const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
+    struct operands o = {.k = operand_of(ks, g->k[1], g, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, w->v)};
+    o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, w->kp);
+    const int64_t group = g->heads / g->kv_heads, ld = padded(g->head_size);
+    // Keys pass through three frontiers, which only move forward: packed and zeroed just before their first use, flushed
+    // after their last one, while they are still in cache. The scratch of a cut head is kept for backward_reduce.
+    int64_t packed = -1, zeroed = 0, flushed = 0;
+    for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile++) {
+        const int64_t i0 = tile * FA_QUERIES;
+        int64_t first, end;
+        fa_visible(&seq, i0, seq.sq - i0 < FA_QUERIES ? seq.sq - i0 : FA_QUERIES, &first, &end);
+        if (tile == piece->t0 && piece->slot >= 0) zeroed = first;
+        if (tile == piece->t0) piece->k_first = first;
+        if (packed < first) packed = first;
+        operand_fill(&o.k, g, packed, end);
+        operand_fill(&o.v, g, packed, end);
+        if (KU == 2) operand_fill(&o.kp, g, packed, end);
+        if (packed < end) packed = end & ~(int64_t)1;
+        if (zeroed < end) {
+            memset(w->dk + zeroed * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
+            memset(w->dv + zeroed * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
+            zeroed = end;
+        }
+        if (piece->slot < 0 && flushed < first) {
+            // `first` may lie beyond what was ever visible: those keys have gradient 0.
+            const int64_t known = first < zeroed ? first : zeroed;
+            flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, known);
+            flushed = known;
+        }
+        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++)
+            backward_tile(call, &seq, head, i0, first, end, &o, w);
+    }
+    piece->k_end = zeroed;
+    if (piece->slot >= 0) return;
+    if (zeroed < seq.sk) {
+        memset(w->dk + zeroed * ld, 0, (size_t)((seq.sk - zeroed) * ld) * sizeof(real));
+        memset(w->dv + zeroed * ld, 0, (size_t)((seq.sk - zeroed) * ld) * sizeof(real));
+    }
+    flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, seq.sk);
+}
+
+// dK and dV of a cut head: the sum of its pieces' scratch, in their order. Called by every thread of the team.
+static void backward_reduce(const struct fa_call *call, const struct fa_piece *pieces, int64_t count, const real *slots,
+                            int64_t slot_size, real *sum) {
+    const struct fa_sequence seq = fa_sequence(call, pieces->batch);
+    const int64_t ld = padded(call->shape->head_size), half = slot_size / 2;
+#pragma omp for schedule(static) nowait
+    for (int64_t key = 0; key < seq.sk; key++) {
+        memset(sum, 0, (size_t)(2 * ld) * sizeof(real));
+        for (int64_t p = 0; p < count; p++) {
+            if (key < pieces[p].k_first || key >= pieces[p].k_end) continue;
+            const real *from = slots + pieces[p].slot * slot_size + key * ld;
+            for (int64_t e = 0; e < ld; e++) sum[e] += from[e], sum[ld + e] += from[half + e];
+        }
+        flush(call, &seq, pieces->kv_head, sum, sum + ld, key, key + 1);
+    }
+}
+
+int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
+    struct carver counter = {NULL, 0};
+    backward_carve(&counter, call, plan);
+    const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;
+    const int64_t half = (plan->longest_sk + 2) * padded(call->shape->head_size), slot_size = 2 * half;
+    char *workspace = fa_acquire(bytes * (size_t)plan->threads + (size_t)(plan->slot_count * slot_size) * sizeof(real));
+    if (!workspace) return 1;
+    real *slots = (real *)(workspace + bytes * (size_t)plan->threads);
+#pragma omp parallel num_threads(plan->threads)
+    {
+        struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
+        const struct backward_space own = backward_carve(&carver, call, plan);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t s = 0; s < plan->segment_count; s++)
+            for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++) {
+                struct backward_space space = own;
+                if (plan->pieces[p].slot >= 0) {
+                    space.dk = slots + plan->pieces[p].slot * slot_size;
+                    space.dv = space.dk + half;
+                }
+                backward_piece(call, &plan->pieces[p], &space);
+            }
+        for (int64_t p = 0, count; p < plan->piece_count; p += count) {
+            const struct fa_piece *first = &plan->pieces[p];
+            for (count = 1; p + count < plan->piece_count && first[count].t0 > 0; count++) continue;
+            if (first->slot >= 0) backward_reduce(call, first, count, slots, slot_size, own.buffer);
+        }
+    }
+    fa_release(workspace);
+    return 0;
+}

@@ -1,0 +1,232 @@
+// Forward pass of one arithmetic kind: see flash_attention.c for the algorithm.
+
+// Constants of a call. Scores enter the exponential as 2^(c s): c = |scale| log2(e), the sign is applied to s. A scale of
+// 0 becomes sign 0 with c = 1, so that hidden scores (-inf) never meet a factor of 0.
+struct scaling {
+    real sign, c;
+};
+
+static struct scaling scaling_of(double scale) {
+    const double log2e = 1.4426950408889634;
+    if (scale == 0) return (struct scaling){0, 1};
+    return (struct scaling){scale > 0 ? 1 : -1, (real)(fabs(scale) * log2e)};
+}
+
+// Keys or values of one head as an operand of the micro-kernel, in place or packed on first use.
+struct operand {
+    const unit *p;
+    int64_t ld;
+    const char *source;  // NULL: used in place
+    int64_t stride;      // bytes
+    unit *packed;
+    int pairs;
+};
+
+// Rows are used where they lie if they are already units and not so far apart that they would fight for cache sets.
+static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
+                                 unit *scratch) {
+    const int64_t d = g->head_size;
+    const int same = g->dtype == (KU == 2 ? HAL_BF16 : sizeof(real) == 8 ? HAL_F64 : HAL_F32);
+    const int64_t bytes = stride * element_size(g->dtype);
+    if (same && !(pairs && KU == 2) && d % KU == 0 && stride % KU == 0 && stride == d)
+        return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
+    const int64_t ld = pairs ? padded(d) : padded(units(d));
+    return (struct operand){scratch, ld, source, bytes, scratch, pairs};
+}
+
+// Packs keys [from, to); from is even.
+static void operand_fill(const struct operand *o, const struct hal_flash_attention *g, int64_t from, int64_t to) {
+    if (!o->source || from >= to) return;
+    const char *rows = o->source + from * o->stride;
+    if (o->pairs)
+        pack_pairs(o->packed + from / KU * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
+    else
+        pack_rows(o->packed + from * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
+}
+
+static int64_t dropout_index0(const struct fa_call *call, const struct fa_sequence *seq, int64_t head) {
+    const int64_t *index = call->shape->dropout_index;
+    return index[0] + seq->batch * index[1] + head * index[2] + seq->q0 * index[3] + seq->k0;
+}
+
+static int64_t mask_offset(const struct fa_call *call, const struct fa_sequence *seq, int64_t head) {
+    return seq->batch * call->shape->mask[0] + head * call->shape->mask[1];
+}
+
+static const char *rows_of(const char *base, const int64_t stride[3], int64_t dtype, int64_t batch, int64_t token,
+                           int64_t head) {
+    return base + (batch * stride[0] + token * stride[1] + head * stride[2]) * element_size(dtype);
+}
+
+static real *lse_of(const struct fa_call *call, const struct fa_sequence *seq, int64_t head) {
+    const struct hal_flash_attention *g = call->shape;
+    return (real *)call->lse + ((call->cu_q ? 0 : seq->batch * g->heads) + head) * g->sq + seq->q0;
+}
+
+// Prepares tile t of queries [t->i0, ...) and the keys at t->k0; returns 0 if it is not needed.
+static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_call *call, const struct fa_sequence *seq,
+                     int64_t head, int64_t end) {
+    t->keys = (int)(end - t->k0 < FA_KEYS ? end - t->k0 : FA_KEYS);
+    if (!tile_visible(t, seq)) return 0;
+    t->has_mask = call->mask != NULL;
+    t->has_keep = call->shape->dropout_threshold > 0;
+    if (t->has_mask && !tile_mask(t, bytes, call->mask + mask_offset(call, seq, head), call->shape->mask[2],
+                                  call->shape->mask[3]))
+        return 0;
+    if (t->has_keep) tile_keep(t, bytes, call, dropout_index0(call, seq, head));
+    return 1;
+}
+
+struct forward_space {
+    unit *qt;       // [units(d)][48] Q^T
+    unit *rows;     // [48][padded] a tile of rows
+    real *s;        // [96][48] scores, then probabilities (as units, in place)
+    real *ot;       // [d][48] O^T
+    unit *k, *v;    // packed operands of a head
+    struct bytes_tile *bytes;
+};
+
+// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O^T.
+static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
+                            real *ot, real *m, real *l) {
+    const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
+    for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {
+        real *column = s + n * W;
+        const vec old = load(m + n * W);
+        vec top[4] = {old, old, old, old};
+        int k = from;
+        for (; k + 4 <= to; k += 4)
+#pragma GCC unroll 4
+            for (int u = 0; u < 4; u++) top[u] = max(top[u], load(column + (k + u) * FA_QUERIES));
+        for (; k < to; k++) top[0] = max(top[0], load(column + k * FA_QUERIES));
+        const vec now = max(max(top[0], top[1]), max(top[2], top[3]));
+        // A query that has seen nothing keeps m = -inf; 0 in its place makes its probabilities exp(-inf) = 0.
+        const vec shift = select(now == splat(-(real)INFINITY), splat(0), now) * c;
+        const vec alpha = exp2_of(old * c - shift);
+
+        vec sum[2] = {{0}, {0}};
+        if (KU == 2 && to % 2) store(column + to * FA_QUERIES, splat(-(real)INFINITY));
+#pragma GCC unroll 2
+        for (k = from; k < to; k += 2) {
+            vec p[2];
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++) {
+                if (KU == 1 && k + u >= to) break;
+                p[u] = exp2_of(load(column + (k + u) * FA_QUERIES) * c - shift);
+                sum[u] += p[u];
+                if (t->has_keep) p[u] = (vec)((ivec)p[u] & lanes_of(&bytes->keep[k + u][n * W]));
+                if (KU == 1) store(column + (k + u) * FA_QUERIES, p[u]);
+            }
+            if (KU == 2) store_units((unit *)column + k / 2 * FA_QUERIES, pair(p[0], p[1]));
+        }
+        store(m + n * W, now);
+        store(l + n * W, load(l + n * W) * alpha + (sum[0] + sum[1]));
+        if (differs(alpha, splat(1)))
+            for (int64_t e = 0; e < d; e++) store(ot + e * FA_QUERIES + n * W, load(ot + e * FA_QUERIES + n * W) * alpha);
+    }
+}
+
+// One tile of queries of one head.
+static void forward_tile(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t i0,
+                         int64_t first, int64_t end, const struct operand *k, const struct operand *v,
+                         const struct forward_space *w) {
+    const struct hal_flash_attention *g = call->shape;
+    const struct scaling scale = scaling_of(g->scale);
+    const int64_t d = g->head_size, size = element_size(g->dtype), ldr = padded(units(d));
+    struct tile t = {.i0 = i0, .rows = (int)(seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES)};
+    real m[FA_QUERIES] __attribute__((aligned(64))), l[FA_QUERIES] __attribute__((aligned(64)));
+    for (int q = 0; q < FA_QUERIES; q++) m[q] = -(real)INFINITY, l[q] = 0;
+
+    pack_rows(w->rows, ldr, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, g->dtype,
+              t.rows, d);
+    memset(w->rows + t.rows * ldr, 0, (size_t)((FA_QUERIES - t.rows) * ldr) * sizeof(unit));
+    transpose(w->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    memset(w->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
+    for (t.k0 = first; t.k0 < end; t.k0 += FA_KEYS) {
+        if (!tile_open(&t, w->bytes, call, seq, head, end)) continue;
+        tile_scores(&t, seq, w->bytes, k->p, k->ld, w->qt, units(d), scale.sign, w->s);
+        for (int b = 0; b < FA_SUBS; b++)
+            if (t.from[b] < t.to[b]) softmax_columns(&t, b, w->bytes, scale.c, d, w->s, w->ot, m, l);
+        FOR_RUNS(&t, r) {
+            const struct run r = it.r;
+            add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(r.k_to - r.k_from), v->p + (t.k0 + r.k_from) / KU * v->ld,
+                        v->ld, (const unit *)w->s + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES,
+                        w->ot + r.v0 * FA_SUB, FA_QUERIES);
+        }
+    }
+    real *lse = lse_of(call, seq, head) + i0;
+    const real keep = (real)g->dropout_scale;
+    for (int q = 0; q < t.rows; q++) {
+        lse[q] = l[q] == 0 ? -(real)INFINITY : (real)(m[q] * scale.c * (real)0.6931471805599453) + (real)log(l[q]);
+        l[q] = l[q] == 0 ? 0 : keep / l[q];
+    }
+    char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
+    write_tile(out, g->out[1] * size, g->dtype, w->ot, l, t.rows, d, w->s);
+}
+
+// Carves aligned buffers out of a workspace; with base NULL it only counts.
+struct carver {
+    char *base;
+    size_t used;
+};
+static void *carve(struct carver *c, int64_t count, size_t size) {
+    void *p = c->base ? c->base + c->used : NULL;
+    c->used += ((size_t)count * size + 63) / 64 * 64 + 64;  // + 64: buffers must not start at one cache set
+    return p;
+}
+
+static struct forward_space forward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
+    const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
+    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
+    return (struct forward_space){
+        .qt = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
+        .ot = carve(c, d * FA_QUERIES, sizeof(real)),
+        .bytes = carve(c, 1, sizeof(struct bytes_tile)),
+        .k = carve(c, keys * padded(units(d)), sizeof(unit)),
+        .v = carve(c, units(keys) * d, sizeof(unit)),
+    };
+}
+
+static void forward_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *w) {
+    const struct hal_flash_attention *g = call->shape;
+    const struct fa_sequence seq = fa_sequence(call, piece->batch);
+    const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
+    const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
+    const struct operand k = operand_of(ks, g->k[1], g, 0, w->k), v = operand_of(vs, g->v[1], g, 1, w->v);
+    const int64_t group = g->heads / g->kv_heads;
+    int64_t packed = -1;
+    for (int64_t tile = piece->t0; tile < piece->t1; tile++) {
+        const int64_t i0 = tile * FA_QUERIES;
+        int64_t first, end;
+        if (seq.sq == 0) break;
+        fa_visible(&seq, i0, seq.sq - i0 < FA_QUERIES ? seq.sq - i0 : FA_QUERIES, &first, &end);
+        // The visible range only moves forward, so each key is packed once, just before its first use.
+        if (packed < first) packed = first;
+        operand_fill(&k, g, packed, end);
+        operand_fill(&v, g, packed, end);
+        if (packed < end) packed = end & ~(int64_t)1;  // a pair cut by `end` is packed again
+        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++)
+            forward_tile(call, &seq, head, i0, first, end, &k, &v, w);
+    }
+}
+
+int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
+    struct carver counter = {NULL, 0};
+    forward_carve(&counter, call, plan);
+    const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;  // threads at different offsets within a page
+    char *workspace = fa_acquire(bytes * (size_t)plan->threads);
+    if (!workspace) return 1;
+#pragma omp parallel num_threads(plan->threads)
+    {
+        struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
+        const struct forward_space space = forward_carve(&carver, call, plan);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t s = 0; s < plan->segment_count; s++)
+            for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++)
+                forward_piece(call, &plan->pieces[p], &space);
+    }
+    fa_release(workspace);
+    return 0;
+}

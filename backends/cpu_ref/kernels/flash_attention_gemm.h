@@ -1,0 +1,93 @@
+// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see flash_attention_kind.h).
+//
+// A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR units
+// of A, straight from wherever A's rows lie; B is a packed tile in L1. With 32 registers: 8 x 3 (24 accumulators, 11 loads
+// for 24 multiply-adds, so two multiply-adds per cycle are the limit), or 6 x 4 where n is a multiple of 4 vectors; with
+// 16: 4 x 3. Sizes are constants after inlining: a variable bound would put the accumulators in memory (5 times slower).
+enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
+
+#ifdef FA_KIND_BF16
+#define MAC(acc, a, b) ((vec)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)_mm512_set1_epi32((int)(a)), (__m512bh)(b)))
+#else
+#define MAC(acc, a, b) ((acc) + (a) * (b))
+#endif
+
+struct matrix {  // A(m, kk) = p[m * row + kk * col]
+    const unit *p;
+    int64_t row, col;
+};
+
+HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b, int64_t ldb,
+                      real *c, int64_t ldc, int add) {
+    vec acc[8][4];
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vec){0};
+    for (int64_t kk = 0; kk < depth; kk++) {
+        uvec bj[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) bj[j] = load_units(b + j * W);
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
+            const unit ai = *(const unit_at *)(a + i * row);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) acc[i][j] = MAC(acc[i][j], ai, bj[j]);
+        }
+        a += col;
+        b += ldb;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++) store(c + i * ldc + j * W, acc[i][j]);
+}
+
+// All rows of nv vectors of columns; rows that do not fill a block go in blocks of 4, 2 and 1.
+HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
+                       int64_t ldb, real *c, int64_t ldc, int add) {
+    int64_t i = 0;
+#define ROWS(count)                                                                   \
+    block(count, nv, depth, a + i * row, row, col, b, ldb, c + i * ldc, ldc, add); \
+    i += count
+    while (i + mr <= m) { ROWS(mr); }
+    if (mr > 4 && i + 4 <= m) { ROWS(4); }
+    if (i + 2 <= m) { ROWS(2); }
+    if (i < m) { ROWS(1); }
+#undef ROWS
+}
+
+HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
+                        int64_t ldb, real *c, int64_t ldc, int add) {
+    while (vectors > 0) {
+        int64_t nv = FA_MANY_REGISTERS && vectors % 4 == 0 && vectors % 3 != 0 ? 4 : vectors < 3 ? vectors : 3;
+        if (FA_MANY_REGISTERS && vectors == 5) nv = 3;
+        switch (nv) {
+            case 4: stripe(MR_WIDE, 4, m, depth, a, row, col, b, ldb, c, ldc, add); break;
+            case 3: stripe(MR, 3, m, depth, a, row, col, b, ldb, c, ldc, add); break;
+            case 2: stripe(MR, 2, m, depth, a, row, col, b, ldb, c, ldc, add); break;
+            default: stripe(MR, 1, m, depth, a, row, col, b, ldb, c, ldc, add);
+        }
+        b += nv * W;
+        c += nv * W;
+        vectors -= nv;
+    }
+}
+
+// C = A B, A's units adjacent along kk.
+static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
+                          real *c, int64_t ldc) {
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0);
+}
+
+// C += A B, A's units adjacent along kk.
+static void add_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
+                     real *c, int64_t ldc) {
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1);
+}
+
+// C += A B, A's units adjacent along m.
+static void add_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b, int64_t ldb,
+                        real *c, int64_t ldc) {
+    stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1);
+}

@@ -1,0 +1,71 @@
+// How one flash attention call is cut into work: sequences, the keys a tile of queries can see, and an even split over
+// threads that depends on the shape and the number of threads only (so results are bit-equal from run to run).
+#pragma once
+#include "common.h"
+#include "flash_attention_api.h"
+
+enum {
+    FA_QUERIES = 48,  // queries of a tile: three 512-bit vectors of float
+    FA_SUB = 16,      // the band is trimmed in blocks of 16 keys x 16 queries
+    FA_SUBS = FA_QUERIES / FA_SUB,
+    FA_KEYS = 96,     // keys of a tile: its scores (96 x 48 floats, 18 KiB) stay in L1
+    FA_GROUPS = FA_KEYS / FA_SUB,
+};
+
+struct fa_call {
+    const struct hal_flash_attention *shape;
+    const char *q, *k, *v, *out, *dout;
+    char *out_w, *dq, *dk, *dv;
+    const uint8_t *mask;
+    const int32_t *cu_q, *cu_k;
+    void *lse;
+    uint64_t seed, offset;
+};
+
+// One sequence (a batch entry, or a packed sequence): its first token in q and k, its lengths; row i sees keys
+// i + lo ... i + hi.
+struct fa_sequence {
+    int64_t batch, q0, k0, sq, sk, lo, hi;
+};
+
+struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);
+
+// The keys [*first, *end) that some of the `rows` queries from row i0 on can see. *first is even, because bfloat16 keys
+// are multiplied in pairs.
+void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end);
+
+static inline int64_t fa_tiles(const struct fa_sequence *seq) {
+    return seq->sq > 0 ? (seq->sq + FA_QUERIES - 1) / FA_QUERIES : 1;  // an empty one still has to write its gradients
+}
+
+// Tiles [t0, t1) of all query heads of one (sequence, kv head). slot >= 0: the head is cut, its dK and dV are partial.
+struct fa_piece {
+    int64_t batch, kv_head, t0, t1;
+    int64_t slot, k_first, k_end;  // keys its scratch covers, filled in by the backward pass
+};
+
+struct fa_plan {
+    struct fa_piece *pieces;
+    int64_t *segments;  // segment s is pieces [segments[s], segments[s + 1]); one thread runs it
+    int64_t segment_count, piece_count, slot_count, longest_sk;
+    int threads;
+};
+
+// Returns 0, or 1 when out of memory; fa_plan_free releases it.
+int fa_plan_make(const struct fa_call *call, struct fa_plan *plan);
+void fa_plan_free(struct fa_plan *plan);
+
+// A workspace of at least `bytes`, 64-byte aligned, or NULL; see flash_attention.c for who owns it.
+void *fa_acquire(size_t bytes);
+void fa_release(void *workspace);
+
+// The arithmetic kinds (flash_attention_<kind>.c). bf16 exists where the CPU multiplies bfloat16 (FA_HAVE_BF16).
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define FA_HAVE_BF16 1
+#endif
+#define FA_DECLARE(kind)                                                             \
+    int fa_forward_##kind(const struct fa_call *call, const struct fa_plan *plan);   \
+    int fa_backward_##kind(const struct fa_call *call, const struct fa_plan *plan);
+FA_DECLARE(f32)
+FA_DECLARE(f64)
+FA_DECLARE(bf16)
