@@ -1,0 +1,139 @@
+"""Self-attention of a GPT: fused QKV in Megatron's order, rotary positions, and attention on one of two paths.
+
+The QKV layer's rows are grouped per key/value head as [its query heads, key, value], so a slice of groups is a slice of
+rows. Both paths give the same values, windows and dropout included. Shape letters: S sequence, B batch, N query heads,
+G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+from hal.ops.attention import band_mask
+
+from .config import Config
+from .draws import Draws
+from .layers import ColumnParallelLinear, Init, RowParallelLinear
+from .recompute import recompute
+
+
+class SelfAttention(nn.Module):
+    """hidden [s, b, h] -> [s, b, h], without linear_proj's bias, which the caller fuses with the dropout."""
+
+    def __init__(self, config: Config, init: Init, name: str, layer: int) -> None:
+        super().__init__()
+        assert config.num_query_groups is not None and config.kv_channels is not None
+        self.heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        size, h = init.parallel.size, config.hidden_size
+        self.local_groups, self.per_group, self.head_size = groups // size, self.heads // groups, d
+        self.first_head = init.parallel.rank * self.local_groups * self.per_group
+        bias = not config.disable_bias_linear
+        self.linear_qkv = ColumnParallelLinear(
+            init,
+            f"{name}.linear_qkv",
+            h,
+            (self.heads + 2 * groups) * d,
+            std=config.init_method_std,
+            bias=bias or config.add_qkv_bias,
+        )
+        self.linear_proj = RowParallelLinear(
+            init, f"{name}.linear_proj", self.heads * d, h, std=output_std(config), bias=bias
+        )
+        self.layer, self.p = layer, config.attention_dropout
+        self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
+        self.recompute, self.interleaved = config.recompute_granularity == "selective", config.rotary_interleaved
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
+        mixed = self.linear_qkv(x)
+        s, b, _ = mixed.shape
+        mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
+        # One split, whose gradient is one concatenation; indexing would make a gradient of zeros per part.
+        q, k, v = mixed.split((self.per_group, 1, 1), dim=3)
+        q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
+        if rotation is not None:
+            q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
+        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, draws, on=self.recompute)
+        return self.linear_proj(context)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]."""
+        return self._flash(q, k, v, draws) if self.flash else self._softmax(q, k, v, draws)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+        pre, next_ = self.window
+        out = ops.flash_attention(
+            *(_arrange(t, self.layout) for t in (q, k, v)),
+            layout=self.layout,
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            pre_tokens=pre,
+            next_tokens=next_,
+            **self._dropout(q, k, draws),
+        )
+        return _restore(out, self.layout)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+        s, b, n, d = q.shape
+        g = k.shape[2]
+        # [b, g, (n/g)*s, d] so that the query heads of a group share its keys without copying them.
+        q_BGRD = q.view(s, b, g, n // g, d).permute(1, 2, 3, 0, 4).reshape(b, g, n // g * s, d)
+        k_BGDS, v_BGSD = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
+        scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
+        pre, next_ = self.window
+        causal = next_ == 0
+        mask = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
+        probabilities = ops.scale_mask_softmax(scores, mask, 1.0 / math.sqrt(d), causal)
+        dropout = self._dropout(q, k, draws)
+        if dropout:
+            probabilities = ops.dropout(probabilities, dropout["dropout_p"], dropout["rng"])
+        context = probabilities.view(b, g, n // g * s, -1) @ v_BGSD
+        return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+    def _dropout(self, q: Tensor, k: Tensor, draws: Draws | None) -> dict[str, object]:
+        if draws is None or self.p == 0.0:
+            return {}
+        rng = draws.attention(self.layer, self.heads, self.first_head, q.shape[0], k.shape[0])
+        return {"dropout_p": self.p, "rng": rng}
+
+
+def output_std(config: Config) -> float:
+    """Standard deviation of the layers that add to the residual stream: smaller, as there are 2 x layers of them."""
+    return config.init_method_std / math.sqrt(2.0 * config.num_layers)
+
+
+_FROM_SBND = {
+    "SBND": (0, 1, 2, 3),
+    "BSND": (1, 0, 2, 3),
+    "BNSD": (1, 2, 0, 3),
+    "SBH": (0, 1, 2, 3),
+    "BSH": (1, 0, 2, 3),
+}
+_TO_SBND = {"SBND": (0, 1, 2, 3), "BSND": (1, 0, 2, 3), "BNSD": (2, 0, 1, 3)}
+
+
+def _arrange(x_SBND: Tensor, layout: str) -> Tensor:
+    x = x_SBND.permute(_FROM_SBND[layout])
+    return x.flatten(2) if layout.endswith("H") else x
+
+
+def _restore(x: Tensor, layout: str) -> Tensor:
+    if layout.endswith("H"):
+        return x if layout == "SBH" else x.transpose(0, 1)
+    return x.permute(_TO_SBND[layout]).flatten(2)
+
+
+def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), float32 [length, r/2]: the angles of rotary positions 0..length-1.
+
+    Source: Su et al., "RoFormer", arXiv 2104.09864, with the base and the rotated share as options.
+    """
+    assert config.kv_channels is not None
+    r = int(config.kv_channels * config.rotary_percent) // 2 * 2
+    # float64 on the host: the angle of a late position has few bits left in float32.
+    frequency = config.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)

@@ -1,0 +1,177 @@
+"""The GPT: GPT-2 and Llama shapes from one config, with Megatron-core's parameter names and initialisation.
+
+Activations are [s, b, h]. A model may hold a slice of the layers (a pipeline stage); parameter names are those of the
+whole model whatever it holds. Everything computed here goes through `hal.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+
+from .attention import SelfAttention, rotation
+from .config import Config
+from .draws import Draws
+from .layers import Init, Norm, Parallel, Shard, VocabParallelEmbedding, column_linear
+from .mlp import MLP
+from .recompute import recompute
+
+
+class Embedding(nn.Module):
+    """tokens [b, s] int64 -> [s, b, h]: word plus learned position, with dropout."""
+
+    def __init__(self, config: Config, init: Init) -> None:
+        super().__init__()
+        h, std = config.hidden_size, config.init_method_std
+        assert config.max_position_embeddings is not None
+        self.word_embeddings = VocabParallelEmbedding(
+            init, "embedding.word_embeddings", config.padded_vocab_size, h, std=std
+        )
+        self.position_embeddings: nn.Module | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Module()
+            self.position_embeddings.weight = init.weight(
+                "embedding.position_embeddings.weight", (config.max_position_embeddings, h), std
+            )
+        self.p = config.hidden_dropout
+
+    def forward(self, tokens: Tensor, draws: Draws | None) -> Tensor:
+        x = self.word_embeddings(tokens.t().contiguous())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings.weight[: x.shape[0], None]
+        if draws is not None and self.p > 0.0:
+            x = ops.dropout(x, self.p, draws.hidden("embedding", 0, x.shape))
+        return x
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); each addition with bias, dropout and, if asked, a norm before."""
+
+    def __init__(self, config: Config, init: Init, layer: int) -> None:
+        super().__init__()
+        name, h = f"decoder.layers.{layer}", config.hidden_size
+
+        def norm(which: str, scale: float = 1.0) -> Norm:
+            return Norm(init, f"{name}.{which}", h, kind=config.normalization, eps=config.norm_epsilon, scale=scale)
+
+        self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attention = SelfAttention(config, init, f"{name}.self_attention", layer)
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
+        self.mlp = MLP(config, init, f"{name}.mlp")
+        self.post_attn_norm = self.post_mlp_layernorm = None
+        if config.use_sandwich_norm:
+            self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
+            self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
+        attended = self.self_attention(self.input_layernorm(x), turn, draws)
+        x = self._add(attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, draws)
+        expanded = self.mlp(self.pre_mlp_layernorm(x))
+        return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, draws)
+
+    def _add(
+        self, y: Tensor, bias: Tensor | None, x: Tensor, name: str, norm: Norm | None, draws: Draws | None
+    ) -> Tensor:
+        if norm is not None:
+            y, bias = norm(y if bias is None else y + bias), None
+        if draws is None or self.p == 0.0:
+            return ops.bias_dropout_add(y, bias, x)
+        return ops.bias_dropout_add(y, bias, x, p=self.p, rng=draws.hidden(name, self.layer, y.shape))
+
+
+class Decoder(nn.Module):
+    """A run of layers (global numbers as keys) and, on the last stage, the final norm."""
+
+    def __init__(self, config: Config, init: Init, layers: Sequence[int], final: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(config, init, n) for n in layers})
+        self.final_layernorm = (
+            Norm(
+                init, "decoder.final_layernorm", config.hidden_size, kind=config.normalization, eps=config.norm_epsilon
+            )
+            if final
+            else None
+        )
+        self.method = config.recompute_method if config.recompute_granularity == "full" else None
+        self.recompute_layers = config.recompute_num_layers or 1
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
+        layers = list(self.layers.values())
+
+        def run(start: int, end: int, x: Tensor, on: bool) -> Tensor:
+            def several(x: Tensor) -> Tensor:
+                for layer in layers[start:end]:
+                    x = layer(x, turn, draws)
+                return x
+
+            return recompute(several, x, on=on)
+
+        step = self.recompute_layers if self.method == "uniform" else 1
+        for start in range(0, len(layers), step):
+            on = self.method == "uniform" or (self.method == "block" and start < self.recompute_layers)
+            x = run(start, min(start + step, len(layers)), x, on)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+class GPT(nn.Module):
+    """A GPT or a pipeline stage of one.
+
+    layers: global numbers of the layers held (default all). first: holds the embedding and takes tokens [b, s] (else
+    hidden [s, b, h]). last: holds the final norm and output layer and returns logits [s, b, v] (else hidden).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        parallel: Parallel | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        super().__init__()
+        init = Init(config.seed, config.params_dtype, device, parallel or Parallel())
+        self.config, self.parallel, self.shards = config, init.parallel, init.shards
+        self.embedding = Embedding(config, init) if first else None
+        self.decoder = Decoder(config, init, range(config.num_layers) if layers is None else layers, last)
+        self.tied = not config.untie_embeddings_and_output_weights
+        self.output_layer: nn.Module | None = None
+        if last and not (self.tied and first):
+            # A last stage without the embedding holds its own copy of a tied weight, drawn under the same name.
+            drawn_as = "embedding.word_embeddings.weight" if self.tied else "output_layer.weight"
+            self.output_layer = nn.Module()
+            self.output_layer.weight = init.weight(
+                drawn_as, (config.padded_vocab_size, config.hidden_size), config.init_method_std, Shard(0)
+            )
+        self.last, self._turn = last, None
+
+    def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
+        """draws: dropout of this microbatch; None = no dropout (evaluation)."""
+        if self.embedding is not None:
+            x = self.embedding(x, draws)
+        x = self.decoder(x, self._rotation(x), draws)
+        return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
+
+    def output_weight(self) -> Tensor:
+        """The matrix that makes logits [v_local, h]: the output layer's, or the word embedding's if tied."""
+        holder = self.output_layer if self.output_layer is not None else self.embedding.word_embeddings
+        return holder.weight
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s]."""
+        start = self.parallel.rank * logits.shape[-1]
+        per_token = ops.cross_entropy(logits, labels.t().contiguous(), vocab_start=start, comm=self.parallel.tp)
+        return per_token.mean()
+
+    def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        if self._turn is None or self._turn[0].shape[0] != x.shape[0]:
+            self._turn = rotation(self.config, x.shape[0], x.device)
+        return self._turn

@@ -1,0 +1,152 @@
+"""Linear layers and the embedding of a tensor-parallel GPT, and how their parameters come to be.
+
+Every weight is drawn in full, on the CPU, from the seed and the parameter's name, and each rank keeps its slice: the
+model starts equal whatever the parallel layout. With one rank nothing communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hal import Comm, Rng, ops
+
+regions = ops.regions
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This process's place among the ranks that share a layer. The default is one process that holds everything."""
+
+    tp: Comm | None = None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.tp is None else self.tp.size
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.tp is None else self.tp.rank
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split over tensor-parallel ranks: along `dim`, separately in each of `parts` equal blocks.
+
+    parts = 2 is for gated MLPs, whose first layer stacks two matrices: a rank holds its slice of both.
+    """
+
+    dim: int
+    parts: int = 1
+
+    def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's part of the full parameter."""
+        if size == 1:
+            return full
+        pieces = [block.chunk(size, self.dim)[rank] for block in full.chunk(self.parts, self.dim)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+@dataclass
+class Init:
+    """Makes parameters. `shards` records, by parameter name, how each is split (absent = every rank holds it all)."""
+
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    parallel: Parallel = Parallel()
+    shards: dict[str, Shard] = field(default_factory=dict)
+
+    def weight(self, name: str, full_shape: Sequence[int], std: float, shard: Shard | None = None) -> nn.Parameter:
+        """Normal with standard deviation `std`, a function of the seed, the name and the full shape only."""
+        generator = torch.Generator().manual_seed(Rng(self.seed).fork("init", name).seed)
+        return self._place(name, torch.empty(*full_shape).normal_(0.0, std, generator=generator), shard)
+
+    def constant(self, name: str, full_shape: Sequence[int], value: float, shard: Shard | None = None) -> nn.Parameter:
+        """Every element `value`."""
+        return self._place(name, torch.full(tuple(full_shape), value), shard)
+
+    def _place(self, name: str, full: Tensor, shard: Shard | None) -> nn.Parameter:
+        if shard is not None:
+            self.shards[name] = shard
+            full = shard.slice(full, self.parallel.rank, self.parallel.size)
+        return nn.Parameter(full.to(device=self.device, dtype=self.dtype).contiguous())
+
+
+class ColumnParallelLinear(nn.Module):
+    """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks.
+
+    fused_bias: the bias is not added here; whoever calls passes `self.bias` to the op that follows.
+    """
+
+    def __init__(
+        self,
+        init: Init,
+        name: str,
+        n_in: int,
+        n_out: int,
+        *,
+        std: float,
+        bias: bool,
+        fused_bias: bool = False,
+        parts: int = 1,
+    ) -> None:
+        super().__init__()
+        self.parallel, self.fused_bias, shard = init.parallel, fused_bias, Shard(0, parts)
+        self.weight = init.weight(f"{name}.weight", (n_out, n_in), std, shard)
+        self.bias = init.constant(f"{name}.bias", (n_out,), 0.0, shard) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, self.weight, None if self.fused_bias else self.bias, self.parallel)
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
+    """The product of a column-parallel layer: enters the tensor-parallel region."""
+    return ops.linear(regions.copy_to_region(x, parallel.tp), weight, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """x [..., in / ranks] -> [..., out]; the weight's columns are split, the products summed over the ranks.
+
+    The bias (`self.bias`, which every rank holds) is never added here: it is fused with the dropout that follows.
+    """
+
+    def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool) -> None:
+        super().__init__()
+        self.parallel = init.parallel
+        self.weight = init.weight(f"{name}.weight", (n_out, n_in), std, Shard(1))
+        self.bias = init.constant(f"{name}.bias", (n_out,), 0.0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return regions.reduce_from_region(ops.linear(x, self.weight), self.parallel.tp)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """ids [...] -> [..., hidden]; the table's rows (vocabulary) are split over the ranks."""
+
+    def __init__(self, init: Init, name: str, vocabulary: int, hidden: int, *, std: float) -> None:
+        super().__init__()
+        self.parallel = init.parallel
+        self.weight = init.weight(f"{name}.weight", (vocabulary, hidden), std, Shard(0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start = self.parallel.rank * self.weight.shape[0]
+        return ops.embedding(self.weight, ids, vocab_start=start, comm=self.parallel.tp)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension; gamma starts at `scale`."""
+
+    def __init__(self, init: Init, name: str, hidden: int, *, kind: str, eps: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = init.constant(f"{name}.weight", (hidden,), scale)
+        self.bias = init.constant(f"{name}.bias", (hidden,), 0.0) if kind == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)

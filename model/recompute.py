@@ -1,0 +1,19 @@
+"""Activation recomputation: a function's intermediate values are dropped and computed again in the backward pass.
+
+Dropout needs no saved state for it (random numbers are values), so the result is bit-equal to not recomputing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute(function: Callable[..., Any], *args: Any, on: bool = True) -> Any:
+    """function(*args), recomputed in the backward pass if `on` (and if there will be one)."""
+    if not on or not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
