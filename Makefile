@@ -1,0 +1,39 @@
+# Everything a newcomer, a contributor or CI runs. Each target sets up .venv first (Python 3.10+ and a C compiler needed).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test test-slow sanitize check bench clean
+.DEFAULT_GOAL := test
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[train,test]"
+	touch $@
+
+train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
+	$(BIN)/hal train --backend cpu_ref --config examples/tiny.yaml --run-dir runs/tiny
+
+test: $(READY)  ## the fast suite
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)  ## what the fast suite leaves out
+	$(BIN)/python -m pytest -m slow
+
+sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
+	HAL_CPU_REF_SANITIZE=address,undefined LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so) $$($${CC:-gcc} -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	$(BIN)/python -m pytest -m "not slow" tests/backends/cpu_ref --deselect tests/backends/cpu_ref/test_build.py
+
+check: $(READY)  ## format, lint, types, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
+	$(BIN)/hal bench all
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs

@@ -1,0 +1,77 @@
+"""The wheel ships hal/ and nothing else, and works wherever it is used from."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORT = "import hal, hal.ops, hal.backends, hal.model; print(hal.__file__); print(hal.ops.layer_norm.name)"
+
+
+def run(*command, cwd, **env):
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HAL_BACKEND")}
+    return subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    # A copy, because a build leaves folders beside its sources.
+    source = out / "source"
+    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout.split("\n")
+    if not any(files):
+        pytest.skip("the project is not a git checkout, so what belongs to it is not known")
+    for name in filter(None, files):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).is_file():
+            target.write_bytes((ROOT / name).read_bytes())
+    build = run(
+        *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)),
+        cwd=out,
+    )
+    assert build.returncode == 0, build.stderr
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    target = tmp_path_factory.mktemp("site")
+    install = run(
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel), cwd=target
+    )
+    assert install.returncode == 0, install.stderr
+    return target
+
+
+def test_the_wheel_ships_only_hal(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"hal"}
+    for needed in ("hal/ops/attention.py", "hal/backends/cpu_ref/kernels/common.h", "hal/model/gpt.py", "hal/py.typed"):
+        assert needed in names
+    assert not [n for n in names if n.startswith("hal/tests")]
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "checkout"])
+def test_the_installed_wheel_is_what_is_imported(site, tmp_path, where):
+    cwd = tmp_path if where == "elsewhere" else ROOT
+    # -P keeps the working directory off sys.path where Python has it; a checkout as cwd must be harmless without it too.
+    found = run(sys.executable, "-c", IMPORT, cwd=cwd, PYTHONPATH=str(site))
+    assert found.returncode == 0, found.stderr
+    path, op = found.stdout.split()
+    expected = ROOT if where == "checkout" else site
+    assert op == "layer_norm"
+    assert Path(path).is_relative_to(expected)
+
+
+@pytest.mark.parametrize("folder", ["ops", "backends", "model"])
+def test_the_folders_refuse_to_be_imported_under_their_bare_names(folder):
+    found = run(sys.executable, "-c", f"import {folder}", cwd=ROOT)
+    assert found.returncode == 1
+    assert f"import this package as 'hal.{folder}'" in found.stderr
