@@ -5,7 +5,8 @@
 """
 
 from .backend import API, Backend, Impl, Probe
-from .comm import Comm, Solo
+from .comm import Comm, Message, Pending, Solo
+from .comm_torch import GLOO, TorchComm, Transport, torch_comm
 from .dispatch import Why, activate, activated, backend, device, fallbacks, policy, use, why
 from .errors import (
     BackendNotFound,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "API",
+    "GLOO",
     "OPS",
     "Backend",
     "BackendNotFound",
@@ -33,7 +35,9 @@ __all__ = [
     "ContractError",
     "HalError",
     "Impl",
+    "Message",
     "Op",
+    "Pending",
     "PluginError",
     "Probe",
     "Rng",
@@ -41,6 +45,8 @@ __all__ = [
     "Solo",
     "T",
     "Tol",
+    "TorchComm",
+    "Transport",
     "UnsupportedOp",
     "Why",
     "activate",
@@ -53,6 +59,7 @@ __all__ = [
     "op",
     "policy",
     "require",
+    "torch_comm",
     "use",
     "why",
 ]

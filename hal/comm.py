@@ -1,21 +1,21 @@
-"""Collective communication: the contract, its meaning, and two communicators that need no transport.
+"""Collective communication: the contract and its meaning.
 
 The meaning of each collective is a function on a list of tensors, one per rank (`MEANING`): any transport must agree
-with it. `Solo` is a group of one; `threads(n)` makes n communicators for n threads of one process, which is how tests
-run ops that communicate. Inputs are never mutated.
+with it. Inputs are never mutated, int64 stays int64, every collective can be asynchronous (`start`) and ends within
+the communicator's timeout: with a result, or with `CollectiveTimeout` naming the ranks that did not arrive.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import CollectiveTimeout, ContractError
+from .errors import ContractError, UnsupportedOp
 
 REDUCE_OPS = ("sum", "max", "min", "avg")
 
@@ -25,58 +25,149 @@ def _reduce(xs: Sequence[Tensor], op: str) -> Tensor:
     if op == "sum":
         return stacked.sum(0, dtype=xs[0].dtype)
     if op == "avg":
-        return (stacked.sum(0, dtype=xs[0].dtype) / len(xs)).to(xs[0].dtype)
+        return average(stacked.sum(0, dtype=xs[0].dtype), len(xs))
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def _reduce_scatter(xs: Sequence[Tensor], op: str) -> list[Tensor]:
-    return list(_reduce(xs, op).chunk(len(xs)))
+def average(total: Tensor, count: int) -> Tensor:
+    """total / count in total's dtype; integers round towards zero, as a cast does."""
+    if total.is_floating_point():
+        return total / count
+    return total.div(count, rounding_mode="trunc")
 
 
 MEANING: dict[str, Callable[..., list[Tensor]]] = {
-    "all_reduce": lambda xs, op: [_reduce(xs, op)] * len(xs),
-    "all_gather": lambda xs: [torch.cat(list(xs))] * len(xs),
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": lambda xs, source: [xs[source]] * len(xs),
-    "all_to_all": lambda xs: [torch.cat(parts) for parts in zip(*(x.chunk(len(xs)) for x in xs))],
+    "all_reduce": lambda xs, op, source: [_reduce(xs, op)] * len(xs),
+    "all_gather": lambda xs, op, source: [torch.cat(list(xs))] * len(xs),
+    "reduce_scatter": lambda xs, op, source: list(_reduce(xs, op).chunk(len(xs))),
+    "broadcast": lambda xs, op, source: [xs[source]] * len(xs),
+    "all_to_all": lambda xs, op, source: [torch.cat(parts) for parts in zip(*(x.chunk(len(xs)) for x in xs))],
+    "barrier": lambda xs, op, source: list(xs),
 }
 """Each collective as a function from every rank's input to every rank's output; gathers are along dimension 0."""
 
+_REDUCING = ("all_reduce", "reduce_scatter")
+_DIVIDING = ("reduce_scatter", "all_to_all")
+
+
+class Pending:
+    """A collective under way. `wait` returns its result (the same tensor each time), or raises what went wrong."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result. On an accelerator it may still be computing, as any tensor may."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        assert self._result is not None
+        return self._result
+
+    def then(self, last: Callable[[Tensor], Tensor]) -> Pending:
+        """A Pending whose result is `last(this result)`."""
+        return Pending(lambda: last(self.wait()))
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor to send to, or to receive from, rank `peer` of the group.
+
+    For a receive, `tensor` gives shape, dtype and device of what will arrive; its contents are not touched.
+    """
+
+    peer: int
+    tensor: Tensor
+
 
 class Comm(ABC):
-    """A group of ranks that communicate. `name` shows up in errors; `rank` is this process's place in the group."""
+    """A group of ranks that communicate. `name` shows up in errors; `rank` is this process's place in the group.
+
+    A transport implements `_start` and `exchange_start`; everything else follows.
+    """
 
     name: str
     rank: int
     size: int
+    emulations: Mapping[str, str] = {}
+    """What the transport lacks and HAL does by other means: "avg" or a collective -> the reason. For reports."""
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
-        """Why the transport cannot run this collective on `x`; empty = it can."""
+        """Why the transport cannot run this collective on `x`, even by emulation; empty = it can."""
         return ()
 
     @abstractmethod
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+        """Starts a collective whose arguments have been checked. Must not change x, nor keep it alive for longer."""
+
+    @abstractmethod
+    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        """Starts a batch of sends and receives; the function it returns waits and gives what was received, in order.
+
+        Between two ranks, messages are matched in the order in which each side lists them.
+        """
+
+    def start(self, collective: str, x: Tensor, *, op: str = "sum", source: int = 0) -> Pending:
+        """Starts `collective` (a key of MEANING) on `x`; all ranks of the group start the same ones in one order.
+
+        op: the reduction, for all_reduce and reduce_scatter. source: the sending rank, for broadcast.
+        Raises ContractError for arguments that are wrong everywhere, UnsupportedOp where `why_not` has reasons.
+        """
+        self._require(collective in MEANING, f"unknown collective {collective!r}; choose one of {', '.join(MEANING)}")
+        self._require(op in REDUCE_OPS, f"unknown reduction {op!r}; choose one of {', '.join(REDUCE_OPS)}")
+        self._require(0 <= source < self.size, f"source {source} is not a rank of a group of {self.size}")
+        if collective in _DIVIDING:
+            fits = x.ndim > 0 and x.shape[0] % self.size == 0
+            self._require(fits, f"{collective}: {self.size} ranks cannot divide dimension 0 of shape {tuple(x.shape)}")
+        averages = collective in _REDUCING and op == "avg"
+        self._require(not averages or x.dtype != torch.bool, "truth values have no average; use 'max', or a float")
+        self._require(collective != "all_gather" or x.ndim > 0, "all_gather: a scalar has no dimension 0; use x[None]")
+        reasons = self.why_not(collective, x, op if collective in _REDUCING else None)
+        if reasons:
+            raise UnsupportedOp(f"{collective} on group '{self.name}': " + "; ".join(reasons))
+        return self._start(collective, x.detach(), op, source)
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ContractError(f"group '{self.name}': {message}")
+
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Elementwise reduction over all ranks ("sum", "max", "min", "avg")."""
+        return self.start("all_reduce", x, op=op).wait()
 
-    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors (of one shape), concatenated along dimension 0 in rank order."""
+        return self.start("all_gather", x).wait()
 
-    @abstractmethod
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """This rank's chunk (along dimension 0, which the group size divides) of the reduction."""
+        return self.start("reduce_scatter", x, op=op).wait()
 
-    @abstractmethod
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source`."""
+        """The tensor of rank `source`; every rank passes one of its shape and dtype."""
+        return self.start("broadcast", x, source=source).wait()
 
-    @abstractmethod
     def all_to_all(self, x: Tensor) -> Tensor:
         """Chunk r of dimension 0 goes to rank r; the result concatenates what arrived, in rank order."""
+        return self.start("all_to_all", x).wait()
 
-    @abstractmethod
+    def exchange(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> list[Tensor]:
+        """A batch of sends and receives; what was received, in the order of `receives`."""
+        return self.exchange_start(sends, receives)()
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
+        self.start("barrier", self._token()).wait()
+
+    def _token(self) -> Tensor:
+        return torch.zeros(1)
+
+    def _check_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        for m in (*sends, *receives):
+            self._require(
+                0 <= m.peer < self.size and m.peer != self.rank, f"rank {self.rank} cannot exchange with {m.peer}"
+            )
 
 
 class Solo(Comm):
@@ -85,93 +176,15 @@ class Solo(Comm):
     def __init__(self, name: str = "solo") -> None:
         self.name, self.rank, self.size = name, 0, 1
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        _check_op(op)
-        return x.clone()
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+        result = x.clone()
+        return Pending(lambda: result)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        _check_op(op)
-        return x.clone()
-
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        return x.clone()
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def barrier(self) -> None:
-        return None
+    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        self._check_messages(sends, receives)
+        return list
 
 
-class _Meeting:
-    """Where the threads of one group exchange their tensors."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        self.slots: list[Any] = [None] * size
-        self.arrived: set[int] = set()
-        self.barrier = threading.Barrier(size)
-        self.timeout = timeout
-
-
-class ThreadComm(Comm):
-    """One rank of a group whose ranks are threads of this process (see `threads`)."""
-
-    def __init__(self, name: str, rank: int, meeting: _Meeting) -> None:
-        self.name, self.rank, self.size = name, rank, len(meeting.slots)
-        self._meeting, self._seq = meeting, 0
-
-    def _wait(self, what: str) -> None:
-        try:
-            self._meeting.barrier.wait(self._meeting.timeout)
-        except threading.BrokenBarrierError:
-            absent = [r for r in range(self.size) if r not in self._meeting.arrived]
-            raise CollectiveTimeout(self.name, self.rank, what, self._seq, absent, self._meeting.timeout) from None
-
-    def _exchange(self, what: str, x: Tensor, **how: Any) -> Tensor:
-        self._seq += 1
-        meeting = self._meeting
-        meeting.slots[self.rank] = (what, self._seq, x.detach())
-        meeting.arrived.add(self.rank)
-        self._wait(what)
-        calls = {(w, s) for w, s, _ in meeting.slots}
-        if len(calls) != 1:
-            raise ContractError(f"group '{self.name}': ranks called different collectives: {sorted(calls)}")
-        result = MEANING[what]([t for _, _, t in meeting.slots], **how)[self.rank].clone()
-        self._wait(what)
-        meeting.arrived.discard(self.rank)
-        self._wait(what)
-        return result
-
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        _check_op(op)
-        return self._exchange("all_reduce", x, op=op)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._exchange("all_gather", x)
-
-    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        _check_op(op)
-        return self._exchange("reduce_scatter", x, op=op)
-
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        return self._exchange("broadcast", x, source=source)
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return self._exchange("all_to_all", x)
-
-    def barrier(self) -> None:
-        self._exchange("broadcast", torch.zeros(1), source=0)
-
-
-def threads(size: int, *, timeout: float = 60.0, name: str = "threads") -> list[Comm]:
-    """`size` communicators of one group, to be used by one thread each."""
-    meeting = _Meeting(size, timeout)
-    return [ThreadComm(name, rank, meeting) for rank in range(size)]
-
-
-def _check_op(op: str) -> None:
-    if op not in REDUCE_OPS:
-        raise ContractError(f"unknown reduction {op!r}; choose one of {', '.join(REDUCE_OPS)}")
+def run_meaning(inputs: Sequence[Tensor], collective: str, **how: Any) -> list[Tensor]:
+    """What every rank gets when rank r passes inputs[r]: the list-of-tensors reference, in one process."""
+    return MEANING[collective](list(inputs), how.get("op", "sum"), how.get("source", 0))

@@ -1,0 +1,237 @@
+"""Comm over torch.distributed's process groups, for any backend that has one (gloo, nccl, hccl, ...).
+
+A backend declares its `Transport`: the name torch knows it by, what it lacks, and how to get by. Nothing is emulated
+that is not declared. Every communicator has a timeout; when it strikes, the ranks that had not arrived are named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Comm, Message, Pending, Solo, average
+from .comm_progress import Progress
+from .errors import CollectiveTimeout, ContractError, HalError
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+_EMULATIONS = ("avg", "reduce_scatter", "all_to_all")
+# torch 2.13 renamed both and warns about the old names, which are the only ones 2.11 has.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What one torch.distributed backend can do; declared by the HAL backend that uses it.
+
+    backend: its name for init_process_group.
+    emulate: "avg" (sum, then divide), "reduce_scatter" (all_reduce, keep a chunk) or "all_to_all" (all_gather, keep
+        the chunks) -> the reason.
+    carry: dtype -> (dtype in which it travels, reason). The carrier must hold every value: int64 never gets narrower.
+    refuse: (collective, dtype, reduction or None) -> reasons why neither works; called after `carry`.
+    """
+
+    backend: str
+    emulate: Mapping[str, str] = field(default_factory=dict)
+    carry: Mapping[torch.dtype, tuple[torch.dtype, str]] = field(default_factory=dict)
+    refuse: Callable[[str, torch.dtype, str | None], Sequence[str]] = lambda collective, dtype, op: ()
+
+    def __post_init__(self) -> None:
+        unknown = [e for e in self.emulate if e not in _EMULATIONS]
+        if unknown:
+            raise HalError(f"transport '{self.backend}': no emulation of {unknown}; there is {', '.join(_EMULATIONS)}")
+        for dtype, (carrier, _) in self.carry.items():
+            if torch.promote_types(dtype, carrier) != carrier:
+                raise HalError(f"transport '{self.backend}': {carrier} cannot carry {dtype}: values would be lost")
+
+
+GLOO = Transport(
+    "gloo",
+    emulate={"avg": "gloo has no average (integers fail, floats depend on torch's version)"},
+    carry={torch.bool: (torch.int32, "gloo adds bool as bytes, which wrap at 256 ranks")},
+)
+"""Sockets between processes' host memory; what CPU backends use."""
+
+
+def torch_comm(
+    transport: Transport,
+    ranks: Sequence[int] | None = None,
+    *,
+    timeout: float = 600.0,
+    device: torch.device | None = None,
+) -> Comm:
+    """A communicator over the global `ranks` (None = all); what `Backend.comm` returns on torch.distributed.
+
+    The first call joins the world that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
+    uses the default process group if there is one). Without those variables the world is this process alone. Only
+    the members of `ranks` may call. timeout: seconds, for every collective.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return _alone(ranks)
+        missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+        if missing:
+            raise HalError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set; "
+                "start the processes with `hal launch` or torchrun"
+            )
+        dist.init_process_group(
+            transport.backend,
+            timeout=datetime.timedelta(seconds=timeout),
+            device_id=device if device is not None and device.index is not None else None,
+        )
+    world = dist.get_world_size()
+    members = list(range(world)) if ranks is None else [int(r) for r in ranks]
+    if sorted(set(members)) != members or not all(0 <= r < world for r in members):
+        raise ContractError(f"a group's ranks must be ascending and in a world of {world}; got {members}")
+    if dist.get_rank() not in members:
+        raise ContractError(f"rank {dist.get_rank()} asked for a group of the ranks {members}, which it is not in")
+    if len(members) == 1:
+        return Solo(f"rank {members[0]}")
+    group = dist.new_group(
+        members, datetime.timedelta(seconds=timeout), transport.backend, use_local_synchronization=True
+    )
+    name = "world" if len(members) == world else "ranks " + ",".join(map(str, members))
+    return TorchComm(group, transport, name=name, timeout=timeout, device=device)
+
+
+def _alone(ranks: Sequence[int] | None) -> Comm:
+    if ranks is not None and list(ranks) != [0]:
+        raise ContractError(f"there is one process, rank 0; a group of ranks {list(ranks)} needs a launcher")
+    return Solo("world")
+
+
+class TorchComm(Comm):
+    """A Comm over one process group. `group` is for torch.distributed's own engines (pipelining, fully_shard, DCP)."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        transport: Transport,
+        *,
+        name: str,
+        timeout: float,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group, self.transport, self.name, self.timeout = group, transport, name, timeout
+        self.rank, self.size = group.rank(), group.size()
+        self.emulations = transport.emulate
+        self._ranks = dist.get_process_group_ranks(group)
+        self._progress = Progress.of_world().group(group.group_name, self.rank, self.size)
+        self._device = device or torch.device("cpu")
+        self._broken: HalError | None = None
+
+    def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
+        dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
+        if op is not None and dtype.is_complex and op in ("max", "min"):
+            return (f"complex numbers have no {op}",)
+        return tuple(self.transport.refuse(collective, dtype, op))
+
+    def _token(self) -> Tensor:
+        return torch.zeros(1, device=self._device)
+
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+        if x.dtype in self.transport.carry:
+            dtype = x.dtype
+            return self._start(collective, x.to(self.transport.carry[dtype][0]), op, source).then(lambda y: y.to(dtype))
+        emulate = self.transport.emulate
+        if op == "avg" and "avg" in emulate and collective in ("all_reduce", "reduce_scatter"):
+            return self._start(collective, x, "sum", source).then(lambda total: average(total, self.size))
+        if collective in emulate:
+            whole = self._start("all_reduce" if collective == "reduce_scatter" else "all_gather", x, op, source)
+            mine = self._my_chunk if collective == "reduce_scatter" else self._my_chunks
+            return whole.then(mine)
+        return self._run(collective, x.contiguous(), op, source)
+
+    def _my_chunk(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.size)[self.rank].clone()
+
+    def _my_chunks(self, gathered: Tensor) -> Tensor:
+        return torch.cat([part.chunk(self.size)[self.rank] for part in gathered.chunk(self.size)])
+
+    def _run(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+        arguments: dict[str, Any] = {"group": self.group, "async_op": True}
+        n, rest = (x.shape[0], x.shape[1:]) if x.ndim else (1, ())
+        if collective in ("all_reduce", "barrier"):
+            out = x.clone()
+            begin = lambda: dist.all_reduce(out, _OPS[op], **arguments)  # noqa: E731
+        elif collective == "broadcast":
+            out = x.clone()
+            begin = lambda: dist.broadcast(out, group_src=source, **arguments)  # noqa: E731
+        elif collective == "all_gather":
+            out = x.new_empty((n * self.size, *rest))
+            begin = lambda: _all_gather(out, x, **arguments)  # noqa: E731
+        elif collective == "reduce_scatter":
+            out = x.new_empty((n // self.size, *rest))
+            begin = lambda: _reduce_scatter(out, x, _OPS[op], **arguments)  # noqa: E731
+        else:
+            out = torch.empty_like(x)
+            begin = lambda: dist.all_to_all_single(out, x, **arguments)  # noqa: E731
+        if not x.numel():
+            # Transports disagree on empty tensors; every rank sees the same emptiness, so none needs to talk.
+            return Pending(lambda: out)
+        seq = self._progress.arrive(collective)
+        work = self._guarded(begin, collective, seq)
+
+        def finish() -> Tensor:
+            self._guarded(work.wait, collective, seq)
+            return out
+
+        return Pending(finish)
+
+    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        self._check_messages(sends, receives)
+        results = [torch.empty_like(m.tensor, memory_format=torch.contiguous_format) for m in receives]
+        outgoing = [m.tensor.detach().contiguous() for m in sends]
+        operations = [
+            dist.P2POp(dist.isend, x, group=self.group, group_peer=m.peer, tag=tag)
+            for x, m, tag in zip(outgoing, sends, _order(sends))
+        ] + [
+            dist.P2POp(dist.irecv, x, group=self.group, group_peer=m.peer, tag=tag)
+            for x, m, tag in zip(results, receives, _order(receives))
+        ]
+        if not operations:
+            return list
+        peers = sorted({m.peer for m in (*sends, *receives)})
+        works = self._guarded(lambda: dist.batch_isend_irecv(operations), "exchange", 0, peers)
+
+        def finish() -> list[Tensor]:
+            for work in works:
+                self._guarded(work.wait, "exchange", 0, peers)
+            # The transport may still be reading what is sent.
+            outgoing.clear()
+            return results
+
+        return finish
+
+    def _guarded(self, call: Callable[[], Any], what: str, seq: int, peers: Sequence[int] | None = None) -> Any:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return call()
+        except RuntimeError as error:
+            self._broken = self._explain(error, what, seq, peers)
+            raise self._broken from error
+
+    def _explain(self, error: RuntimeError, what: str, seq: int, peers: Sequence[int] | None) -> HalError:
+        behind = peers if peers is not None else self._progress.behind(what, seq)
+        absent = [self._ranks[r] for r in behind]
+        if "imed out" in str(error) or "timeout" in str(error):
+            return CollectiveTimeout(self.name, dist.get_rank(), what, seq, absent, self.timeout)
+        first = str(error).splitlines()[0]
+        return HalError(
+            f"{what} #{seq} on group '{self.name}' failed on rank {dist.get_rank()}: {first}. Ranks that did not "
+            f"arrive: {', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
+        )
+
+
+def _order(messages: Sequence[Message]) -> list[int]:
+    """How many earlier messages of the list have the same peer."""
+    return [sum(m.peer == earlier.peer for earlier in messages[:i]) for i, m in enumerate(messages)]

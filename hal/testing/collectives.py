@@ -1,0 +1,196 @@
+"""The conformance kit for collectives: a backend's Comm against the list-of-tensors meaning.
+
+Every rank makes every rank's input from a seed, so each checks its own result without communicating. Sums of floats
+may differ by the rounding of any order of summation; everything else must be equal bit for bit. Also held: result
+dtype and shape, inputs untouched and not aliased, int64 beyond 2**53 exact, several collectives under way at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal.comm import REDUCE_OPS, Comm, Message, run_meaning
+
+from .processes import run_processes
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective call on all ranks."""
+
+    collective: str
+    dtype: torch.dtype
+    op: str
+    source: int
+    shape: tuple[int, ...]
+    strided: bool
+    seed: int
+
+    def input(self, rank: int) -> Tensor:
+        """What rank `rank` passes; non-contiguous if `strided`."""
+        generator = torch.Generator().manual_seed(self.seed * 64 + rank)
+        shape = (*self.shape[:-1], self.shape[-1] * 2) if self.strided and self.shape else self.shape
+        if self.dtype.is_floating_point:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+        elif self.dtype == torch.int64:
+            x = torch.randint(-(2**60), 2**60, shape, generator=generator)  # a detour over int32 or float64 shows
+        else:
+            x = torch.randint(0, 2 if self.dtype == torch.bool else 31, shape, generator=generator).to(self.dtype)
+        return x[..., ::2] if self.strided and self.shape else x
+
+
+def cases(size: int, per_kind: int, seed: int = 0) -> Iterator[Case]:
+    """`per_kind` cases of every (collective, dtype, reduction) for a group of `size`."""
+    draw = random.Random(seed)
+    kinds = [("all_reduce", op) for op in REDUCE_OPS] + [("reduce_scatter", op) for op in REDUCE_OPS]
+    kinds += [("all_gather", ""), ("all_to_all", ""), ("broadcast", "")]
+    for collective, op in kinds:
+        for dtype in DTYPES:
+            if op == "avg" and dtype == torch.bool:
+                continue
+            for i in range(per_kind):
+                shape = [draw.randint(1, 9) for _ in range(draw.randint(1, 3))]
+                if collective in ("reduce_scatter", "all_to_all"):
+                    shape[0] = size * draw.randint(1, 4)
+                if i == 1:
+                    shape[-1] = 0 if len(shape) > 1 else shape[-1]
+                if i == 2 and collective in ("all_reduce", "broadcast"):
+                    shape = []
+                strided = draw.random() < 0.4
+                yield Case(
+                    collective, dtype, op or "sum", draw.randrange(size), tuple(shape), strided, draw.getrandbits(31)
+                )
+
+
+def error_in_tolerances(case: Case, result: Tensor, size: int, rank: int) -> float:
+    """Largest |result - meaning| in units of what rounding allows; 0 = equal, inf = wrong dtype or shape."""
+    inputs = [case.input(r) for r in range(size)]
+    how = {"op": case.op, "source": case.source}
+    want = run_meaning(inputs, case.collective, **how)[rank]
+    got = result.detach().cpu()
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return float("inf")
+    sums = case.collective in ("all_reduce", "reduce_scatter") and case.op in ("sum", "avg")
+    if not (sums and case.dtype.is_floating_point) or not want.numel():
+        return 0.0 if torch.equal(got, want) else float("inf")
+    exact = run_meaning([x.double() for x in inputs], case.collective, **how)[rank]
+    magnitude = run_meaning([x.double().abs() for x in inputs], case.collective, **how)[rank]
+    allowed = magnitude * size * torch.finfo(case.dtype).eps + torch.finfo(case.dtype).tiny
+    return float(((got.double() - exact).abs() / allowed).max())
+
+
+def check_comm(comm: Comm, device: torch.device, per_kind: int = 4) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Runs all cases on this rank; (collective, reduction, dtype) -> {samples, worst, reasons, problems}."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for case in cases(comm.size, per_kind):
+        reduces = case.collective in ("all_reduce", "reduce_scatter")
+        key = (case.collective, case.op if reduces else "", str(case.dtype).removeprefix("torch."))
+        row = found.setdefault(key, {"samples": 0, "worst": 0.0, "reasons": [], "problems": []})
+        x = case.input(comm.rank).to(device)
+        reasons = list(comm.why_not(case.collective, x, case.op if reduces else None))
+        if reasons:
+            row["reasons"] = reasons
+            continue
+        before = x.clone()
+        result = comm.start(case.collective, x, op=case.op, source=case.source).wait()
+        worst = error_in_tolerances(case, result, comm.size, comm.rank)
+        row["samples"] += 1
+        row["worst"] = max(row["worst"], worst)
+        if worst > 1:
+            row["problems"].append(f"{case}: off by {worst:g} tolerances")
+        result.zero_()
+        if not torch.equal(x.cpu(), before.cpu()):
+            row["problems"].append(f"{case}: the input was mutated, or the result aliases it")
+    for name, check in (("asynchronous", _check_async), ("exchange", _check_exchange)):
+        problems = check(comm, device)
+        found[name, "", "float32"] = {"samples": 1, "worst": 0.0, "reasons": [], "problems": problems}
+    comm.barrier()
+    return found
+
+
+def _check_async(comm: Comm, device: torch.device) -> list[str]:
+    inputs = [torch.arange(4.0, device=device) + 10 * i + comm.rank for i in range(3)]
+    pending = [comm.start("all_reduce", x, op="max") for x in inputs]
+    gathered = comm.start("all_gather", inputs[0])
+    problems = []
+    for i, p in reversed(list(enumerate(pending))):
+        want = torch.arange(4.0) + 10 * i + comm.size - 1
+        if not torch.equal(p.wait().cpu(), want):
+            problems.append(
+                f"collective {i} of 3 started before the first was waited for: {p.wait()} instead of {want}"
+            )
+    if not torch.equal(gathered.wait().cpu(), torch.cat([torch.arange(4.0) + r for r in range(comm.size)])):
+        problems.append(f"all_gather started behind three all_reduces: {gathered.wait()}")
+    return problems
+
+
+def _check_exchange(comm: Comm, device: torch.device) -> list[str]:
+    """Two messages to every other rank, in opposite directions at once, of different shapes."""
+    others = [r for r in range(comm.size) if r != comm.rank]
+
+    def message(source: int, to: int, i: int) -> Tensor:
+        return torch.full((i + 2, 3), float(source * 100 + to * 10 + i))
+
+    sends = [Message(r, message(comm.rank, r, i).to(device)) for i in range(2) for r in others]
+    receives = [Message(r, message(r, comm.rank, i).to(device).zero_()) for i in range(2) for r in others]
+    results = comm.exchange(sends, receives)
+    wants = [message(r, comm.rank, i) for i in range(2) for r in others]
+    return [
+        f"message {i}: {got.cpu()} instead of {want}"
+        for i, (got, want) in enumerate(zip(results, wants))
+        if not torch.equal(got.cpu(), want)
+    ]
+
+
+def _on_rank(backend: str, options: Mapping[str, Any], per_kind: int) -> Any:
+    active = hal.use(backend, **options)
+    comm = active.comm(timeout=60.0)
+    return check_comm(comm, _own_device(active, comm), per_kind), dict(comm.emulations), active.simulated
+
+
+def _own_device(active: hal.Backend, comm: Comm) -> torch.device:
+    return active.device(comm.rank % max(1, active.probe().count))
+
+
+def parity_collectives(
+    backend: str, *, nproc: int = 4, options: Mapping[str, Any] | None = None, per_kind: int = 4
+) -> list[dict[str, Any]]:
+    """Rows of `hal parity --collectives`: {op, dtype, backend, simulated, status, samples, worst_error_in_tolerances,
+    reasons}; op is "all_reduce[sum]", "all_gather", ...; status is pass, declined or fail, over all `nproc` ranks."""
+    per_rank = run_processes(nproc, _on_rank, backend, dict(options or {}), per_kind, timeout=300.0)
+    rows = []
+    for (collective, op, dtype), first in per_rank[0][0].items():
+        each = [found[collective, op, dtype] for found, _, _ in per_rank]
+        problems = [f"rank {r}: {p}" for r, row in enumerate(each) for p in row["problems"]]
+        emulated = [e for name, e in per_rank[0][1].items() if name in (collective, op)]
+        rows.append(
+            {
+                "op": f"{collective}[{op}]" if op else collective,
+                "dtype": dtype,
+                "backend": backend,
+                "simulated": per_rank[0][2],
+                "status": "fail" if problems else "pass" if first["samples"] else "declined",
+                "samples": sum(row["samples"] for row in each),
+                "worst_error_in_tolerances": max(row["worst"] for row in each),
+                "reasons": problems or [*first["reasons"], *(f"emulated: {e}" for e in emulated)],
+            }
+        )
+    return rows

@@ -1,0 +1,172 @@
+"""Comm: every transport agrees with the list-of-tensors meaning; failures name the ranks that are missing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hal
+from hal.comm import Comm, Message, average, run_meaning
+from hal.comm_threads import run_threads
+from hal.comm_torch import GLOO, Transport, torch_comm
+from hal.testing.collectives import check_comm
+from hal.testing.processes import run_processes
+
+CPU = torch.device("cpu")
+
+
+def problems(found: dict) -> list[str]:
+    return [p for row in found.values() for p in row["problems"]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_threads_agree_with_the_meaning(size: int) -> None:
+    for found in run_threads(size, lambda comm: check_comm(comm, CPU, per_kind=3)):
+        assert problems(found) == []
+
+
+def test_solo_agrees_with_the_meaning() -> None:
+    assert problems(check_comm(hal.Solo(), CPU)) == []
+
+
+@given(size=st.integers(1, 4), rows=st.integers(1, 3), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> None:
+    """What must hold whatever the meaning's text says: the collectives are related to each other."""
+    values = st.lists(st.integers(-50, 50), min_size=rows * size, max_size=rows * size)
+    xs = [torch.tensor(data.draw(values)) for _ in range(size)]
+    scattered = run_meaning(xs, "reduce_scatter", op="sum")
+    assert torch.equal(run_meaning(scattered, "all_gather")[0], run_meaning(xs, "all_reduce", op="sum")[0])
+    once = run_meaning(xs, "all_to_all")
+    assert all(torch.equal(a, b) for a, b in zip(run_meaning(once, "all_to_all"), xs))
+    assert torch.equal(
+        run_meaning([-x for x in xs], "all_reduce", op="min")[0], -run_meaning(xs, "all_reduce", op="max")[0]
+    )
+    assert torch.equal(torch.stack(xs).sum(0), run_meaning(xs, "all_reduce", op="sum")[0])
+
+
+def test_average_of_integers_rounds_towards_zero_exactly() -> None:
+    assert average(torch.tensor([-7, 7, 2**60 + 3]), 2).tolist() == [-3, 3, 2**59 + 1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.all_reduce(torch.ones(2), "mean"),
+        lambda c: c.reduce_scatter(torch.ones(3)),
+        lambda c: c.all_to_all(torch.ones(())),
+        lambda c: c.all_gather(torch.ones(())),
+        lambda c: c.broadcast(torch.ones(2), 2),
+        lambda c: c.start("gossip", torch.ones(2)),
+        lambda c: c.exchange([Message(c.rank, torch.ones(1))]),
+    ],
+)
+def test_wrong_arguments_are_refused_on_every_rank(call) -> None:
+    def refused(comm: Comm) -> bool:
+        with pytest.raises(hal.ContractError, match="group 'threads'"):
+            call(comm)
+        return True
+
+    assert run_threads(2, refused) == [True, True]
+
+
+def test_ranks_that_call_different_collectives_are_told() -> None:
+    def differ(comm: Comm) -> torch.Tensor:
+        return comm.all_reduce(torch.ones(2)) if comm.rank else comm.all_gather(torch.ones(2))
+
+    with pytest.raises(hal.ContractError, match="different collectives"):
+        run_threads(2, differ, timeout=5)
+
+
+def test_a_thread_that_stays_away_is_named() -> None:
+    def go(comm: Comm) -> object:
+        if comm.rank == 1:
+            return None
+        with pytest.raises(hal.CollectiveTimeout) as error:
+            comm.all_reduce(torch.ones(2))
+        return error.value.absent
+
+    assert run_threads(3, go, timeout=0.3)[0] == (1,)
+
+
+def test_a_carrier_that_loses_values_is_refused() -> None:
+    with pytest.raises(hal.HalError, match="cannot carry"):
+        Transport("gloo", carry={torch.int64: (torch.int32, "as torch_npu did")})
+    with pytest.raises(hal.HalError, match="no emulation"):
+        Transport("gloo", emulate={"all_reduce": "?"})
+
+
+def test_a_world_without_a_launcher_is_one_process() -> None:
+    assert torch_comm(GLOO).size == 1
+    with pytest.raises(hal.ContractError, match="launcher"):
+        torch_comm(GLOO, [0, 1])
+
+
+POOR = Transport("gloo", emulate=dict.fromkeys(("avg", "reduce_scatter", "all_to_all"), "a test"), carry=GLOO.carry)
+
+
+def _over_gloo() -> list[str]:
+    return [p for t in (GLOO, POOR) for p in problems(check_comm(torch_comm(t, timeout=30), CPU, per_kind=3))]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_gloo_and_every_emulation_agree_with_the_meaning(size: int) -> None:
+    assert run_processes(size, _over_gloo) == [[]] * size
+
+
+def _groups() -> list[object]:
+    world = torch_comm(GLOO, timeout=30)
+    pair = torch_comm(GLOO, [0, 2] if world.rank % 2 == 0 else [1, 3], timeout=30)
+    return [pair.rank, pair.size, pair.name, pair.all_reduce(torch.tensor([float(world.rank)])).item()]
+
+
+def test_groups_of_some_ranks() -> None:
+    r = run_processes(4, _groups)
+    assert r == [[0, 2, "ranks 0,2", 2.0], [0, 2, "ranks 1,3", 4.0], [1, 2, "ranks 0,2", 2.0], [1, 2, "ranks 1,3", 4.0]]
+
+
+def _one_sleeps() -> object:
+    comm = torch_comm(GLOO, timeout=2)
+    comm.all_reduce(torch.ones(1))
+    if comm.rank == 2:
+        time.sleep(6)
+        return None
+    began = time.monotonic()
+    try:
+        comm.all_gather(torch.ones(1))
+    except hal.CollectiveTimeout as error:
+        with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken, with the same explanation
+            comm.all_reduce(torch.ones(1))
+        return error.group, error.rank, error.op, error.seq, error.absent, time.monotonic() - began < 5
+    return "no timeout"
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_answering_is_named() -> None:
+    r = run_processes(3, _one_sleeps)
+    assert r[:2] == [("world", 0, "all_gather", 2, (2,), True), ("world", 1, "all_gather", 2, (2,), True)]
+
+
+def _one_dies() -> object:
+    comm = torch_comm(GLOO, timeout=30)
+    comm.all_reduce(torch.ones(1))
+    if comm.rank == 1:
+        time.sleep(1.2)  # the survivor's wait begins first, and its count is published
+        os._exit(7)
+    try:
+        comm.all_reduce(torch.ones(1))
+    except hal.HalError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_dies_is_named_at_once() -> None:
+    began = time.monotonic()
+    message = run_processes(2, _one_dies, expect_exit=[1])[0]
+    assert "all_reduce #2 on group 'world' failed on rank 0" in message and "did not arrive: 1" in message
+    assert time.monotonic() - began < 20
