@@ -1,0 +1,215 @@
+"""flash_attention (kernels/flash_attention*): all layouts, through their strides.
+
+Nothing is copied or expanded: the kernel gets element strides for batch, token and head, and reads the mask through
+its strides too. The one exception: a tensor whose last dimension is not contiguous is made contiguous first. The output
+and the gradients are contiguous, in the layout of the tensors they belong to. cu_seqlens are validated by the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import ContractError, Rng, ops
+
+from .build import ffi, lib
+from .device import CpuRef
+from .tensors import CODE, REAL, address, reasons
+
+_UNBOUNDED = 1 << 40
+"""Stands for None in pre_tokens and next_tokens: beyond any sequence, far from overflow."""
+
+_Shape = tuple[int, ...]
+
+
+def _clamped(tokens: int | None) -> int:
+    return _UNBOUNDED if tokens is None else max(-_UNBOUNDED, min(tokens, _UNBOUNDED))
+
+
+def _contiguous_strides(shape: Sequence[int]) -> _Shape:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _strides(layout: str, strides: Sequence[int], d: int) -> _Shape:
+    """(batch, token, head) strides of a tensor of `layout`."""
+    if layout == "TND":
+        return 0, strides[0], strides[1]
+    if layout in ("SBH", "BSH"):
+        return strides[layout.index("B")], strides[layout.index("S")], d
+    return strides[layout.index("B")], strides[layout.index("S")], strides[layout.index("N")]
+
+
+@lru_cache(maxsize=512)
+def _describe(
+    layout: str,
+    dtype: torch.dtype,
+    q: _Shape,
+    k: _Shape,
+    strides: tuple[_Shape, ...],
+    heads: tuple[int | None, int | None],
+    sequences: int | None,
+    mask: tuple[_Shape, _Shape] | None,
+    window: tuple[int | None, int | None],
+    scale: float | None,
+    dropout_p: float,
+    block: tuple[_Shape | None, _Shape | None],
+) -> tuple[Any, _Shape]:
+    """The kernel's description of a call (struct hal_flash_attention) and the shape of lse.
+
+    q, k: shapes. strides: of q, k, v and, for the backward pass, of the output's gradient. block: the Rng's.
+    """
+    if layout in ("SBH", "BSH"):
+        n = heads[0] or 1
+        g, d = heads[1] or n, q[2] // n
+    else:
+        n, g, d = q[layout.index("N")], k[layout.index("N")], q[-1]
+    if layout == "TND":
+        b, sq, sk = sequences or 0, q[0], k[0]
+        lse_shape: _Shape = (n, sq)
+    else:
+        b, sq, sk = q[layout.index("B")], q[layout.index("S")], k[layout.index("S")]
+        lse_shape = (b, n, sq)
+    # The layouts' own strides serve the tensors made here: the output and the gradients.
+    like_q, like_k = (_strides(layout, _contiguous_strides(shape), d) for shape in (q, k))
+    mask_strides: _Shape = (0, 0, 0, 0)
+    if mask is not None:  # a view: broadcast dimensions get stride 0
+        shape, steps = mask
+        mask_strides = torch.empty_strided(shape, steps, dtype=torch.bool, device="meta").expand(b, n, sq, sk).stride()
+    threshold, dropout_index = 0, (0, 0, 0, 0)
+    if dropout_p > 0.0:
+        index0, steps = Rng(0, 0, *block).indexing((n, sq, sk) if layout == "TND" else (b, n, sq, sk))
+        threshold, dropout_index = hal.dropout_threshold(dropout_p), (index0, *((0,) * (4 - len(steps))), *steps[:-1])
+    fields = (
+        *(CODE[dtype], b, n, g, sq, sk, d),
+        *(_strides(layout, s, d) for s in strides[:3]),
+        *(like_q, mask_strides, _clamped(window[0]), _clamped(window[1])),
+        1.0 / math.sqrt(d) if scale is None else scale,
+        *(threshold, 1.0 / (1.0 - dropout_p), dropout_index),
+        *((_strides(layout, strides[3], d), like_q, like_k, like_k) if len(strides) == 4 else ()),
+    )
+    return ffi().new("struct hal_flash_attention *", fields), lse_shape
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _require_done(status: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if status == 2:
+        raise ContractError(
+            f"flash_attention: expected cu_seqlens rising from 0 to the number of tokens ({q.shape[0]} and {k.shape[0]}); "
+            f"found cu_seqlens_q={cu_seqlens_q.tolist() if cu_seqlens_q is not None else None}, "
+            f"cu_seqlens_k={cu_seqlens_k.tolist() if cu_seqlens_k is not None else None}"
+        )
+    if status:
+        raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
+
+
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Sequence[str]:
+    return reasons(q, k, v)
+
+
+def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse, mask, cu_q, cu_k, rng, call = residuals
+    dout = _rows(dout)
+    layout, strides, *rest = call
+    described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *rest)
+    dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype)
+    status = lib().hal_flash_attention_backward(
+        described,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        address(mask),
+        address(cu_q),
+        address(cu_k),
+        *((0, 0) if rng is None else rng),
+        out.data_ptr(),
+        lse.data_ptr(),
+        dout.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
+    )
+    _require_done(status, cu_q, cu_k, q, k)
+    return dq, dk, dv
+
+
+@CpuRef.impl(ops.flash_attention, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Any, ...]]:
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    sequences = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+        sequences = cu_seqlens_q.shape[0] - 1
+    if rng is None:
+        dropout_p = 0.0
+    call = (
+        layout,
+        (q.stride(), k.stride(), v.stride()),
+        (num_heads, num_kv_heads),
+        sequences,
+        None if mask is None else (mask.shape, mask.stride()),
+        (pre_tokens, next_tokens),
+        scale,
+        dropout_p,
+        (None, None) if rng is None else (rng.full_shape, rng.start),
+    )
+    described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
+    status = lib().hal_flash_attention_forward(
+        described,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        address(mask),
+        address(cu_seqlens_q),
+        address(cu_seqlens_k),
+        *((0, 0) if rng is None else (rng.seed, rng.offset)),
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
+    _require_done(status, cu_seqlens_q, cu_seqlens_k, q, k)
+    state = None if rng is None else (rng.seed, rng.offset)
+    residuals = (q, k, v, out, lse, mask, cu_seqlens_q, cu_seqlens_k, state, call)
+    return (out, lse) if return_lse else out, residuals
