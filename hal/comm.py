@@ -90,6 +90,8 @@ class Comm(ABC):
     name: str
     rank: int
     size: int
+    device: torch.device = torch.device("cpu")
+    """Where tensors made here for communication live."""
     emulations: Mapping[str, str] = {}
     """What the transport lacks and HAL does by other means: "avg" or a collective -> the reason. For reports."""
 
@@ -158,10 +160,7 @@ class Comm(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.start("barrier", self._token()).wait()
-
-    def _token(self) -> Tensor:
-        return torch.zeros(1)
+        self.start("barrier", torch.zeros(1, device=self.device)).wait()
 
     def _check_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for m in (*sends, *receives):

@@ -125,7 +125,7 @@ class TorchComm(Comm):
         self.emulations = transport.emulate
         self._ranks = dist.get_process_group_ranks(group)
         self._progress = Progress.of_world().group(group.group_name, self.rank, self.size)
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._broken: HalError | None = None
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
@@ -133,9 +133,6 @@ class TorchComm(Comm):
         if op is not None and dtype.is_complex and op in ("max", "min"):
             return (f"complex numbers have no {op}",)
         return tuple(self.transport.refuse(collective, dtype, op))
-
-    def _token(self) -> Tensor:
-        return torch.zeros(1, device=self._device)
 
     def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
         if x.dtype in self.transport.carry:
