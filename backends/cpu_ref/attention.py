@@ -133,10 +133,10 @@ def _why_not(
 
 
 def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse, mask, cu_q, cu_k, rng, call = residuals
+    q, k, v, out, rest, lse, mask, cu_q, cu_k, rng, call = residuals
     dout = _rows(dout)
-    layout, strides, *rest = call
-    described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *rest)
+    layout, strides, *others = call
+    described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *others)
     dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype)
     status = lib().hal_flash_attention_backward(
         described,
@@ -148,6 +148,7 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
         address(cu_k),
         *((0, 0) if rng is None else rng),
         out.data_ptr(),
+        address(rest),
         lse.data_ptr(),
         dout.data_ptr(),
         dq.data_ptr(),
@@ -197,6 +198,8 @@ def flash_attention(
     )
     described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
+    wants_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    rest = torch.empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(
         described,
         q.data_ptr(),
@@ -207,9 +210,10 @@ def flash_attention(
         address(cu_seqlens_k),
         *((0, 0) if rng is None else (rng.seed, rng.offset)),
         out.data_ptr(),
+        address(rest),
         lse.data_ptr(),
     )
     _require_done(status, cu_seqlens_q, cu_seqlens_k, q, k)
     state = None if rng is None else (rng.seed, rng.offset)
-    residuals = (q, k, v, out, lse, mask, cu_seqlens_q, cu_seqlens_k, state, call)
+    residuals = (q, k, v, out, rest, lse, mask, cu_seqlens_q, cu_seqlens_k, state, call)
     return (out, lse) if return_lse else out, residuals

@@ -183,9 +183,9 @@ static int run(const struct fa_call *call, int forward) {
 
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                uint64_t offset, uintptr_t out, uintptr_t lse) {
+                                uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse) {
     const struct fa_call call = {
-        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out_w = (char *)out,
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out_w = (char *)out, .rest_w = (char *)rest,
         .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
         .lse = (void *)lse, .seed = seed, .offset = offset};
     return run(&call, 1);
@@ -193,10 +193,10 @@ int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr
 
 int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                  uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                 uint64_t offset, uintptr_t out, uintptr_t lse, uintptr_t dout, uintptr_t dq, uintptr_t dk,
-                                 uintptr_t dv) {
+                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse, uintptr_t dout,
+                                 uintptr_t dq, uintptr_t dk, uintptr_t dv) {
     const struct fa_call call = {
-        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out = (const char *)out,
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out = (const char *)out, .rest = (const char *)rest,
         .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv,
         .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
         .lse = (void *)lse, .seed = seed, .offset = offset};

@@ -16,14 +16,16 @@ struct hal_flash_attention {
 };
 
 // lse: [batch, heads, sq] ([heads, tokens] when packed), contiguous, float (double for HAL_F64).
+// rest: what rounding to 16 bits took from out, in out's dtype and strides; 0 = not wanted, or unknown. The gradient of the
+// scores is P (dP - dO . out), a difference that cancels: without it 16-bit gradients lose digits.
 // mask: bytes, non-zero = masked out; mask, cu_seqlens_q and cu_seqlens_k (int32 [batch + 1]) may be 0.
 // Return 0, or 1 when out of memory, 2 when cu_seqlens do not rise from 0 to the number of tokens.
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                uint64_t offset, uintptr_t out, uintptr_t lse);
+                                uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse);
 int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                  uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                 uint64_t offset, uintptr_t out, uintptr_t lse, uintptr_t dout, uintptr_t dq, uintptr_t dk,
-                                 uintptr_t dv);
+                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse, uintptr_t dout,
+                                 uintptr_t dq, uintptr_t dk, uintptr_t dv);
 // Gives the cached workspace back to the system; returns the bytes it had.
 int64_t hal_flash_attention_trim(void);

@@ -67,6 +67,7 @@ static void pack_tile(const struct fa_call *call, const char *src, int64_t strid
 // delta[q] = sum over channels of dO * out.
 static void row_dots(const struct fa_call *call, const char *out, const char *dout, int rows, real *buffer, real *delta) {
     const struct hal_flash_attention *g = call->shape;
+    const char *rest = call->rest ? call->rest + (out - call->out) : NULL;
     const int64_t d = g->head_size, size = element_size(g->dtype);
     real *a = buffer, *b = buffer + padded(d);
     for (int q = 0; q < rows; q++) {
@@ -76,6 +77,12 @@ static void row_dots(const struct fa_call *call, const char *out, const char *do
 #pragma omp simd reduction(+ : sum)
         for (int64_t e = 0; e < d; e++) sum += a[e] * b[e];
         delta[q] = sum;
+        if (!rest) continue;
+        read_row(a, rest + q * g->out[1] * size, g->dtype, d);
+        sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t e = 0; e < d; e++) sum += a[e] * b[e];
+        delta[q] += sum;
     }
 }
 
@@ -126,7 +133,7 @@ static void backward_tile(const struct fa_call *call, const struct fa_sequence *
     }
     for (int q = 0; q < FA_QUERIES; q++) shift[q] = (real)g->scale;
     char *dq = (char *)rows_of(call->dq, g->dq, g->dtype, seq->batch, seq->q0 + i0, head);
-    write_tile(dq, g->dq[1] * size, g->dtype, w->dqt, shift, t.rows, d, w->s);
+    write_tile(dq, NULL, g->dq[1] * size, g->dtype, w->dqt, shift, t.rows, d, w->s, w->buffer);
 }
 
 // dK and dV rows [from, to) of a head: from the scratch to the tensors.

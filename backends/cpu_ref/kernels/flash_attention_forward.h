@@ -161,7 +161,8 @@ static void forward_tile(const struct fa_call *call, const struct fa_sequence *s
         l[q] = l[q] == 0 ? 0 : keep / l[q];
     }
     char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
-    write_tile(out, g->out[1] * size, g->dtype, w->ot, l, t.rows, d, w->s);
+    char *rest = call->rest_w ? call->rest_w + (out - call->out_w) : NULL;
+    write_tile(out, rest, g->out[1] * size, g->dtype, w->ot, l, t.rows, d, w->s, (real *)w->rows);
 }
 
 // Carves aligned buffers out of a workspace; with base NULL it only counts.

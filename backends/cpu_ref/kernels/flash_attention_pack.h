@@ -136,10 +136,19 @@ static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int6
         }
 }
 
-// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones.
-static void write_tile(char *dst, int64_t stride, int64_t dtype, const real *src, const real *scale, int64_t rows,
-                       int64_t n, real *buffer) {
+// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL, gets
+// what rounding took away.
+static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
+                       int64_t rows, int64_t n, real *buffer, real *rounded) {
     const int64_t ld = padded(n);
     transpose((unit *)buffer, ld, (const unit *)src, FA_QUERIES, ld, FA_QUERIES);
-    for (int64_t r = 0; r < rows; r++) write_row(dst + r * stride, buffer + r * ld, scale[r], dtype, n);
+    for (int64_t r = 0; r < rows; r++) {
+        real *row = buffer + r * ld;
+        write_row(dst + r * stride, row, scale[r], dtype, n);
+        if (!rest) continue;
+        read_row(rounded, dst + r * stride, dtype, n);
+#pragma omp simd
+        for (int64_t e = 0; e < n; e++) row[e] = row[e] * scale[r] - rounded[e];
+        write_row(rest + r * stride, row, 1, dtype, n);
+    }
 }

@@ -14,8 +14,8 @@ enum {
 
 struct fa_call {
     const struct hal_flash_attention *shape;
-    const char *q, *k, *v, *out, *dout;
-    char *out_w, *dq, *dk, *dv;
+    const char *q, *k, *v, *out, *rest, *dout;
+    char *out_w, *rest_w, *dq, *dk, *dv;
     const uint8_t *mask;
     const int32_t *cu_q, *cu_k;
     void *lse;
