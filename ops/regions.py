@@ -57,7 +57,7 @@ class _Region(torch.autograd.Function):
         return x.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         comm, conjugate, how = ctx.back
         return conjugate(dy, comm, how), None, None, None, None, None
 
