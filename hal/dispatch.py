@@ -49,11 +49,7 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown option or pin.
     """
-    cls = registry.load(name)
-    try:
-        backend = cls(**options)
-    except TypeError as error:
-        raise HalError(f"backend '{name}' does not take these options ({options}): {error}") from error
+    backend = registry.make(name, options)
     probe = backend.probe()
     if not probe.ok:
         raise BackendUnavailable(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from .backend import API, Backend
-from .errors import BackendNotFound, PluginError
+from .errors import BackendNotFound, HalError, PluginError
 
 GROUP = "hal.backends"
 
@@ -80,3 +82,18 @@ def load(name: str) -> type[Backend]:
             f"Install a version of it (or of torch-hal) whose numbers match."
         )
     return cls
+
+
+def make(name: str, options: Mapping[str, object] | None = None) -> Backend:
+    """An instance of the backend `name`, neither probed nor built.
+
+    Raises what `load` raises, or HalError for an option that its constructor does not take.
+    """
+    cls = load(name)
+    given = dict(options or {})
+    try:
+        inspect.signature(cls).bind(**given)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(cls).parameters) or "none"
+        raise HalError(f"backend '{name}' does not take these options ({given}): {error}; it takes: {takes}") from None
+    return cls(**given)

@@ -1,0 +1,39 @@
+"""What the diagnostic commands share: their parser, and the choice of a backend.
+
+Wrong usage is one line with a hint and exit code 2, as everywhere in `hal`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, NoReturn
+
+from hal.registry import names
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors and without abbreviations (an abbreviation breaks when an option is added)."""
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        super().__init__(prog=f"hal {command}", allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}. `{self.prog} --help` shows the options.", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_backend(parser: Parser, *, required: bool) -> None:
+    """Adds --backend (default: HAL_BACKEND) and --simulate."""
+    default = os.environ.get("HAL_BACKEND")
+    known = ", ".join(names())
+    parser.add_argument(
+        "--backend", metavar="NAME", default=default, required=required and not default, help=f"one of: {known}"
+    )
+    parser.add_argument("--simulate", action="store_true", help="run the backend on its simulator")
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Constructor options of the backend, from the command line."""
+    return {"simulate": True} if arguments.simulate else {}

@@ -1,0 +1,228 @@
+"""What one call proves about one implementation.
+
+`check_sample` raises `Failure` unless: why_not is pure, says the same of meta tensors, and keeps its word in both
+directions; outputs and gradients are within tolerance of the float64 reference; nothing but `op.mutates` is written,
+not even between the elements of a strided argument; outputs do not share memory with arguments; a second call and a
+second backward give the same bits, with and without autograd; gradients that are not contiguous work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.dispatch import activated
+from hal.errors import UnsupportedOp
+from hal.op import Sample
+
+from .calls import Outcome, backward, build, invoke, run, scattered, tensors, to_double, to_meta, upstream
+from .comparison import equal_bits, measure, raw
+from .reference import Reference
+from .subject import Subject
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """declined: the reasons, empty if the call ran. tolerances: the worst error of everything that was compared."""
+
+    declined: tuple[str, ...]
+    tolerances: float
+
+
+def check_sample(subject: Subject, sample: Sample) -> Verdict:
+    """Checks one call; to be used inside `with subject:`. Raises Failure."""
+    op, dtype = subject.op, subject.dtype
+    arguments = build(op, sample, dtype, subject.device)
+    invoke(op, op.check, arguments)
+    reasons = _ask(subject, sample, arguments)
+    if reasons:
+        _must_stay_idle(subject, sample, arguments, reasons)
+        return Verdict(reasons, 0.0)
+
+    oracle, native, dys = references(subject, sample)
+    with_grad = bool(op.grads) and sample.grad
+    dys_there = [dy.to(subject.device) for dy in dys]
+    before = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there})
+    outcome = _run(subject, sample, arguments, with_grad)
+    if with_grad:
+        outcome.gradients = _backward(subject, sample, outcome, dys_there)
+    _must_be_untouched(subject, sample, before)
+    _must_not_alias(subject, sample, arguments, outcome)
+    worst = _compare(subject, sample, outcome, oracle, native)
+    if with_grad:
+        again = _backward(subject, sample, outcome, dys_there)
+        for name, first in outcome.gradients.items():
+            second = again[name]
+            if first is not None and second is not None and not equal_bits(first, second):
+                raise subject.fail(f"the gradient of {name} differs in bits when backward runs twice", sample)
+        outcome.gradients = _backward(subject, sample, outcome, [scattered(dy) for dy in dys_there])
+        worst = max(worst, _compare(subject, sample, outcome, oracle, native, " (upstream gradient not contiguous)"))
+    repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False)
+    for name, y in outcome.outputs.items():
+        if not equal_bits(y, repeated.outputs[name]):
+            raise subject.fail(f"{name} differs in bits in a second, equal call (without autograd)", sample)
+    return Verdict((), worst)
+
+
+def references(subject: Subject, sample: Sample) -> tuple[Outcome, Outcome, list[Tensor]]:
+    """(float64 oracle, reference in the dtype under test, upstream gradients), on the CPU."""
+    op, dtype = subject.op, subject.dtype
+    with_grad = bool(op.grads) and sample.grad
+    with activated(Reference()):
+        oracle = run(op, op.reference, to_double(build(op, sample, dtype)), with_grad)
+        native = run(op, op.reference, build(op, sample, dtype), with_grad)
+        dys = upstream(native.differentiable, seed=1)
+        if with_grad:
+            oracle.gradients = backward(oracle, [dy.double() for dy in dys])
+            native.gradients = backward(native, dys)
+    return oracle, native, dys
+
+
+def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    def ask(given: Mapping[str, Any], what: str) -> tuple[str, ...]:
+        try:
+            answer = invoke(subject.op, subject.impl.why_not, given)
+        except Exception as error:
+            raise subject.fail(f"why_not raised on {what}: {type(error).__name__}: {error}", sample) from error
+        if isinstance(answer, str) or not isinstance(answer, Sequence):
+            raise subject.fail(f"why_not must return a sequence of reasons, not {type(answer).__name__}", sample)
+        if not all(isinstance(r, str) and r.strip() for r in answer):
+            raise subject.fail(f"why_not must give reasons in words, not {answer!r}", sample)
+        return tuple(answer)
+
+    reasons = ask(arguments, "a valid call")
+    if ask(arguments, "a valid call") != reasons:
+        raise subject.fail(f"why_not is not pure: it said {list(reasons)}, then something else, of one call", sample)
+    on_meta = ask(to_meta(arguments), "meta tensors")
+    if on_meta != reasons:
+        raise subject.fail(f"why_not says {list(reasons)} of the call, but {list(on_meta)} on meta tensors", sample)
+    return reasons
+
+
+def _must_stay_idle(subject: Subject, sample: Sample, arguments: Mapping[str, Any], reasons: Sequence[str]) -> None:
+    calls = subject.calls
+    try:
+        invoke(subject.op, subject.op, arguments)
+    except UnsupportedOp as error:
+        missing = [r for r in reasons if r not in str(error)]
+        if missing:
+            raise subject.fail(f"UnsupportedOp does not show the reasons {missing}", sample) from error
+    except Exception as error:
+        raise subject.fail(f"a refused call raised {type(error).__name__}: {error}", sample) from error
+    if subject.calls != calls:
+        raise subject.fail(
+            f"why_not refused the call ({'; '.join(reasons)}), but the implementation was called", sample
+        )
+
+
+def _run(subject: Subject, sample: Sample, arguments: Mapping[str, Any], with_grad: bool) -> Outcome:
+    calls = subject.calls
+    try:
+        outcome = run(subject.op, subject.op, arguments, with_grad)
+        subject.backend.synchronize()
+    except Exception as error:
+        raise subject.fail(f"accepted the call and raised {type(error).__name__}: {error}", sample) from error
+    if subject.calls != calls + 1:
+        raise subject.fail("why_not accepted the call, then refused it: it is not pure", sample)
+    return outcome
+
+
+def _backward(subject: Subject, sample: Sample, outcome: Outcome, dys: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    try:
+        grads = backward(outcome, dys)
+        subject.backend.synchronize()
+    except Exception as error:
+        raise subject.fail(f"the backward raised {type(error).__name__}: {error}", sample) from error
+    return grads
+
+
+def _compare(
+    subject: Subject, sample: Sample, outcome: Outcome, oracle: Outcome, native: Outcome, note: str = ""
+) -> float:
+    if set(outcome.outputs) != set(native.outputs):
+        raise subject.fail(f"returned {sorted(outcome.outputs)}, the reference {sorted(native.outputs)}", sample)
+    worst = 0.0
+    for name, y in outcome.outputs.items():
+        worst = max(worst, _within(subject, sample, name + note, y, oracle.outputs[name], native.outputs[name]))
+    for name, exact in oracle.gradients.items():
+        got, label = outcome.gradients[name], f"the gradient of {name}{note}"
+        exact = torch.zeros(outcome.leaves[name].shape, dtype=torch.float64) if exact is None else exact
+        if got is None:
+            if exact.any():
+                raise subject.fail(f"{label} is missing (None)", sample)
+            continue
+        other = native.gradients[name]
+        other = torch.zeros_like(got, device="cpu") if other is None else other
+        worst = max(worst, _within(subject, sample, label, got, exact, other, gradient=True))
+    return worst
+
+
+def _within(
+    subject: Subject, sample: Sample, name: str, y: Any, exact: Tensor, native: Tensor, gradient: bool = False
+) -> float:
+    if not isinstance(y, Tensor):
+        raise subject.fail(f"{name} is {type(y).__name__}, not a tensor", sample)
+    if y.shape != native.shape or y.dtype != native.dtype:
+        raise subject.fail(
+            f"{name} is {y.dtype} {tuple(y.shape)}; the reference gives {native.dtype} {tuple(native.shape)}", sample
+        )
+    if y.device.type != subject.device.type:
+        raise subject.fail(f"{name} is on {y.device}, the arguments are on {subject.device}", sample)
+    found = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
+    subject.worst = max(subject.worst, found.tolerances)
+    if found.tolerances > subject.waiver:
+        own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
+        rule = f" (allowed: {subject.waiver:g}; the reference in {subject.dtype} has {own.tolerances:.3g})"
+        raise subject.fail(f"{name}: {found.text}{rule}", sample, error=found.tolerances)
+    return found.tolerances
+
+
+def _must_not_alias(subject: Subject, sample: Sample, arguments: Mapping[str, Any], outcome: Outcome) -> None:
+    results = outcome.result if isinstance(outcome.result, tuple) else (outcome.result,)
+    for _, label, x in tensors(arguments):
+        for y in results:
+            same = isinstance(y, Tensor) and y.numel() and x.numel() and x.device == y.device
+            if same and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                raise subject.fail(f"the output shares memory with the argument {label}; return a copy", sample)
+
+
+def _must_be_untouched(subject: Subject, sample: Sample, before: _Memory) -> None:
+    touched = before.changes()
+    if touched:
+        raise subject.fail(f"the call wrote to {', '.join(touched)}", sample)
+
+
+class _Memory:
+    """The bytes behind arguments, to find out later what a call wrote to."""
+
+    def __init__(self, mutates: Sequence[str], arguments: Mapping[str, Any]) -> None:
+        self.kept = [
+            (label, x, name in mutates, _whole(x)) for name, label, x in tensors(arguments) if x.numel() and _strided(x)
+        ]
+
+    def changes(self) -> list[str]:
+        found = []
+        for label, x, may_write, before in self.kept:
+            after = _whole(x)
+            if may_write:
+                gaps = torch.ones(before.shape, dtype=torch.bool)
+                gaps.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
+                if not equal_bits(after[gaps], before[gaps]):
+                    found.append(f"memory between the elements of {label}")
+            elif not torch.equal(raw(after), raw(before)):
+                found.append(label)
+        return found
+
+
+def _strided(x: Tensor) -> bool:
+    return x.layout == torch.strided
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A copy of the whole storage behind x, as elements of x's dtype."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.detach().as_strided((count,), (1,), 0).cpu().clone()

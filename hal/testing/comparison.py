@@ -1,0 +1,87 @@
+"""The one tolerance rule: how wrong a result may be, against the reference in float64.
+
+With atol, rtol from the table of (op, dtype) and S = 1 for outputs, S = max(1, max|g64|) for gradients:
+
+1. every element:   |y - y64| <= atol * S + rtol * |y64|     (+ one rounding where y has less precision than dtype)
+2. every tensor:    max|y - y64| <= max(2 * max|r - y64|, atol * S + max(eps, rtol / 2) * max|y64|)
+
+where r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is the promise to a user; rule
+2 refuses a kernel that loses what the plain formula keeps, with a floor (one rounding, or half of the table's relative
+part) so that a reference that happens to be exact condemns nobody. NaN and infinities must be where the float64 result
+has them (an overflow of y's dtype may be an infinity). An error "in tolerances" is the larger of both ratios; a waiver
+of factor f allows f of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hal.op import Tol
+
+
+@dataclass(frozen=True)
+class Error:
+    """How wrong one tensor is: `tolerances` (0 = exact, 1 = just allowed) and a line that shows the worst element."""
+
+    tolerances: float
+    text: str
+
+
+def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dtype, *, gradient: bool = False) -> Error:
+    """The error of `y` against `exact` (float64), where `native` is the reference computed in `dtype`.
+
+    All three have one shape; y may be on any device. Integer and bool tensors must be equal.
+    """
+    got, exact = y.detach().cpu(), exact.detach()
+    if got.numel() == 0:
+        return Error(0.0, "")
+    if not got.is_floating_point():
+        wrong = (got != exact.to(got.dtype)).to(torch.float64)
+        return _worst(wrong * float("inf"), got, exact) if wrong.any() else Error(0.0, "")
+    eps = torch.finfo(got.dtype).eps
+    got, native = got.to(torch.float64), native.detach().to(torch.float64)
+    # A result beyond the range of y's dtype has to become an infinity: that is the right answer there.
+    limit = torch.finfo(y.dtype).max
+    right = torch.where(exact.abs() > limit, exact.sign() * float("inf"), exact)
+    finite = right.isfinite() & got.isfinite()
+    misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
+    if misplaced.any():
+        return _worst(misplaced.to(torch.float64).masked_fill(misplaced, float("inf")), got, right)
+    zero = torch.zeros_like(got)
+    size = torch.where(finite, exact.abs(), zero)
+    error = torch.where(finite, (got - exact).abs(), zero)
+    top = float(size.max())
+    atol = tol.atol * (max(1.0, top) if gradient else 1.0)
+    rounding = eps if eps > torch.finfo(dtype).eps else 0.0
+    allowed = atol + (tol.rtol + rounding) * size
+    # 0 / 0 is no error, and anything over a tolerance of 0 is infinitely wrong.
+    by_element = torch.where(error == 0, zero, error / allowed)
+    lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
+    by_tensor = error / max(2.0 * float(lost), atol + max(eps, tol.rtol / 2) * top, 1e-300)
+    return _worst(torch.maximum(by_element, by_tensor), got, exact)
+
+
+def _worst(ratio: Tensor, got: Tensor, exact: Tensor) -> Error:
+    flat = int(ratio.flatten().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape)]
+    worst = float(ratio.flatten()[flat])
+    return Error(
+        worst,
+        f"error of {worst:.3g} tolerances at {index}: "
+        f"got {float(got.flatten()[flat]):.9g}, float64 says {float(exact.flatten()[flat]):.9g}",
+    )
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits (NaN equals the same NaN, -0 differs from 0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(raw(a), raw(b))
+
+
+def raw(x: Tensor) -> Tensor:
+    """The bytes of x's elements, on the CPU."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,260 @@
+"""The engine of the conformance kit, used by `hal parity` and by pytest alike.
+
+`run(backend)` checks every registered implementation of every op, not only the preferred one, and returns a `Report`.
+Nothing is skipped silently: a refused call is counted with its reasons, an implementation that ran no call at all
+fails, and an op without an implementation is listed. Needs hypothesis; does not need pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis.errors import Flaky, FlakyFailure
+
+import hal
+import hal.ops  # defines the ops
+from hal.backend import Backend, Impl
+from hal.errors import HalError
+from hal.op import OPS, Op, Sample, require_same_signature
+
+from .checks import Verdict, check_sample
+from .probe import ProbeFailure, check_probe
+from .randomness import check_order, edge_samples
+from .report import NO_IMPLEMENTATION, Report, Row, shortened
+from .sharded import SHARDED, check_sharded, sharded_samples
+from .subject import Failure, Subject
+
+EXAMPLES = 25
+"""Random calls per implementation and dtype, on top of the op's directed calls."""
+
+RANKS = (2, 3)
+
+
+def run(
+    backend: Backend,
+    *,
+    ops: Iterable[str] | None = None,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    on_row: Callable[[Row], None] | None = None,
+) -> Report:
+    """Runs the kit on a backend that has been probed and built (`hal.use` does both).
+
+    ops: names, default all. examples: random calls per implementation and dtype. on_row: called with each row as soon
+    as it is known. Raises HalError for an unknown op.
+    """
+    report = Report(backend.name, backend.simulated)
+
+    def add(row: Row) -> None:
+        report.rows.append(row)
+        if on_row is not None:
+            on_row(row)
+
+    for op in chosen_ops(ops):
+        for row in check_op(backend, op, examples, seed):
+            add(row)
+    return report
+
+
+def run_by_name(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    ops: Iterable[str] | None = None,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Checks the probe of the backend `name`, makes it active, and runs the kit on it.
+
+    Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown op.
+    """
+    chosen_ops(ops)
+    try:
+        check_probe(name, options)
+        probe = Row("probe", "-", name, False, "pass", 1, None)
+    except ProbeFailure as failure:
+        probe = Row("probe", "-", name, False, "fail", 1, None, message=str(failure))
+    backend = hal.use(name, **(options or {}))
+    probe.simulated = backend.simulated
+    on_row(probe)
+    report = run(backend, ops=ops, examples=examples, seed=seed, on_row=on_row)
+    report.rows.insert(0, probe)
+    return report
+
+
+def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-arg]
+    """The ops called `names` (None = all). Raises HalError for one that does not exist."""
+    if names is None:
+        return list(OPS.values())
+    unknown = [n for n in names if n not in OPS]
+    if unknown:
+        raise HalError(f"no op is called {', '.join(map(repr, unknown))}; ops: {', '.join(OPS)}")
+    return [OPS[n] for n in names]
+
+
+def check_op(backend: Backend, op: Op, examples: int, seed: int) -> Iterator[Row]:  # type: ignore[type-arg]
+    """One row per implementation and dtype of one op."""
+    impls = backend.impls.get(op.name, [])
+    if not impls:
+        for dtype in op.tol:
+            yield _row(backend, op, dtype, "declined", reasons=[NO_IMPLEMENTATION])
+    for impl in impls:
+        rows = [check_implementation(backend, impl, dtype, examples, seed) for dtype in op.tol]
+        if not any(row.samples or row.status == "fail" for row in rows):
+            for row in rows:
+                row.status = "fail"
+                row.message = f"implementation '{impl.id}' ran no sample at all: every call was refused"
+                row.message += f" ({'; '.join(row.reasons[:3])})" if row.reasons else ""
+        yield from rows
+
+
+def check_implementation(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int, seed: int) -> Row:
+    """Everything the kit knows to ask of one implementation in one dtype."""
+    subject = Subject(backend, impl, dtype)
+    tally = _Tally()
+    try:
+        _check_signatures(subject)
+        with subject:
+            failures = list(_directed(subject, tally))
+            if failures:
+                raise min(failures, key=lambda f: len(f.snippet()))
+            _explore(subject, tally, examples, seed)
+    except Failure as failure:
+        row = _row(backend, impl.op, dtype, "fail", impl, tally, subject.worst)
+        row.worst_error_in_tolerances = failure.error if tally.samples == 0 else max(failure.error, subject.worst)
+        row.message, row.code = failure.message, failure.snippet()
+        return row
+    if tally.samples == 0:
+        return _row(backend, impl.op, dtype, "declined", impl, tally)
+    row = _row(backend, impl.op, dtype, "pass", impl, tally, subject.worst)
+    if subject.waiver != 1.0:
+        row.status = "waived"
+        row.reasons.insert(0, f"waiver x{subject.waiver:g}: {subject.waiver_reason}")
+    return row
+
+
+class _Tally:
+    """Counts of one row."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.declined: list[str] = []
+
+    def add(self, verdict: Verdict) -> None:
+        if verdict.declined:
+            self.declined.extend(verdict.declined)
+        else:
+            self.samples += 1
+
+
+def _directed(subject: Subject, tally: _Tally) -> Iterator[Failure]:
+    """The failures among the calls that are written down: directed, dropout edges, sharded, order of draws."""
+    name = subject.op.name
+    for sample in [*subject.op.directed(), *edge_samples(name)]:
+        try:
+            tally.add(check_sample(subject, sample))
+        except Failure as failure:
+            yield failure
+    try:
+        if name in SHARDED:
+            for ranks in RANKS:
+                for sample in sharded_samples(name, ranks):
+                    tally.add(check_sharded(subject, sample, ranks))
+        tally.samples += check_order(subject)
+    except Failure as failure:
+        yield failure
+
+
+def _explore(subject: Subject, tally: _Tally, examples: int, seed: int) -> None:
+    """Random calls; hypothesis shrinks one that fails. Raises Failure."""
+    if examples <= 0:
+        return
+    last: list[Failure] = []
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(subject.op.samples())
+    def call(sample: Sample) -> None:
+        try:
+            tally.add(check_sample(subject, sample))
+        except Failure as failure:
+            last.append(failure)
+            raise
+
+    try:
+        call()
+    except (Flaky, FlakyFailure) as error:
+        raise subject.fail(
+            f"a call fails at times and passes at times; it failed with: {last[-1].message}", last[-1].sample
+        ) from error
+
+
+def _check_signatures(subject: Subject) -> None:
+    impl = subject.impl
+    try:
+        require_same_signature(impl.op, impl.forward, f"implementation '{impl.id}'")
+        require_same_signature(impl.op, impl.why_not, f"why_not of implementation '{impl.id}'")
+    except HalError as error:
+        raise subject.fail(str(error), None) from error
+
+
+def _row(
+    backend: Backend,
+    op: Op,  # type: ignore[type-arg]
+    dtype: torch.dtype,
+    status: str,
+    impl: Impl | None = None,
+    tally: _Tally | None = None,
+    worst: float | None = None,
+    reasons: Sequence[str] = (),
+) -> Row:
+    return Row(
+        op.name,
+        str(dtype).removeprefix("torch."),
+        backend.name,
+        backend.simulated,
+        status,
+        tally.samples if tally else 0,
+        worst,
+        shortened(tally.declined) if tally else list(reasons),
+        impl.id if impl else None,
+    )
+
+
+def replay(
+    op: Op,  # type: ignore[type-arg]
+    sample: Sample,
+    dtype: torch.dtype,
+    *,
+    implementation: str,
+    check: str = "",
+    ranks: int = 0,
+) -> Verdict:
+    """Makes one call of the active backend again, with all its checks: what a report's code calls.
+
+    Raises Failure exactly as the kit did, or HalError if there is no such implementation.
+    """
+    backend = hal.backend()
+    found = [i for i in backend.impls.get(op.name, []) if i.id == implementation]
+    if not found:
+        ids = [i.id for i in backend.impls.get(op.name, [])]
+        raise HalError(f"backend '{backend.name}' has no implementation '{implementation}' of {op.name}; it has {ids}")
+    with Subject(backend, found[0], dtype) as subject:
+        if check == "order":
+            check_order(subject)
+            return Verdict((), 0.0)
+        return check_sharded(subject, sample, ranks) if ranks else check_sample(subject, sample)
