@@ -132,7 +132,7 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector
                           const Tensor& rstd, const Tensor& weight, const Tensor& bias, const std::vector<bool>& wanted) {
   auto float_or_none = [](const Tensor& t) { return t.defined() ? OptionalTensor(f32(t)) : std::nullopt; };
   return at::native_layer_norm_backward(f32(grad), f32(x), shape, f32(mean), f32(rstd), float_or_none(weight),
-                                        float_or_none(bias), {wanted[0], wanted[1], wanted[2]});
+                                        float_or_none(bias), {wanted.at(0), wanted.at(1), wanted.at(2)});
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps) {

@@ -110,6 +110,13 @@ int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const st
   }
 }
 
+int launch(const char* op, aclrtStream stream, const std::function<Work()>& prepare) {
+  uint64_t workspace;
+  aclOpExecutor* executor;
+  if (int code = plan(op, &workspace, &executor, prepare)) return code;
+  return execute(executor, stream);
+}
+
 int execute(aclOpExecutor* executor, aclrtStream stream) {
   auto name = executor->name;
   auto work = std::move(executor->run);
@@ -123,7 +130,7 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
       work();
       return static_cast<int>(ACL_SUCCESS);
     } catch (const std::exception& error) {
-      return fail(kInnerError, "%s: %s", name, error.what());
+      return fail(kInnerError, "%s: %s", name.c_str(), error.what());
     }
   });
 }
@@ -158,7 +165,9 @@ aclFloatArray* aclCreateFloatArray(const float* values, uint64_t count) {
   return new aclFloatArray{{values, values + count}};
 }
 int aclDestroyFloatArray(const aclFloatArray* value) { return delete value, ACL_SUCCESS; }
-aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) { return new aclBoolArray{{values, values + count}}; }
+aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) {
+  return new aclBoolArray{std::vector<bool>(values, values + count)};  // braces would make two bools of the pointers
+}
 int aclDestroyBoolArray(const aclBoolArray* value) { return delete value, ACL_SUCCESS; }
 
 // A list owns its members once made: destroying it destroys them.

@@ -37,7 +37,7 @@ struct aclScalarList {
   std::vector<const aclScalar*> values;
 };
 struct aclOpExecutor {
-  const char* name;
+  std::string name;
   std::function<void()> run;
 };
 
@@ -72,4 +72,6 @@ void write(const Tensor& target, const Tensor& value);
 // Runs `prepare` (phase one) and hands the work it returns to *executor.
 int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare);
 int execute(aclOpExecutor* executor, aclrtStream stream);
+// Both phases in one, for operators that have only one call.
+int launch(const char* op, aclrtStream stream, const std::function<Work()>& prepare);
 }  // namespace halsim

@@ -5,40 +5,40 @@
 #include <profiling/aprof_pub.h>
 
 #include <cstring>
-#include <string>
-#include <vector>
 
+#include "aclop.h"
 #include "runtime.h"
 
 using halsim::fail;
-
-struct aclTensorDesc {
-  aclDataType type;
-  aclFormat format;
-  std::vector<int64_t> dims;
-};
-struct aclDataBuffer {
-  void* data;
-  size_t size;
-};
-struct aclopAttr {};
 
 namespace {
 int refuse(const char* what) {
   return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not simulated", what);
 }
+halsim::AclopServer aclop_server = nullptr;
+int set(aclopAttr* attr, const char* name, double value) {
+  attr->values[name] = value;
+  return ACL_SUCCESS;
+}
 }  // namespace
+
+namespace halsim {
+void serve_aclop(AclopServer server) { aclop_server = server; }
+}  // namespace halsim
 
 extern "C" {
 
 aclTensorDesc* aclCreateTensorDesc(aclDataType type, int count, const int64_t* dims, aclFormat format) {
-  return new aclTensorDesc{type, format, {dims, dims + count}};
+  return new aclTensorDesc{type, format, {dims, dims + count}, nullptr};
 }
 void aclDestroyTensorDesc(const aclTensorDesc* desc) { delete desc; }
 void aclSetTensorDescName(aclTensorDesc*, const char*) {}
 aclError aclSetTensorFormat(aclTensorDesc*, aclFormat) { return ACL_SUCCESS; }
 aclError aclSetTensorPlaceMent(aclTensorDesc*, aclMemType) { return ACL_SUCCESS; }
-aclError aclSetTensorConst(aclTensorDesc*, void*, size_t) { return ACL_SUCCESS; }
+aclError aclSetTensorConst(aclTensorDesc* desc, void* data, size_t) {
+  desc->host = data;
+  return ACL_SUCCESS;
+}
 aclError aclSetTensorShape(aclTensorDesc* desc, int count, const int64_t* dims) {
   desc->dims.assign(dims, dims + count);
   return ACL_SUCCESS;
@@ -59,10 +59,10 @@ aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
 
 aclopAttr* aclopCreateAttr() { return new aclopAttr; }
 void aclopDestroyAttr(const aclopAttr* attr) { delete attr; }
-aclError aclopSetAttrBool(aclopAttr*, const char*, uint8_t) { return ACL_SUCCESS; }
+aclError aclopSetAttrBool(aclopAttr* attr, const char* name, uint8_t value) { return set(attr, name, value); }
 aclError aclopSetAttrDataType(aclopAttr*, const char*, aclDataType) { return ACL_SUCCESS; }
-aclError aclopSetAttrFloat(aclopAttr*, const char*, float) { return ACL_SUCCESS; }
-aclError aclopSetAttrInt(aclopAttr*, const char*, int64_t) { return ACL_SUCCESS; }
+aclError aclopSetAttrFloat(aclopAttr* attr, const char* name, float value) { return set(attr, name, value); }
+aclError aclopSetAttrInt(aclopAttr* attr, const char* name, int64_t value) { return set(attr, name, value); }
 aclError aclopSetAttrListBool(aclopAttr*, const char*, int, const uint8_t*) { return ACL_SUCCESS; }
 aclError aclopSetAttrListFloat(aclopAttr*, const char*, int, const float*) { return ACL_SUCCESS; }
 aclError aclopSetAttrListInt(aclopAttr*, const char*, int, const int64_t*) { return ACL_SUCCESS; }
@@ -71,19 +71,29 @@ aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const
 }
 aclError aclopSetAttrString(aclopAttr*, const char*, const char*) { return ACL_SUCCESS; }
 
-aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                aclopCompileType, const char*, aclrtStream) {
+aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDesc* const input_desc[],
+                                const aclDataBuffer* const input_data[], int outputs,
+                                const aclTensorDesc* const output_desc[], aclDataBuffer* const output_data[],
+                                const aclopAttr* attr, aclopEngineType, aclopCompileType, const char*,
+                                aclrtStream stream) {
+  halsim::AclopArguments arguments{{input_desc, input_desc + inputs},
+                                   {output_desc, output_desc + outputs},
+                                   {input_data, input_data + inputs},
+                                   {output_data, output_data + outputs},
+                                   attr};
+  int code = aclop_server ? aclop_server(name, arguments, stream) : halsim::kNotServed;
+  if (code != halsim::kNotServed) return code;
   return fail(ACL_ERROR_OP_NOT_FOUND,
               "operator %s was asked for through aclopCompileAndExecute, and no aclnn operator of the table serves it: "
               "add it to operators.table, or call another torch operator",
               name);
 }
-aclError aclopCompileAndExecuteV2(const char* name, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
-                                  aclrtStream) {
-  return aclopCompileAndExecute(name, 0, nullptr, nullptr, 0, nullptr, nullptr, nullptr, ACL_ENGINE_SYS,
-                                ACL_COMPILE_SYS, nullptr, nullptr);
+aclError aclopCompileAndExecuteV2(const char* name, int inputs, aclTensorDesc* input_desc[],
+                                  aclDataBuffer* input_data[], int outputs, aclTensorDesc* output_desc[],
+                                  aclDataBuffer* output_data[], aclopAttr* attr, aclopEngineType engine,
+                                  aclopCompileType compile, const char* path, aclrtStream stream) {
+  return aclopCompileAndExecute(name, inputs, input_desc, input_data, outputs, output_desc, output_data, attr, engine,
+                                compile, path, stream);
 }
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }

@@ -1,0 +1,84 @@
+"""The npu backend: Ascend devices through the unmodified torch_npu wheel, or the same wheel over a simulated CANN.
+
+torch_npu is imported by `build`, never before; nothing is patched. With simulate=True (or HAL_SIMULATE=1) the simulated
+libraries are loaded first, which is the only difference between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import hal
+
+from . import environment
+from .comm import make_comm
+
+
+class Npu(hal.Backend):
+    """Options: simulate (None = HAL_SIMULATE), devices, memory_bytes and poison of the simulator (see docs)."""
+
+    name = "npu"
+
+    def __init__(
+        self, simulate: bool | None = None, devices: int = 8, memory_bytes: int = 0, poison: bool = False
+    ) -> None:
+        asked = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
+        self.simulate = self.simulated = asked if simulate is None else simulate
+        self.devices, self.memory_bytes, self.poison = devices, memory_bytes, poison
+        if not self.simulate and (devices, memory_bytes, poison) != (8, 0, False):
+            raise hal.HalError("devices, memory_bytes and poison are options of the simulator: add simulate=True")
+
+    def probe(self) -> hal.Probe:
+        return environment.look(self.devices if self.simulate else None)
+
+    def build(self) -> None:
+        """Loads torch_npu (and, simulated, what stands in for CANN before it). Raises BackendUnavailable."""
+        from . import simulator
+
+        if self.simulate:
+            simulator.start(devices=self.devices, memory_bytes=self.memory_bytes, poison=int(self.poison))
+            os.environ["HAL_SIMULATE"] = "1"  # the processes this one starts follow
+        elif simulator.running() is not None:
+            raise hal.BackendUnavailable("this process already runs torch_npu on the simulator; start another one")
+        try:
+            importlib.import_module("torch_npu")
+        except Exception as error:
+            raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error
+
+    def device(self, index: int = 0) -> torch.device:
+        count = torch.npu.device_count()  # type: ignore[attr-defined]
+        if not 0 <= index < count:
+            raise hal.HalError(f"npu has devices 0 to {count - 1}; device {index} was asked for")
+        return torch.device("npu", index)
+
+    def synchronize(self) -> None:
+        torch.npu.synchronize()  # type: ignore[attr-defined]
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
+        return make_comm(ranks, timeout)
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Bytes: "allocated" and "peak" by tensors, "reserved" by the caching allocator, "free" and "total"."""
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        free, total = npu.mem_get_info()
+        stats = {"allocated": npu.memory_allocated(), "peak": npu.max_memory_allocated()}
+        return {**stats, "reserved": npu.memory_reserved(), "free": free, "total": total}
+
+    def reset_peak_memory(self) -> None:
+        torch.npu.reset_peak_memory_stats()  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[object]:
+        """Work inside runs on a stream of its own, which starts after and ends before the current stream's work."""
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        current, side = npu.current_stream(), npu.Stream()
+        side.wait_stream(current)
+        with npu.stream(side):
+            yield side
+        current.wait_stream(side)

@@ -1,0 +1,71 @@
+// The three operators that torch_npu still reaches only through the older aclop path on this chip. libascendcl keeps
+// the call's arguments and hands them over; an operator that is not here is refused there, by name.
+#include "aclop.h"
+
+#include <map>
+
+#include "kernels.h"
+
+namespace halsim {
+namespace {
+
+Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std::string& op, size_t index) {
+  size_t bytes = c10::elementSize(scalar_type(desc.type)) * c10::multiply_integers(desc.dims);
+  void* data = desc.host ? desc.host : buffer.data;
+  if (bytes && !desc.host && !is_device_memory(data, bytes))
+    throw Refusal{kInvalid, op + ": operand " + std::to_string(index) + " does not lie in device memory"};
+  return at::from_blob(data, desc.dims, at::TensorOptions().dtype(scalar_type(desc.type)));
+}
+
+using Operands = std::vector<Tensor>;
+using Kernel = std::function<void(const Operands& in, const Operands& out, const aclopAttr& attr)>;
+
+double number(const Tensor& x) { return x.item().toDouble(); }
+
+// Inputs var, m, v, beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad; the operator multiplies
+// the powers by beta itself, so a caller passes beta to the power of step - 1.
+void apply_adam_w(const Operands& in, const Operands& out, const aclopAttr& attr) {
+  double beta1 = number(in.at(7)), beta2 = number(in.at(8));
+  for (int i = 0; i < 3; i++)
+    if (out.at(i).data_ptr() != in.at(i).data_ptr()) out[i].copy_(in[i]);
+  kernels::adamw(out[0], out[1], out[2], in.at(10), number(in.at(3)) * beta1, number(in.at(4)) * beta2, number(in.at(5)),
+                 beta1, beta2, number(in.at(6)), number(in.at(9)), attr.flag("amsgrad"), attr.flag("maximize"));
+}
+
+const std::map<std::string, Kernel>& table() {
+  static const std::map<std::string, Kernel> kernels_by_name = {
+      {"ApplyAdamW", apply_adam_w},
+      {"ScaledMaskedSoftmax",
+       [](const Operands& in, const Operands& out, const aclopAttr& attr) {
+         write(out.at(0), kernels::scaled_masked_softmax(in.at(0), in.at(1), attr.real("scale", 1)));
+       }},
+      {"ScaledMaskedSoftmaxGrad",
+       [](const Operands& in, const Operands& out, const aclopAttr& attr) {
+         write(out.at(0), kernels::scaled_masked_softmax_backward(in.at(0), in.at(1), in.at(2), attr.real("scale", 1)));
+       }},
+  };
+  return kernels_by_name;
+}
+
+int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
+  auto found = table().find(name);
+  if (found == table().end()) return kNotServed;
+  aclopAttr attr = *arguments.attr;
+  return launch(name, stream, [&]() -> Work {
+    Operands in, out;
+    for (size_t i = 0; i < arguments.inputs.size(); i++)
+      in.push_back(operand(*arguments.inputs[i], *arguments.input_data[i], name, i));
+    for (size_t i = 0; i < arguments.outputs.size(); i++)
+      out.push_back(operand(*arguments.outputs[i], *arguments.output_data[i], name, i));
+    Kernel kernel = found->second;
+    // Host operands belong to the caller, who may free them once the call returns.
+    for (size_t i = 0; i < in.size(); i++)
+      if (arguments.inputs[i]->host) in[i] = in[i].clone();
+    return [=] { kernel(in, out, attr); };
+  });
+}
+
+const bool registered = (serve_aclop(run), true);
+
+}  // namespace
+}  // namespace halsim

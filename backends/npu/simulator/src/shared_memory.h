@@ -1,0 +1,66 @@
+// What one communicator's processes share: a segment of POSIX shared memory with a slot per rank, a barrier, and a
+// mailbox per pair of ranks. Every wait has a deadline; nothing blocks for ever when a peer is gone.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace halsim {
+
+constexpr size_t kSlotBytes = size_t{1} << 20, kBoxBytes = size_t{1} << 18;
+
+// What every rank says before a collective runs, so that ranks which call different things are told apart.
+struct Announcement {
+  uint32_t kind, dtype, op, root;
+  uint64_t count;
+  bool operator==(const Announcement& o) const {
+    return kind == o.kind && dtype == o.dtype && op == o.op && root == o.root && count == o.count;
+  }
+};
+
+class Deadline {
+ public:
+  explicit Deadline(int64_t ms) : end_(std::chrono::steady_clock::now() + std::chrono::milliseconds(ms)) {}
+  bool passed() const { return std::chrono::steady_clock::now() > end_; }
+
+ private:
+  std::chrono::steady_clock::time_point end_;
+};
+
+class Segment {
+ public:
+  // Joins the segment `name` as `rank` of `size`, creating it if needed; null when the others do not come in time.
+  static Segment* join(const std::string& name, uint32_t rank, uint32_t size, int64_t timeout_ms, std::string* why);
+  ~Segment();
+
+  uint32_t rank() const { return rank_; }
+  uint32_t size() const { return size_; }
+  char* slot(uint32_t rank) const;
+  Announcement& announcement(uint32_t rank) const;
+
+  // False when the deadline passes first. `absent` lists the ranks that had not arrived.
+  bool barrier(const Deadline& deadline);
+  std::vector<uint32_t> absent() const;
+
+  // Moves what fits now of a message to or from `peer`; returns the bytes moved (0: try again later).
+  size_t push(uint32_t peer, const char* data, size_t bytes);
+  size_t pull(uint32_t peer, char* data, size_t bytes);
+
+ private:
+  struct Header;
+  struct Box;
+  Box& box(uint32_t from, uint32_t to) const;
+  static size_t bytes_for(uint32_t size);
+
+  std::string name_;
+  char* base_ = nullptr;
+  uint32_t rank_ = 0, size_ = 0;
+};
+
+// Gives the processor away, for longer the more often it was called for one wait.
+void relax(int& turns);
+
+}  // namespace halsim
