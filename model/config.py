@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 
+from hal import HalError
+
+
+class ConfigError(HalError):
+    """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other."""
+
 
 def _opt(default: Any, help: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = (), no: str = "") -> Any:
     """A field. aliases: other spellings of the flag; no: the flag that sets a True default to False."""

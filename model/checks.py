@@ -1,0 +1,164 @@
+"""What makes a configuration wrong, found before anything starts: one line each, with what to change.
+
+Two kinds: contradictions, and options that were given but would be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .config import Config, ConfigError
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with the first problem."""
+    for problem in (*_numbers(config), *_shape(config), *_training(config), *_ignored(config), *_parallel(config)):
+        raise ConfigError(problem)
+
+
+def _numbers(c: Config) -> Iterator[str]:
+    positive = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+        "max_position_embeddings micro_batch_size global_batch_size train_iters log_interval eval_iters "
+        "make_vocab_size_divisible_by rotary_base lr_decay_iters norm_epsilon init_method_std adam_eps "
+        "recompute_num_layers save_interval eval_interval exit_interval vocab_size loss_scale initial_loss_scale "
+        "min_loss_scale loss_scale_window hysteresis nproc_per_node tensor_model_parallel_size "
+        "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+        "num_layers_per_virtual_pipeline_stage lr_wsd_decay_iters"
+    ).split()
+    for name in positive:
+        value = getattr(c, name)
+        if value is not None and not value > 0:
+            yield f"{_flag(name)} must be greater than 0; found {value}"
+    for name in (
+        "lr min_lr lr_warmup_iters lr_warmup_init weight_decay clip_grad seed sample_tokens sample_temperature".split()
+    ):
+        if not getattr(c, name) >= 0:
+            yield f"{_flag(name)} must be at least 0; found {getattr(c, name)}"
+    for name in "attention_dropout hidden_dropout adam_beta1 adam_beta2".split():
+        if not 0.0 <= getattr(c, name) < 1.0:
+            yield f"{_flag(name)} must be in [0, 1); found {getattr(c, name)}"
+    if not 0.0 < c.rotary_percent <= 1.0:
+        yield f"--rotary-percent must be in (0, 1]; found {c.rotary_percent}"
+    if c.zero_stage not in (0, 1, 2, 3):
+        yield f"--zero-stage is 0, 1, 2 or 3; found {c.zero_stage}"
+    try:
+        shares = [float(part) for part in c.split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or min(shares) < 0 or shares[0] <= 0:
+        yield f"--split is three shares such as 969,30,1 with a training share above 0; found {c.split!r}"
+    elif c.eval_interval and shares[1] == 0:
+        yield f"--eval-interval needs validation data, but --split {c.split} has none"
+
+
+def _shape(c: Config) -> Iterator[str]:
+    assert c.num_query_groups and c.kv_channels and c.max_position_embeddings
+    if c.hidden_size % c.num_attention_heads and "kv_channels" not in c.given:
+        yield (
+            f"--hidden-size {c.hidden_size} is not divisible by --num-attention-heads {c.num_attention_heads}; "
+            f"change one, or give the head size with --kv-channels"
+        )
+    if c.num_attention_heads % c.num_query_groups:
+        yield (
+            f"--num-attention-heads {c.num_attention_heads} is not divisible by --num-query-groups {c.num_query_groups}"
+        )
+    if c.seq_length > c.max_position_embeddings:
+        yield (
+            f"--seq-length {c.seq_length} is longer than --max-position-embeddings {c.max_position_embeddings}; "
+            f"raise the latter or shorten the sequence"
+        )
+    if c.swiglu and c.geglu:
+        yield "--swiglu and --geglu contradict each other; give one"
+    if c.position_embedding_type == "rope" and int(c.kv_channels * c.rotary_percent) < 2:
+        yield f"rotary positions need at least two channels; the head size is {c.kv_channels}"
+    if c.pre_tokens is not None and c.window[1] + c.pre_tokens < 0:
+        yield f"--pre-tokens {c.pre_tokens} with --next-tokens {c.window[1]} leaves no key visible to any query"
+
+
+def _training(c: Config) -> Iterator[str]:
+    assert c.global_batch_size
+    if c.fp16 and c.bf16:
+        yield "--fp16 and --bf16 contradict each other; give one"
+    if c.global_batch_size % c.micro_batch_size:
+        yield (f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size}")
+    if c.min_lr > c.lr:
+        yield f"--min-lr {c.min_lr} is above --lr {c.lr}"
+    if c.lr_warmup_init > c.lr:
+        yield f"--lr-warmup-init {c.lr_warmup_init} is above --lr {c.lr}"
+    assert c.lr_decay_iters
+    if c.lr_warmup_iters >= c.lr_decay_iters:
+        yield f"--lr-warmup-iters {c.lr_warmup_iters} must be below the {c.lr_decay_iters} iterations of the decay"
+    if c.lr_decay_style == "WSD":
+        if c.lr_wsd_decay_iters is None:
+            yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+        elif c.lr_wsd_decay_iters + c.lr_warmup_iters > c.lr_decay_iters:
+            yield (
+                f"--lr-wsd-decay-iters {c.lr_wsd_decay_iters} and --lr-warmup-iters {c.lr_warmup_iters} do not fit in "
+                f"{c.lr_decay_iters} iterations"
+            )
+    if c.recompute_granularity == "full" and c.recompute_method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
+    if c.recompute_num_layers is not None and c.recompute_num_layers > c.num_layers:
+        yield f"--recompute-num-layers {c.recompute_num_layers} exceeds --num-layers {c.num_layers}"
+    if c.data_path is not None and c.text_file is not None:
+        yield "--data-path and --text-file contradict each other; give one"
+    if c.tokenizer_type == "GPT2BPETokenizer" and not (c.vocab_file and c.merge_file):
+        yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
+    if c.tokenizer_type == "NullTokenizer":
+        if c.vocab_size is None:
+            yield "--tokenizer-type NullTokenizer needs --vocab-size"
+        if c.data_path is None:
+            yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
+    for pin in c.pin:
+        if "=" not in pin:
+            yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
+
+
+def _ignored(c: Config) -> Iterator[str]:
+    """Given options that nothing would read: option names, whether something reads them, and what would."""
+    gated, full = c.swiglu or c.geglu, c.recompute_granularity == "full"
+    rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
+    rules = [
+        ("rotary_base rotary_percent rotary_interleaved", rope, "--position-embedding-type rope"),
+        ("gelu_approximate", not c.swiglu, "a gelu or geglu MLP, not --swiglu"),
+        ("add_qkv_bias", c.disable_bias_linear, "--disable-bias-linear (biases are on, QKV's too)"),
+        ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
+        ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
+        ("min_lr", c.lr_decay_style not in ("constant", "inverse-square-root"), "a decay that ends at it"),
+        ("lr_warmup_init", c.lr_warmup_iters > 0, "--lr-warmup-iters"),
+        ("lr_wsd_decay_style lr_wsd_decay_iters", c.lr_decay_style == "WSD", "--lr-decay-style WSD"),
+        ("loss_scale", c.fp16, "--fp16"),
+        ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
+        ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),
+        ("vocab_file merge_file", c.tokenizer_type == "GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer"),
+        ("vocab_size", c.tokenizer_type == "NullTokenizer", "--tokenizer-type NullTokenizer"),
+        ("eval_iters", c.eval_interval is not None, "--eval-interval"),
+        ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
+        ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
+    ]
+    del gated
+    for names, read, by in rules:
+        for name in names.split():
+            if name in c.given and not read and getattr(c, name) not in (False, None):
+                yield f"{_flag(name)} would be ignored: it needs {by}. Remove it, or add that"
+
+
+def _parallel(c: Config) -> Iterator[str]:
+    beyond = (
+        "nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size"
+    ).split()
+    for name in beyond:
+        if getattr(c, name) > 1:
+            yield f"{_flag(name)} {getattr(c, name)}: this trainer runs in one process so far; leave it at 1"
+    for name in (
+        "sequence_parallel num_layers_per_virtual_pipeline_stage use_distributed_optimizer zero_stage "
+        "overlap_grad_reduce"
+    ).split():
+        if getattr(c, name):
+            yield f"{_flag(name)} has no effect in one process; remove it"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

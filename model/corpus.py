@@ -1,0 +1,90 @@
+"""Text made into .bin/.idx: the built-in corpus (Python's own standard library) and any UTF-8 file.
+
+Both are made once and kept in HAL's cache. A split (training, validation, test) is a range of the index's sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .config import ConfigError
+from .files import cache_dir, publish_folder
+from .megatron import indexed_dataset
+from .tokenizer import Tokenizer
+
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_PIECE = 4096
+
+
+def standard_library(tokenizer: Tokenizer) -> Path:
+    """Prefix of the .bin/.idx of this Python's standard library: one document per .py file, in order of path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(p for p in root.rglob("*.py") if not _SKIPPED.intersection(p.relative_to(root).parts))
+    if not files:
+        raise ConfigError(
+            f"this Python has no standard library sources under {root}, so there is no built-in corpus; "
+            f"give --text-file or --data-path"
+        )
+    stamps = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    name = f"stdlib-{platform.python_version()}-{_digest(repr((stamps, tokenizer.unique_identifiers)).encode())}"
+    documents = ([(tokenizer.encode(p.read_text(encoding="utf-8", errors="replace")))] for p in files)
+    return _cached(name, documents, tokenizer)
+
+
+def text_file(path: str, tokenizer: Tokenizer) -> Path:
+    """Prefix of the .bin/.idx of a UTF-8 file: one document, cut at line ends into sequences of some kilobytes.
+
+    Raises ConfigError for a file that is empty, not there, or not UTF-8 (naming the byte).
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--text-file {path} cannot be read: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"--text-file {path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} "
+            f"(line {line}); convert it, e.g. with iconv"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"--text-file {path} holds no text")
+    name = f"text-{_digest(content + repr(tokenizer.unique_identifiers).encode())}"
+    return _cached(name, [[tokenizer.encode(piece) for piece in _pieces(text)]], tokenizer)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in order, cut after a line end once a piece has _PIECE characters."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def _cached(name: str, documents: Iterable[list[list[int]]], tokenizer: Tokenizer) -> Path:
+    """documents: each a list of sequences of ids; the last sequence of a document gets the eod id."""
+    import numpy
+    import torch
+
+    folder = cache_dir("corpus") / name
+    if not folder.is_dir():
+        with publish_folder(folder) as beside:
+            dtype = numpy.uint16 if tokenizer.vocab_size < 65500 else numpy.int32
+            builder = indexed_dataset().IndexedDatasetBuilder(str(beside / "text.bin"), dtype=dtype)
+            for sequences in documents:
+                sequences[-1].append(tokenizer.eod)
+                ids = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int32)
+                builder.add_document(ids, [len(ids) for ids in sequences])
+            builder.finalize(str(beside / "text.idx"))
+    return folder / "text"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

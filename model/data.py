@@ -1,0 +1,170 @@
+"""Batches of tokens: megatron-core's GPTDataset over a .bin/.idx, checked before it is used.
+
+Sample n of a split is a function of the data, the seed and the number of samples asked for, so a run continues exactly
+from its count of consumed samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from .config import Config, ConfigError
+from .corpus import standard_library, text_file
+from .files import cache_dir, make_folder, publish_folder
+from .megatron import gpt_dataset, indexed_dataset
+from .tokenizer import Tokenizer
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_SCAN_BYTES = 1 << 28
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass
+class Split:
+    """One split's samples. `fetch(n, count)` gives (tokens, labels), int64 [count, s] each."""
+
+    dataset: Any
+    vocabulary: int
+
+    def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Samples first..first+count-1, repeating from the start after the last. Raises ConfigError for alien ids."""
+        size = len(self.dataset)
+        rows = [self.dataset[n % size] for n in range(first, first + count)]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        top = int(max(tokens.max(), labels.max()))
+        if top >= self.vocabulary:
+            raise ConfigError(_too_small(top, self.vocabulary))
+        return tokens, labels
+
+
+def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> dict[str, Split]:
+    """The splits named in `samples` (split -> how many samples the run needs of it).
+
+    Raises ConfigError for unreadable data, ids outside the vocabulary, or a split too small for one sequence.
+    """
+    if config.data_path is not None:
+        prefix = Path(config.data_path)
+    elif config.text_file is not None:
+        prefix = text_file(config.text_file, tokenizer)
+    else:
+        prefix = standard_library(tokenizer)
+    lengths = check_index(prefix, tokenizer.vocab_size)
+    ranges = _ranges(config.split, len(lengths))
+    opened = {}
+    for name, count in samples.items():
+        begin, end = ranges[name]
+        tokens = int(lengths[begin:end].sum(dtype=numpy.int64))
+        if tokens <= config.seq_length:
+            raise ConfigError(
+                f"the {name} split of {prefix} has {tokens} tokens in {end - begin} sequences, fewer than one sample "
+                f"of --seq-length {config.seq_length} + 1; use more data, a shorter sequence, or another --split"
+            )
+        # None = one epoch: then every run that needs no more shares one set of index maps and one order.
+        wanted = None if count * config.seq_length < tokens else count
+        dataset = _open_split(config, tokenizer, prefix, name, (begin, end), wanted)
+        opened[name] = Split(dataset, tokenizer.vocab_size)
+    return opened
+
+
+def check_index(prefix: Path, vocabulary: int) -> numpy.ndarray:
+    """Sequence lengths (int32) of a .bin/.idx pair. Raises ConfigError unless both are whole and ids fit."""
+    idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (idx, bin_):
+        if not path.is_file():
+            hint = " --data-path takes the name without .bin or .idx." if prefix.suffix in (".bin", ".idx") else ""
+            raise ConfigError(f"the data file {path} does not exist.{hint}")
+    content = numpy.fromfile(idx, dtype=numpy.uint8)
+    header = content[:34].tobytes()
+    if len(header) < 34 or header[:9] != _MAGIC:
+        raise ConfigError(f"{idx} is no Megatron index: it does not start with {_MAGIC[:7].decode()}")
+    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
+    if version != 1 or code not in _DTYPES or _DTYPES[code][0] == "f":
+        raise ConfigError(f"{idx} has version {version} and token type {code}; HAL reads version 1 with integer tokens")
+    whole = 34 + sequences * 12 + documents * 8
+    if len(content) not in (whole, whole + sequences):
+        raise ConfigError(f"{idx} is damaged: {sequences} sequences need {whole} bytes, it has {len(content)}")
+    lengths = content[34 : 34 + 4 * sequences].view(numpy.int32)
+    pointers = content[34 + 4 * sequences : 34 + 12 * sequences].copy().view(numpy.int64)
+    dtype = numpy.dtype("<" + _DTYPES[code])
+    size = bin_.stat().st_size
+    ends = pointers + lengths.astype(numpy.int64) * dtype.itemsize
+    if sequences == 0 or lengths.min() < 0 or pointers.min() < 0 or ends.max() > size:
+        needed = int(ends.max()) if sequences else 0
+        raise ConfigError(
+            f"{bin_} does not match {idx.name}: the index speaks of {needed} bytes in {sequences} sequences, the file "
+            f"has {size}; was it cut off?"
+        )
+    # A corpus of many gigabytes is not read twice: beyond this size ids are checked batch by batch.
+    if size <= _SCAN_BYTES:
+        top = int(numpy.fromfile(bin_, dtype=dtype).max())
+        if top >= vocabulary:
+            raise ConfigError(_too_small(top, vocabulary))
+    return lengths
+
+
+def _too_small(top: int, vocabulary: int) -> str:
+    return (
+        f"the vocabulary is too small for the data: the data has token id {top}, the tokenizer {vocabulary} ids; "
+        f"give the tokenizer the data was made with (--tokenizer-type, --vocab-file, --vocab-size)"
+    )
+
+
+def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
+    """Megatron's rule: cumulative shares of the sequences, rounded."""
+    shares = [float(part) for part in split.split(",")]
+    edges = [round(sum(shares[:i]) / sum(shares) * sequences) for i in range(4)]
+    return {name: (edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
+
+
+def _open_split(
+    config: Config, tokenizer: Tokenizer, prefix: Path, name: str, span: tuple[int, int], count: int | None
+) -> Any:
+    module = gpt_dataset()
+    stat = os.stat(f"{prefix}.idx")
+    # The index maps of one key live in one folder that appears complete. Size and time of the data are in the key:
+    # megatron-core's own key has only the path, and would reuse maps of data that has changed since.
+    identity = (
+        str(prefix.absolute()),
+        stat.st_size,
+        stat.st_mtime_ns,
+        tokenizer.unique_identifiers,
+        name,
+        span,
+        count,
+        config.seq_length,
+        config.seed,
+    )
+    root = cache_dir("index") if config.data_cache_path is None else make_folder(Path(config.data_cache_path))
+    folder = root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
+
+    def build(cache: Path) -> Any:
+        settings = module.GPTDatasetConfig(
+            random_seed=config.seed,
+            sequence_length=config.seq_length,
+            split=config.split,
+            path_to_cache=str(cache),
+            tokenizer=tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            blend=([str(prefix)], None),
+        )
+        low = indexed_dataset().IndexedDataset(str(prefix))
+        indices = numpy.arange(*span, dtype=numpy.int32)
+        return module.GPTDataset(low, str(prefix), indices, count, module.Split[name], settings)
+
+    if not folder.is_dir():
+        with publish_folder(folder) as beside:
+            build(beside)
+    return build(folder)

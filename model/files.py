@@ -1,0 +1,93 @@
+"""Files that others may be reading: written beside, flushed to disk, then renamed, with fixed permissions.
+
+A reader sees the old content or the new one, never a part of it, whenever the writer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE_MODE, FOLDER_MODE = 0o640, 0o750
+
+
+def cache_dir(*parts: str) -> Path:
+    """A folder of HAL's cache ($HAL_CACHE_DIR, else $XDG_CACHE_HOME/hal, else ~/.cache/hal), made if needed.
+
+    OSError if it cannot be.
+    """
+    asked, shared = os.environ.get("HAL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    root = Path(asked) if asked else Path(shared or Path.home() / ".cache") / "hal"
+    return make_folder(root.joinpath(*parts))
+
+
+def make_folder(path: Path) -> Path:
+    """Makes a folder and its parents; the ones it makes get FOLDER_MODE."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(FOLDER_MODE)
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file's content atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file's content atomically."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.chmod(FILE_MODE)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def publish_folder(path: Path) -> Iterator[Path]:
+    """A new folder to fill; it appears as `path`, complete, when the block ends without an error.
+
+    If `path` exists by then (another process was faster), that one stays.
+    """
+    beside = make_folder(path.parent) / f".{path.name}.{os.getpid()}.tmp"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        yield beside
+        settle(beside)
+        try:
+            beside.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def settle(folder: Path) -> None:
+    """Fixes the permissions of a folder's content and flushes it to disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = Path(place, name)
+            file.chmod(FILE_MODE)
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        os.chmod(place, FOLDER_MODE)
+        sync_folder(Path(place))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes a folder's entries to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,30 @@
+"""How many floating-point operations the model asks for per token: the figure behind "model FLOP/s".
+
+Counted: the multiplications and additions of matrix products, forward and backward (3 x forward). Not counted:
+recomputation, and attention between positions that the window hides. Padding of the vocabulary counts.
+"""
+
+from __future__ import annotations
+
+from .config import Config
+
+
+def visible_pairs(length: int, pre: int | None, next_: int) -> int:
+    """Number of (query, key) pairs of a sequence that a window shows."""
+    total = 0
+    for i in range(length):
+        first = 0 if pre is None else max(0, i - pre)
+        total += max(0, min(length - 1, i + next_) - first + 1)
+    return total
+
+
+def flops_per_token(config: Config) -> float:
+    """Training FLOPs per token: 6 per weight used in a product, plus 12 per visible pair and attention channel."""
+    c = config
+    assert c.num_query_groups and c.kv_channels and c.ffn_hidden_size
+    attention = c.num_attention_heads * c.kv_channels
+    qkv = c.hidden_size * (attention + 2 * c.num_query_groups * c.kv_channels)
+    mlp = c.hidden_size * c.ffn_hidden_size * (3 if c.swiglu or c.geglu else 2)
+    weights = c.num_layers * (qkv + attention * c.hidden_size + mlp) + c.hidden_size * c.padded_vocab_size
+    pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
+    return 6.0 * weights + 12.0 * c.num_layers * attention * pairs

@@ -1,0 +1,125 @@
+"""`hal train`: parse, build, train, leave a report. Also runs as `python -m hal.model.train`.
+
+Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 failed, 2 wrong usage or input.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hal
+from hal import HalError
+
+from . import checkpoint
+from .arguments import parse
+from .config import Config, ConfigError
+from .data import open_data
+from .generate import generate
+from .gpt import GPT
+from .report import Report
+from .signals import StopRequest
+from .tokenizer import Tokenizer, build_tokenizer
+from .trainer import Trainer, TrainingFailed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hal train` with these arguments and returns its exit code."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        if config.backend is None:
+            raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.names())}")
+        pins = dict(pin.split("=", 1) for pin in config.pin)
+        hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
+        train(config)
+    except TrainingFailed as error:
+        print(f"hal train: {error}", file=sys.stderr)
+        return 1
+    except (HalError, OSError) as error:
+        print(f"hal train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hal train: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(config: Config) -> Trainer:
+    """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
+    save = _save_folder(config)
+    with StopRequest() as stop:
+        trainer, tokenizer = build(config)
+        if config.load and not (checkpoint.latest(Path(config.load)) is None and config.load == config.save):
+            trainer.load(Path(config.load))
+        _require_free(config, trainer.iteration)
+        folder = Path(config.run_dir or f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        with Report(config, folder, trainer.iteration) as report:
+            _announce(report, trainer)
+            trainer.run(
+                stop=lambda: stop.asked is not None,
+                on_step=report.step,
+                on_evaluation=report.evaluation,
+                on_save=lambda path: report.say(f" saved {path}"),
+            )
+            if stop.asked or save is not None:
+                report.say(f" saved {trainer.save(save or folder / 'checkpoints')}")
+            if stop.asked:
+                report.say(f" stopped by {stop.asked} after iteration {trainer.iteration}")
+            prompt, text = _sample(config, trainer, tokenizer, 0 if stop.asked else config.sample_tokens)
+            report.finish(prompt, text)
+            if text:
+                report.say(f" a sample:\n{prompt}{text}")
+            report.say(f" {report.tokens_per_second():.0f} tokens/s; results are in {folder}")
+    return trainer
+
+
+def build(config: Config) -> tuple[Trainer, Tokenizer]:
+    """The trainer of a config, at iteration 0 on the active backend, and the tokenizer of its data."""
+    tokenizer = build_tokenizer(config)
+    config.set_vocabulary(tokenizer.vocab_size)
+    assert config.global_batch_size
+    samples = {"train": config.train_iters * config.global_batch_size}
+    if config.eval_interval:
+        samples["valid"] = config.eval_iters * config.global_batch_size
+    data = open_data(config, tokenizer, samples)
+    return Trainer(config, GPT(config, hal.device()), data), tokenizer
+
+
+def _save_folder(config: Config) -> Path | None:
+    """Where the end of the run is saved, or None."""
+    return None if config.save is None else Path(config.save)
+
+
+def _require_free(config: Config, start: int) -> None:
+    """Refuses to mix a new run's checkpoints with those of a longer one."""
+    there = None if config.save is None else checkpoint.latest(Path(config.save))
+    if there is not None and there > start:
+        raise ConfigError(
+            f"--save {config.save} holds a checkpoint of iteration {there}, and this run starts at {start}; continue "
+            f"it with --load {config.save}, or give another folder"
+        )
+
+
+def _announce(report: Report, trainer: Trainer) -> None:
+    backend, count = hal.backend(), sum(p.numel() for p in trainer.model.parameters())
+    simulated = " (simulated)" if backend.simulated else ""
+    report.say(
+        f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {hal.device()}; "
+        f"iterations {trainer.iteration + 1} to {trainer.config.train_iters}"
+    )
+
+
+def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:
+    """(prompt, continuation): the prompt is the beginning of a text the run holds."""
+    split = trainer.data.get("valid") or trainer.data["train"]
+    tokens, _ = split.fetch(0, 1)
+    prompt = [i for i in tokens[0, : max(1, config.seq_length // 4)].tolist() if i != tokenizer.eod] or [tokenizer.eod]
+    rng = trainer.rng.fork("sample", trainer.iteration)
+    made = generate(trainer.model, tokenizer, prompt, count, temperature=config.sample_temperature, rng=rng)
+    return tokenizer.decode(prompt), tokenizer.decode(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

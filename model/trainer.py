@@ -1,0 +1,200 @@
+"""The training loop of one process, in small steps that a parallel trainer can wrap.
+
+A step is: forward and backward over the microbatches; unscale and check; norm; AdamW with clipping. Everything that
+decides what a step computes is a function of (config, iteration, samples consumed), so a resumed run is bit-equal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import HalError, Rng
+
+from . import checkpoint
+from .config import Config, ConfigError
+from .data import Split
+from .draws import Draws
+from .gpt import GPT
+from .optimizer import LossScaler, Optimizer
+from .schedule import Schedule
+
+
+class TrainingFailed(HalError):
+    """The run cannot go on: the loss or the gradients are not finite."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration did. grad_norm is None for a skipped step (fp16 overflow); seconds is its wall time."""
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    seconds: float
+
+
+class Trainer:
+    """A model, its data and its optimizer. `iteration` and `consumed` (samples) are where the run stands."""
+
+    def __init__(self, config: Config, model: GPT, data: dict[str, Split]) -> None:
+        self.config, self.model, self.data = config, model, data
+        self.device = next(model.parameters()).device
+        self.optimizer = Optimizer(config, dict(model.named_parameters()))
+        self.schedule, self.rng = Schedule.of(config), Rng(config.seed)
+        self.iteration = self.consumed = self.skipped = 0
+
+    # One iteration.
+
+    def microbatches(self, split: str, first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """(tokens, labels, place in the global batch) of each microbatch of the batch that starts at sample `first`."""
+        c = self.config
+        assert c.global_batch_size
+        for start in range(0, c.global_batch_size, c.micro_batch_size):
+            tokens, labels = self.data[split].fetch(first + start, c.micro_batch_size)
+            yield tokens.to(self.device), labels.to(self.device), start
+
+    def forward_backward(self) -> Tensor:
+        """Gradients of the global batch (times the loss scale), and its mean loss (float32 scalar)."""
+        c = self.config
+        assert c.global_batch_size
+        count = c.global_batch_size // c.micro_batch_size
+        stream = self.rng.fork("dropout", self.iteration)
+        grad = torch.full((), self.optimizer.scaler.scale / count, device=self.device)
+        total = torch.zeros((), device=self.device)
+        for tokens, labels, start in self.microbatches("train", self.consumed):
+            draws = Draws(stream, start, c.global_batch_size) if c.attention_dropout or c.hidden_dropout else None
+            loss = self.model.loss(self.model(tokens, draws), labels)
+            loss.backward(grad)
+            total += loss.detach()
+        return total / count
+
+    def step(self) -> StepResult:
+        """One iteration. Raises TrainingFailed for a loss or gradient that is not finite (fp16: skips the step)."""
+        began = time.perf_counter()
+        optimizer, lr = self.optimizer, self.schedule.lr(self.optimizer.steps)
+        loss = self.forward_backward()
+        scale, overflow, norm = optimizer.scaler.scale, False, None
+        if self.config.fp16:
+            overflow = optimizer.unscale()
+        if not overflow:
+            norm = optimizer.grad_norm()
+            self._require_finite(float(loss), norm)
+            optimizer.step(lr, norm)
+        optimizer.scaler.update(overflow)
+        optimizer.zero_grad()
+        self.iteration += 1
+        assert self.config.global_batch_size
+        self.consumed += self.config.global_batch_size
+        self.skipped += overflow
+        return StepResult(self.iteration, float(loss), norm, lr, scale, overflow, time.perf_counter() - began)
+
+    def _require_finite(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingFailed(
+                f"iteration {self.iteration + 1}: the loss is {loss} and the gradient norm {norm}; nothing was "
+                f"updated. Lower --lr, lengthen --lr-warmup-iters, or look at the data around sample {self.consumed}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, split: str = "valid") -> float:
+        """Mean loss over eval_iters global batches of a split, without dropout."""
+        c, total, count = self.config, torch.zeros((), device=self.device), 0
+        assert c.global_batch_size
+        for batch in range(c.eval_iters):
+            for tokens, labels, _ in self.microbatches(split, batch * c.global_batch_size):
+                total += self.model.loss(self.model(tokens), labels)
+                count += 1
+        return float(total) / count
+
+    # Checkpoints.
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, by Megatron's names, sharing memory with the run."""
+        optimizer = self.optimizer
+        found = {name: p.detach() for name, p in self.model.named_parameters()}
+        kinds = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+        if optimizer.low:
+            kinds["fp32_param"] = optimizer.main
+        for kind, tensors in kinds.items():
+            found.update({f"optimizer.state.{kind}.{name}": t for name, t in tensors.items()})
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Everything else of a checkpoint, as JSON."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed,
+            "skipped": self.skipped,
+            "optimizer_steps": self.optimizer.steps,
+            "loss_scaler": asdict(self.optimizer.scaler),
+            "rng": list(self.rng.state()),
+            "config": options(self.config),
+        }
+
+    def save(self, root: Path) -> Path:
+        """Writes a checkpoint and makes it the latest of `root`."""
+        return checkpoint.save(root, self.iteration, self.tensors(), self.state())
+
+    def load(self, root: Path) -> None:
+        """Continues from the latest checkpoint of `root`."""
+        folder, state = checkpoint.read_state(root)
+        if tuple(state["rng"]) != self.rng.state():
+            raise ConfigError(
+                f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed "
+                f"{self.config.seed}; the same seed continues it exactly"
+            )
+        checkpoint.load_tensors(folder, self.tensors())
+        self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
+        self.skipped, self.optimizer.steps = state["skipped"], state["optimizer_steps"]
+        stored = LossScaler(**state["loss_scaler"])
+        if stored.dynamic == self.optimizer.scaler.dynamic:
+            self.optimizer.scaler = stored
+
+    # The loop.
+
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool],
+        on_step: Callable[[StepResult], None],
+        on_evaluation: Callable[[int, float], None],
+        on_save: Callable[[Path], None],
+    ) -> None:
+        """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals."""
+        c = self.config
+        root = Path(c.save) if c.save else None
+        while self.iteration < c.train_iters and not stop():
+            on_step(self.step())
+            if c.eval_interval and self.iteration % c.eval_interval == 0:
+                on_evaluation(self.iteration, self.evaluate())
+            if root and c.save_interval and self.iteration % c.save_interval == 0:
+                on_save(self.save(root))
+            if c.exit_interval and self.iteration % c.exit_interval == 0:
+                break
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The config's options as JSON values."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "given"}
+
+
+def peak_memory_bytes() -> int:
+    """The backend's peak of device memory, or where it does not count, the process's peak resident size."""
+    peak = hal.backend().memory_stats().get("peak")
+    if peak is None:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(peak)
