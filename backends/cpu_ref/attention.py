@@ -137,7 +137,11 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
     dout = _rows(dout)
     layout, strides, *others = call
     described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *others)
-    dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype), torch.empty(k.shape, dtype=q.dtype)
+    dq, dk, dv = (
+        torch.empty(q.shape, dtype=q.dtype),
+        torch.empty(k.shape, dtype=q.dtype),
+        torch.empty(k.shape, dtype=q.dtype),
+    )
     status = lib().hal_flash_attention_backward(
         described,
         q.data_ptr(),

@@ -1,0 +1,399 @@
+"""cpu_ref's flash attention against a dense float64 oracle written here, and the promises a comparison cannot show:
+the dropout bits, bit-equal repetition, the size of the workspace, and accumulators that stay in registers."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hal
+from hal import ContractError, Rng, ops
+from hal.backends.cpu_ref import CpuRef, build
+
+DENSE = ("SBH", "BSH", "SBND", "BSND", "BNSD")
+# Error relative to the largest element: float32 sums of a few hundred terms; 16-bit inputs and probabilities.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float64: 1e-11}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _backend() -> Iterator[None]:
+    with hal.activated(CpuRef()):
+        yield
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def visible(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:
+    """[sq, sk]: i + d - pre <= j <= i + d + next with d = sk - sq."""
+    ahead = torch.arange(sk) - (torch.arange(sq)[:, None] + sk - sq)
+    return (ahead >= (-sq - sk if pre is None else -pre)) & (ahead <= (sq + sk if next is None else next))
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, kept: Tensor | None = None, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """out [b, n, sq, d] and lse [b, n, sq] in float64 of q [b, n, sq, d], k and v [b, g, sk, d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    weight = torch.exp((q @ k.mT) * scale) * seen  # the tests' scores are far below 700: no shift is needed in float64
+    total = weight.sum(-1, keepdim=True)
+    probability = weight / torch.where(total > 0, total, 1.0)
+    if kept is not None:
+        probability = probability * kept / (1 - p)
+    return probability @ v, total.squeeze(-1).log()
+
+
+def bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
+    if "H" in layout:
+        x, layout = x.unflatten(-1, (heads, x.shape[-1] // heads)), layout[:2] + "ND"
+    return x.permute([layout.index(c) for c in "BNSD"])
+
+
+def draw(layout: str, b: int, n: int, s: int, d: int, dtype: torch.dtype, gaps: bool = False) -> Tensor:
+    dims = {"B": b, "N": n, "S": s, "D": d, "H": n * d}
+    shape = [dims[c] for c in layout]
+    wide = torch.randn([*shape[:-1], shape[-1] + (5 if gaps else 0)], dtype=torch.float64).to(dtype)
+    return wide[..., : shape[-1]]
+
+
+def close(got: Tensor, want: Tensor, what: str, tolerance: float) -> None:
+    assert got.shape == want.shape, what
+    if not want.numel():
+        return
+    got, want = got.detach().double(), want.detach()
+    infinite = want.isinf()
+    assert torch.equal(got[infinite], want[infinite]), f"{what}: infinities differ"
+    error = (got - want)[~infinite].abs()
+    scale = max(1.0, float(want[~infinite].abs().max())) if error.numel() else 1.0
+    assert not error.isnan().any() and (not error.numel() or float(error.max()) <= tolerance * scale), (
+        f"{what}: off by {float(error.max()):.3g} where {tolerance * scale:.3g} is allowed"
+    )
+
+
+def check(
+    layout: str,
+    b: int,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    pre: int | None = None,
+    next: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    gaps: bool = False,
+) -> None:
+    """Forward and backward of one call against the oracle."""
+    torch.manual_seed(7)
+    (n, g), (sq, sk) = heads, sizes
+    q, k, v = (draw(layout, b, h, s, d, dtype, gaps) for h, s in ((n, sq), (g, sk), (g, sk)))
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = ops.flash_attention(
+        *(q, k, v), layout=layout, num_heads=n, num_kv_heads=g, pre_tokens=pre, next_tokens=next, mask=mask, scale=scale,
+        return_lse=True,
+    )  # fmt: skip
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    seen = visible(sq, sk, pre, next) if mask is None else visible(sq, sk, pre, next) & ~mask
+    views = [bnsd(x, layout, h) for x, h in zip(exact, (n, g, g))]
+    want, want_lse = oracle(*views, seen, 1 / math.sqrt(d) if scale is None else scale)
+    tolerance = TOLERANCE[dtype]
+    close(bnsd(out, layout, n), want, "out", tolerance)
+    close(lse, want_lse, "lse", max(TOLERANCE[torch.float32], 1e-11) if dtype != torch.float64 else 1e-11)
+    dout = draw(layout, b, n, sq, d, dtype, gaps)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    want_grads = torch.autograd.grad(want, exact, bnsd(dout, layout, n).double())
+    for name, got, right in zip(("dq", "dk", "dv"), grads, want_grads):
+        close(got, right, name, 2 * tolerance)
+
+
+edges = st.none() | st.integers(-20, 120)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_call_equals_the_dense_oracle(data: st.DataObject) -> None:
+    g, group, b = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    sq, sk = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 220))
+    sizes = data.draw(st.sampled_from([(sq, sk), (sk, sk)]))
+    n, mask = g * group, None
+    if data.draw(st.booleans()):
+        shape = data.draw(st.sampled_from([(b, n, *sizes), (1, 1, *sizes), (b, 1, 1, sizes[1]), (n, sizes[0], 1)]))
+        mask = torch.rand(shape) < data.draw(st.sampled_from([0.1, 0.6, 0.97]))
+        if data.draw(st.booleans()) and mask.ndim == 4:
+            mask = mask.mT.contiguous().mT  # queries adjacent instead of keys
+    check(
+        data.draw(st.sampled_from(DENSE)),
+        *(b, (n, g), sizes, data.draw(st.integers(1, 80))),
+        data.draw(st.sampled_from(list(TOLERANCE))),
+        pre=data.draw(edges),
+        next=data.draw(edges),
+        mask=mask,
+        scale=data.draw(st.sampled_from([None, None, 0.5, -0.25, 0.0])),
+        gaps=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 31, 33, 64, 65, 80, 96, 127, 128, 192, 255, 256])
+def test_every_head_size(d: int, dtype: torch.dtype) -> None:
+    check("SBH", 1, (2, 1), (50, 101), d, dtype, next=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("sk", [1, 15, 16, 17, 95, 96, 97, 193])
+@pytest.mark.parametrize("sq", [1, 16, 17, 47, 48, 49, 97])
+def test_sizes_around_the_tiles(sq: int, sk: int, dtype: torch.dtype) -> None:
+    check("BNSD", 1, (1, 1), (sq, sk), 20, dtype, next=0)
+    check("BNSD", 1, (1, 1), (sq, sk), 20, dtype, pre=33, next=14)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (16, 15), (17, -3), (-5, 30), (-2, 1), (3, -4), (-200, 300), (300, -200)])
+def test_windows_on_both_sides_and_dead_rows(window: tuple[int, int]) -> None:
+    for sizes in ((100, 100), (60, 150), (150, 60)):
+        check("BSND", 1, (2, 2), sizes, 16, pre=window[0], next=window[1])
+
+
+def test_a_mask_that_hides_whole_blocks() -> None:
+    i, j = torch.arange(200)[:, None], torch.arange(200)
+    check("BNSD", 1, (2, 2), (200, 200), 16, mask=j > i)
+    check("BNSD", 1, (1, 1), (200, 200), 16, mask=(j // 16 + i // 16) % 2 == 0)  # holes between visible blocks
+    check("BNSD", 1, (1, 1), (200, 200), 16, mask=(i // 16 == 1) | (i > 150), pre=70)
+
+
+@pytest.mark.parametrize("empty", ["b", "sq", "sk"])
+def test_empty_tensors(empty: str) -> None:
+    b, sq, sk = (0 if empty == name else 3 for name in ("b", "sq", "sk"))
+    check("SBND", b, (2, 1), (sq, sk), 8)
+
+
+def packed(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (20, 5)])
+def test_packed_sequences_are_independent(window: tuple[int | None, int | None], dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    q_lengths, k_lengths, n, g, d = [3, 0, 61, 100, 5], [7, 9, 61, 130, 0], 4, 2, 24
+    q, k, v = (torch.randn(sum(s), h, d, dtype=torch.float64).to(dtype) for s, h in
+               ((q_lengths, n), (k_lengths, g), (k_lengths, g)))  # fmt: skip
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = ops.flash_attention(
+        q, k, v, layout="TND", cu_seqlens_q=packed(q_lengths), cu_seqlens_k=packed(k_lengths),
+        pre_tokens=window[0], next_tokens=window[1], return_lse=True,
+    )  # fmt: skip
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    outs, lses = [], []
+    for a, b, c in zip(exact[0].split(q_lengths), exact[1].split(k_lengths), exact[2].split(k_lengths)):
+        parts = [x.transpose(0, 1)[None] for x in (a, b, c)]
+        o, s = oracle(*parts, visible(len(a), len(b), *window), 1 / math.sqrt(d))
+        outs.append(o[0].transpose(0, 1))
+        lses.append(s[0])
+    want = torch.cat(outs)
+    close(out, want, "out", TOLERANCE[dtype])
+    close(lse, torch.cat(lses, 1), "lse", 1e-5)
+    dout = torch.randn_like(out)
+    for name, got, right in zip(
+        ("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, exact, dout.double())
+    ):
+        close(got, right, name, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cu", [[1, 5], [0, 4], [0, 6], [0, 3, 2, 5], [0, -1, 5]])
+def test_cu_seqlens_that_do_not_fit_are_refused(cu: list[int]) -> None:
+    x, good = torch.randn(5, 1, 4), torch.linspace(0, 5, len(cu)).to(torch.int32)
+    bad = torch.tensor(cu, dtype=torch.int32)
+    for cu_q, cu_k in ((bad, good), (good, bad)):
+        with pytest.raises(ContractError, match="cu_seqlens rising from 0"):
+            ops.flash_attention(x, x, x, layout="TND", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def philox_word(seed: int, offset: int, element: int) -> int:
+    """Word element % 4 of Philox4x32-10 (Salmon et al., 2011) with counter offset + element // 4, in plain integers."""
+    counter = (offset + element // 4) % 2**64
+    c = [counter % 2**32, counter >> 32, 0, 0]
+    k0, k1 = seed % 2**32, seed >> 32
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(p1 >> 32) ^ c[1] ^ k0, p1 % 2**32, (p0 >> 32) ^ c[3] ^ k1, p0 % 2**32]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c[element % 4]
+
+
+def test_dropout_keeps_the_elements_that_philox_says() -> None:
+    # With q = k = 0 and v = identity, out[i, j] is the probability of key j: 0 if dropped, else 1 / (keys (1 - p)).
+    p, b, n, sq, sk = 0.3, 2, 3, 53, 113
+    threshold = math.ceil(p * 2**24)
+    rng = Rng(0x123456789ABCDEF0, 2**64 - 5)  # the counter wraps around
+    blocks = [
+        (rng, (b, n, sq, sk), (0, 0, 0, 0)),
+        (rng.block((4, 5, 70, 131), (1, 2, 9, 3)), (4, 5, 70, 131), (1, 2, 9, 3)),
+    ]
+    for source, full, start in blocks:
+        eye = torch.eye(sk).expand(b, n, sk, sk)
+        zero = torch.zeros(b, n, sq, sk)
+        out = ops.flash_attention(zero, torch.zeros(b, n, sk, sk), eye, layout="BNSD", dropout_p=p, rng=source)
+        assert set(out.unique().tolist()) <= {
+            0.0,
+            *(x for x in out.unique().tolist() if abs(x * sk * (1 - p) - 1) < 1e-5),
+        }
+        rows = [(0, 0, 0), (0, 2, 52), (1, 0, 16), (1, 2, 47), (1, 1, 48)]
+        for i, h, row in rows:
+            first = (((i + start[0]) * full[1] + h + start[1]) * full[2] + row + start[2]) * full[3] + start[3]
+            bits = [philox_word(rng.seed, rng.offset, first + j) >> 8 >= threshold for j in range(sk)]
+            assert (out[i, h, row] != 0).tolist() == bits
+
+
+def test_dropout_of_packed_sequences_counts_packed_tokens() -> None:
+    p, rng, cu, d = 0.5, Rng(9, 1), packed([7, 20]), 27
+    eye = torch.eye(27).unsqueeze(1).repeat(1, 2, 1)
+    zero = torch.zeros(27, 2, d)
+    out = ops.flash_attention(zero, zero, eye, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu, dropout_p=p, rng=rng)
+    for h in range(2):
+        for i in range(27):
+            keys = range(7) if i < 7 else range(7, 27)
+            bits = [philox_word(9, 1, (h * 27 + i) * 27 + j) >> 8 >= 2**23 for j in keys]
+            assert (out[i, h, keys.start : keys.stop] != 0).tolist() == bits
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+def test_dropout_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    p, rng, (b, n, g, sq, sk, d) = 0.4, Rng(5, 6), (1, 4, 2, 70, 110, 12)
+    q, k, v = (draw("BNSD", b, h, s, d, dtype).requires_grad_() for h, s in ((n, sq), (g, sk), (g, sk)))
+    out = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=3, dropout_p=p, rng=rng)
+    kept = [philox_word(5, 6, e) >> 8 >= math.ceil(p * 2**24) for e in range(b * n * sq * sk)]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want, _ = oracle(*exact, visible(sq, sk, None, 3), 1 / math.sqrt(d), torch.tensor(kept).view(b, n, sq, sk), p)
+    close(out, want, "out", TOLERANCE[dtype])
+    dout = torch.randn_like(out)
+    for name, got, right in zip(
+        ("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, exact, dout.double())
+    ):
+        close(got, right, name, 3 * TOLERANCE[dtype])
+
+
+def test_inputs_of_any_strides_give_the_same_bits() -> None:
+    torch.manual_seed(2)
+    q = torch.randn(2, 3, 60, 20)
+    k, v = torch.randn(2, 1, 1, 90, 20)[0].expand(2, 3, 90, 20), torch.randn(2, 3, 20, 90).mT
+    views, copies = (q, k, v), (q.clone(), k.contiguous(), v.contiguous())
+    results = []
+    for tensors in (views, copies):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = ops.flash_attention(*leaves, layout="BNSD", next_tokens=0)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])  # its gradient has strides 0
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("team", [1, 2, 3])
+def test_repetition_is_bit_equal(dtype: torch.dtype, team: int, threads: Any) -> None:
+    """Also where heads are fewer than threads, so that dK and dV are summed over pieces of a head."""
+    threads(team)
+    torch.manual_seed(4)
+    for n, g, s in ((1, 1, 700), (4, 2, 300), (5, 5, 200)):
+        q, k, v = (draw("SBND", 1, h, s, 32, dtype).requires_grad_() for h in (n, g, g))
+        dout, runs = torch.randn_like(q), []
+        for _ in range(4):
+            out = ops.flash_attention(q, k, v, layout="SBND", next_tokens=0)
+            runs.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+        for other in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], other))
+
+
+def test_a_cut_head_equals_a_whole_one(threads: Any) -> None:
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, h, 500, 24, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1))
+    dout, results = torch.randn_like(q), []
+    for team in (1, 2, 5):
+        threads(team)
+        out = ops.flash_attention(q, k, v, layout="BNSD", pre_tokens=200, next_tokens=30)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+    for other in results[1:]:
+        assert torch.equal(results[0][0], other[0])
+        for a, b in zip(results[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_poison_reaches_those_who_see_it(poison: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(1, 1, 100, 16).abs().to(dtype) for _ in range(3))
+    clean = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0)
+    bad_q, bad_k, bad_v = q.clone(), k.clone(), v.clone()
+    bad_q[0, 0, 30, 5] = bad_k[0, 0, 30, 5] = bad_v[0, 0, 30, 5] = poison
+    row = ops.flash_attention(bad_q, k, v, layout="BNSD", next_tokens=0)[0, 0]
+    assert row[30].isnan().all() and torch.equal(
+        torch.cat([row[:30], row[31:]]), torch.cat([clean[0, 0, :30], clean[0, 0, 31:]])
+    )
+    column = ops.flash_attention(q, bad_k, v, layout="BNSD", next_tokens=0)[0, 0]
+    assert column[30:].isnan().all() and torch.equal(column[:30], clean[0, 0, :30])
+    value = ops.flash_attention(q, k, bad_v, layout="BNSD", next_tokens=0)[0, 0]
+    assert not value[30:, 5].isfinite().any() and value[:, :5].isfinite().all()
+
+
+def test_overflowing_scores_stay_finite() -> None:
+    x = torch.full((1, 1, 5, 4), 1e4)
+    torch.testing.assert_close(ops.flash_attention(x, x, torch.ones_like(x), layout="BNSD"), torch.ones_like(x))
+
+
+def test_the_workspace_is_kept_small_and_can_be_given_back(threads: Any) -> None:
+    threads(2)
+    n, s, d = 8, 4096, 64
+    q = torch.randn(1, n, s, d, requires_grad=True)
+    sizes = []
+    build.lib().hal_flash_attention_trim()
+    for _ in range(2):
+        out = ops.flash_attention(q, q, q, layout="BNSD", pre_tokens=64, next_tokens=0)
+        out.sum().backward()
+        sizes.append(build.lib().hal_flash_attention_trim())
+    assert sizes[0] == sizes[1] > 0
+    assert 50 * sizes[0] <= 4 * n * s * s  # the scores alone, which nothing here may ever hold
+    assert build.lib().hal_flash_attention_trim() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "multiply"), [("f32", "vfmadd"), ("bf16", "vdpbf16ps")])
+def test_the_micro_kernel_keeps_its_accumulators_in_registers(kind: str, multiply: str, tmp_path: Path) -> None:
+    """Read off the compiler's own output: the loops with the most multiply-adds are the full blocks."""
+    if platform.machine() != "x86_64":
+        pytest.skip(f"reads x86-64 assembly; this is {platform.machine()}")
+    flags = [f for f in build._wanted_flags() if not f.startswith("-fsanitize")]
+    source, target = build.KERNELS / f"flash_attention_{kind}.c", tmp_path / "kernel.s"
+    subprocess.run([*build.find_compiler(), *flags, "-S", str(source), "-o", str(target)], check=True)
+    blocks = re.split(r"(?m)^(?=\.L\w+:)", target.read_text())
+    loops = []
+    for block in blocks:
+        again = re.search(rf"(?m)^\s*j\w+\s+{re.escape(block.split(':')[0])}$", block)
+        if again and multiply in block[: again.end()]:
+            loops.append(block[: again.end()])
+    if not loops and kind == "bf16":
+        pytest.skip("this processor has no AVX512-BF16")
+    most = max((loop.count(multiply) for loop in loops), default=0)
+    assert most >= 12, "the micro-kernel was not found in the compiler's output"
+    for loop in (loop for loop in loops if loop.count(multiply) == most):
+        assert not re.search(r"\(%r[sb]p", loop), f"registers are spilled in an inner loop:\n{loop}"
+        lines = [line for line in loop.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
+        assert len(lines) <= 2 * most, f"{len(lines)} instructions for {most} multiply-adds:\n{loop}"
