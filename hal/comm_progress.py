@@ -6,6 +6,7 @@ addition; a rank that is stopped or stuck keeps its old count, which is how the 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from typing import Any
 
@@ -70,17 +71,22 @@ class Progress:
 
     def __init__(self, world: Any) -> None:
         self.world = world
-        self.store = dist.PrefixStore("hal.progress", dist.distributed_c10d._get_default_store())
+        self.store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
+            "hal.progress", dist.distributed_c10d._get_default_store()
+        )
         self.groups: list[GroupProgress] = []
         self._stop = threading.Event()
-        threading.Thread(target=self._loop, name="hal-progress", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, name="hal-progress", daemon=True)
+        self._thread.start()
+        # A thread that is inside the store's C++ code when the interpreter ends would abort the process.
+        atexit.register(self._end)
 
     @classmethod
     def of_world(cls) -> Progress:
         """The one of the present default process group."""
         if cls._current is None or cls._current.world is not dist.group.WORLD:
             if cls._current is not None:
-                cls._current._stop.set()
+                cls._current._end()
             cls._current = cls(dist.group.WORLD)
         return cls._current
 
@@ -89,6 +95,10 @@ class Progress:
         made = GroupProgress(self, key, rank, size)
         self.groups.append(made)
         return made
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0)
 
     def _loop(self) -> None:
         try:

@@ -30,7 +30,7 @@ def run_processes(
     expect_exit: ranks that are allowed to end without a result; theirs is None.
     Raises HalError with the traceback of the rank that failed first, or if `timeout` seconds pass.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # The agent's flag makes every rank a client of this store, so no port has to be guessed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -74,7 +74,7 @@ def _collect(pipes: list[Connection], timeout: float, expect_exit: Sequence[int]
         for pipe in ready:
             rank = open_pipes[pipe]  # type: ignore[index]
             try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
+                ok, value = pipe.recv()  # type: ignore[union-attr, call-arg]
             except EOFError:
                 ok, value = rank in expect_exit, None if rank in expect_exit else "the process ended without a word"
             if not ok:

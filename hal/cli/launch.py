@@ -1,0 +1,130 @@
+"""hal launch: run a command as one job of several processes, on one machine or on several.
+
+`hal launch --backend B --nproc-per-node N train ...` starts N processes here; with --nnodes (or a hostfile) the same
+command is started once on every machine. `hal train --nproc-per-node N` is the short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hal.errors import ContractError
+from hal.launch.agent import Job, run
+from hal.launch.hosts import Host, parse_hostfile, select, this_host
+
+_DEFAULT_PORT = 29500
+DEVICES = "HAL_DEVICES"
+"""Environment variable: comma-separated device numbers of this node's processes, by local rank."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hal launch", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
+    add("--nproc-per-node", type=int, help="processes on this machine (default 1, or the hostfile's slots)")
+    add("--nnodes", type=int, help="machines (default 1, or those of the hostfile)")
+    add("--node-rank", type=int, help="number of this machine (default 0, or its place in the hostfile)")
+    add("--master-addr", help="address of machine 0 (default 127.0.0.1 on one machine)")
+    add("--master-port", type=int, help="port of machine 0 (default: any free one on one machine, else 29500)")
+    add("--hostfile", type=Path, help="machines, one 'name slots=COUNT' per line")
+    add("-i", "--include", default="", help="machines and slots to use, e.g. a@b:0,2")
+    add("-e", "--exclude", default="", help="machines and slots to leave out")
+    add("--log-dir", type=Path, help="folder for worker_RANK.log (default: a temporary one, kept on failure)")
+    add("--cluster-timeout", type=float, default=600.0, help="seconds to wait for the other machines")
+    add(
+        "--join",
+        choices=("true", "false"),
+        default="true",
+        help="false: return at once; the job goes on in the background",
+    )
+    add("command", nargs=argparse.REMAINDER, help="a hal command, -m MODULE, or a script, with its arguments")
+    return parser
+
+
+def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
+    if options.hostfile is None:
+        if options.include or options.exclude:
+            raise ContractError("--include and --exclude choose from a --hostfile, which was not given")
+        return None
+    hosts = select(parse_hostfile(options.hostfile.read_text()), options.include, options.exclude)
+    if options.nnodes not in (None, len(hosts)):
+        raise ContractError(f"--nnodes {options.nnodes} contradicts the hostfile, which leaves {len(hosts)} machines")
+    options.nnodes = len(hosts)
+    if options.node_rank is None:
+        options.node_rank = this_host(hosts) if len(hosts) > 1 else 0
+    if not 0 <= options.node_rank < len(hosts):
+        raise ContractError(f"--node-rank {options.node_rank}: the hostfile leaves {len(hosts)} machines, from 0 on")
+    mine = hosts[options.node_rank]
+    if options.nproc_per_node not in (None, len(mine.slots)):
+        raise ContractError(f"--nproc-per-node {options.nproc_per_node} contradicts {mine.name}'s slots {mine.slots}")
+    options.nproc_per_node = len(mine.slots)
+    if options.master_addr is None and len(hosts) > 1:
+        options.master_addr = hosts[0].name
+    return hosts, mine
+
+
+def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
+    """The job that `hal launch ARGV` asks for on this machine, and whether to wait for its end."""
+    options = _parser().parse_args(list(argv))
+    found = _with_hosts(options)
+    environment = {}
+    if found is not None:
+        environment[DEVICES] = ",".join(map(str, found[1].slots))
+    command = [part for i, part in enumerate(options.command) if i or part != "--"]
+    if options.backend:
+        environment["HAL_BACKEND"] = options.backend
+        if command and command[0] != "-m" and not command[0].endswith(".py") and "--backend" not in command:
+            command += ["--backend", options.backend]
+    nnodes = options.nnodes or 1
+    if nnodes > 1 and options.master_addr is None:
+        raise ContractError(f"--nnodes {nnodes} needs --master-addr, the address of machine 0")
+    if options.join == "false" and options.log_dir is None:
+        raise ContractError("--join false needs --log-dir: nobody else will see what the job prints")
+    job = Job(
+        command,
+        nproc=options.nproc_per_node or 1,
+        nnodes=nnodes,
+        node_rank=options.node_rank or 0,
+        master_addr=options.master_addr or "127.0.0.1",
+        master_port=options.master_port if options.master_port is not None else (_DEFAULT_PORT if nnodes > 1 else 0),
+        log_dir=options.log_dir,
+        cluster_timeout=options.cluster_timeout,
+        environment=environment,
+    )
+    return job, options.join == "true"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the job; the exit code is that of the worker that failed first."""
+    job, join = job_of(argv)
+    if join:
+        return run(job)
+    assert job.log_dir is not None
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    with (job.log_dir / "launch.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hal.cli", "launch", "--join", "true", *argv_without_join(argv)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(os.environ),
+        )
+    print(f"hal launch: started as process {process.pid}; logs are in {job.log_dir}")
+    return 0
+
+
+def argv_without_join(argv: Sequence[str]) -> list[str]:
+    """`argv` without the launcher's own --join."""
+    kept = list(argv)
+    for i, word in enumerate(kept):
+        if word == "--join":
+            return kept[:i] + kept[i + 2 :]
+        if word.startswith("--join="):
+            return kept[:i] + kept[i + 1 :]
+    return kept

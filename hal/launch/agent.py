@@ -1,0 +1,295 @@
+"""One node's share of a job: starts its workers with torchrun's elastic agent, watches them, and explains failures.
+
+Guarantees: a failed worker ends the job within seconds, and the explanation starts with the worker that failed first;
+on one node every port is on the loopback interface; when the job ends nothing of it runs or listens any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hal.errors import ContractError, HalError
+
+from .worker import FOLDER, failure_path, log_path
+
+_INTERVAL = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one node runs.
+
+    command: a hal command, `-m MODULE` or a script, with arguments. nproc: processes on this node. master_addr,
+    master_port: where node 0 holds the store (port 0 on one node: the system chooses). log_dir: where worker_RANK.log
+    go (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other nodes.
+    environment: added to the workers'.
+    """
+
+    command: Sequence[str]
+    nproc: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    log_dir: Path | None = None
+    cluster_timeout: float = 600.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1 or self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ContractError(
+                f"launch: {self.nproc} processes on node {self.node_rank} of {self.nnodes}; a node runs at least one "
+                "process, and its rank is less than the number of nodes"
+            )
+        if self.nnodes > 1 and not 1024 <= self.master_port <= 65535:
+            raise ContractError(
+                f"launch: {self.nnodes} nodes need an agreed --master-port in 1024..65535, not {self.master_port}"
+            )
+        if not self.command:
+            raise ContractError(
+                "launch: nothing to run; give a command, e.g. `hal launch --nproc-per-node 2 train ...`"
+            )
+
+
+def run(job: Job) -> int:
+    """Runs this node's workers until the job ends; the exit code is 0, or that of the worker that failed first."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it reports what _explain says better
+    temporary = job.log_dir is None
+    folder = Path(tempfile.mkdtemp(prefix="hal-job-")) if job.log_dir is None else job.log_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("failure_*.json"):
+        stale.unlink()
+    store = _store(job)
+    try:
+        with _environment(job, folder):
+            code = _supervise(job, store, folder)
+    finally:
+        del store
+    if temporary and code == 0:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    return code
+
+
+def _store(job: Job) -> Any:
+    """The job's store. Its socket is bound here, because torch's own would listen on every interface."""
+    from datetime import timedelta
+
+    from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=job.cluster_timeout)
+    if job.node_rank:
+        try:
+            return TCPStore(job.master_addr, job.master_port, is_master=False, timeout=timeout)
+        except (DistNetworkError, DistStoreError) as error:
+            raise HalError(
+                f"launch: node 0 at {job.master_addr}:{job.master_port} did not answer within "
+                f"{job.cluster_timeout:g} s; is it started, and is the port open? ({_first_line(error)})"
+            ) from error
+    try:
+        family, _, _, _, address = socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        raise HalError(
+            f"launch: node 0 cannot listen on {job.master_addr}:{job.master_port}: {error.strerror or error}; choose "
+            "another --master-port, or a --master-addr of this machine"
+        ) from error
+    port = listener.getsockname()[1]
+    return TCPStore(
+        job.master_addr,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+@contextlib.contextmanager
+def _environment(job: Job, folder: Path) -> Iterator[None]:
+    """The workers' environment (the agent passes on this process's)."""
+    before = dict(os.environ)
+    os.environ[FOLDER] = str(folder)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.nproc)))
+    interface = _interface(job)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.update(job.environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _interface(job: Job) -> str | None:
+    """Name of the network interface that leads to node 0: loopback on one node. None if it cannot be found out."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((job.master_addr, job.master_port or 9))  # sends nothing; picks the route
+            mine = probe.getsockname()[0]
+        except OSError:
+            return None
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    return None
+
+
+def _supervise(job: Job, store: Any, folder: Path) -> int:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+
+    class Agent(LocalElasticAgent):
+        def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
+            # Workers hold nothing that a polite end would save, and stuck ones would take the agent's 30 s.
+            self._shutdown(signal.SIGTERM, timeout=2)
+
+    spec = WorkerSpec(
+        role="hal",
+        local_world_size=job.nproc,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "hal.launch.worker", *job.command),
+        rdzv_handler=_rendezvous(job, store),
+        max_restarts=0,
+        monitor_interval=_INTERVAL,
+    )
+    with tempfile.TemporaryDirectory(prefix="hal-agent-") as scratch:
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=job.cluster_timeout)
+        with _following(agent, folder):
+            try:
+                result = agent.run()
+            except SignalException as stop:
+                return 128 + int(stop.sigval)
+    ranks = [worker.global_rank for worker in agent.get_worker_group().workers]
+    if result.state == WorkerState.SUCCEEDED:
+        return 0
+    return _explain(folder, ranks, {rank: failure.exitcode for rank, failure in result.failures.items()})
+
+
+def _rendezvous(job: Job, store: Any) -> Any:
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class Fixed(RendezvousHandler):
+        """The nodes are known from the start: no rendezvous is needed, only the store."""
+
+        def get_backend(self) -> str:
+            return "hal"
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            info = RendezvousStoreInfo(job.master_addr, store.port)
+            return RendezvousInfo(store, job.node_rank, job.nnodes, info)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            return None
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return "hal"
+
+        def shutdown(self) -> bool:
+            return True
+
+    return Fixed()
+
+
+@contextlib.contextmanager
+def _following(agent: Any, folder: Path) -> Iterator[None]:
+    """Copies the log of this node's first worker to the console while it runs."""
+    stop = threading.Event()
+
+    def copy() -> None:
+        position, path = 0, None
+        while True:
+            last = stop.is_set()
+            workers = agent.get_worker_group().workers
+            if path is None and workers and workers[0].global_rank is not None and workers[0].id is not None:
+                path = log_path(folder, workers[0].global_rank)
+            if path is not None and path.exists():
+                with path.open("rb") as log:
+                    log.seek(position)
+                    text = log.read()
+                position += len(text)
+                sys.stdout.write(text.decode(errors="replace"))
+                sys.stdout.flush()
+            if last:
+                return
+            stop.wait(_INTERVAL)
+
+    thread = threading.Thread(target=copy, name="hal-follow-log")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int]) -> int:
+    """Prints why the job failed, the first cause first; returns its exit code."""
+    records = {r: json.loads(failure_path(folder, r).read_text()) for r in ranks if failure_path(folder, r).exists()}
+    # A process that a signal ended (out of memory, a crash) left no record, and no peer can have caused that. SIGTERM
+    # is what the agent itself ends the others with.
+    unrecorded = [r for r in exit_codes if r not in records]
+    killed = [r for r in unrecorded if exit_codes[r] < 0 and exit_codes[r] != -signal.SIGTERM]
+    recorded = sorted(records, key=lambda r: records[r]["time"])
+    order = list(dict.fromkeys([*killed, *recorded, *unrecorded]))
+    first = order[0]
+    code = records[first]["code"] if first in records else exit_codes[first]
+    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    print(f"hal launch: rank {first} failed first ({how}); its log is {log_path(folder, first)}", file=sys.stderr)
+    text = records[first]["text"].rstrip() if first in records else ""
+    print(text or _tail(log_path(folder, first)), file=sys.stderr)
+    for rank in order[1:]:
+        if rank in records:
+            last = [line for line in records[rank]["text"].splitlines() if line.strip()][-1:]
+            print(
+                f"hal launch: then rank {rank}: {''.join(last) or 'exit code ' + str(records[rank]['code'])}",
+                file=sys.stderr,
+            )
+    stopped = [r for r in order[1:] if r not in records]
+    if stopped:
+        print(f"hal launch: then ended: ranks {', '.join(map(str, sorted(stopped)))}", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(it wrote no log)"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

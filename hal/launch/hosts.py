@@ -1,0 +1,108 @@
+"""Hostfiles in DeepSpeed's format and its include and exclude filters.
+
+A hostfile has one `name slots=COUNT` per line; a filter is `name[:slot,slot...]` joined with `@`. Everything that is
+not understood is an error, with the line it is in.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hal.errors import ContractError
+
+_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and the numbers of its devices that take part."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+def parse_hostfile(text: str) -> list[Host]:
+    """The hosts of a hostfile, in order. Raises ContractError for an unreadable line, a repeated or an empty host."""
+    hosts: list[Host] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.split("#")[0].strip()
+        if not line:
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            raise ContractError(f"hostfile line {number}: expected 'name slots=COUNT', found {line!r}")
+        name, count = match[1], int(match[2])
+        if count == 0 or any(h.name == name for h in hosts):
+            raise ContractError(f"hostfile line {number}: host {name} {'has no slots' if not count else 'is repeated'}")
+        hosts.append(Host(name, tuple(range(count))))
+    if not hosts:
+        raise ContractError("the hostfile names no host; write one 'name slots=COUNT' per line")
+    return hosts
+
+
+def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """The hosts and slots left by one filter, e.g. include="worker-0@worker-1:0,2" (DeepSpeed's syntax).
+
+    Included hosts come in the order of the hostfile. Raises ContractError for an unknown host or slot.
+    """
+    if include and exclude:
+        raise ContractError("give --include or --exclude, not both")
+    named = _parse_filter(include or exclude, hosts)
+    left = []
+    for host in hosts:
+        slots = named.get(host.name)
+        if include:
+            keep = slots or ()
+        else:
+            keep = tuple(s for s in host.slots if slots is None or s not in slots)
+        if keep or not (include or exclude):
+            left.append(Host(host.name, keep))
+    if not left:
+        raise ContractError(f"the filter {include or exclude!r} leaves no slot on any host")
+    return left
+
+
+def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
+    known = {h.name: h for h in hosts}
+    named: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, text.split("@")):
+        name, _, listed = part.partition(":")
+        if name not in known:
+            raise ContractError(f"filter {text!r}: host {name} is not in the hostfile ({', '.join(known)})")
+        if name in named:
+            raise ContractError(f"filter {text!r}: host {name} is named twice")
+        try:
+            slots = tuple(int(s) for s in listed.split(",")) if listed else known[name].slots
+        except ValueError:
+            raise ContractError(f"filter {text!r}: slots are numbers joined with commas; found {listed!r}") from None
+        wrong = [s for s in slots if s not in known[name].slots]
+        if wrong or len(set(slots)) != len(slots):
+            raise ContractError(f"filter {text!r}: host {name} has slots {known[name].slots}, not {slots}")
+        named[name] = tuple(sorted(slots))
+    return named
+
+
+def this_host(hosts: Sequence[Host]) -> int:
+    """Which of `hosts` this machine is, by name or address. Raises ContractError if that is not exactly one."""
+    names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"}
+    found = [i for i, h in enumerate(hosts) if h.name in names or _is_local(h.name)]
+    if len(found) != 1:
+        raise ContractError(
+            f"this machine ({socket.gethostname()}) is {'none' if not found else 'several'} of the hosts "
+            f"{', '.join(h.name for h in hosts)}; say which one with --node-rank"
+        )
+    return found[0]
+
+
+def _is_local(name: str) -> bool:
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+        family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))  # only this machine's own addresses can be bound
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,93 @@
+"""The first thing that runs in a launched process: its log, its end with the launcher, and a record of its failure.
+
+`python -m hal.launch.worker train ...` runs a hal command, `-m MODULE ...` a module, `FILE.py ...` a script.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from hal.errors import CollectiveTimeout, HalError
+
+FOLDER = "HAL_WORKER_FOLDER"
+"""Environment variable: where logs (worker_RANK.log) and failures (failure_RANK.json) of this job's processes go."""
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """The log of global rank `rank`: what it wrote to stdout and stderr."""
+    return folder / f"worker_{rank}.log"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """Where rank `rank` leaves {rank, time, code, text} if it fails."""
+    return folder / f"failure_{rank}.json"
+
+
+def _redirect(path: Path) -> None:
+    # One file description for both streams, in append mode: the order of lines is the order of writes.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o640)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process when the launcher dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _run(argv: Sequence[str]) -> int:
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return 0
+    if argv[0].endswith(".py"):
+        sys.argv = list(argv)
+        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+        runpy.run_path(argv[0], run_name="__main__")
+        return 0
+    return int(importlib.import_module(f"hal.cli.{argv[0]}").main(list(argv[1:])))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command as this rank; the exit code is hal's (0 done, 1 failed, 2 wrong usage or input)."""
+    rank, folder = int(os.environ["RANK"]), Path(os.environ[FOLDER])
+    _die_with_parent()
+    _redirect(log_path(folder, rank))
+    text = ""
+    try:
+        code = _run(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        text = "" if isinstance(stop.code, int) or stop.code is None else str(stop.code)
+    except BaseException as error:
+        wrong_input = isinstance(error, (HalError, OSError)) and not isinstance(error, CollectiveTimeout)
+        code, text = 2 if wrong_input else 1, traceback.format_exc()
+    if code:
+        failure = {"rank": rank, "time": time.time(), "code": code, "text": text}
+        temporary = failure_path(folder, rank).with_suffix(".tmp")
+        temporary.write_text(json.dumps(failure))
+        temporary.rename(failure_path(folder, rank))
+        print(text, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # The interpreter's own way out would wait in the destructors of process groups whose peers are stuck.
+        os._exit(code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""Hostfiles and filters: DeepSpeed's format, and nothing that is not understood passes."""
+
+from __future__ import annotations
+
+import pytest
+
+import hal
+from hal.cli.launch import argv_without_join, job_of
+from hal.launch.hosts import Host, parse_hostfile, select
+
+TEXT = """# a cluster
+worker-0 slots=4
+worker-1   slots=8   # more
+
+"""
+HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2, 3, 4, 5, 6, 7))]
+
+
+def test_a_hostfile() -> None:
+    assert parse_hostfile(TEXT) == HOSTS
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "names no host"),
+        ("a slots=2\nb 4", "line 2: expected 'name slots=COUNT', found 'b 4'"),
+        ("a slots=x", "line 1"),
+        ("a slots=2\na slots=2", "line 2: host a is repeated"),
+        ("a slots=0", "no slots"),
+    ],
+)
+def test_an_unreadable_hostfile_names_its_line(text: str, message: str) -> None:
+    with pytest.raises(hal.ContractError, match=message):
+        parse_hostfile(text)
+
+
+@pytest.mark.parametrize(
+    "include, exclude, left",
+    [
+        ("", "", HOSTS),
+        ("worker-1", "", [HOSTS[1]]),
+        ("worker-1:4,5@worker-0:2", "", [Host("worker-0", (2,)), Host("worker-1", (4, 5))]),
+        ("", "worker-1", [HOSTS[0]]),
+        ("", "worker-0:0,3", [Host("worker-0", (1, 2)), HOSTS[1]]),
+    ],
+)
+def test_filters(include: str, exclude: str, left: list[Host]) -> None:
+    assert select(HOSTS, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    "include, exclude, message",
+    [
+        ("worker-2", "", "worker-2 is not in the hostfile"),
+        ("worker-0:4", "", "has slots"),
+        ("worker-0:1,1", "", "has slots"),
+        ("worker-0:one", "", "numbers joined"),
+        ("worker-0@worker-0", "", "named twice"),
+        ("worker-0", "worker-1", "not both"),
+        ("", "worker-0@worker-1", "leaves no slot"),
+    ],
+)
+def test_wrong_filters_are_refused(include: str, exclude: str, message: str) -> None:
+    with pytest.raises(hal.ContractError, match=message):
+        select(HOSTS, include, exclude)
+
+
+def test_a_hostfile_becomes_the_job_of_this_node(tmp_path) -> None:
+    (tmp_path / "hosts").write_text(TEXT)
+    options = ["--hostfile", str(tmp_path / "hosts"), "-i", "worker-0@worker-1:4,5", "--node-rank", "1"]
+    job, join = job_of([*options, "--backend", "cpu_ref", "train", "--lr", "1"])
+    assert (job.nproc, job.nnodes, job.node_rank, job.master_addr, job.master_port) == (2, 2, 1, "worker-0", 29500)
+    assert job.command == ["train", "--lr", "1", "--backend", "cpu_ref"] and join
+    assert job.environment == {"HAL_DEVICES": "4,5", "HAL_BACKEND": "cpu_ref"}
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--nproc-per-node", "2"], "nothing to run"),
+        (["--nnodes", "2", "x.py"], "needs --master-addr"),
+        (["--nnodes", "2", "--master-addr", "a", "--master-port", "80", "x.py"], "1024..65535"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "its rank is less"),
+        (["--include", "a", "x.py"], "--hostfile"),
+        (["--join", "false", "x.py"], "--log-dir"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_starts(argv: list[str], message: str) -> None:
+    with pytest.raises(hal.ContractError, match=message):
+        job_of(argv)
+
+
+def test_only_the_launchers_own_join_is_taken_out() -> None:
+    assert argv_without_join(["--join", "false", "x.py", "a"]) == ["x.py", "a"]
+    assert argv_without_join(["--log-dir", "d", "--join=false", "x.py"]) == ["--log-dir", "d", "x.py"]

@@ -1,0 +1,168 @@
+"""hal launch: one job, its logs, and how it ends. Each test starts real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import os, sys, time
+import torch, hal
+comm = hal.torch_comm(hal.GLOO, timeout=60)
+print("rank", comm.rank, "of", comm.size, "sum", comm.all_reduce(torch.tensor(comm.rank)).item())
+mode = sys.argv[1]
+if mode == "listening":
+    open_files = [f"/proc/self/fd/{f}" for f in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(f) for f in open_files if os.path.islink(f)}
+    lines = [l.split() for p in ("tcp", "tcp6") for l in open(f"/proc/net/{p}").readlines()[1:]]
+    mine = [l[1] for l in lines if l[3] == "0A" and f"socket:[{l[9]}]" in inodes]
+    print("listening on", sorted({address.split(":")[0] for address in mine}))
+if comm.rank == 1:
+    if mode == "raise":
+        raise ValueError("planted in rank 1")
+    if mode == "kill":
+        os.kill(os.getpid(), 9)
+    if mode == "exit":
+        sys.exit(7)
+if mode in ("raise", "kill", "exit"):
+    comm.all_reduce(torch.ones(1))
+if mode == "sleep":
+    time.sleep(2)
+    print("slept")
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> str:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return str(tmp_path / "worker.py")
+
+
+def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-m", "hal.cli", "launch", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_job_of_two_writes_its_logs_and_leaves_nothing(worker: str, tmp_path: Path) -> None:
+    done = launch("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), worker, "listening")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 sum 1" in done.stdout and "rank 1" not in done.stdout, "the console shows the first worker"
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["worker_0.log", "worker_1.log"]
+    log = (tmp_path / "logs" / "worker_1.log").read_text()
+    assert "rank 1 of 2 sum 1" in log
+    if sys.platform == "linux":
+        assert "listening on ['0100007F']" in log, "only on 127.0.0.1"
+    assert worker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    "how, code, words",
+    [
+        ("raise", 1, ["rank 1 failed first (exit code 1)", "Traceback", "ValueError: planted in rank 1"]),
+        pytest.param("kill", 1, ["rank 1 failed first (killed by SIGKILL)"], marks=pytest.mark.slow),
+        pytest.param("exit", 7, ["rank 1 failed first (exit code 7)"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_that_failed_first_is_explained_first(worker: str, how: str, code: int, words: list[str]) -> None:
+    began = time.monotonic()
+    done = launch("--nproc-per-node", "3", worker, how)
+    assert time.monotonic() - began < 30
+    assert done.returncode == code
+    positions = [done.stderr.find(w) for w in words]
+    assert -1 not in positions and positions == sorted(positions) and positions[0] == len("hal launch: "), done.stderr
+    folder = Path(done.stderr.split("its log is ")[1].split("\n")[0]).parent
+    assert (folder / "worker_2.log").exists(), "logs of a failed job are kept"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_workers_with_it(worker: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path), worker]
+    launcher = subprocess.Popen([*command, "sleep"], stdout=subprocess.DEVNULL)
+    log = tmp_path / "worker_0.log"
+    while not (log.exists() and "rank 0" in log.read_text()):
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    time.sleep(0.5)
+    assert worker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_join_false_returns_at_once_and_the_job_goes_on(worker: str, tmp_path: Path) -> None:
+    done = launch("--nproc-per-node", "2", "--join", "false", "--log-dir", str(tmp_path / "logs"), worker, "sleep")
+    assert done.returncode == 0 and "started as process" in done.stdout
+    log = tmp_path / "logs" / "worker_1.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "slept" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_node_whose_node_0_is_missing_says_so(worker: str) -> None:
+    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "29411"]
+    done = launch(*where, "--cluster-timeout", "2", worker, "")
+    assert done.returncode == 2 and "did not answer within 2 s" in done.stderr and "127.0.0.1:29411" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_workers(worker: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", worker, ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "rank 1 of 2 sum 1" in done.stdout
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces joined by a cable: hosts with addresses of their own."""
+    if shutil.which("ip") is None:
+        pytest.skip("two simulated hosts need the `ip` command (package iproute2)")
+    a, b = (f"hal{os.getpid()}{side}" for side in "ab")
+    try:
+        _ip("netns", "add", a)
+        _ip("netns", "add", b)
+        _ip("link", "add", a, "type", "veth", "peer", "name", b)
+    except subprocess.CalledProcessError as error:
+        subprocess.run(["ip", "netns", "del", a], capture_output=True)
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
+    try:
+        for side, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
+            _ip("link", "set", side, "netns", side)
+            _ip("-n", side, "addr", "add", address, "dev", side)
+            _ip("-n", side, "link", "set", "lo", "up")
+            _ip("-n", side, "link", "set", side, "up")
+        yield a, b
+    finally:
+        for side in (a, b):
+            subprocess.run(["ip", "netns", "del", side], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_run_one_job(two_hosts: tuple[str, str], worker: str, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("10.77.0.1 slots=2\n10.77.0.2 slots=1\n")
+    command = [sys.executable, "-m", "hal.cli", "launch", "--hostfile", str(hostfile), "--master-port", "29444"]
+    nodes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *command, "--log-dir", str(tmp_path / name), worker, ""],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in two_hosts
+    ]
+    outputs = [node.communicate(timeout=60) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "rank 0 of 3 sum 3" in outputs[0][0] and "rank 2 of 3 sum 3" in outputs[1][0]
+    assert (tmp_path / two_hosts[1] / "worker_2.log").exists()
