@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hal
@@ -30,11 +30,13 @@ def test_the_order_of_all_five_dimensions() -> None:
     assert [layout.group(0, d)[1] for d in DIMS] == [1, 2, 4, 8, 16]
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
     assert [layout.rank(**layout.coordinates(r)) for r in range(layout.world)] == list(range(layout.world))
 
 
+@settings(deadline=None)
 @given(layouts, st.sets(st.sampled_from(DIMS)))
 def test_groups_partition_the_world(layout: Layout, dims: set[str]) -> None:
     groups = {tuple(layout.group(r, *dims)) for r in range(layout.world)}
