@@ -8,7 +8,9 @@ second backward give the same bits, with and without autograd; gradients that ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +74,7 @@ def references(subject: Subject, sample: Sample) -> tuple[Outcome, Outcome, list
     """(float64 oracle, reference in the dtype under test, upstream gradients), on the CPU."""
     op, dtype = subject.op, subject.dtype
     with_grad = bool(op.grads) and sample.grad
-    with activated(Reference()):
+    with activated(_environment()), one_thread():
         oracle = run(op, op.reference, to_double(build(op, sample, dtype)), with_grad)
         native = run(op, op.reference, build(op, sample, dtype), with_grad)
         dys = upstream(native.differentiable, seed=1)
@@ -80,6 +82,22 @@ def references(subject: Subject, sample: Sample) -> tuple[Outcome, Outcome, list
             oracle.gradients = backward(oracle, [dy.double() for dy in dys])
             native.gradients = backward(native, dys)
     return oracle, native, dys
+
+
+@functools.cache
+def _environment() -> Reference:
+    return Reference()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread: the kit's tensors are too small to share, and waiting for other threads costs far more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tuple[str, ...]:

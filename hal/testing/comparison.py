@@ -39,8 +39,8 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     if got.numel() == 0:
         return Error(0.0, "")
     if not got.is_floating_point():
-        wrong = (got != exact.to(got.dtype)).to(torch.float64)
-        return _worst(wrong * float("inf"), got, exact) if wrong.any() else Error(0.0, "")
+        wrong = got != exact.to(got.dtype)
+        return _worst(_infinite_at(wrong), got, exact) if wrong.any() else Error(0.0, "")
     eps = torch.finfo(got.dtype).eps
     got, native = got.to(torch.float64), native.detach().to(torch.float64)
     # A result beyond the range of y's dtype has to become an infinity: that is the right answer there.
@@ -49,7 +49,7 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     finite = right.isfinite() & got.isfinite()
     misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
     if misplaced.any():
-        return _worst(misplaced.to(torch.float64).masked_fill(misplaced, float("inf")), got, right)
+        return _worst(_infinite_at(misplaced), got, right)
     zero = torch.zeros_like(got)
     size = torch.where(finite, exact.abs(), zero)
     error = torch.where(finite, (got - exact).abs(), zero)
@@ -62,6 +62,10 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
     by_tensor = error / max(2.0 * float(lost), atol + max(eps, tol.rtol / 2) * top, 1e-300)
     return _worst(torch.maximum(by_element, by_tensor), got, exact)
+
+
+def _infinite_at(wrong: Tensor) -> Tensor:
+    return torch.zeros(wrong.shape, dtype=torch.float64).masked_fill(wrong, float("inf"))
 
 
 def _worst(ratio: Tensor, got: Tensor, exact: Tensor) -> Error:

@@ -1,0 +1,304 @@
+"""The kit can fail: each backend here is wrong in one way, and the kit must say which."""
+
+import math
+
+import pytest
+import torch
+from planted import Cpu, dressed, plant, verdict
+
+import hal
+from hal import ops
+
+softmax, attention = ops.scale_mask_softmax, ops.flash_attention
+
+
+def minus_10000(x, mask, scale, causal):
+    s = x.float() * scale
+    if causal:
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1 + x.shape[-1] - x.shape[-2])
+    return torch.softmax(s if mask is None else s.masked_fill(mask, -10000.0), -1).to(x.dtype)
+
+
+def without_last_key(q, k, v, layout, mask=None, **rest):
+    if layout != "BNSD" or k.shape[2] < 2 or mask is not None or rest["rng"] is not None:
+        return attention.reference(q, k, v, layout=layout, mask=mask, **rest)
+    return attention.reference(q, k[:, :, :-1], v[:, :, :-1], layout=layout, **rest)
+
+
+def swapped_window(pre_tokens, next_tokens, **rest):
+    return attention.reference(pre_tokens=next_tokens, next_tokens=pre_tokens, **rest)
+
+
+def stale_offset(x, p, rng):
+    return ops.dropout.reference(x, p, rng and hal.Rng(rng.seed, 0, rng.full_shape, rng.start))
+
+
+def strict_comparison(x, p, rng):
+    if p == 0:
+        return x.clone()
+    draw = ops.philox_uniform.reference(x.shape, rng, device=x.device)
+    return torch.where(draw > p, x / (1 - p), torch.zeros_like(x))
+
+
+def overwrites_input(x, weight, eps):
+    y = ops.rms_norm.reference(x, weight, eps)
+    with torch.no_grad():
+        x.mul_(2.0)
+    return y
+
+
+def writes_between_elements(grads, inv_scale):
+    for g in grads:
+        g.as_strided((g.untyped_storage().nbytes() // g.element_size(),), (1,), 0).add_(1.0).sub_(1.0 - 1e-3)
+    for g in grads:
+        g.sub_(1e-3)
+    return ops.unscale_and_check.reference(grads, inv_scale)
+
+
+def loses_nan(x, bias):
+    return torch.nan_to_num(ops.swiglu.reference(x, bias))
+
+
+def noisy(x, bias):
+    return ops.swiglu.reference(x, bias) * (1.0 + 1e-7 * torch.rand(()))
+
+
+def returns_its_input(x, p, rng):
+    return x if p == 0.0 else ops.dropout.reference(x, p, rng)
+
+
+def all_in_low_precision(x, weight, bias, eps):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps) * weight + bias
+
+
+def wrong_dtype(logits, target, **rest):
+    return ops.cross_entropy.reference(logits, target, **rest).to(logits.dtype)
+
+
+def ignores_vocab_start(weight, ids, vocab_start, comm):
+    return ops.embedding.reference(weight, ids % weight.shape[0], vocab_start=0, comm=None)
+
+
+def forgets_other_ranks(logits, target, label_smoothing, vocab_start, comm):
+    if comm is None:
+        return ops.cross_entropy.reference(logits, target, label_smoothing=label_smoothing)
+    return ops.cross_entropy.reference(logits, target % logits.shape[-1], label_smoothing=label_smoothing)
+
+
+def dead_rows_give_nan(x, mask, scale, causal):
+    y = softmax.reference(x, mask, scale, causal)
+    return y.masked_fill((y == 0).all(-1, keepdim=True), math.nan)
+
+
+PLANTED = [
+    (softmax, minus_10000, "the output: error"),
+    (softmax, dead_rows_give_nan, "got nan"),
+    (attention, without_last_key, "the output: error"),
+    (attention, swapped_window, "the output: error"),
+    (ops.dropout, stale_offset, "the output: error of inf tolerances"),
+    (ops.dropout, strict_comparison, "at [0, 0, 1, 5]: got 0, float64 says 0.34"),
+    (ops.dropout, returns_its_input, "shares memory with the argument x"),
+    (ops.rms_norm, overwrites_input, "the call wrote to x"),
+    (ops.unscale_and_check, writes_between_elements, "memory between the elements of grads[0]"),
+    (ops.swiglu, loses_nan, "float64 says nan"),
+    (ops.swiglu, noisy, "differs in bits in a second, equal call"),
+    (ops.layer_norm, all_in_low_precision, "error of"),
+    (ops.cross_entropy, wrong_dtype, "the reference gives torch.float32"),
+    (ops.embedding, ignores_vocab_start, "sharded over 2 ranks"),
+    (ops.cross_entropy, forgets_other_ranks, "sharded over 2 ranks"),
+]
+
+
+@pytest.mark.parametrize("op, function, message", PLANTED, ids=lambda v: getattr(v, "__name__", None))
+def test_a_wrong_forward_is_caught_and_named(op, function, message):
+    report, messages = verdict(plant(op, function), op)
+    assert not report.ok
+    assert message in messages
+
+
+def softmax_forward(x, mask, scale, causal):
+    y = softmax.reference(x, mask, scale, causal)
+    return y, (y, scale)
+
+
+def right_backward(residuals, dy):
+    y, scale = residuals
+    y32, dy32 = y.float(), dy.float()
+    return ((y32 * (dy32 - (y32 * dy32).sum(-1, keepdim=True)) * scale).to(y.dtype),)
+
+
+def forgets_scale(residuals, dy):
+    return right_backward((residuals[0], 1.0), dy)
+
+
+def needs_contiguous(residuals, dy):
+    return right_backward(residuals, torch.as_strided(dy, dy.shape, residuals[0].stride(), 0))
+
+
+def writes_to_dy(residuals, dy):
+    (dx,) = right_backward(residuals, dy)
+    dy.zero_()
+    return (dx,)
+
+
+def no_gradient(residuals, dy):
+    return (None,)
+
+
+def different_each_time(residuals, dy):
+    residuals[0].mul_(1.0 - 1e-6)
+    return right_backward(residuals, dy)
+
+
+@pytest.mark.parametrize(
+    "bwd, message",
+    [
+        (forgets_scale, "the gradient of x: error"),
+        (needs_contiguous, "(upstream gradient not contiguous)"),
+        (writes_to_dy, "the call wrote to the upstream gradient[0]"),
+        (no_gradient, "the gradient of x is missing"),
+        (different_each_time, "the backward raised RuntimeError"),  # autograd notices, because y is also the output
+    ],
+    ids=lambda v: getattr(v, "__name__", None),
+)
+def test_a_wrong_backward_is_caught_and_named(bwd, message):
+    report, messages = verdict(plant(softmax, softmax_forward, bwd=bwd), softmax)
+    assert not report.ok
+    assert message in messages
+
+
+def test_the_right_backward_passes_in_float32():
+    report, _ = verdict(plant(softmax, softmax_forward, bwd=right_backward), softmax)
+    assert [r.status for r in report.rows if r.dtype == "float32"] == ["pass"]
+
+
+def test_a_backward_that_changes_its_residuals_is_caught():
+    def forward(x, mask, scale, causal):
+        y = softmax.reference(x, mask, scale, causal)
+        return y, (y.clone(), torch.tensor([1.0]), scale)
+
+    def bwd(residuals, dy):
+        y, factor, scale = residuals
+        factor.data.mul_(1.0 - 1e-6)
+        return (right_backward((y, scale), dy)[0] * factor.to(dy.dtype),)
+
+    _, messages = verdict(plant(softmax, forward, bwd=bwd), softmax)
+    assert "differs in bits when backward runs twice" in messages
+
+
+def test_a_refusal_that_does_not_hold_is_caught():
+    asked = []
+
+    def fickle(**arguments):
+        asked.append(1)
+        return ["only every fourth question gets this answer"] if len(asked) % 4 else []
+
+    report, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=fickle), ops.swiglu)
+    assert not report.ok
+    assert "but the implementation was called" in messages
+
+
+def test_a_why_not_that_changes_its_mind_is_caught():
+    asked = []
+
+    def flips(**arguments):
+        asked.append(1)
+        return ["odd"] if len(asked) % 2 else []
+
+    _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=flips), ops.swiglu)
+    assert "why_not is not pure" in messages
+
+
+def test_a_why_not_that_accepts_what_then_raises_is_caught():
+    def only_two_dimensions(x, bias):
+        if x.ndim != 2:
+            raise RuntimeError("this kernel wants two dimensions")
+        return ops.swiglu.reference(x, bias)
+
+    _, messages = verdict(plant(ops.swiglu, only_two_dimensions), ops.swiglu)
+    assert "accepted the call and raised RuntimeError: this kernel wants two dimensions" in messages
+
+
+@pytest.mark.parametrize(
+    "why_not, message",
+    [
+        (lambda x, bias: 1 / 0, "why_not raised on a valid call: ZeroDivisionError"),
+        (lambda x, bias: "no", "must return a sequence of reasons, not str"),
+        (lambda x, bias: [""], "must give reasons in words"),
+        (lambda x, bias: [] if x.device.type == "cpu" else ["x is not on the CPU"], "on meta tensors"),
+    ],
+    ids=["raises", "string", "empty", "looks at the device"],
+)
+def test_a_why_not_that_breaks_its_contract_is_caught(why_not, message):
+    _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=why_not), ops.swiglu)
+    assert message in messages
+
+
+def test_an_implementation_that_ran_nothing_fails_with_its_reasons():
+    def never(**arguments):
+        return ["the moon is not full"]
+
+    report, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=never), ops.swiglu)
+    assert {r.status for r in report.rows} == {"fail"}
+    assert "ran no sample at all" in messages
+    assert "the moon is not full" in messages
+
+
+def test_one_refused_dtype_is_declined_and_not_a_failure():
+    def no_halves(x, bias):
+        return [f"no kernel for {x.dtype}"] if x.dtype == torch.float16 else []
+
+    report, _ = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=no_halves), ops.swiglu)
+    assert report.ok
+    assert {r.dtype: r.status for r in report.rows} == {"float32": "pass", "bfloat16": "pass", "float16": "declined"}
+    assert report.rows[-1].reasons == ["no kernel for torch.float16"]
+
+
+def test_a_draw_that_remembers_earlier_draws_is_caught():
+    last = [hal.Rng(0)]
+
+    def remembers(shape, rng, device):
+        used = last[0] if shape == () and min(rng.seed, last[0].seed) > 2**32 else rng
+        last[0] = rng
+        return ops.philox_uniform.reference(shape, used, device=device)
+
+    _, messages = verdict(plant(ops.philox_uniform, remembers), ops.philox_uniform)
+    assert "fork order matters" in messages
+
+
+def test_every_implementation_is_tested_not_only_the_preferred_one():
+    backend = plant(ops.swiglu, ops.swiglu.reference)
+    type(backend).impl(ops.swiglu, id="planted/second")(dressed(ops.swiglu, loses_nan))
+    report, _ = verdict(backend, ops.swiglu)
+    assert {r.implementation for r in report.failed} == {"planted/second"}
+    assert {r.implementation for r in report.rows if r.status == "pass"} == {"planted/wrong"}
+
+
+def test_a_signature_changed_behind_the_registrations_back_is_caught():
+    backend = plant(ops.swiglu, ops.swiglu.reference)
+    (impl,) = backend.impls["swiglu"]
+    backend.impls = {"swiglu": [hal.Impl(impl.op, impl.id, impl.call, impl.why_not, lambda x: x, None, {})]}
+    _, messages = verdict(backend, ops.swiglu)
+    assert "must have the signature of the reference" in messages
+
+
+def test_a_waiver_is_applied_and_printed():
+    def rough(x, bias):
+        return ops.swiglu.reference(x, bias) * (1.0 + 2.5e-6)
+
+    waivers = {torch.float32: (4.0, "the exponential of this device has 20 bits")}
+    refused, _ = verdict(plant(ops.swiglu, rough), ops.swiglu)
+    assert "float32" in {r.dtype for r in refused.failed}
+    report, _ = verdict(plant(ops.swiglu, rough, waivers=waivers), ops.swiglu)
+    row = report.rows[0]
+    assert (row.status, row.reasons[0]) == ("waived", "waiver x4: the exponential of this device has 20 bits")
+    assert 1.0 < row.worst_error_in_tolerances <= 4.0
+    assert "the exponential of this device has 20 bits" in str(report)
+
+
+def test_ops_without_implementation_are_listed():
+    report, _ = verdict(Cpu(), ops.swiglu)
+    assert report.ok
+    assert report.missing == ["swiglu"]
+    assert {(r.status, r.samples) for r in report.rows} == {("declined", 0)}
