@@ -81,10 +81,12 @@ def _describe(
     if mask is not None:  # a view: broadcast dimensions get stride 0
         shape, steps = mask
         mask_strides = torch.empty_strided(shape, steps, dtype=torch.bool, device="meta").expand(b, n, sq, sk).stride()
-    threshold, dropout_index = 0, (0, 0, 0, 0)
+    threshold = 0
+    dropout_index: _Shape = (0, 0, 0, 0)
     if dropout_p > 0.0:
         index0, steps = Rng(0, 0, *block).indexing((n, sq, sk) if layout == "TND" else (b, n, sq, sk))
-        threshold, dropout_index = hal.dropout_threshold(dropout_p), (index0, *((0,) * (4 - len(steps))), *steps[:-1])
+        threshold = hal.dropout_threshold(dropout_p)
+        dropout_index = (index0, *((0,) * (4 - len(steps))), *steps[:-1])
     fields = (
         *(CODE[dtype], b, n, g, sq, sk, d),
         *(_strides(layout, s, d) for s in strides[:3]),
@@ -100,12 +102,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _require_done(status: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, k: Tensor) -> None:
+def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -> None:
     if status == 2:
+        assert cu_q is not None and cu_k is not None
         raise ContractError(
-            f"flash_attention: expected cu_seqlens rising from 0 to the number of tokens ({q.shape[0]} and {k.shape[0]}); "
-            f"found cu_seqlens_q={cu_seqlens_q.tolist() if cu_seqlens_q is not None else None}, "
-            f"cu_seqlens_k={cu_seqlens_k.tolist() if cu_seqlens_k is not None else None}"
+            f"flash_attention: expected cu_seqlens rising from 0 to the number of tokens ({q.shape[0]}, {k.shape[0]}); "
+            f"found cu_seqlens_q={cu_q.tolist()}, cu_seqlens_k={cu_k.tolist()}"
         )
     if status:
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
