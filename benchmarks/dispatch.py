@@ -1,13 +1,14 @@
-"""What HAL adds to a call: an op called through the registry against its implementation called directly.
+"""What HAL adds to a call, against its budgets: 1 us through the registry into a C function, 6 us with autograd.
 
-The implementations do nothing, so the difference is the dispatcher alone: checking the contract, asking why_not, and
-forwarding the arguments. The goal is 1 us per call (ARCHITECTURE's budget); the row's ratio is budget / overhead.
+The implementation makes one call through cffi (five addresses, no rows, so no work) and returns its input; a function
+that only returns its input is subtracted. What is left is checking the contract, asking why_not, forwarding the
+arguments and crossing into C; in the second kind also autograd's node.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ import torch
 import hal
 from hal import ops
 
-from .engine import Row, interleave
+from .case import OURS, Call, Candidate, Case
 
-BUDGET = 1e-6
 _FLOATS = {torch.float32, torch.bfloat16}
 
 
+def _kernel() -> Callable[..., None]:
+    from hal.backends.cpu_ref.build import lib
+
+    return lib().hal_norm_fwd  # type: ignore[no-any-return]
+
+
 class Idle(hal.Backend):
-    """A backend whose ops return an input, so that nothing but the dispatch is left to measure."""
+    """A backend whose ops compute nothing, so that nothing but the way to the kernel is left to measure."""
 
     name = "idle"
 
@@ -39,10 +45,6 @@ class Idle(hal.Backend):
         return hal.Solo()
 
 
-def _why_swiglu(x, bias=None):  # type: ignore[no-untyped-def]
-    return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
-
-
 def _why_rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
     return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
 
@@ -51,82 +53,81 @@ def _why_layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
     return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
 
 
-@Idle.impl(ops.swiglu, id="idle", why_not=_why_swiglu)
-def swiglu(x, bias=None):  # type: ignore[no-untyped-def]
+def _register() -> None:
+    """Adds the implementations; needs the compiled kernels, hence not at import."""
+    kernel = _kernel()
+
+    @Idle.impl(ops.layer_norm, id="idle/cffi", why_not=_why_layer_norm)
+    def layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
+        x_at, w_at, b_at = x.data_ptr(), weight.data_ptr(), bias.data_ptr()
+        kernel(0, 1, x_at, w_at, b_at, x_at, x_at, x_at, eps, 0, 8)
+        return x
+
+    @Idle.impl(ops.rms_norm, id="idle/cffi", why_not=_why_rms_norm, bwd=lambda residuals, dy: (dy, None))
+    def rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
+        x_at, w_at = x.data_ptr(), weight.data_ptr()
+        kernel(0, 0, x_at, w_at, 0, x_at, 0, x_at, eps, 0, 8)
+        return x.view(x.shape), ()
+
+    @Idle.impl(ops.flash_attention, id="idle")
+    def flash_attention(  # type: ignore[no-untyped-def]
+        q,
+        k,
+        v,
+        *,
+        layout,
+        num_heads=None,
+        num_kv_heads=None,
+        pre_tokens=None,
+        next_tokens=None,
+        mask=None,
+        scale=None,
+        dropout_p=0.0,
+        rng=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        return_lse=False,
+    ):
+        return q
+
+
+def _direct(x, *rest, **options):  # type: ignore[no-untyped-def]
     return x
 
 
-@Idle.impl(ops.rms_norm, id="idle", why_not=_why_rms_norm)
-def rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
-    return x
-
-
-@Idle.impl(ops.layer_norm, id="idle", why_not=_why_layer_norm)
-def layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
-    return x
-
-
-@Idle.impl(ops.flash_attention, id="idle")
-def flash_attention(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    *,
-    layout,
-    num_heads=None,
-    num_kv_heads=None,
-    pre_tokens=None,
-    next_tokens=None,
-    mask=None,
-    scale=None,
-    dropout_p=0.0,
-    rng=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    return_lse=False,
-):
-    return q
-
-
-def _repeat(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
-    """1000 calls, so that the measuring loop itself does not count."""
-
-    def run() -> None:
-        for _ in range(1000):
-            function(*args, **kwargs)
-
-    return run
-
-
-def run() -> list[Row]:
-    """One row per op: how often its overhead fits into the budget (goal 1.0)."""
+def _bound(function: Callable[..., Any], op: str) -> Call:
     x, w, q = torch.randn(4, 8), torch.randn(8), torch.randn(4, 2, 8)
-    band = {"layout": "SBH", "num_heads": 2, "next_tokens": 0}
-    calls: list[tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
-        (ops.swiglu, swiglu, (x,), {}),
-        (ops.rms_norm, rms_norm, (x, w), {}),
-        (ops.layer_norm, layer_norm, (x, w, w), {}),
-        (ops.flash_attention, flash_attention, (q, q, q), band),
+    if op == "layer_norm":
+        return partial(function, x, w, w)
+    if op == "rms_norm":
+        return partial(function, x.requires_grad_(), w)
+    return partial(function, q, q, q, layout="SBH", num_heads=2, next_tokens=0)
+
+
+def _op(name: str) -> Call:
+    if "layer_norm" not in Idle.impls:
+        _register()
+    hal.activate(Idle())
+    return _bound(getattr(ops, name), name)
+
+
+def cases() -> list[Case]:
+    """One case per kind of call."""
+    kinds = (
+        ("layer_norm", "layer_norm: registry and cffi", 1e-6),
+        ("flash_attention", "flash_attention: registry, 16 parameters", 1e-6),
+        ("rms_norm", "rms_norm: registry, cffi and autograd, forward", 6e-6),
+    )
+    return [
+        Case(
+            "dispatch",
+            shape,
+            {
+                OURS: Candidate(lambda n=name: _op(n), "hal"),
+                "direct": Candidate(lambda n=name: _bound(_direct, n), "hal"),
+            },
+            minus="direct",
+            budgets={f"budget of {budget * 1e6:g} us": budget},
+        )
+        for name, shape, budget in kinds
     ]
-    rows = []
-    with hal.activated(Idle()):
-        for op, direct, args, kwargs in calls:
-            samples, clean = interleave(
-                {"op": _repeat(op, *args, **kwargs), "direct": _repeat(direct, *args, **kwargs)}
-            )
-            overheads = sorted((s["op"] - s["direct"]) / 1000 for s in samples)
-            overhead = statistics.median(overheads)
-            rows.append(
-                Row(
-                    name="dispatch",
-                    shape=op.name,
-                    peer="budget of 1 us over a direct call",
-                    ratio_median=BUDGET / overhead,
-                    ratio_min=BUDGET / overheads[-1],
-                    ratio_max=BUDGET / overheads[0],
-                    seconds=overhead,
-                    goal=1.0,
-                    clean=f"{clean}/9",
-                )
-            )
-    return rows

@@ -1,157 +1,215 @@
 """How HAL measures: ours and its peers in turn, round after round, and the ratio within each round.
 
 A ratio of two times taken milliseconds apart survives a noisy machine; a time does not. Rounds in which other processes
-used the processors are dropped when enough others remain. Nothing here knows what is measured.
+used the processors are dropped when enough others remain. Nothing here knows what is measured, or where it runs.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from .case import OURS, Case
 
 CLEAN_SHARE = 0.15
 """A round counts as clean if other processes used less than this share of one processor."""
+CEILING = "ceiling"
+"""The candidate that measures the machine itself; it is interleaved like the others."""
+
+
+class Clock(Protocol):
+    """Whatever can run candidates: `run(name, n)` makes n calls and returns the seconds they took together."""
+
+    def run(self, name: str, n: int) -> float: ...
+
+    def restart(self) -> None: ...
+
+    def share(self) -> float: ...
 
 
 @dataclass(frozen=True)
-class Ceiling:
-    """What the machine can do at most: `rate` per second of `unit` (FLOP or bytes), measured in the same run."""
+class Effort:
+    """How long a case is measured: rounds (up to twice as many while clean ones are scarce), seconds per candidate and
+    round, and the seconds after which `least` rounds are enough."""
 
-    name: str
-    rate: float
-    unit: str
+    rounds: int = 9
+    least: int = 5
+    seconds: float = 0.06
+    budget: float = 8.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ratio = the peer's time / ours (2.0 = twice as fast). share_of_ceiling: ours against the limit.
+    """One comparison. ratio = the peer's time (or bytes) / ours: 2.0 = twice as fast.
 
-    seconds: our median. goal: the ratio `--check` demands. clean: rounds without other load / rounds taken.
+    ours: our median in `unit`. share_of_ceiling: our rate / the ceiling's, in the same rounds. goal, share_goal: what
+    `--check` demands. clean: how many of `rounds` had no other load; only those count if there are three.
     """
 
+    suite: str
     name: str
     shape: str
     peer: str
+    allocator: str
     ratio_median: float
     ratio_min: float
     ratio_max: float
-    seconds: float
+    ours: float
+    unit: str = "s"
     ceiling: str = ""
     share_of_ceiling: float | None = None
     goal: float | None = None
-    clean: str = ""
+    share_goal: float | None = None
+    clean: int = 0
+    rounds: int = 0
+    series: str = ""
+    x: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def missed(self) -> bool:
-        return self.goal is not None and self.ratio_median < self.goal
+    def misses(self) -> list[str]:
+        """What is below its goal, in words; empty = nothing."""
+        found = []
+        where = f"{self.name} {self.shape}, {self.allocator} malloc"
+        if self.goal is not None and not self.ratio_median >= self.goal:
+            found.append(f"{where}: {self.ratio_median:.2f}x {self.peer}, goal {self.goal:g}x")
+        if self.share_goal is not None and not (self.share_of_ceiling or 0.0) >= self.share_goal:
+            found.append(f"{where}: {self.share_of_ceiling or 0.0:.0%} of {self.ceiling}, goal {self.share_goal:.0%}")
+        return found
 
 
-def _others() -> float:
-    """Processor seconds used so far by everything on this machine except this process; 0 where unknown."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    fields = [int(v) for v in stat.read_text().split("\n", 1)[0].split()[1:9]]
-    busy = sum(fields) - fields[3] - fields[4]
-    mine = os.times()
-    return busy / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
+@dataclass(frozen=True)
+class Absent:
+    """A comparison that could not be made, and why. It fails `--check` if a goal was set for it."""
+
+    suite: str
+    name: str
+    shape: str
+    peer: str
+    allocator: str
+    reason: str
+    goal: float | None = None
 
 
-def calls_per_round(function: Callable[[], object], seconds: float) -> int:
-    """How many calls take about `seconds`; also the warm-up."""
-    function()
-    start = time.perf_counter()
-    function()
-    once = max(time.perf_counter() - start, 1e-9)
-    return max(1, round(seconds / once))
+@dataclass(frozen=True)
+class Samples:
+    """Seconds per call of every candidate, one entry per round that counts; how many rounds were clean, and all."""
+
+    rounds: list[dict[str, float]]
+    clean: int
+    taken: int
 
 
-def interleave(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int = 9, seconds: float = 0.03
-) -> tuple[list[dict[str, float]], int]:
-    """Seconds per call of every candidate in every round, and how many of the rounds were clean.
-
-    Every candidate runs once per round, in an order that rotates. Clean rounds only, if there are at least three.
-    """
-    counts = {name: calls_per_round(f, seconds) for name, f in candidates.items()}
-    names = list(candidates)
+def interleave(names: Sequence[str], clock: Clock, effort: Effort) -> Samples:
+    """Runs every candidate once per round, in an order that rotates. Clean rounds only, if there are at least three."""
+    counts, spent = {}, 0.0
+    for name in names:
+        clock.run(name, 1)  # the warm-up
+        once = max(clock.run(name, 1), 1e-9)
+        if once < effort.seconds / 4:  # a single short call says little about the next thousand
+            n = max(1, math.ceil(effort.seconds / 4 / once))
+            once = clock.run(name, n) / n
+        counts[name] = max(1, round(effort.seconds / once))
+        spent += counts[name] * once
+    wanted = max(effort.least, min(effort.rounds, int(effort.budget / spent)))
     taken: list[tuple[dict[str, float], bool]] = []
-    for i in range(rounds):
-        before, wall = _others(), time.perf_counter()
-        times = {}
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            function, count = candidates[name], counts[name]
-            start = time.perf_counter()
-            for _ in range(count):
-                function()
-            times[name] = (time.perf_counter() - start) / count
-        load = (_others() - before) / (time.perf_counter() - wall)
-        taken.append((times, load < CLEAN_SHARE))
-    clean = [times for times, is_clean in taken if is_clean]
-    return (clean if len(clean) >= 3 else [times for times, _ in taken]), len(clean)
+    while len(taken) < wanted or (len(taken) < 2 * wanted and sum(ok for _, ok in taken) < 3):
+        turn = len(taken) % len(names)
+        clock.restart()
+        times = {name: clock.run(name, counts[name]) / counts[name] for name in [*names[turn:], *names[:turn]]}
+        taken.append((times, clock.share() < CLEAN_SHARE))
+    clean = [times for times, ok in taken if ok]
+    return Samples(clean if len(clean) >= 3 else [times for times, _ in taken], len(clean), len(taken))
 
 
-def compare(
-    name: str,
-    shape: str,
-    ours: Callable[[], object],
-    peers: Mapping[str, Callable[[], object]],
+def rows(
+    suite: str,
+    case: Case,
+    allocator: str,
+    samples: Samples,
     *,
-    work: float = 0.0,
-    ceiling: Ceiling | None = None,
-    goals: Mapping[str, float] | None = None,
-    rounds: int = 9,
-    seconds: float = 0.03,
+    ceiling_work: float = 0.0,
+    goal: Callable[[str], float | None] = lambda peer: None,
+    share_goal: float | None = None,
 ) -> list[Row]:
-    """One row per peer. work: FLOP or bytes of one call, for the share of the ceiling."""
-    samples, clean = interleave({"ours": ours, **peers}, rounds=rounds, seconds=seconds)
-    mine = statistics.median(s["ours"] for s in samples)
-    share = work / mine / ceiling.rate if ceiling and work else None
-    rows = []
-    for peer in peers:
-        ratios = sorted(s[peer] / s["ours"] for s in samples)
-        rows.append(
+    """One row per peer and per budget. ceiling_work: FLOP or bytes of one call of the candidate `CEILING`."""
+
+    def ours(times: Mapping[str, float]) -> float:
+        return times[OURS] - times[case.minus] if case.minus else times[OURS]
+
+    mine = statistics.median(ours(t) for t in samples.rounds)
+    share = None
+    if case.ceiling and case.work and CEILING in samples.rounds[0]:
+        share = statistics.median(case.work / ours(t) * t[CEILING] / ceiling_work for t in samples.rounds)
+    peers = [n for n in samples.rounds[0] if n not in (OURS, CEILING, case.minus)]
+    result = []
+    for peer in [*peers, *case.budgets]:
+        budget = case.budgets.get(peer)
+        # An overhead that noise makes zero or negative is within any budget; infinity would not survive JSON.
+        ratios = sorted((t[peer] if budget is None else budget) / max(ours(t), 1e-12) for t in samples.rounds)
+        result.append(
             Row(
-                name=name,
-                shape=shape,
+                suite=suite,
+                name=case.name,
+                shape=case.shape,
                 peer=peer,
+                allocator=allocator,
                 ratio_median=statistics.median(ratios),
                 ratio_min=ratios[0],
                 ratio_max=ratios[-1],
-                seconds=mine,
-                ceiling=f"{ceiling.name} {ceiling.rate / 1e9:.0f} G{ceiling.unit}/s" if ceiling else "",
+                ours=mine,
+                unit="B" if case.quantity == "bytes" else "s",
+                ceiling=case.ceiling,
                 share_of_ceiling=share,
-                goal=(goals or {}).get(peer),
-                clean=f"{clean}/{rounds}",
+                goal=goal(peer),
+                share_goal=None if result else share_goal,  # it is about ours, not about the peer: said once
+                clean=samples.clean,
+                rounds=samples.taken,
+                series=case.series,
+                x=case.x,
             )
         )
-    return rows
+    return result
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
-    head = ("what", "shape", "peer", "ratio", "min..max", "goal", "ours", "of ceiling", "clean")
-    body = [
-        (
-            r.name,
-            r.shape,
-            r.peer,
-            f"{r.ratio_median:.2f}x",
-            f"{r.ratio_min:.2f}..{r.ratio_max:.2f}",
-            "" if r.goal is None else f"{'MISSED' if r.missed else 'ok'} {r.goal:g}x",
-            f"{r.seconds * 1e6:.4g} us",
-            "" if r.share_of_ceiling is None else f"{r.share_of_ceiling:.0%} of {r.ceiling}",
-            r.clean,
+def growth(suite: str, found: Sequence[Row], goal: Callable[[str, str], float | None]) -> list[Row]:
+    """One row per series with a goal: 1 / the exponent p of time ~ x^p, by least squares on the logarithms."""
+    result = []
+    for series in dict.fromkeys(r.series for r in found if r.series):
+        wanted = goal("growth", series)
+        points = {r.x: r for r in found if r.series == series}
+        if wanted is None or len(points) < 3:
+            continue
+        exponent = slope([(x, r.ours) for x, r in points.items()])
+        shape = f"{series} {min(points):g}..{max(points):g}: time ~ x^{exponent:.2f}"
+        clean, taken = sum(r.clean for r in points.values()), sum(r.rounds for r in points.values())
+        some = next(iter(points.values()))
+        ratio = 1.0 / exponent
+        result.append(
+            Row(
+                suite,
+                "growth",
+                shape,
+                "linear growth",
+                some.allocator,
+                ratio,
+                ratio,
+                ratio,
+                sum(r.ours for r in points.values()),
+                goal=wanted,
+                clean=clean,
+                rounds=taken,
+            )
         )
-        for r in rows
-    ]
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body])
+    return result
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent p of the best fit y ~ x^p."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    return statistics.linear_regression(xs, ys).slope

@@ -1,0 +1,213 @@
+"""Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, and memory.
+
+FLOP count pairs (query, key) inside the band only: 4 D per pair forward (two products), 14 D forward and backward
+(seven), so a peer that also computes masked pairs gets no credit for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hal
+
+from . import worker
+from .case import OURS, Call, Candidate, Case
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B sequences of S tokens, H heads of D channels. A query sees itself and `pre` keys before it (None: all)."""
+
+    dtype: str = "f32"
+    layout: str = "BNSD"
+    b: int = 1
+    h: int = 8
+    s: int = 1024
+    d: int = 64
+    pre: int | None = None
+
+    def __str__(self) -> str:
+        band = "causal" if self.pre is None else f"pre{self.pre}"
+        return f"{self.dtype} {self.layout} B{self.b} H{self.h} S{self.s} D{self.d} {band}"
+
+    def flop(self, backward: bool) -> float:
+        pre = self.s if self.pre is None else min(self.pre, self.s)
+        outside = (self.s - pre) * (self.s - pre - 1) // 2 if pre < self.s else 0
+        pairs = self.s * (self.s + 1) // 2 - outside
+        return float(self.b * self.h * pairs * self.d * (14 if backward else 4))
+
+    def inputs(self, grad: bool) -> list[Tensor]:
+        """q, k, v in the layout."""
+        sizes = {"S": self.s, "B": self.b, "N": self.h, "D": self.d, "H": self.h * self.d}
+        shape = [sizes[c] for c in self.layout]
+        torch.manual_seed(0)
+        tensors = (torch.randn(shape, device=worker.device(), dtype=DTYPES[self.dtype]) for _ in range(3))
+        return [t.requires_grad_(grad) for t in tensors]
+
+    def bnsd(self, x: Tensor) -> Tensor:
+        """A view of x [layout] as [b, n, s, d]: torch's kernels read strides, so a peer pays for no copy."""
+        if self.layout in ("SBH", "BSH"):
+            x = x.unflatten(-1, (self.h, self.d))
+        return x.permute(_TO_BNSD[self.layout])
+
+
+_TO_BNSD = {"SBH": (1, 2, 0, 3), "BSH": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
+
+
+def _hal(shape: Shape) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result: Tensor = hal.ops.flash_attention(
+            q, k, v, layout=shape.layout, num_heads=shape.h, pre_tokens=shape.pre, next_tokens=0
+        )
+        return result
+
+    return attend
+
+
+def _sdpa(shape: Shape) -> Attend:
+    return lambda q, k, v: F.scaled_dot_product_attention(shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), is_causal=True)
+
+
+def _sdpa_medium(shape: Shape) -> Attend:
+    torch.set_float32_matmul_precision("medium")
+    return _sdpa(shape)
+
+
+def _allowed(s: int, pre: int) -> Tensor:
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    return ((j <= i) & (j >= i - pre)).to(worker.device())
+
+
+def _sdpa_mask(shape: Shape) -> Attend:
+    allowed = _allowed(shape.s, shape.pre if shape.pre is not None else shape.s)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+
+def _sdpa_chunked(shape: Shape) -> Attend:
+    """Queries in chunks as long as the window, each against its own and the previous chunk's keys."""
+    c = shape.pre
+    assert c is not None and shape.s % c == 0
+    allowed = _allowed(2 * c, c)[c:]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [F.scaled_dot_product_attention(q[:, :, :c], k[:, :, :c], v[:, :, :c], is_causal=True)]
+        for i in range(c, shape.s, c):
+            keys = slice(i - c, i + c)
+            parts.append(
+                F.scaled_dot_product_attention(q[:, :, i : i + c], k[:, :, keys], v[:, :, keys], attn_mask=allowed)
+            )
+        return torch.cat(parts, 2)
+
+    return attend
+
+
+def _flex(shape: Shape) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pre = shape.s if shape.pre is None else shape.pre
+
+    def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j >= i - pre)
+
+    blocks = create_block_mask(inside, None, None, shape.s, shape.s, device=str(worker.device()))
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
+
+
+def _naive(shape: Shape) -> Attend:
+    hidden = ~_allowed(shape.s, shape.s)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)) / shape.d**0.5
+        return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+
+    return attend
+
+
+def _call(shape: Shape, attend: Callable[[Shape], Attend], backward: bool) -> Call:
+    q, k, v = shape.inputs(backward)
+    function = attend(shape)
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(q, k, v)
+
+        return forward
+    dout = torch.randn_like(function(q, k, v).detach())
+    return lambda: torch.autograd.grad(function(q, k, v), (q, k, v), dout)
+
+
+def _candidate(shape: Shape, attend: Callable[[Shape], Attend], backward: bool, process: str) -> Candidate:
+    return Candidate(lambda: _call(shape, attend, backward), process)
+
+
+_PEERS: dict[str, tuple[Callable[[Shape], Attend], str]] = {
+    "sdpa": (_sdpa, "torch"),
+    "sdpa-medium": (_sdpa_medium, "medium"),
+    "sdpa-mask": (_sdpa_mask, "torch"),
+    "sdpa-chunked": (_sdpa_chunked, "torch"),
+    "flex": (_flex, "flex"),
+    "naive": (_naive, "naive"),
+}
+
+
+def _case(
+    name: str,
+    shape: Shape,
+    backward: bool,
+    peers: tuple[str, ...],
+    series: str = "",
+    x: float = 0.0,
+    memory: bool = False,
+) -> Case:
+    candidates = {OURS: _candidate(shape, _hal, backward, "hal")}
+    candidates |= {p: _candidate(shape, _PEERS[p][0], backward, _PEERS[p][1]) for p in peers}
+    return Case(
+        name,
+        str(shape),
+        candidates,
+        work=0.0 if memory else shape.flop(backward),
+        ceiling="" if memory else f"GEMM {shape.dtype}",
+        series=series,
+        x=x,
+        quantity="bytes" if memory else "seconds",
+    )
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+_MODES = (("fwd", False), ("fwd+bwd", True))
+
+
+def cases() -> list[Case]:
+    """All attention cases; see the goals for what is expected of which."""
+    found = []
+    for dtype, layout, (mode, backward), d, s in product(DTYPES, ("BNSD", "SBH", "BSH"), _MODES, (64, 128), LENGTHS):
+        plain = layout == "BNSD"
+        peers = ("sdpa", "sdpa-medium") if dtype == "f32" and plain else ("sdpa",)
+        series = f"{dtype} causal, D {d}, {mode}: S" if plain else ""
+        found.append(_case(f"attention {mode}", Shape(dtype, layout, s=s, d=d), backward, peers, series, s))
+    window = Shape(s=4096, pre=256)
+    for dtype in DTYPES:
+        banded = replace(window, dtype=dtype)
+        found.append(_case("attention window fwd", banded, False, ("sdpa-mask", "sdpa-chunked", "flex")))
+        found.append(_case("attention window fwd+bwd", banded, True, ("sdpa-mask", "sdpa-chunked")))
+    for s in (1024, 2048, 4096, 8192, 16384):
+        found.append(_case("attention growth fwd", replace(window, s=s), False, ("sdpa-chunked",), "window 256: S", s))
+    for pre in (64, 128, 256, 512, 1024, 2048):
+        found.append(
+            _case("attention growth fwd", replace(window, pre=pre), False, ("sdpa-chunked",), "S 4096: window", pre)
+        )
+    for h in (1, 2, 4, 8, 16, 32):
+        found.append(_case("attention growth fwd", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
+    found.append(_case("attention memory", Shape(s=8192), True, ("naive",), memory=True))
+    return found

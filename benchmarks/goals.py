@@ -1,0 +1,99 @@
+"""Every goal `hal bench --check` holds cpu_ref to, in one place.
+
+They are ratios for two threads of a current x86-64 server core; which instruction sets a goal presumes is said with it.
+A goal that could not be measured counts as missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from . import machine
+
+BACKEND = "cpu_ref"
+
+
+def _avx512() -> bool:
+    return "avx512f" in machine.features()
+
+
+def _bf16() -> bool:
+    return "avx512_bf16" in machine.features()
+
+
+def _slow_mkl() -> bool:
+    return machine.vendor() not in ("", "GenuineIntel")
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At least `least` x `peer` (or that share of the ceiling) for cases whose name and shape match (fnmatch)."""
+
+    name: str
+    shape: str
+    peer: str
+    least: float
+    allocator: str = "*"
+    holds: Callable[[], bool] = _always
+
+
+RATIOS = [  # the first that matches counts
+    Goal("attention *", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
+    Goal("attention *", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
+    Goal("attention *", "f32 * causal", "sdpa", 2.5, holds=_avx512),
+    Goal("attention fwd", "bf16 * causal", "sdpa", 4.5, holds=_bf16),
+    Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
+    Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
+    Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
+    Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
+    Goal("attention memory", "*", "naive", 50.0),
+    Goal("growth", "window 256: S", "linear growth", 0.9),
+    Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),
+    Goal("linear *", "f32 *", "torch.mm", 0.95),
+    Goal("scale_mask_softmax fwd+bwd", "*", "eager", 10.0, "default"),
+    Goal("scale_mask_softmax fwd+bwd", "*", "eager", 4.0, "pooled"),
+    Goal("cross_entropy fwd+bwd", "*", "eager", 15.0, "default"),
+    Goal("cross_entropy fwd+bwd", "*", "eager", 3.0, "pooled"),
+    Goal("cross_entropy memory", "*", "two buffers of logits", 1.8),
+    Goal("layer_norm fwd+bwd", "*", "eager", 4.0, "default"),
+    Goal("rms_norm fwd+bwd", "*", "eager", 15.0, "default"),
+    Goal("swiglu fwd+bwd", "*", "eager", 6.0, "default"),
+    Goal("rotary fwd", "*", "eager", 6.0, "default"),
+    Goal("adamw", "*", "AdamW(fused=True)", 0.95),
+    Goal("dispatch", "*", "budget of *", 1.0),
+    Goal("all_reduce", "1 KB", "budget of 3 us", 1.0),
+    Goal("all_reduce", "1 MB", "gloo", 6.0),
+    Goal("all_reduce", "64 MB", "gloo", 6.0),
+    Goal("training step", "f32 *", "eager", 2.0, "default", holds=_avx512),
+    Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),
+    Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),
+    Goal("training step", "bf16 *", "tuned *", 1.4, "pooled", holds=_bf16),
+]
+
+SHARES = [  # peer is the ceiling's name
+    Goal("attention *", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
+]
+
+
+def _find(goals: list[Goal], name: str, shape: str, peer: str, allocator: str) -> float | None:
+    for g in goals:
+        pairs = ((name, g.name), (shape, g.shape), (peer, g.peer), (allocator, g.allocator))
+        if all(fnmatchcase(value, pattern) for value, pattern in pairs) and g.holds():
+            return g.least
+    return None
+
+
+def ratio(name: str, shape: str, peer: str, allocator: str) -> float | None:
+    """The ratio demanded of this comparison, or None."""
+    return _find(RATIOS, name, shape, peer, allocator)
+
+
+def share(name: str, shape: str, ceiling: str, allocator: str) -> float | None:
+    """The share of the ceiling demanded of this case, or None."""
+    return _find(SHARES, name, shape, ceiling, allocator)

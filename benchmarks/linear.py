@@ -1,0 +1,79 @@
+"""Linear layers against torch.mm, forward and backward, at the shapes of the training suite's GPT and larger ones.
+
+The backward pass is both products: the input's gradient and the weight's (with it alone timed, on a retained graph).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hal
+
+from . import worker
+from .case import OURS, Call, Candidate, Case
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_SHAPES = ((2048, 384, 1536), (2048, 1536, 384), (2048, 384, 8192), (2048, 1024, 1024), (2048, 2048, 2048))
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _ours() -> Linear:
+    return hal.ops.linear  # type: ignore[no-any-return]
+
+
+def _torch() -> Linear:
+    return F.linear
+
+
+def _medium() -> Linear:
+    torch.set_float32_matmul_precision("medium")
+    return F.linear
+
+
+def _call(make: Callable[[], Linear], dtype: str, rows: int, n_in: int, n_out: int, backward: bool) -> Call:
+    linear = make()
+    x, w = (torch.randn(n, n_in, device=worker.device(), dtype=_DTYPES[dtype]) for n in (rows, n_out))
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return linear(x, w, None)
+
+        return forward
+    y = linear(x.requires_grad_(), w.requires_grad_(), None)
+    dy = torch.randn_like(y)
+    return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+
+
+def cases() -> list[Case]:
+    """Every shape, forward and backward, float32 and bfloat16."""
+    peers: dict[str, tuple[Callable[[], Linear], str]] = {
+        OURS: (_ours, "hal"),
+        "torch.mm": (_torch, "torch"),
+        "torch.mm medium": (_medium, "medium"),
+    }
+    found = []
+    for dtype in _DTYPES:
+        for mode, backward in (("fwd", False), ("bwd", True)):
+            for shape in _SHAPES:
+                candidates = {
+                    name: Candidate(lambda m=make, d=dtype, s=shape, b=backward: _call(m, d, *s, b), process)
+                    for name, (make, process) in peers.items()
+                    if dtype == "f32" or name != "torch.mm medium"
+                }
+                rows, n_in, n_out = shape
+                found.append(
+                    Case(
+                        f"linear {mode}",
+                        f"{dtype} {rows}x{n_in} -> {n_out}",
+                        candidates,
+                        work=2.0 * rows * n_in * n_out * (2 if backward else 1),
+                        ceiling=f"GEMM {dtype}",
+                        allocators=("default", "pooled"),
+                    )
+                )
+    return found

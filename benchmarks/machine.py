@@ -1,0 +1,83 @@
+"""The conditions of a measurement: processor, threads, the allocator's environment, and what else is running."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ALLOCATORS: dict[str, dict[str, str]] = {
+    # glibc as it comes: a large block is mapped anew for every tensor, and its pages are cleared at the first touch.
+    "default": {},
+    # glibc told to keep what is freed. It reads this at a process's start, hence one process per setting.
+    "pooled": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "67108864"},
+}
+
+
+def environment(allocator: str) -> dict[str, str]:
+    """This process's environment with exactly the allocator settings asked for."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "HAL_BACKEND"}
+    return {**kept, **ALLOCATORS[allocator]}
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    lines = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {k.strip().lower(): v.strip() for k, v in lines}
+
+
+def vendor() -> str:
+    """The processor's vendor as the system spells it; "" where it does not say."""
+    return _cpuinfo().get("vendor_id", "")
+
+
+def features() -> frozenset[str]:
+    """The processor's instruction sets in the kernel's spelling."""
+    return frozenset((_cpuinfo().get("flags") or _cpuinfo().get("features", "")).split())
+
+
+def describe() -> str:
+    """One line for the head of a report. Names no host."""
+    import torch
+
+    info = _cpuinfo()
+    model = f"{info.get('model name', platform.machine())} (family {info.get('cpu family', '?')})"
+    return (
+        f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.libc_ver()[0]} {platform.libc_ver()[1]}"
+    )
+
+
+def busy_elsewhere(mine: Iterable[int]) -> float:
+    """Processor seconds used so far by everything except the processes `mine`; 0 where the system does not say."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    fields = [int(v) for v in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    ticks = sum(fields) - fields[3] - fields[4]  # all but idle and waiting for I/O; time stolen by the host counts
+    for pid in mine:
+        try:
+            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks -= int(after_name[11]) + int(after_name[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Load:
+    """Share of one processor that other processes used between two calls of `restart`/`share`."""
+
+    def __init__(self, mine: Iterable[int]) -> None:
+        self._mine = list(mine)
+        self.restart()
+
+    def restart(self) -> None:
+        self._busy, self._wall = busy_elsewhere(self._mine), time.perf_counter()
+
+    def share(self) -> float:
+        return (busy_elsewhere(self._mine) - self._busy) / max(time.perf_counter() - self._wall, 1e-9)

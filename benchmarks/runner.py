@@ -1,0 +1,118 @@
+"""Runs a suite: every case under each of its allocators, in worker processes, and collects rows and absences."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from . import goals
+from .case import OURS, Case
+from .ceilings import CEILINGS
+from .engine import CEILING, Absent, Effort, Row, Samples, growth, interleave, rows
+from .worker import Unavailable, Workers
+
+SUITES = ("attention", "ops", "linear", "dispatch", "comm", "train")
+
+
+@dataclass
+class Found:
+    """What a run produced, in order."""
+
+    rows: list[Row] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+
+    @property
+    def misses(self) -> list[str]:
+        """Every goal that is not met, in words."""
+        unmet = [text for r in self.rows for text in r.misses]
+        for a in self.absent:
+            if a.goal is not None:
+                unmet.append(f"{a.name} {a.shape}, {a.allocator} malloc: not measured against {a.peer}: {a.reason}")
+        return list(dict.fromkeys(unmet))
+
+    @property
+    def goals(self) -> int:
+        """How many goals apply to what was asked for."""
+        met_or_missed = sum((r.goal is not None) + (r.share_goal is not None) for r in self.rows)
+        return met_or_missed + sum(a.goal is not None for a in self.absent)
+
+
+def run(
+    suites: Sequence[str],
+    backend: str,
+    *,
+    peers: Sequence[str] = (),
+    only: str = "",
+    effort: Effort | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Measures the suites on `backend`. peers: only these (empty: all). only: cases whose name and shape contain it."""
+    found = Found()
+    for suite in suites:
+        with Workers(suite, backend) as workers:
+            part = Found()
+            for index, case in enumerate(importlib.import_module(f"hal.bench.{suite}").cases()):
+                if only in f"{case.name} {case.shape}":
+                    for allocator in case.allocators:
+                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc")
+                        _one(workers, suite, backend, index, case, allocator, peers, effort or Effort(), part)
+            part.rows += growth(suite, part.rows, lambda n, s: _goal(backend, n, s, "linear growth", "default"))
+            found.rows += part.rows
+            found.absent += part.absent
+    return found
+
+
+def _goal(backend: str, name: str, shape: str, peer: str, allocator: str) -> float | None:
+    return goals.ratio(name, shape, peer, allocator) if backend == goals.BACKEND else None
+
+
+def _one(
+    workers: Workers,
+    suite: str,
+    backend: str,
+    index: int,
+    case: Case,
+    allocator: str,
+    peers: Sequence[str],
+    effort: Effort,
+    found: Found,
+) -> None:
+    def goal(peer: str) -> float | None:
+        return _goal(backend, case.name, case.shape, peer, allocator)
+
+    def gone(peer: str, reason: str) -> None:
+        found.absent.append(Absent(suite, case.name, case.shape, peer, allocator, reason, goal(peer)))
+
+    candidates = case.under(allocator)
+    compared = [n for n in candidates if n not in (OURS, case.minus) and (not peers or n in peers)]
+    if not compared and not (case.budgets and not peers):
+        return
+    try:
+        names = []
+        for name in [OURS, *([case.minus] if case.minus else []), *compared, *([CEILING] if case.ceiling else [])]:
+            try:
+                workers.prepare(index, case, name, allocator)
+                names.append(name)
+            except Unavailable as error:
+                if name in (OURS, case.minus):
+                    for peer in [*compared, *case.budgets]:
+                        gone(peer, f"{name}: {error}")
+                    return
+                gone(name, str(error))
+        if case.quantity == "bytes":
+            samples = Samples([{n: workers.peak(n) for n in names}], 1, 1)
+        else:
+            samples = interleave(names, workers, effort)
+    finally:
+        workers.release()
+    share_goal = goals.share(case.name, case.shape, case.ceiling, allocator) if backend == goals.BACKEND else None
+    found.rows += rows(
+        suite,
+        case,
+        allocator,
+        samples,
+        ceiling_work=CEILINGS[case.ceiling].work if case.ceiling else 0.0,
+        goal=goal,
+        share_goal=share_goal,
+    )
