@@ -5,7 +5,7 @@ if __name__ != "hal.ops":
 
 from . import layouts, regions
 from .activation import bias_gelu, geglu, swiglu
-from .attention import draw_shape, flash_attention
+from .attention import band_mask, draw_shape, flash_attention
 from .linear import linear
 from .norm import layer_norm, rms_norm
 from .optimizer import adamw, l2norm, unscale_and_check
@@ -17,6 +17,7 @@ from .vocab import cross_entropy, embedding
 
 __all__ = [
     "adamw",
+    "band_mask",
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",

@@ -3,6 +3,7 @@
 One module per family of ops. Importing this package imports neither torch_npu nor anything of the vendor's.
 """
 
+from . import activation, attention, composed, norm, optimizer, rotary, softmax
 from .device import Npu
 
-__all__ = ["Npu"]
+__all__ = ["Npu", "activation", "attention", "composed", "norm", "optimizer", "rotary", "softmax"]

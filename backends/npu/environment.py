@@ -99,10 +99,14 @@ def look(simulated_devices: int | None) -> hal.Probe:
     facts |= {"cann": cann or "not found", "driver": "present" if driver else "not found", "devices": str(len(devices))}
     hint = "; without an NPU, simulate=True (--simulate) runs the same torch_npu over a simulated CANN"
     if cann is None:
-        reason = "CANN was not found (no libascendcl.so under ASCEND_HOME_PATH or LD_LIBRARY_PATH); source its set_env.sh"
+        reason = (
+            "CANN was not found (no libascendcl.so under ASCEND_HOME_PATH or LD_LIBRARY_PATH); source its set_env.sh"
+        )
         return hal.Probe(False, 0, reason + hint, facts)
     if not devices:
-        reason = "the Ascend driver is present but shows no device" if driver else "no Ascend driver (/dev/davinci_manager)"
+        reason = (
+            "the Ascend driver is present but shows no device" if driver else "no Ascend driver (/dev/davinci_manager)"
+        )
         return hal.Probe(False, 0, reason + hint, facts)
     return hal.Probe(True, len(devices), f"{len(devices)} NPUs, torch_npu {version}, CANN in {cann}", facts)
 

@@ -63,7 +63,9 @@ def start(**settings: int) -> Simulator:
     global _running
     if _running is None:
         if "torch_npu" in sys.modules:
-            raise BackendUnavailable("torch_npu was imported before the simulator; call hal.use('npu', simulate=True) first")
+            raise BackendUnavailable(
+                "torch_npu was imported before the simulator; call hal.use('npu', simulate=True) first"
+            )
         _running = Simulator(build.ensure_built())
     for name, value in settings.items():
         _running.set(name, value)

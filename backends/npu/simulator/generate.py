@@ -43,7 +43,12 @@ class Argument:
             return f'halsim::tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
         if self.kind == "S":
             return f"halsim::optional_scalar({raw})" if self.optional else f"halsim::scalar({where}, {raw})"
-        plain = {"L": f"halsim::tensors({where}, {raw})", "I": f"halsim::integers({raw})", "A": f"halsim::scalars({where}, {raw})", "B": f"halsim::booleans({raw})"}
+        plain = {
+            "L": f"halsim::tensors({where}, {raw})",
+            "I": f"halsim::integers({raw})",
+            "A": f"halsim::scalars({where}, {raw})",
+            "B": f"halsim::booleans({raw})",
+        }
         plain |= {"s": f"std::string({raw})", "t": f"halsim::scalar_type({raw})"}
         return plain.get(self.kind, raw)
 
@@ -71,7 +76,8 @@ class Operator:
                 body = f"{self.expression};"
             work = f"    return [=]() mutable {{ {body} }};\n"
         return (
-            f"aclnnStatus aclnn{self.name}GetWorkspaceSize({parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"
+            f"aclnnStatus aclnn{self.name}GetWorkspaceSize(\n"
+            f"    {parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"
             f'  return plan("aclnn{self.name}", workspace, executor, [&]() -> Work {{\n{decoded}{work}  }});\n}}\n'
             f"aclnnStatus aclnn{self.name}(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {{\n"
             f"  return execute(executor, stream);\n}}\n"

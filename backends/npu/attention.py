@@ -1,0 +1,250 @@
+"""flash_attention on npu_fusion_attention (see attention_call.py), dense and packed; and its formula, for dropout.
+
+Packed sequences (TND) go to the library in one call where it accepts every one of them, otherwise one at a time.
+Dropout is refused on the fused operator: its backward takes no mask, and its own random numbers are not HAL's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import Rng, ops
+
+from .attention_call import Call, Plan, full_mask, lse_of, plan, plan_packed, triangle
+from .device import Npu
+from .tensors import reasons
+
+HEADS, HEAD_SIZE, TOKENS, BATCH = 256, 768, 1 << 20, 1 << 21
+"""Documented limits of aclnnFlashAttentionScore on Atlas A2."""
+
+
+def _why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Sequence[str]:
+    found = reasons(q)
+    batch, heads, length, head_size = ops.layouts.sizes(q, layout, num_heads)
+    keys = k.shape[layout.index("T" if layout == "TND" else "S")]
+    limits = {"heads": (heads, HEADS), "channels per head": (head_size, HEAD_SIZE), "batch entries": (batch, BATCH)}
+    limits["tokens"] = (max(length, keys), TOKENS)
+    found += [f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in limits.items() if n > most]
+    if dropout_p > 0.0:
+        found.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
+    return found
+
+
+def _bwd(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, mask, out, top, total, how = residuals
+    if how is None:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if isinstance(how, Call):
+        shapes = q.shape, k.shape, v.shape
+        if how.layout == "SBH":
+            q, k, v, out, dy = (x.reshape(*x.shape[:2], -1) for x in (q, k, v, out, dy))
+        dq, dk, dv = how.backward(q, k, v, mask, out, top, total, dy)
+        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+    return _one_by_one_bwd(q, k, v, out, top, total, how, dy)
+
+
+@Npu.impl(ops.flash_attention, id="npu/fusion_attention", why_not=_why_not, bwd=_bwd)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Any, tuple[Any, ...]]:
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    batch, heads, sq, head_size = ops.layouts.sizes(q, layout, num_heads)
+    scale = 1.0 / math.sqrt(head_size) if scale is None else scale
+    if layout == "TND":
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None
+        ends = packed_ends(cu_seqlens_q, q.shape[0], "q"), packed_ends(cu_seqlens_k, k.shape[0], "k")
+        return _packed(q, k, v, *ends, heads, scale, pre_tokens, next_tokens, return_lse)
+    sk = k.shape[layout.index("S")]
+    if not q.numel() or not sk:  # the library computes nothing then
+        out, lse = torch.zeros_like(q), q.new_full((batch, heads, sq), -math.inf, dtype=torch.float32)
+        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None)
+    chosen = plan(sq, sk, pre_tokens, next_tokens, mask is not None)
+    atten_mask = None
+    if chosen.mask == "triangle":
+        atten_mask = triangle(q.device)
+    elif chosen.mask == "full":
+        band = ops.band_mask(sq, sk, pre_tokens, next_tokens, q.device)
+        atten_mask = full_mask(mask, band, batch, heads, sq, sk)
+    call = Call("SBH" if layout == "SBND" else layout, heads, scale, chosen)
+    flat = (x.reshape(*x.shape[:2], -1) for x in (q, k, v)) if layout == "SBND" else (q, k, v)
+    out, top, total = call.forward(*flat, atten_mask)
+    out = out.view(q.shape)
+    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
+
+
+def packed_ends(cu_seqlens: Tensor, tokens: int, name: str) -> list[int]:
+    """Where each sequence ends: Ascend's form has no leading 0. Raises ContractError for what is not cumulative."""
+    starts = cu_seqlens.tolist()
+    rising = starts[0] == 0 and all(a <= b for a, b in pairwise(starts)) and starts[-1] == tokens
+    hal.require(rising, "flash_attention", f"cu_seqlens_{name} rising from 0 to {tokens}", starts)
+    return starts[1:]
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: list[int],
+    k_ends: list[int],
+    heads: int,
+    scale: float,
+    pre: int | None,
+    next: int | None,
+    return_lse: bool,
+) -> tuple[Any, tuple[Any, ...]]:
+    """All sequences in one call where the library accepts them, otherwise one call per sequence."""
+    lengths = [[b - a for a, b in zip([0, *ends], ends)] for ends in (q_ends, k_ends)]
+    together = plan_packed(*lengths, pre, next) if q.numel() else Plan()
+    how: Any = None
+    atten_mask = None
+    out, top = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
+    total = top
+    if together is not None and q.numel():
+        how = Call("TND", heads, scale, together, tuple(q_ends), tuple(k_ends))
+        atten_mask = None if together.mask == "none" else triangle(q.device)
+        out, top, total = how.forward(q, k, v, atten_mask)
+    elif q.numel():
+        how = _Sequences(tuple(q_ends), tuple(k_ends), heads, scale, pre, next)
+        top, total = torch.full_like(top, -torch.finfo(torch.float32).max), torch.ones_like(top)
+        for rows, columns, call, mask in how.calls(q.device):
+            one = call.forward(q[None, rows], k[None, columns], v[None, columns], mask)
+            out[rows] = one[0][0]
+            top[rows], total[rows] = (x[0].transpose(0, 1) for x in one[1:])
+    result = (out, lse_of(top, total).T) if return_lse else out
+    return result, (q, k, v, atten_mask, out, top, total, how)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Packed sequences that are computed one by one, each as a batch of one."""
+
+    q_ends: tuple[int, ...]
+    k_ends: tuple[int, ...]
+    heads: int
+    scale: float
+    pre: int | None
+    next: int | None
+
+    def calls(self, device: torch.device) -> Iterator[tuple[slice, slice, Call, Tensor | None]]:
+        """(query tokens, key tokens, call, atten_mask) of each sequence that has both."""
+        for q0, q1, k0, k1 in zip((0, *self.q_ends), self.q_ends, (0, *self.k_ends), self.k_ends):
+            sq, sk = q1 - q0, k1 - k0
+            if not sq or not sk:
+                continue
+            chosen = plan(sq, sk, self.pre, self.next, False)
+            mask = triangle(device) if chosen.mask == "triangle" else None
+            if chosen.mask == "full":
+                mask = full_mask(None, ops.band_mask(sq, sk, self.pre, self.next, device), 1, self.heads, sq, sk)
+            yield slice(q0, q1), slice(k0, k1), Call("BSND", self.heads, self.scale, chosen), mask
+
+
+def _one_by_one_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, top: Tensor, total: Tensor, how: _Sequences, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, columns, call, mask in how.calls(q.device):
+        stats = [x[rows].transpose(0, 1)[None].contiguous() for x in (top, total)]
+        parts = q[None, rows], k[None, columns], v[None, columns], mask, out[None, rows], *stats, dy[None, rows]
+        grads = call.backward(*parts)
+        dq[rows], dk[columns], dv[columns] = (g[0] for g in grads)
+    return dq, dk, dv
+
+
+def _why_not_composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Sequence[str]:
+    return reasons(q)
+
+
+@Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not_composed)
+def flash_attention_composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """The formula on torch_npu's operators: forms the matrix of scores, and has HAL's dropout."""
+    return ops.flash_attention.reference(
+        q,
+        k,
+        v,
+        layout=layout,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        mask=mask,
+        scale=scale,
+        dropout_p=dropout_p,
+        rng=rng,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        return_lse=return_lse,
+    )

@@ -1,0 +1,144 @@
+"""How a call of flash_attention is put to npu_fusion_attention, so that windows are exact.
+
+What the hardware would ignore (pre/next without a mask) or round to tiles (mode 0) is never passed. `plan` chooses:
+  no window, no mask         no atten_mask at all
+  causal                     sparse_mode 3 with the 2048 x 2048 triangle (bottom-right aligned)
+  any other window           sparse_mode 4 (band, bottom-right aligned) with the same triangle
+  a mask, or a band that     sparse_mode 1 with mask and window in one full mask
+  the library refuses
+Where rows may see nothing, inner_precise=2 makes them 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is put to npu_fusion_attention. mask: none, "triangle" or "full"."""
+
+    mask: str = "none"
+    mode: int = 0
+    pre: int = 2147483647
+    next: int = 2147483647
+    dead_rows: bool = False
+
+
+def plan(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> Plan:
+    """The call that shows exactly the keys i + d - pre <= j <= i + d + next, d = sk - sq (and not a mask)."""
+    d = sk - sq
+    left = sk if pre is None else min(pre, sk)  # sk reaches the first key from the last query
+    right = sq if next is None else min(next, sq)
+    bounded = left < sk - 1 or right < sq - 1
+    dead = left < 0 or right + d < 0 or left + right < 0
+    if masked or (bounded and not _band_is_accepted(sq, sk, left, right)):
+        return Plan("full", 1, dead_rows=True)
+    if not bounded:
+        return Plan()
+    if right == 0 and left >= sk - 1:
+        return Plan("triangle", 3, dead_rows=dead)
+    return Plan("triangle", 4, left, right, dead_rows=dead)
+
+
+def _band_is_accepted(sq: int, sk: int, pre: int, next: int) -> bool:
+    """The library's rule for bands, which it measures from the top left."""
+    pre, next = pre - (sk - sq), next + (sk - sq)
+    if pre < 0 and next < 0:
+        return False
+    if pre < 0:
+        return next >= -pre and -pre < sk
+    return next >= 0 or (-next <= pre and -next < sq)
+
+
+def plan_packed(q: Sequence[int], k: Sequence[int], pre: int | None, next: int | None) -> Plan | None:
+    """One plan for all packed sequences of these lengths, or None where the library would refuse one of them."""
+    if any(a and not b for a, b in zip(q, k)):
+        return None
+    plans = {plan(a, b, pre, next, False) for a, b in zip(q, k) if a}
+    if all(p.mask == "none" for p in plans):
+        return Plan()
+    left = max(k) if pre is None else pre
+    right = max(q) if next is None else next
+    # TND accepts no row without a key.
+    if left < 0 or left + right < 0 or any(a - right > b for a, b in zip(q, k) if a):
+        return None
+    if right == 0 and left >= max(k):
+        return Plan("triangle", 3)
+    return Plan("triangle", 4, left, right)
+
+
+@functools.cache
+def triangle(device: torch.device) -> Tensor:
+    """The mask that all compressed modes read: True above the diagonal."""
+    return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), 1)
+
+
+def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, sq: int, sk: int) -> Tensor:
+    """mask and band in one tensor, in a shape the library takes: [1, 1, sq, sk], [b, 1, sq, sk] or [b, n, sq, sk]."""
+    both = mask if band is None else band if mask is None else mask | band
+    assert both is not None
+    both = both.reshape((1,) * (4 - both.ndim) + tuple(both.shape))
+    b, n = (batch, heads) if both.shape[1] > 1 else (both.shape[0], 1)
+    return both.expand(b, n, sq, sk).contiguous()
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything of a call to the library but its tensors; forward and backward say the same."""
+
+    layout: str
+    heads: int
+    scale: float
+    plan: Plan
+    q_ends: tuple[int, ...] = ()
+    k_ends: tuple[int, ...] = ()
+
+    def options(self) -> dict[str, Any]:
+        packed = {"actual_seq_qlen": self.q_ends, "actual_seq_kvlen": self.k_ends, "softmax_layout": "TND"}
+        return {
+            "pre_tockens": self.plan.pre,
+            "next_tockens": self.plan.next,
+            "sparse_mode": self.plan.mode,
+            "inner_precise": 2 if self.plan.dead_rows else 0,
+            **(packed if self.q_ends else {}),
+        }
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND)."""
+        results = torch.ops.npu.npu_fusion_attention(
+            q, k, v, self.heads, self.layout, atten_mask=mask, scale=self.scale, **self.options()
+        )
+        return results[0], results[1], results[2]
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, top: Tensor, total: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results = torch.ops.npu.npu_fusion_attention_grad(
+            q,
+            k,
+            v,
+            dy.contiguous(),
+            self.heads,
+            self.layout,
+            atten_mask=mask,
+            softmax_max=top,
+            softmax_sum=total,
+            attention_in=out,
+            scale_value=self.scale,
+            **self.options(),
+        )
+        return results[0], results[1], results[2]
+
+
+def lse_of(top: Tensor, total: Tensor) -> Tensor:
+    """log-sum-exp from the library's statistics; a row that sees nothing has the lowest float as its maximum."""
+    top, total = top[..., 0], total[..., 0]
+    return torch.where(top < -3e38, -math.inf, top + total.log())

@@ -1,0 +1,86 @@
+"""adamw (npu_apply_adam_w), l2norm and unscale_and_check.
+
+npu_apply_adam_w multiplies the powers of beta it is given by beta once more, so it is given beta ** (step - 1);
+megatron_npu passed beta ** step until 2023-12-15, which shrinks the first steps (the first one by a quarter).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .device import Npu
+from .tensors import reasons
+
+
+def _why_not_adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    model_params: Sequence[Tensor] | None = None,
+) -> Sequence[str]:
+    if not all(t.is_contiguous() for t in (*params, *exp_avgs, *exp_avg_sqs)):
+        return ["a parameter or moment that is not contiguous (npu_apply_adam_w updates it in place)"]
+    return reasons(*params, *grads, *(model_params or ()))
+
+
+@Npu.impl(ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw)
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    model_params: Sequence[Tensor] | None = None,
+) -> None:
+    powers = beta1 ** (step - 1), beta2 ** (step - 1)
+    numbers = (lr, weight_decay, beta1, beta2, eps)
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
+        if p.numel():
+            g = g.contiguous().to(p.dtype)
+            g = g if grad_scale == 1.0 else g * grad_scale
+            torch.ops.npu.npu_apply_adam_w.out(*powers, *numbers, g, None, False, False, var=p, m=m, v=v)
+    for p, copy in zip(params, model_params or ()):
+        copy.copy_(p)
+
+
+def _why_not_l2norm(tensors: Sequence[Tensor]) -> Sequence[str]:
+    return reasons(*tensors)
+
+
+@Npu.impl(ops.l2norm, id="npu/torch", why_not=_why_not_l2norm)
+def l2norm(tensors: Sequence[Tensor]) -> Tensor:
+    return ops.l2norm.reference(tensors)
+
+
+def _why_not_unscale(grads: Sequence[Tensor], inv_scale: float) -> Sequence[str]:
+    found = reasons(*grads)
+    if os.environ.get("INF_NAN_MODE_ENABLE") == "0":
+        found.append("INF_NAN_MODE_ENABLE=0 (overflow then saturates, so no inf tells of it; unset the variable)")
+    return found
+
+
+@Npu.impl(ops.unscale_and_check, id="npu/torch", why_not=_why_not_unscale)
+def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
+    return ops.unscale_and_check.reference(grads, inv_scale)

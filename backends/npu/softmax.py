@@ -1,0 +1,64 @@
+"""scale_mask_softmax: npu_scaled_masked_softmax where its documented limits allow, otherwise torch_npu's softmax.
+
+The vendor's operator fills masked scores with -10000, which leaves a row without a visible key uniform; HAL's masked
+entries are exactly 0, so they are set to 0 afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .device import Npu
+from .tensors import reasons
+
+_SMALLEST, _LARGEST, _MULTIPLE = 32, 4096, 32
+
+
+def _why_not_vendor(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
+    found = reasons(x)
+    if mask is None and not causal:
+        found.append("no mask (npu_scaled_masked_softmax needs one)")
+    for name, size in (("query", x.shape[2]), ("key", x.shape[3])):
+        if not _SMALLEST <= size <= _LARGEST or size % _MULTIPLE:
+            found.append(f"{size} {name} positions (npu_scaled_masked_softmax takes multiples of 32 from 32 to 4096)")
+    return found
+
+
+def _masked(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """What is masked, in one of the shapes the operator broadcasts: [b or 1, n or 1, sq, sk]."""
+    band = ops.band_mask(x.shape[2], x.shape[3], None, 0, x.device) if causal else None
+    both = mask if band is None else band if mask is None else mask | band
+    assert both is not None
+    both = both.reshape((1,) * (4 - both.ndim) + tuple(both.shape))
+    return both.expand(both.shape[0], both.shape[1], *x.shape[2:]).contiguous()
+
+
+def _vendor_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    y, masked, scale = residuals
+    dx = torch.ops.npu.npu_scaled_masked_softmax_backward(dy.contiguous(), y, masked, scale, False)
+    return (dx.masked_fill(masked, 0.0),)
+
+
+@Npu.impl(ops.scale_mask_softmax, id="npu/scaled_masked_softmax", why_not=_why_not_vendor, bwd=_vendor_bwd)
+def scale_mask_softmax_vendor(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> tuple[Tensor, tuple[Any, ...]]:
+    masked = _masked(x, mask, causal)
+    y = torch.ops.npu.npu_scaled_masked_softmax(x.contiguous(), masked, scale, False)
+    y = y.masked_fill(masked, 0.0)
+    return y, (y, masked, scale)
+
+
+def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
+    return reasons(x)
+
+
+@Npu.impl(ops.scale_mask_softmax, id="npu/torch", why_not=_why_not)
+def scale_mask_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
+    return ops.scale_mask_softmax.reference(x, mask, scale, causal)
