@@ -8,6 +8,7 @@ from .kit import EXAMPLES, replay, run, run_by_name
 from .probe import ProbeFailure, check_probe
 from .reference import Reference
 from .report import Report, Row
+from .spy import Spy
 from .subject import Failure
 
 __all__ = [

@@ -1,0 +1,151 @@
+"""The golden loss: a tiny GPT trained for 20 steps on the backend and on the references, loss by loss.
+
+Ops that pass one by one can still make a model that learns something else (a stale mask, a gradient that is added
+twice, dropout that differs between forward and recomputation). The two runs see the same weights, data and dropout
+bits, so their losses may only drift apart by rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.backend import Backend
+from hal.dispatch import activated
+from hal.errors import UnsupportedOp
+from hal.op import Tol
+
+from .checks import one_thread
+from .reference import Reference
+from .report import Row
+
+STEPS = 20
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "num_query_groups": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "pre_tokens": 12,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "unfused": {"use_flash_attn": False, "attention_dropout": 0.2, "hidden_dropout": 0.0, "geglu": True},
+}
+"""Model shapes; together they use every op of a training step."""
+
+TOL = {
+    torch.float32: Tol(1e-5, 0.0),  # 20 steps amplify rounding from 1e-7 to about 1e-6
+    torch.bfloat16: Tol(2e-2, 0.0),  # 8 bits: a backend that rounds elsewhere drifts by up to 8e-3
+}
+
+
+def config(shape: str, dtype: torch.dtype) -> Any:
+    """The training config of a golden run (hal.model.config.Config)."""
+    from hal.model.config import Config
+
+    made = Config(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=24,
+        micro_batch_size=2,
+        global_batch_size=4,
+        train_iters=STEPS,
+        lr=1e-2,
+        lr_warmup_iters=2,
+        make_vocab_size_divisible_by=1,
+        bf16=dtype == torch.bfloat16,
+        **SHAPES[shape],
+    )
+    made.set_vocabulary(_VOCABULARY)
+    return made
+
+
+_VOCABULARY = 61
+
+
+class _Data:
+    """Sequences t[i+1] = (a t[i] + c) mod 61 with a and c of few values: a model learns them in a few steps."""
+
+    def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        rows = []
+        for n in range(first, first + count):
+            t = [n * 7 % _VOCABULARY]
+            for _ in range(24):
+                t.append((t[-1] * (2 + n % 2) + 5) % _VOCABULARY)
+            rows.append(t)
+        tokens = torch.tensor(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run leaves: the loss and the gradient norm of every step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def train(shape: str, dtype: torch.dtype, steps: int = STEPS) -> Trace:
+    """Trains on the active backend."""
+    import hal
+    from hal.model.gpt import GPT
+    from hal.model.trainer import Trainer
+
+    made = config(shape, dtype)
+    trainer = Trainer(made, GPT(made, hal.device()), {"train": _Data()})
+    results = [trainer.step() for _ in range(steps)]
+    return Trace([r.loss for r in results], [r.grad_norm or 0.0 for r in results])
+
+
+def golden_row(backend: Backend, shape: str, dtype: torch.dtype) -> Row:
+    """Compares the backend's run with the references'."""
+    row = Row("golden_loss", str(dtype).removeprefix("torch."), backend.name, backend.simulated, "pass", 0, None)
+    row.implementation = f"model/{shape}"
+    with activated(Reference()), one_thread():
+        expected = train(shape, dtype)
+    try:
+        with activated(backend):
+            found = train(shape, dtype)
+    except UnsupportedOp as error:
+        row.status, row.reasons = "declined", [" ".join(str(error).split())]
+        return row
+    except Exception as error:
+        row.status, row.message = "fail", f"training raised {type(error).__name__}: {error}"
+        row.code = _code(backend, shape, dtype)
+        return row
+    row.samples = STEPS
+    if not expected.losses[-1] < 0.9 * expected.losses[0]:
+        raise AssertionError(f"the golden run does not learn on the references: {expected.losses}")
+    worst = 0.0
+    for step, (y, r) in enumerate(zip(found.losses, expected.losses), start=1):
+        allowed = TOL[dtype].atol + TOL[dtype].rtol * abs(r)
+        error = abs(y - r) / allowed if y == y else float("inf")
+        if error > 1.0 and row.status == "pass":
+            row.status, row.code = "fail", _code(backend, shape, dtype)
+            row.message = f"the losses part at step {step}: {y:.7g}, on the references {r:.7g}"
+        worst = max(worst, error)
+    row.worst_error_in_tolerances = worst
+    return row
+
+
+def _code(backend: Backend, shape: str, dtype: torch.dtype) -> str:
+    options = "".join(f", {k}={v!r}" for k, v in backend.options().items() if v is not None)
+    return (
+        "import torch, hal\nfrom hal.testing import Reference, golden\n"
+        f"hal.use({backend.name!r}{options})\n"
+        f"print(golden.train({shape!r}, {dtype}))\n"
+        "with hal.activated(Reference()):\n"
+        f"    print(golden.train({shape!r}, {dtype}))\n"
+    )

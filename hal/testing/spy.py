@@ -1,0 +1,90 @@
+"""A backend that wraps another one and records what is asked of it: the device-free proof of what a model uses.
+
+Everything else is the wrapped backend's, down to the attributes that its kernels look up on `hal.backend()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hal.backend import Backend, Impl, Probe
+from hal.comm import Comm
+
+
+class Spy(Backend):
+    """Records every call that an implementation of `inner` accepts, in order.
+
+    >>> spy = Spy(hal.backend())                    # doctest: +SKIP
+    >>> with hal.activated(spy): step()             # doctest: +SKIP
+    >>> spy.counts()                                # doctest: +SKIP
+    Counter({'linear': 17, 'layer_norm': 5, ...})
+    """
+
+    name = "spy"
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.calls: list[tuple[str, str]] = []
+        """(op name, implementation id) of every call."""
+        self.impls = {name: [self._recorded(i) for i in impls] for name, impls in inner.impls.items()}  # type: ignore[misc]
+        self.simulated = inner.simulated
+
+    def _recorded(self, impl: Impl) -> Impl:
+        note, record, call = (impl.op.name, impl.id), self.calls.append, impl.call
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            record(note)
+            return call(*args, **kwargs)
+
+        return dataclasses.replace(impl, call=recorded)
+
+    def counts(self) -> Counter[str]:
+        """Calls by op name."""
+        return Counter(name for name, _ in self.calls)
+
+    def clear(self) -> None:
+        """Forgets the calls."""
+        self.calls.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not set yet, e.g. while unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    # What the base class defines does not reach __getattr__.
+
+    def probe(self) -> Probe:
+        return self.inner.probe()
+
+    def device(self, index: int = 0) -> torch.device:
+        return self.inner.device(index)
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> Comm:
+        return self.inner.comm(ranks, timeout=timeout)
+
+    def build(self) -> None:
+        self.inner.build()
+
+    def memory_stats(self) -> Mapping[str, int]:
+        return self.inner.memory_stats()
+
+    def reset_peak_memory(self) -> None:
+        self.inner.reset_peak_memory()
+
+    def stream(self) -> AbstractContextManager[object]:
+        return self.inner.stream()
+
+    def profile_range(self, name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.inner.profile_range(name)
+
+    def options(self) -> Mapping[str, Any]:
+        return self.inner.options()
