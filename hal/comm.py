@@ -107,7 +107,8 @@ class Comm(ABC):
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         """Starts a batch of sends and receives; the function it returns waits and gives what was received, in order.
 
-        Between two ranks, messages are matched in the order in which each side lists them.
+        Between two ranks, messages are matched in the order in which each side lists them, and batches in the order
+        in which they are started, whichever is waited for first.
         """
 
     def start(self, collective: str, x: Tensor, *, op: str = "sum", source: int = 0) -> Pending:

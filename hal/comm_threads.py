@@ -28,9 +28,13 @@ class _Meeting:
         self.arrived: set[int] = set()
         self.barrier = threading.Barrier(size)
         self.timeout = timeout
-        self.mail: dict[tuple[int, int], queue.Queue[Tensor]] = {
-            (a, b): queue.Queue() for a in range(size) for b in range(size)
-        }
+        self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self.lock = threading.Lock()
+
+    def box(self, source: int, to: int, number: int) -> queue.Queue[Tensor]:
+        """Where the `number`-th message from `source` to `to` is left and found."""
+        with self.lock:
+            return self.mail.setdefault((source, to, number), queue.Queue())
 
 
 class ThreadComm(Comm):
@@ -39,6 +43,7 @@ class ThreadComm(Comm):
     def __init__(self, name: str, rank: int, meeting: _Meeting) -> None:
         self.name, self.rank, self.size = name, rank, len(meeting.slots)
         self._meeting, self._seq = meeting, 0
+        self._sent, self._expected = [0] * self.size, [0] * self.size
 
     def _timeout(self, what: str, absent: Sequence[int]) -> CollectiveTimeout:
         return CollectiveTimeout(self.name, self.rank, what, self._seq, absent, self._meeting.timeout)
@@ -68,14 +73,24 @@ class ThreadComm(Comm):
         self._check_messages(sends, receives)
         self._seq += 1
         for m in sends:
-            self._meeting.mail[self.rank, m.peer].put(m.tensor.detach().clone())
+            self._meeting.box(self.rank, m.peer, self._sent[m.peer]).put(m.tensor.detach().clone())
+            self._sent[m.peer] += 1
+        # Numbered now: batches are matched in the order in which they start, whichever is waited for first.
+        numbers = []
+        for m in receives:
+            numbers.append((m.peer, self.rank, self._expected[m.peer]))
+            self._expected[m.peer] += 1
 
         def finish() -> list[Tensor]:
+            meeting = self._meeting
             try:
-                mail, timeout = self._meeting.mail, self._meeting.timeout
-                return [mail[m.peer, self.rank].get(timeout=timeout) for m in receives]
+                arrived = [meeting.box(*number).get(timeout=meeting.timeout) for number in numbers]
             except queue.Empty:
                 raise self._timeout("exchange", sorted({m.peer for m in receives})) from None
+            with meeting.lock:
+                for number in numbers:
+                    del meeting.mail[number]
+            return arrived
 
         return finish
 

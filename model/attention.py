@@ -8,16 +8,18 @@ G key/value heads, D head size.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hal import ops
+from hal import Rng, ops
 from hal.ops.attention import band_mask
 
 from .config import Config
 from .draws import Draws
 from .layers import ColumnParallelLinear, Init, RowParallelLinear
+from .parallel.context import Ring, ring_attention, ulysses
 from .recompute import recompute
 
 
@@ -31,6 +33,7 @@ class SelfAttention(nn.Module):
         size, h = init.parallel.size, config.hidden_size
         self.local_groups, self.per_group, self.head_size = groups // size, self.heads // groups, d
         self.first_head = init.parallel.rank * self.local_groups * self.per_group
+        self.cp, self.cp_algorithm = init.parallel.cp, init.parallel.cp_algorithm
         bias = not config.disable_bias_linear
         self.linear_qkv = ColumnParallelLinear(
             init,
@@ -60,10 +63,25 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]."""
-        return self._flash(q, k, v, draws) if self.flash else self._softmax(q, k, v, draws)
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; s is this rank's rows with context parallelism."""
+        if self.cp is None or self.cp.size == 1:
+            return self._whole(q, k, v, draws, self.first_head)
+        if self.cp_algorithm == "ulysses":
+            first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
+            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, draws, first))
+        draw, full = None, q.shape[0] * self.cp.size
+        if draws is not None and self.p > 0.0:
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+            def draw(q_start: int, k_start: int) -> Rng:
+                return draws.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
+
+        return ring_attention(q, k, v, Ring(self.cp, self.window, self.p, draw))
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, first_head: int) -> Tensor:
+        dropout = self._dropout(q, k, draws, first_head)
+        return self._flash(q, k, v, dropout) if self.flash else self._softmax(q, k, v, dropout)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, dropout: dict[str, Any]) -> Tensor:
         pre, next_ = self.window
         out = ops.flash_attention(
             *(_arrange(t, self.layout) for t in (q, k, v)),
@@ -72,11 +90,11 @@ class SelfAttention(nn.Module):
             num_kv_heads=k.shape[2],
             pre_tokens=pre,
             next_tokens=next_,
-            **self._dropout(q, k, draws),
+            **dropout,
         )
         return _restore(out, self.layout)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, dropout: dict[str, Any]) -> Tensor:
         s, b, n, d = q.shape
         g = k.shape[2]
         # [b, g, (n/g)*s, d] so that the query heads of a group share its keys without copying them.
@@ -87,16 +105,15 @@ class SelfAttention(nn.Module):
         causal = next_ == 0
         mask = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
         probabilities = ops.scale_mask_softmax(scores, mask, 1.0 / math.sqrt(d), causal)
-        dropout = self._dropout(q, k, draws)
         if dropout:
             probabilities = ops.dropout(probabilities, dropout["dropout_p"], dropout["rng"])
         context = probabilities.view(b, g, n // g * s, -1) @ v_BGSD
         return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
 
-    def _dropout(self, q: Tensor, k: Tensor, draws: Draws | None) -> dict[str, object]:
+    def _dropout(self, q: Tensor, k: Tensor, draws: Draws | None, first_head: int) -> dict[str, Any]:
         if draws is None or self.p == 0.0:
             return {}
-        rng = draws.attention(self.layer, self.heads, self.first_head, q.shape[0], k.shape[0])
+        rng = draws.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
         return {"dropout_p": self.p, "rng": rng}
 
 

@@ -11,24 +11,30 @@ from dataclasses import dataclass
 
 from hal import Rng
 
+from .parallel.rows import Rows
+
 
 @dataclass(frozen=True)
 class Draws:
-    """rng: the step's stream. The microbatch holds the samples [first_sample, ...) of a global batch of `batch`."""
+    """rng: the step's stream. The microbatch holds the samples [first_sample, ...) of a global batch of `batch`.
+
+    rows: the positions that hidden activations have on this rank; None = all.
+    """
 
     rng: Rng
     first_sample: int
     batch: int
+    rows: Rows | None = None
 
-    def hidden(
-        self, name: str, layer: int, shape: Sequence[int], *, seq_start: int = 0, seq_full: int | None = None
+    def hidden(self, name: str, layer: int, shape: Sequence[int]) -> tuple[Rng, list[int]]:
+        """For an activation of `shape` [s, b, h]: the stream, and the shape as which the op must see it."""
+        rows = self.rows or Rows.all_of(shape[0])
+        return rows.draw(self.rng.fork(name, layer), shape, (self.batch, shape[2]), (self.first_sample, 0))
+
+    def attention(
+        self, layer: int, heads: int, first_head: int, sq: int, skv: int, starts: tuple[int, int] = (0, 0)
     ) -> Rng:
-        """For an activation of `shape` [s, b, h] that starts at position seq_start of a sequence of seq_full."""
-        s, _, h = shape
-        full = (s if seq_full is None else seq_full, self.batch, h)
-        return self.rng.fork(name, layer).block(full, (seq_start, self.first_sample, 0))
-
-    def attention(self, layer: int, heads: int, first_head: int, sq: int, skv: int) -> Rng:
-        """For probabilities [b, n, sq, skv] of heads [first_head, ...) out of `heads`."""
+        """For probabilities [b, n, ...] of heads [first_head, ...) out of `heads`, of a whole of `sq` queries and `skv`
+        keys, of which this call has those from `starts` on."""
         full = (self.batch, heads, sq, skv)
-        return self.rng.fork("attention", layer).block(full, (self.first_sample, first_head, 0, 0))
+        return self.rng.fork("attention", layer).block(full, (self.first_sample, first_head, *starts))

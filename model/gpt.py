@@ -7,6 +7,7 @@ whole model whatever it holds. Everything computed here goes through `hal.ops`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,16 @@ class Embedding(nn.Module):
             self.position_embeddings.weight = init.weight(
                 "embedding.position_embeddings.weight", (config.max_position_embeddings, h), std
             )
-        self.p = config.hidden_dropout
+        self.p, self.parallel = config.hidden_dropout, init.parallel
 
     def forward(self, tokens: Tensor, draws: Draws | None) -> Tensor:
         x = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings.weight[: x.shape[0], None]
+            rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
+            x = x + rows.take(self.position_embeddings.weight[: rows.full], 0)[:, None]
         if draws is not None and self.p > 0.0:
-            x = ops.dropout(x, self.p, draws.hidden("embedding", 0, x.shape))
+            rng, seen = draws.hidden("embedding", 0, x.shape)
+            x = ops.dropout(x.reshape(seen), self.p, rng).view(x.shape)
         return x
 
 
@@ -81,7 +84,8 @@ class TransformerLayer(nn.Module):
             y, bias = norm(y if bias is None else y + bias), None
         if draws is None or self.p == 0.0:
             return ops.bias_dropout_add(y, bias, x)
-        return ops.bias_dropout_add(y, bias, x, p=self.p, rng=draws.hidden(name, self.layer, y.shape))
+        rng, seen = draws.hidden(name, self.layer, y.shape)
+        return ops.bias_dropout_add(y.reshape(seen), bias, x.reshape(seen), p=self.p, rng=rng).view(x.shape)
 
 
 class Decoder(nn.Module):
@@ -152,10 +156,17 @@ class GPT(nn.Module):
         self.last, self._turn = last, None
 
     def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
-        """draws: dropout of this microbatch; None = no dropout (evaluation)."""
+        """draws: dropout of this microbatch; None = no dropout (evaluation).
+
+        With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
+        """
+        s_hidden = x.shape[1] // (self.parallel.size if self.parallel.sequence else 1) if self.embedding else x.shape[0]
+        full = self.parallel.full_length(s_hidden)
+        if draws is not None:
+            draws = replace(draws, rows=self.parallel.hidden_rows(full))
         if self.embedding is not None:
             x = self.embedding(x, draws)
-        x = self.decoder(x, self._rotation(x), draws)
+        x = self.decoder(x, self._rotation(full, x.device), draws)
         return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
 
     def output_weight(self) -> Tensor:
@@ -169,9 +180,11 @@ class GPT(nn.Module):
         per_token = ops.cross_entropy(logits, labels.t().contiguous(), vocab_start=start, comm=self.parallel.tp)
         return per_token.mean()
 
-    def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, full: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":
             return None
-        if self._turn is None or self._turn[0].shape[0] != x.shape[0]:
-            self._turn = rotation(self.config, x.shape[0], x.device)
+        rows = self.parallel.context_rows(full)
+        if self._turn is None or self._turn[0].shape[0] != rows.count:
+            cos, sin = rotation(self.config, full, device)
+            self._turn = rows.take(cos, 0), rows.take(sin, 0)
         return self._turn

@@ -14,14 +14,23 @@ from torch import Tensor, nn
 
 from hal import Comm, Rng, ops
 
+from .parallel.rows import Rows
+
 regions = ops.regions
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place among the ranks that share a layer. The default is one process that holds everything."""
+    """This process's place among the ranks that share a layer. The default is one process that holds everything.
+
+    tp: ranks that share the weights. sequence: activations between the layers are split over them along the sequence.
+    cp: ranks that share each sequence, by the method `cp_algorithm` (ring or ulysses).
+    """
 
     tp: Comm | None = None
+    sequence: bool = False
+    cp: Comm | None = None
+    cp_algorithm: str = "ring"
 
     @property
     def size(self) -> int:
@@ -30,6 +39,23 @@ class Parallel:
     @property
     def rank(self) -> int:
         return 0 if self.tp is None else self.tp.rank
+
+    def context_rows(self, full: int) -> Rows:
+        """The positions of a sequence of `full` that this rank's attention has queries for."""
+        if self.cp is None or self.cp.size == 1:
+            return Rows.all_of(full)
+        if self.cp_algorithm == "ring":
+            return Rows.balanced(full, self.cp.rank, self.cp.size)
+        return Rows.all_of(full).part(self.cp.rank, self.cp.size)
+
+    def hidden_rows(self, full: int) -> Rows:
+        """The positions that activations between the layers have on this rank."""
+        rows = self.context_rows(full)
+        return rows.part(self.rank, self.size) if self.sequence else rows
+
+    def full_length(self, hidden: int) -> int:
+        """The length of a sequence of which this rank holds `hidden` rows between the layers."""
+        return hidden * (self.size if self.sequence else 1) * (1 if self.cp is None else self.cp.size)
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,8 @@ class ColumnParallelLinear(nn.Module):
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
     """The product of a column-parallel layer: enters the tensor-parallel region."""
-    return ops.linear(regions.copy_to_region(x, parallel.tp), weight, bias)
+    enter = regions.all_gather_to_region if parallel.sequence else regions.copy_to_region
+    return ops.linear(enter(x, parallel.tp), weight, bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -121,11 +148,13 @@ class RowParallelLinear(nn.Module):
         self.bias = init.constant(f"{name}.bias", (n_out,), 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return regions.reduce_from_region(ops.linear(x, self.weight), self.parallel.tp)
+        leave = regions.reduce_scatter_from_region if self.parallel.sequence else regions.reduce_from_region
+        return leave(ops.linear(x, self.weight), self.parallel.tp)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [...] -> [..., hidden]; the table's rows (vocabulary) are split over the ranks."""
+    """ids [s, ...] -> [s, ..., hidden] (this rank's rows of it with sequence parallelism); the table's rows
+    (vocabulary) are split over the ranks."""
 
     def __init__(self, init: Init, name: str, vocabulary: int, hidden: int, *, std: float) -> None:
         super().__init__()
@@ -134,7 +163,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         start = self.parallel.rank * self.weight.shape[0]
-        return ops.embedding(self.weight, ids, vocab_start=start, comm=self.parallel.tp)
+        x = ops.embedding(self.weight, ids, vocab_start=start, comm=self.parallel.tp)
+        return regions.scatter_to_region(x, self.parallel.tp, 0) if self.parallel.sequence else x
 
 
 class Norm(nn.Module):

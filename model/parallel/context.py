@@ -1,0 +1,163 @@
+"""Attention over a sequence that context-parallel ranks share: Ulysses (heads change hands) and ring (keys travel).
+
+Both give what one process would compute: windows, dropout, grouped heads and rows that see nothing included. Layout is
+SBND; q, k and v are the rank's rows (`Parallel.context_rows`). Shape letters as in attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import Comm, Message, Rng, ops
+
+regions = ops.regions
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Each rank gets all rows of a share of the heads, attends, and gives back: DeepSpeed-Ulysses, arXiv 2309.14509.
+
+    attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over whole sequences. Returns [s/ranks, b, n*d].
+    """
+    q, k, v = (regions.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
+    s, b, n, d = q.shape
+    out = attend(q, k, v).view(s, b, n, d)
+    return regions.all_to_all_in_region(out, comm, split=0, concatenate=2).flatten(2)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a ring attention needs to know besides q, k and v.
+
+    window: (pre_tokens, next_tokens) over the whole sequence. draw(q_start, k_start) gives the dropout stream of a
+    block of probabilities; p is its probability.
+    """
+
+    comm: Comm
+    window: tuple[int | None, int | None]
+    p: float = 0.0
+    draw: Callable[[int, int], Rng] | None = None
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Numbers of the two chunks of the sequence that `rank` holds (see Rows.balanced)."""
+        return rank, 2 * self.comm.size - 1 - rank
+
+    def pairs(self, source: int, c: int) -> Iterator[tuple[slice, slice, int, int, dict[str, Any]]]:
+        """(rows of q, rows of k, first position of each, arguments) of every pair of chunks that see each other, for
+        this rank's queries and the keys of rank `source`; c is the length of a chunk."""
+        pre, next_ = self.window
+        for i, a in enumerate(self.chunks(self.comm.rank)):
+            for j, b in enumerate(self.chunks(source)):
+                distance = (a - b) * c  # from key row 0 to query row 0
+                if (next_ is not None and distance + c - 1 + next_ < 0) or (pre is not None and distance - c + 1 > pre):
+                    continue
+                # An edge that lies outside the block hides nothing of it.
+                window = {
+                    "pre_tokens": None if pre is None or distance + c - 1 <= pre else pre - distance,
+                    "next_tokens": None if next_ is None or distance - c + 1 + next_ >= 0 else next_ + distance,
+                }
+                yield slice(i * c, i * c + c), slice(j * c, j * c + c), a * c, b * c, window
+
+    def dropout(self, q_start: int, k_start: int) -> dict[str, Any]:
+        """The dropout arguments of a block of probabilities."""
+        return {} if self.draw is None else {"dropout_p": self.p, "rng": self.draw(q_start, k_start)}
+
+    def turn(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts passing tensors to the next rank; the function returned gives those of the previous one."""
+        there, here = (self.comm.rank + 1) % self.comm.size, (self.comm.rank - 1) % self.comm.size
+        return self.comm.exchange_start([Message(there, t) for t in tensors], [Message(here, t) for t in tensors])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    out, lse = ops.flash_attention(q, k, v, layout="SBND", return_lse=True, **how)
+    return out, lse.permute(2, 0, 1)[..., None]  # [s, b, n, 1]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Ring attention (Liu et al., arXiv 2310.01889): keys and values go round, partial results are merged by their
+    log-sum-exp. Backward recomputes each block and corrects for the rest of the row; see `_block_gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank
+        out = torch.zeros_like(q, dtype=torch.float32)
+        lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
+        kv = [k.contiguous(), v.contiguous()]
+        for step in range(size):
+            arriving = ring.turn(kv) if step + 1 < size else None
+            for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
+                part, part_lse = _attend(q[at_q], kv[0][at_k], kv[1][at_k], **window, **ring.dropout(q_start, k_start))
+                total = torch.logaddexp(lse[at_q], part_lse)
+                out[at_q] = out[at_q] * _share(lse[at_q], total) + part * _share(part_lse, total)
+                lse[at_q] = total
+            if arriving is not None:
+                kv = arriving()
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.ring = ring
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        kv = [k.contiguous(), v.contiguous()]
+        dkv = [torch.zeros_like(x, dtype=torch.float32) for x in kv]
+        for step in range(size):
+            arriving = ring.turn(kv) if step + 1 < size else None
+            for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
+                block = (q[at_q], kv[0][at_k], kv[1][at_k])
+                rest = (out[at_q], lse[at_q], dout[at_q])
+                grads = _block_gradients(block, rest, window, ring.dropout(q_start, k_start))
+                for total, at, grad in zip((dq, *dkv), (at_q, at_k, at_k), grads):
+                    total[at] += grad
+            # The gradients travel with their keys, and after the last step one rank further: home.
+            dkv = ring.turn(dkv)()
+            if arriving is not None:
+                kv = arriving()
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None
+
+
+def _share(part: Tensor, total: Tensor) -> Tensor:
+    """exp(part - total), 0 for rows that see nothing."""
+    return torch.where(total == -math.inf, torch.zeros_like(total), torch.exp(part - total))
+
+
+def _block_gradients(
+    block: tuple[Tensor, Tensor, Tensor],
+    rest: tuple[Tensor, Tensor, Tensor],
+    window: dict[str, Any],
+    dropout: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block of keys, given the whole row's output, log-sum-exp and output gradient.
+
+    With w the block's share of the row, P the block's own softmax and O_b its output: dv is that of the block for the
+    gradient w dO. The scores' gradient is wP (dP - rowsum(dO O)), of which the block alone gives
+    wP (dP - rowsum(dO O_b)). What is missing is P times g = w rowsum(dO (O_b - O)), one number per row:
+    dq gets scale * g * (P k), which is attention with the keys as values, and dk gets scale * P^T (g q), which is the
+    value gradient of that attention.
+    """
+    out, lse, dout = rest
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in block)
+        part, part_lse = _attend(q, k, v, **window, **dropout)
+        w = _share(part_lse, lse)
+        dq, dk, dv = torch.autograd.grad(part, (q, k, v), (w * dout).to(part.dtype))
+        g = w * (dout.float() * (part.detach().float() - out.float())).sum(-1, keepdim=True)
+        values = block[1].detach().requires_grad_()
+        keys_seen, _ = _attend(block[0].detach(), block[1].detach(), values, **window)
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        (dk_rest,) = torch.autograd.grad(keys_seen, values, (scale * g * block[0]).to(q.dtype))
+    return dq + scale * g * keys_seen.detach(), dk + dk_rest, dv
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    """q [2c, b, n, d], k and v [2c, b, g, d]: the rank's two chunks -> [2c, b, n*d]."""
+    return _RingAttention.apply(q, k, v, ring).flatten(2)
