@@ -146,7 +146,10 @@ def _add(group: Any, name: str) -> None:
     elif kind is tuple:
         group.add_argument(*flags, action="append", metavar="X", **how)
     else:
-        group.add_argument(*flags, type=kind, choices=meta["choices"] or None, metavar=kind.__name__.upper(), **how)
+        choices = meta["choices"] or None
+        group.add_argument(
+            *flags, type=kind, choices=choices, metavar=None if choices else kind.__name__.upper(), **how
+        )
 
 
 def _parse_known(argv: Sequence[str]) -> argparse.Namespace:

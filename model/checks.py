@@ -5,9 +5,11 @@ Two kinds: contradictions, and options that were given but would be ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import fields
 
-from .config import Config, ConfigError
+from .config import BOUNDS, Config, ConfigError
 
 
 def check(config: Config) -> None:
@@ -17,31 +19,11 @@ def check(config: Config) -> None:
 
 
 def _numbers(c: Config) -> Iterator[str]:
-    positive = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
-        "max_position_embeddings micro_batch_size global_batch_size train_iters log_interval eval_iters "
-        "make_vocab_size_divisible_by rotary_base lr_decay_iters norm_epsilon init_method_std adam_eps "
-        "recompute_num_layers save_interval eval_interval exit_interval vocab_size loss_scale initial_loss_scale "
-        "min_loss_scale loss_scale_window hysteresis nproc_per_node tensor_model_parallel_size "
-        "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-        "num_layers_per_virtual_pipeline_stage lr_wsd_decay_iters"
-    ).split()
-    for name in positive:
-        value = getattr(c, name)
-        if value is not None and not value > 0:
-            yield f"{_flag(name)} must be greater than 0; found {value}"
-    for name in (
-        "lr min_lr lr_warmup_iters lr_warmup_init weight_decay clip_grad seed sample_tokens sample_temperature".split()
-    ):
-        if not getattr(c, name) >= 0:
-            yield f"{_flag(name)} must be at least 0; found {getattr(c, name)}"
-    for name in "attention_dropout hidden_dropout adam_beta1 adam_beta2".split():
-        if not 0.0 <= getattr(c, name) < 1.0:
-            yield f"{_flag(name)} must be in [0, 1); found {getattr(c, name)}"
-    if not 0.0 < c.rotary_percent <= 1.0:
-        yield f"--rotary-percent must be in (0, 1]; found {c.rotary_percent}"
-    if c.zero_stage not in (0, 1, 2, 3):
-        yield f"--zero-stage is 0, 1, 2 or 3; found {c.zero_stage}"
+    for option in fields(c):
+        bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and not (math.isfinite(value) and BOUNDS[bounds](value)):
+            yield f"{_flag(option.name)} must be {bounds}; found {value}"
     try:
         shares = [float(part) for part in c.split.split(",")]
     except ValueError:
@@ -117,7 +99,7 @@ def _training(c: Config) -> Iterator[str]:
 
 def _ignored(c: Config) -> Iterator[str]:
     """Given options that nothing would read: option names, whether something reads them, and what would."""
-    gated, full = c.swiglu or c.geglu, c.recompute_granularity == "full"
+    full = c.recompute_granularity == "full"
     rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
     rules = [
         ("rotary_base rotary_percent rotary_interleaved", rope, "--position-embedding-type rope"),
@@ -137,7 +119,6 @@ def _ignored(c: Config) -> Iterator[str]:
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]
-    del gated
     for names, read, by in rules:
         for name in names.split():
             if name in c.given and not read and getattr(c, name) not in (False, None):
@@ -145,17 +126,12 @@ def _ignored(c: Config) -> Iterator[str]:
 
 
 def _parallel(c: Config) -> Iterator[str]:
-    beyond = (
-        "nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "expert_model_parallel_size"
-    ).split()
-    for name in beyond:
+    dimensions = ("nproc_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    for name in (*dimensions, "context_parallel_size", "expert_model_parallel_size"):
         if getattr(c, name) > 1:
             yield f"{_flag(name)} {getattr(c, name)}: this trainer runs in one process so far; leave it at 1"
-    for name in (
-        "sequence_parallel num_layers_per_virtual_pipeline_stage use_distributed_optimizer zero_stage "
-        "overlap_grad_reduce"
-    ).split():
+    switches = ("sequence_parallel", "num_layers_per_virtual_pipeline_stage", "use_distributed_optimizer")
+    for name in (*switches, "zero_stage", "overlap_grad_reduce"):
         if getattr(c, name):
             yield f"{_flag(name)} has no effect in one process; remove it"
 

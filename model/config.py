@@ -6,6 +6,7 @@ in checks.py. A `Config` that has been built is complete: derived values (head s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,29 @@ class ConfigError(HalError):
     """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other."""
 
 
-def _opt(default: Any, help: str, *, choices: tuple[str, ...] = (), aliases: tuple[str, ...] = (), no: str = "") -> Any:
-    """A field. aliases: other spellings of the flag; no: the flag that sets a True default to False."""
-    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases, "no": no})
+BOUNDS: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in 0..3": lambda x: 0 <= x <= 3,
+    "any integer": lambda x: True,
+}
+"""What a number may be required to be: the text of the error message, and the test."""
+
+
+def _opt(
+    default: Any,
+    help: str,
+    bounds: str = "> 0",
+    *,
+    choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    no: str = "",
+) -> Any:
+    """A field. bounds: what a number must be; aliases: other spellings of the flag; no: the flag for False."""
+    meta = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases, "no": no}
+    return field(default=default, metadata=meta)
 
 
 @dataclass
@@ -48,7 +69,7 @@ class Config:
         "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
     )
     rotary_base: float = _opt(10000.0, "base of the rotary frequencies")
-    rotary_percent: float = _opt(1.0, "share of a head's channels that is rotated")
+    rotary_percent: float = _opt(1.0, "share of a head's channels that is rotated", "in (0, 1]")
     rotary_interleaved: bool = _opt(False, "rotate channels (2i, 2i+1) instead of (i, i + r/2)")
     normalization: str = _opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = _opt(1e-5, "added to the variance inside the norms")
@@ -59,19 +80,19 @@ class Config:
     add_qkv_bias: bool = _opt(False, "a bias in the QKV layer although the others have none")
     untie_embeddings_and_output_weights: bool = _opt(False, "an output layer of its own")
     use_sandwich_norm: bool = _opt(False, "also normalise what attention and MLP add to the residual stream")
-    attn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after attention (sandwich norm)")
-    ffn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after the MLP (sandwich norm)")
-    attention_dropout: float = _opt(0.1, "dropout on attention probabilities")
-    hidden_dropout: float = _opt(0.1, "dropout on embeddings and on what each block adds")
+    attn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after attention (sandwich norm)", ">= 0")
+    ffn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after the MLP (sandwich norm)", ">= 0")
+    attention_dropout: float = _opt(0.1, "dropout on attention probabilities", "in [0, 1)")
+    hidden_dropout: float = _opt(0.1, "dropout on embeddings and on what each block adds", "in [0, 1)")
     init_method_std: float = _opt(0.02, "standard deviation of initial weights")
     use_flash_attn: bool = _opt(True, "attention through flash_attention, not scale_mask_softmax", no="no-flash-attn")
-    pre_tokens: int | None = _opt(None, "how many tokens back a query sees; default all", aliases=("pre-tockens",))
+    pre_tokens: int | None = _opt(
+        None, "how many tokens back a query sees; default all", "any integer", aliases=("pre-tockens",)
+    )
     next_tokens: int | None = _opt(
-        None, "how many tokens ahead a query sees, on top of causality", aliases=("next-tockens",)
+        None, "how many tokens ahead a query sees, on top of causality", "any integer", aliases=("next-tockens",)
     )
-    shape_order: str = _opt(
-        "SBH", "layout given to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD"), aliases=()
-    )
+    shape_order: str = _opt("SBH", "layout given to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD"))
     make_vocab_size_divisible_by: int = _opt(128, "the vocabulary is padded to a multiple of this")
 
     # data
@@ -91,26 +112,26 @@ class Config:
     global_batch_size: int | None = _opt(None, "sequences per step; default micro_batch_size")
     train_iters: int = _opt(100, "steps")
     exit_interval: int | None = _opt(None, "stop (and save) when the iteration is a multiple of this")
-    seed: int = _opt(1234, "seed of weights, data order and dropout")
+    seed: int = _opt(1234, "seed of weights, data order and dropout", ">= 0")
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
-    lr: float = _opt(6e-4, "peak learning rate")
-    min_lr: float = _opt(0.0, "learning rate after the decay")
+    lr: float = _opt(6e-4, "peak learning rate", ">= 0")
+    min_lr: float = _opt(0.0, "learning rate after the decay", ">= 0")
     lr_decay_style: str = _opt(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = _opt(None, "steps until min_lr; default train_iters")
-    lr_warmup_iters: int = _opt(0, "steps of linear warm-up")
-    lr_warmup_init: float = _opt(0.0, "learning rate at the first step of the warm-up")
+    lr_warmup_iters: int = _opt(0, "steps of linear warm-up", ">= 0")
+    lr_warmup_init: float = _opt(0.0, "learning rate at the first step of the warm-up", ">= 0")
     lr_wsd_decay_style: str = _opt(
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = _opt(None, "steps of WSD's final decay")
-    weight_decay: float = _opt(0.01, "decoupled weight decay (not for biases and 1-D parameters)")
-    adam_beta1: float = _opt(0.9, "decay of the first moment")
-    adam_beta2: float = _opt(0.999, "decay of the second moment")
+    weight_decay: float = _opt(0.01, "decoupled weight decay (not for biases and 1-D parameters)", ">= 0")
+    adam_beta1: float = _opt(0.9, "decay of the first moment", "in [0, 1)")
+    adam_beta2: float = _opt(0.999, "decay of the second moment", "in [0, 1)")
     adam_eps: float = _opt(1e-8, "added to the root of the second moment")
-    clip_grad: float = _opt(1.0, "largest gradient norm; 0 turns clipping off")
+    clip_grad: float = _opt(1.0, "largest gradient norm; 0 turns clipping off", ">= 0")
     loss_scale: float | None = _opt(None, "constant loss scale (fp16); default dynamic")
     initial_loss_scale: float = _opt(2.0**32, "first dynamic loss scale (fp16)")
     min_loss_scale: float = _opt(1.0, "smallest dynamic loss scale (fp16)")
@@ -133,7 +154,7 @@ class Config:
     context_parallel_algo: str = _opt("ring", "how attention crosses ranks", choices=("ring", "ulysses"))
     expert_model_parallel_size: int = _opt(1, "ranks that share the experts")
     use_distributed_optimizer: bool = _opt(False, "shard the optimizer's state over data-parallel ranks")
-    zero_stage: int = _opt(0, "0 none, 1 optimizer, 2 + gradients, 3 + parameters")
+    zero_stage: int = _opt(0, "0 none, 1 optimizer, 2 + gradients, 3 + parameters", "in 0..3")
     overlap_grad_reduce: bool = _opt(False, "reduce gradients while the backward pass runs")
 
     # checkpoints, evaluation, logging
@@ -143,8 +164,8 @@ class Config:
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation")
     log_interval: int = _opt(10, "steps between log lines")
-    sample_tokens: int = _opt(400, "length of the text generated at the end, in tokens")
-    sample_temperature: float = _opt(0.8, "temperature of that text; 0 takes the likeliest token")
+    sample_tokens: int = _opt(400, "length of the text generated at the end, in tokens", ">= 0")
+    sample_temperature: float = _opt(0.8, "temperature of that text; 0 takes the likeliest token", ">= 0")
 
     # derived
     padded_vocab_size: int = field(default=0, init=False)

@@ -1,0 +1,85 @@
+"""Backends for the model's tests, and a small run on a text that the test makes itself."""
+
+import os
+import random
+
+import pytest
+import torch
+
+import hal
+from hal.model.arguments import build
+
+
+class References(hal.Backend):
+    """Runs every op's reference: what the model computes, apart from any kernel."""
+
+    name = "references"
+
+    def probe(self):
+        return hal.Probe(True, 1, "cpu")
+
+    def device(self, index=0):
+        return torch.device("cpu")
+
+    def synchronize(self):
+        pass
+
+    def comm(self, ranks=None, *, timeout=600.0):
+        return hal.Solo()
+
+
+@pytest.fixture
+def references(recwarn):
+    with hal.activated(References(), fallback="reference"):
+        yield
+
+
+@pytest.fixture
+def cpu_ref():
+    before = os.environ.get("HAL_BACKEND")
+    with hal.activated(References(), fallback="reference"):
+        yield hal.use("cpu_ref")
+    os.environ.pop("HAL_BACKEND", None)
+    if before is not None:
+        os.environ["HAL_BACKEND"] = before
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A file of 60 kB of words, the same every time."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(40)]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(draw.choices(words, k=8)) for _ in range(1500)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny(text, cache, tmp_path, monkeypatch):
+    """Makes configs of a two-layer model on `text`; keyword arguments are options the user gives."""
+
+    def make(**given):
+        monkeypatch.setenv("HAL_CACHE_DIR", str(cache))
+        base = {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "train_iters": 6,
+            "lr": 1e-2,
+            "seed": 7,
+            "text_file": str(text),
+            "run_dir": str(tmp_path / "run"),
+            "sample_tokens": 8,
+            "log_interval": 2,
+        }
+        return build({**base, **given})
+
+    return make

@@ -1,0 +1,136 @@
+"""Options come from three places in a fixed order, and what is wrong or would be ignored is one clear line."""
+
+import dataclasses
+
+import pytest
+
+from hal.model.arguments import parse, parser
+from hal.model.config import Config, ConfigError
+
+DOCUMENTED = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups seq-length
+    max-position-embeddings micro-batch-size global-batch-size train-iters lr min-lr lr-decay-style lr-warmup-iters
+    weight-decay clip-grad seed bf16 fp16 attention-dropout hidden-dropout swiglu normalization
+    position-embedding-type rotary-base untie-embeddings-and-output-weights recompute-granularity recompute-method
+    recompute-num-layers tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size
+    num-layers-per-virtual-pipeline-stage context-parallel-size context-parallel-algo expert-model-parallel-size
+    use-distributed-optimizer zero-stage overlap-grad-reduce data-path split tokenizer-type vocab-file merge-file
+    save load save-interval eval-interval eval-iters log-interval pre-tokens next-tokens pre-tockens next-tockens
+    shape-order use-flash-attn no-flash-attn backend simulate fallback pin run-dir text-file config
+    nproc-per-node
+"""
+
+
+def problem(*argv, environ=None):
+    with pytest.raises(ConfigError) as caught:
+        parse(argv, environ or {})
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_command_line_wins_over_yaml_and_yaml_over_the_environment(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("num-layers: 3\nhidden_size: 64\nlr: 1e-3\nbf16: true\npin: [linear=a]\n")
+    environ = {"HAL_NUM_LAYERS": "2", "HAL_HIDDEN_SIZE": "32", "HAL_SEQ_LENGTH": "16", "HAL_CACHE_DIR": "x"}
+    config = parse(["--config", str(path), "--num-layers", "4"], environ)
+    assert (config.num_layers, config.hidden_size, config.seq_length) == (4, 64, 16)
+    assert config.lr == 1e-3 and config.bf16 and config.pin == ("linear=a",)
+    assert config.given == {"num_layers", "hidden_size", "seq_length", "lr", "bf16", "pin"}
+
+
+def test_every_name_of_the_documented_command_line_is_an_option():
+    names = DOCUMENTED.split()
+    flags = {flag for action in parser()._actions for flag in action.option_strings}
+    assert {f"--{name}" for name in names} <= flags
+    assert "--help" in flags and parser().format_help()
+
+
+def test_aliases_and_derived_values():
+    config = parse(["--pre-tockens", "5", "--next-tockens", "65536", "--swiglu", "--hidden-size", "256"], {})
+    assert config.window == (5, 0)  # attention stays causal
+    assert config.ffn_hidden_size == 640 and config.num_query_groups == 4 and config.kv_channels == 64
+    assert parse(["--next-tokens", "-2"], {}).window == (None, -2)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--hiden-size 3", "no option '--hiden-size'. Did you mean --hidden-size?"),
+        ("--num-layers x", "invalid int"),
+        ("--num-layers 0", "--num-layers must be > 0"),
+        ("--lr nan", "--lr must be >= 0"),
+        ("--lr inf", "--lr must be >= 0"),
+        ("--hidden-dropout 1", "in [0, 1)"),
+        ("--seq-length 300 --max-position-embeddings 256", "longer than --max-position-embeddings"),
+        ("--hidden-size 100 --num-attention-heads 3", "not divisible by --num-attention-heads"),
+        ("--num-attention-heads 4 --num-query-groups 3", "not divisible by --num-query-groups"),
+        ("--fp16 --bf16", "contradict"),
+        ("--swiglu --geglu", "contradict"),
+        ("--use-flash-attn --no-flash-attn", "contradict"),
+        ("--data-path x --text-file y", "contradict"),
+        ("--micro-batch-size 3 --global-batch-size 4", "not divisible by --micro-batch-size"),
+        ("--min-lr 1 --lr 0.1", "above --lr"),
+        ("--lr-warmup-iters 100", "--lr-warmup-iters 100 must be below"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file"),
+        ("--tokenizer-type NullTokenizer --vocab-size 5", "cannot read text"),
+        ("--pin linear", "OP=IMPLEMENTATION"),
+        ("--split 1,2", "three shares"),
+        ("--split 1,0,0 --eval-interval 5", "has none"),
+        ("--pre-tokens -1", "no key visible"),
+        # given, but nothing would read it
+        ("--rotary-base 500", "--rotary-base would be ignored: it needs --position-embedding-type rope"),
+        ("--gelu-approximate fast --swiglu", "would be ignored"),
+        ("--add-qkv-bias", "would be ignored"),
+        ("--attn-post-norm-scale 0.1", "--use-sandwich-norm"),
+        ("--shape-order BSH --no-flash-attn", "would be ignored"),
+        ("--min-lr 1e-5 --lr-decay-style constant", "would be ignored"),
+        ("--loss-scale 8", "needs --fp16"),
+        ("--hysteresis 3 --bf16", "--fp16"),
+        ("--fp16 --loss-scale 8 --hysteresis 3", "dynamic"),
+        ("--recompute-num-layers 2", "--recompute-granularity full"),
+        ("--vocab-file x", "GPT2BPETokenizer"),
+        ("--eval-iters 3", "--eval-interval"),
+        ("--context-parallel-algo ulysses", "--context-parallel-size"),
+        ("--sequence-parallel", "--sequence-parallel"),
+    ],
+)
+def test_wrong_command_lines(argv, words):
+    assert words in problem(*argv.split())
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("num_layer: 3", "Did you mean --num-layers?"),
+        ("num_layers: many", "expected int, found 'many'"),
+        ("num_layers: 2.5", "expected int"),
+        ("bf16: perhaps", "expected bool"),
+        ("lr-decay-style: steps", "choose one of"),
+        ("num-layers: 2\nnum_layers: 3", "twice"),
+        ("- 3", "option: value"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_wrong_yaml(tmp_path, content, words):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    assert words in problem("--config", str(path))
+
+
+def test_other_wrong_sources():
+    assert "cannot be read" in problem("--config", "absent.yaml")
+    assert "HAL_NUM_LAYERS: expected int" in problem(environ={"HAL_NUM_LAYERS": "x"})
+
+
+def test_every_option_has_help_and_a_known_kind():
+    for option in dataclasses.fields(Config):
+        if option.init:
+            assert option.metadata["help"]
+
+
+def test_the_vocabulary_is_padded_the_same_for_every_layout():
+    config = Config(vocab_size=257)
+    assert config.padded_vocab_size == 384

@@ -1,0 +1,259 @@
+"""The GPT against a model written independently in plain torch, and the equalities that its options promise."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hal
+from hal import ops
+from hal.model.arguments import build
+from hal.model.draws import Draws
+from hal.model.gpt import GPT
+
+GPT2 = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 24}
+LLAMA = {
+    **GPT2,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def model(**options):
+    config = build({"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused", **options})
+    return GPT(config, torch.device("cpu"))
+
+
+def batch(size=3, length=24, seed=0):
+    ids = torch.randint(0, 100, (size, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def shaken(gpt):
+    """Moves norms and biases off their initial 1 and 0, where mistakes hide."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+            else:
+                parameter.mul_(4.0)
+    return gpt
+
+
+def plain_gpt2(p, tokens, heads):
+    b, s = tokens.shape
+    x = p["embedding.word_embeddings.weight"][tokens] + p["embedding.position_embeddings.weight"][:s]
+    h = x.shape[-1]
+    for n in range(2):
+        at = f"decoder.layers.{n}."
+
+        def norm(y, name, at=at):
+            return F.layer_norm(y, (h,), p[at + name + ".weight"], p[at + name + ".bias"], 1e-5)
+
+        def linear(y, name, at=at):
+            return y @ p[at + name + ".weight"].T + p[at + name + ".bias"]
+
+        mixed = linear(norm(x, "input_layernorm"), "self_attention.linear_qkv").view(b, s, heads, 3, h // heads)
+        q, k, v = (mixed[..., i, :].transpose(1, 2) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+        x = x + linear(y, "self_attention.linear_proj")
+        y = F.gelu(linear(norm(x, "pre_mlp_layernorm"), "mlp.linear_fc1"), approximate="tanh")
+        x = x + linear(y, "mlp.linear_fc2")
+    x = F.layer_norm(x, (h,), p["decoder.final_layernorm.weight"], p["decoder.final_layernorm.bias"], 1e-5)
+    return x @ p["embedding.word_embeddings.weight"].T
+
+
+def plain_llama(p, tokens, heads, groups):
+    b, s = tokens.shape
+    x = p["embedding.word_embeddings.weight"][tokens]
+    h = x.shape[-1]
+    d = h // heads
+
+    def norm(y, weight):
+        return y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    frequency = 10000.0 ** (-torch.arange(d // 2, dtype=torch.float64) * 2 / d)
+    turn = torch.polar(torch.ones(s, d // 2, dtype=torch.float64), torch.arange(s)[:, None] * frequency)
+
+    def rotate(y):  # [b, s, n, d] as complex numbers, channel i with i + d/2
+        z = torch.complex(y[..., : d // 2].double(), y[..., d // 2 :].double()) * turn[:, None]
+        return torch.cat((z.real, z.imag), -1).float()
+
+    for n in range(2):
+        w = {name.removeprefix(f"decoder.layers.{n}."): weight for name, weight in p.items()}
+        rows = w["self_attention.linear_qkv.weight"].view(groups, (heads // groups + 2) * d, h)
+        wq, wk, wv = rows.split((heads // groups * d, d, d), dim=1)
+        y = norm(x, w["input_layernorm.weight"])
+        q, k, v = (torch.einsum("bsh,goh->bsgo", y, part).reshape(b, s, -1, d) for part in (wq, wk, wv))
+        q, k = rotate(q), rotate(k)
+        k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (k, v))
+        scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
+        scores = scores + torch.full((s, s), -math.inf).triu(1)
+        y = torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v).reshape(b, s, h)
+        x = x + y @ w["self_attention.linear_proj.weight"].T
+        gate, up = (norm(x, w["pre_mlp_layernorm.weight"]) @ w["mlp.linear_fc1.weight"].T).chunk(2, -1)
+        x = x + (F.silu(gate) * up) @ w["mlp.linear_fc2.weight"].T
+    return norm(x, p["decoder.final_layernorm.weight"]) @ p["output_layer.weight"].T
+
+
+@pytest.mark.parametrize("backend", ["references", "cpu_ref"])
+@pytest.mark.parametrize(
+    "options, plain", [(GPT2, lambda p, t: plain_gpt2(p, t, 4)), (LLAMA, lambda p, t: plain_llama(p, t, 4, 2))]
+)
+def test_equals_an_independent_model_with_gradients(request, backend, options, plain):
+    request.getfixturevalue(backend)
+    gpt = shaken(model(**options))
+    tokens, labels = batch()
+    logits = gpt(tokens)
+    gpt.loss(logits, labels).backward()
+    copies = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
+    expected = plain(copies, tokens)
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    torch.testing.assert_close(logits.transpose(0, 1), expected, rtol=1e-5, atol=2e-5)
+    for name, parameter in gpt.named_parameters():
+        torch.testing.assert_close(parameter.grad, copies[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def run(seed=5, **options):
+    """(loss, gradients by name) of one microbatch with dropout."""
+    gpt = shaken(model(**options))
+    tokens, labels = batch()
+    loss = gpt.loss(gpt(tokens, Draws(hal.Rng(seed), 0, 3)), labels)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in gpt.named_parameters()}
+
+
+def assert_same(a, b, exact):
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(a[0], b[0], **tolerance)
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        torch.testing.assert_close(a[1][name], b[1][name], **({} if not exact else tolerance), msg=name)
+
+
+@pytest.mark.parametrize("window", [{}, {"pre_tokens": 5}, {"pre_tokens": 9, "next_tokens": -2}])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_both_attention_paths_agree_with_windows_and_dropout(cpu_ref, shape, window):
+    assert_same(run(**shape, **window), run(**shape, **window, use_flash_attn=False), exact=False)
+
+
+def test_a_window_changes_the_loss(cpu_ref):
+    assert run(**GPT2)[0] != run(**GPT2, pre_tokens=5)[0]
+
+
+@pytest.mark.parametrize("layout", ["BSH", "SBND", "BSND", "BNSD"])
+def test_the_layout_given_to_attention_changes_nothing(cpu_ref, layout):
+    assert_same(run(**LLAMA), run(**LLAMA, shape_order=layout), exact=False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    ],
+)
+def test_recomputation_is_bit_equal_with_dropout_and_happens(cpu_ref, monkeypatch, how):
+    plain, calls = run(**GPT2), []
+    attention = ops.flash_attention
+    monkeypatch.setattr(ops, "flash_attention", lambda *a, **k: calls.append(1) or attention(*a, **k))
+    assert_same(plain, run(**GPT2, **how), exact=True)
+    assert len(calls) == (3 if how.get("recompute_method") == "block" else 4)
+
+
+def test_a_microbatch_draws_its_block_of_the_global_batch(references):
+    gpt = model(**GPT2, hidden_dropout=0.3)
+    tokens, _ = batch(4)
+    draws = Draws(hal.Rng(3), 0, 4)
+    whole = gpt(tokens, draws)
+    parts = [gpt(tokens[i : i + 2], Draws(hal.Rng(3), i, 4)) for i in (0, 2)]
+    torch.testing.assert_close(whole, torch.cat(parts, dim=1), rtol=1e-5, atol=1e-6)
+    other = gpt(tokens, Draws(hal.Rng(4), 0, 4))
+    assert not torch.allclose(whole, other)
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_the_model_is_causal(references, shape):
+    gpt = shaken(model(**shape))
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 15] = (changed[:, 15] + 1) % 100
+    before, after = gpt(tokens), gpt(changed)
+    assert torch.equal(before[:15], after[:15])
+    assert not torch.allclose(before[15:], after[15:])
+
+
+def test_initialisation_is_megatrons_and_named_as_there(references):
+    gpt = model(**{**LLAMA, "hidden_size": 256, "num_layers": 8})
+    p = dict(gpt.named_parameters())
+    assert p["decoder.layers.3.self_attention.linear_qkv.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert p["decoder.layers.3.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert torch.all(p["decoder.final_layernorm.weight"] == 1)
+    assert set(p) == {
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+        *(
+            f"decoder.layers.{n}.{part}.weight"
+            for n in range(8)
+            for part in (
+                "input_layernorm",
+                "self_attention.linear_qkv",
+                "self_attention.linear_proj",
+                "pre_mlp_layernorm",
+                "mlp.linear_fc1",
+                "mlp.linear_fc2",
+            )
+        ),
+    }
+
+
+def test_a_stage_holds_the_weights_the_whole_model_has(references):
+    whole = dict(model(**GPT2).named_parameters())
+    config = build({"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused", **GPT2})
+    first = GPT(config, torch.device("cpu"), layers=[0], last=False)
+    last = GPT(config, torch.device("cpu"), layers=[1], first=False)
+    held = {**dict(first.named_parameters()), **dict(last.named_parameters())}
+    copy = held.pop("output_layer.weight")
+    assert torch.equal(copy, whole["embedding.word_embeddings.weight"])
+    assert held.keys() == whole.keys() and all(torch.equal(held[n], whole[n]) for n in held)
+    tokens, _ = batch()
+    torch.testing.assert_close(last(first(tokens)), model(**GPT2)(tokens), rtol=0, atol=0)
+
+
+def test_options_of_the_layers(references):
+    sandwich = model(**GPT2, use_sandwich_norm=True, attn_post_norm_scale=0.0447, ffn_post_norm_scale=0.0825)
+    p = dict(sandwich.named_parameters())
+    assert torch.all(p["decoder.layers.1.post_attn_norm.weight"] == 0.0447)
+    assert torch.all(p["decoder.layers.0.post_mlp_layernorm.weight"] == 0.0825)
+    biased = dict(model(**LLAMA, add_qkv_bias=True).named_parameters())
+    assert [n for n in biased if n.endswith(".bias")] == [
+        f"decoder.layers.{n}.self_attention.linear_qkv.bias" for n in (0, 1)
+    ]
+    losses = set()
+    for options in (
+        {},
+        {"gelu_approximate": "none"},
+        {"gelu_approximate": "fast"},
+        {"geglu": True},
+        {"swiglu": True},
+        {"use_sandwich_norm": True},
+        {"position_embedding_type": "none"},
+        {"position_embedding_type": "rope"},
+        {"position_embedding_type": "rope", "rotary_interleaved": True},
+        {"position_embedding_type": "rope", "rotary_percent": 0.5},
+        {"position_embedding_type": "rope", "rotary_base": 50.0},
+        {"normalization": "RMSNorm"},
+        {"kv_channels": 8},
+    ):
+        gpt = shaken(model(**GPT2, **options))
+        tokens, labels = batch()
+        losses.add(gpt.loss(gpt(tokens), labels).item())
+    assert len(losses) == 13  # every option reaches the computation
