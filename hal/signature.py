@@ -50,9 +50,15 @@ def define(name: str, source: str, scope: dict[str, Any], where: str) -> Callabl
     return function
 
 
+def annotation_text(annotation: object) -> str:
+    """An annotation as written, without module names, whether it is still a string or already a type."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(\w+\.)+(?=\w)", "", text)
+
+
 def tensor_kind(annotation: object) -> str:
     """ "tensor", "optional" (tensor or None), "tensors" (a sequence of them), or "" for anything else."""
-    text = str(annotation).replace("torch.", "")
+    text = annotation_text(annotation)
     if re.fullmatch(r"Tensor", text):
         return "tensor"
     if re.fullmatch(r"Tensor \| None", text):

@@ -18,6 +18,7 @@ __all__ = [
     "Reference",
     "Report",
     "Row",
+    "Spy",
     "check_probe",
     "replay",
     "run",

@@ -21,7 +21,9 @@ from hal.backend import Backend, Impl
 from hal.errors import HalError
 from hal.op import OPS, Op, Sample, require_same_signature
 
+from . import golden
 from .checks import Verdict, check_sample
+from .lowering import check_lowered
 from .probe import ProbeFailure, check_probe
 from .randomness import check_order, edge_samples
 from .report import NO_IMPLEMENTATION, Report, Row, shortened
@@ -32,6 +34,8 @@ EXAMPLES = 25
 """Random calls per implementation and dtype, on top of the op's directed calls."""
 
 RANKS = (2, 3)
+
+GOLDEN = "golden_loss"
 
 
 def run(
@@ -44,8 +48,8 @@ def run(
 ) -> Report:
     """Runs the kit on a backend that has been probed and built (`hal.use` does both).
 
-    ops: names, default all. examples: random calls per implementation and dtype. on_row: called with each row as soon
-    as it is known. Raises HalError for an unknown op.
+    ops: names, default all, and then the golden losses too (by themselves: "golden_loss"). examples: random calls per
+    implementation and dtype. on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -54,9 +58,16 @@ def run(
         if on_row is not None:
             on_row(row)
 
-    for op in chosen_ops(ops):
+    names = None if ops is None else list(ops)
+    for op in chosen_ops(names):
         for row in check_op(backend, op, examples, seed):
             add(row)
+        if backend.impls.get(op.name):
+            add(check_lowered(backend, op))
+    if names is None or GOLDEN in names:
+        for shape in golden.SHAPES:
+            for dtype in golden.TOL:
+                add(golden.golden_row(backend, shape, dtype))
     return report
 
 
@@ -73,6 +84,7 @@ def run_by_name(
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown op.
     """
+    ops = None if ops is None else list(ops)
     chosen_ops(ops)
     try:
         check_probe(name, options)
@@ -91,10 +103,11 @@ def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-ar
     """The ops called `names` (None = all). Raises HalError for one that does not exist."""
     if names is None:
         return list(OPS.values())
-    unknown = [n for n in names if n not in OPS]
+    wanted = [n for n in names if n != GOLDEN]
+    unknown = [n for n in wanted if n not in OPS]
     if unknown:
-        raise HalError(f"no op is called {', '.join(map(repr, unknown))}; ops: {', '.join(OPS)}")
-    return [OPS[n] for n in names]
+        raise HalError(f"no op is called {', '.join(map(repr, unknown))}; ops: {', '.join(OPS)}, {GOLDEN}")
+    return [OPS[n] for n in wanted]
 
 
 def check_op(backend: Backend, op: Op, examples: int, seed: int) -> Iterator[Row]:  # type: ignore[type-arg]

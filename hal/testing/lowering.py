@@ -1,0 +1,74 @@
+"""`torch.library.opcheck` on the lowered form of an op, over the backend's own kernels.
+
+It holds that schema, fake, autograd registration and ahead-of-time dispatch agree with what the op does; see
+hal/lower.py for why the lowered form exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hal.backend import Backend
+from hal.dispatch import activated, why
+from hal.lower import lower
+from hal.op import Op, Sample
+
+from .calls import build, code, invoke
+from .report import NO_IMPLEMENTATION, Row
+from .subject import op_source
+
+
+def check_lowered(backend: Backend, op: Op[Any, Any]) -> Row:
+    """One row: opcheck on the first directed call with gradients that the backend accepts, in float32."""
+    row = Row(op.name, "float32", backend.name, backend.simulated, "pass", 0, None, implementation="hal.lower")
+    if not backend.impls.get(op.name):
+        row.status, row.reasons = "declined", [NO_IMPLEMENTATION]
+        return row
+    with activated(backend):
+        sample, refusals = _accepted(backend, op)
+        if sample is None:
+            row.status, row.reasons = "declined", refusals
+            return row
+        lowered = lower(op)
+        leaves = build(op, sample, torch.float32, backend.device(0))
+        for name in op.grads:
+            if isinstance(leaves[name], torch.Tensor):
+                leaves[name] = leaves[name].detach().requires_grad_()
+        flat = invoke(op, lowered.flatten, leaves)
+        found = torch.library.opcheck(lowered.torch_op, tuple(flat), raise_exception=False)
+        wrong = {check: error for check, error in found.items() if error != "SUCCESS"}
+        row.samples = len(found)
+        if wrong:
+            row.status = "fail"
+            row.message = "; ".join(f"{check}: {' '.join(str(error).split())}" for check, error in wrong.items())
+            row.code = _code(backend, op, sample)
+    return row
+
+
+def _accepted(backend: Backend, op: Op[Any, Any]) -> tuple[Sample | None, list[str]]:
+    """The first directed call that an implementation takes, or every reason why none does."""
+    reasons: list[str] = []
+    for sample in op.directed():
+        if not sample.grad:
+            continue
+        answer = invoke(op, lambda *a, **k: why(op, *a, **k), build(op, sample, torch.float32, backend.device(0)))
+        if answer.chosen is not None:
+            return sample, []
+        reasons += [r for refusals in answer.reasons.values() for r in refusals]
+    return None, sorted(set(reasons))
+
+
+def _code(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
+    options = "".join(f", {k}={v!r}" for k, v in backend.options().items() if v is not None)
+    return (
+        "import torch, hal\nfrom hal import Rng, Sample, T, ops\n"
+        f"hal.use({backend.name!r}{options})\n"
+        f"args, kwargs = {code(sample)}.build(torch.float32, hal.device())\n"
+        f"for x in [*args, *kwargs.values()]:\n"
+        "    if isinstance(x, torch.Tensor) and x.is_floating_point():\n"
+        "        x.requires_grad_()\n"
+        f"lowered = hal.lower({op_source(op)})\n"
+        "torch.library.opcheck(lowered.torch_op, tuple(lowered.flatten(*args, **kwargs)))\n"
+    )
