@@ -16,6 +16,7 @@ from .comm_torch import TorchComm
 from .errors import ContractError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
@@ -118,13 +119,18 @@ class Mesh:
         return self._comms[ranks]
 
     def device_mesh(self, *dims: str) -> DeviceMesh:
-        """The same group for torch.distributed's engines. Raises ContractError where the backend's Comm has none."""
+        """The same group as torch's engines take it. Raises ContractError where the backend's Comm has none."""
         from torch.distributed.device_mesh import DeviceMesh
 
+        device = self.backend.device().type
+        return DeviceMesh.from_group(self.torch_group(*dims), device, mesh_dim_names=("-".join(dims),))
+
+    def torch_group(self, *dims: str) -> ProcessGroup:
+        """The torch process group of `comm(*dims)`. Raises ContractError where the backend's Comm has none."""
         comm = self.comm(*dims)
         if not isinstance(comm, TorchComm):
             raise ContractError(
                 f"group '{comm.name}' of backend '{self.backend.name}' has no torch process group, which torch's "
                 "pipelining, fully_shard and distributed checkpoints need; return hal.torch_comm from Backend.comm"
             )
-        return DeviceMesh.from_group(comm.group, self.backend.device().type, mesh_dim_names=("-".join(dims),))
+        return comm.group

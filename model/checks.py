@@ -6,10 +6,12 @@ Two kinds: contradictions, and options that were given but would be ignored.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 
 from .config import BOUNDS, Config, ConfigError
+from .parallel.plan import problems
 
 
 def check(config: Config) -> None:
@@ -126,14 +128,12 @@ def _ignored(c: Config) -> Iterator[str]:
 
 
 def _parallel(c: Config) -> Iterator[str]:
-    dimensions = ("nproc_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-    for name in (*dimensions, "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(c, name) > 1:
-            yield f"{_flag(name)} {getattr(c, name)}: this trainer runs in one process so far; leave it at 1"
-    switches = ("sequence_parallel", "num_layers_per_virtual_pipeline_stage", "use_distributed_optimizer")
-    for name in (*switches, "zero_stage", "overlap_grad_reduce"):
-        if getattr(c, name):
-            yield f"{_flag(name)} has no effect in one process; remove it"
+    yield from problems(c, world_size(c))
+
+
+def world_size(c: Config) -> int:
+    """How many processes run this job: what the launcher says, else --nproc-per-node."""
+    return int(os.environ.get("WORLD_SIZE", c.nproc_per_node))
 
 
 def _flag(name: str) -> str:

@@ -150,12 +150,21 @@ class Config:
     sequence_parallel: bool = _opt(False, "split norms and dropout along the sequence too")
     pipeline_model_parallel_size: int = _opt(1, "stages")
     num_layers_per_virtual_pipeline_stage: int | None = _opt(None, "layers per virtual stage (interleaving)")
+    pipeline_schedule: str = _opt(
+        "1f1b",
+        "order of the pipeline's work: one forward one backward, or zero bubble (V shape)",
+        choices=("1f1b", "zbv"),
+    )
+    num_layer_list: tuple[str, ...] = _opt((), "layers of each pipeline stage, e.g. 3,5; default: even")
+    noop_layers: tuple[str, ...] = _opt((), "numbers of layers that only fill a place in the pipeline, e.g. 0,7")
     context_parallel_size: int = _opt(1, "ranks that share each sequence")
     context_parallel_algo: str = _opt("ring", "how attention crosses ranks", choices=("ring", "ulysses"))
     expert_model_parallel_size: int = _opt(1, "ranks that share the experts")
     use_distributed_optimizer: bool = _opt(False, "shard the optimizer's state over data-parallel ranks")
     zero_stage: int = _opt(0, "0 none, 1 optimizer, 2 + gradients, 3 + parameters", "in 0..3")
     overlap_grad_reduce: bool = _opt(False, "reduce gradients while the backward pass runs")
+    ddp_bucket_size: int = _opt(10_000_000, "elements per message of the gradient reduction")
+    distributed_timeout_minutes: float = _opt(10.0, "time after which a collective gives up and names who is missing")
 
     # checkpoints, evaluation, logging
     save: str | None = _opt(None, "folder for checkpoints")

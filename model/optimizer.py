@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hal import ops
 
@@ -20,6 +21,11 @@ from .config import Config
 def no_decay(name: str, parameter: Tensor) -> bool:
     """Megatron's rule: biases and 1-D parameters (the norms') are not decayed."""
     return name.endswith(".bias") or parameter.ndim == 1
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, sharing memory with it: a shard, or all of it."""
+    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
 
 
 @dataclass
@@ -78,8 +84,9 @@ class Optimizer:
 
     def __init__(self, config: Config, parameters: Mapping[str, nn.Parameter]) -> None:
         self.config, self.model = config, dict(parameters)
-        self.low = config.params_dtype != torch.float32
-        self.main = {n: p.detach().float() if self.low else p.detach() for n, p in self.model.items()}
+        # Parameters sharded by fully_shard are the float32 ones; it casts them itself.
+        self.low = any(p.dtype != torch.float32 for p in self.model.values())
+        self.main = {n: local(p).float() if self.low else local(p) for n, p in self.model.items()}
         self.exp_avg = {n: torch.zeros_like(p) for n, p in self.main.items()}
         self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in self.main.items()}
         self.groups = [
@@ -104,7 +111,7 @@ class Optimizer:
         """This step's gradients, float32, of parameters that have one."""
         if self.low:
             return self.main_grads
-        return {n: p.grad for n, p in self.model.items() if p.grad is not None}
+        return {n: local(p.grad) for n, p in self.model.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
@@ -139,5 +146,5 @@ class Optimizer:
                 eps=c.adam_eps,
                 weight_decay=decay,
                 grad_scale=clip,
-                model_params=[self.model[n].detach() for n in names] if self.low else None,
+                model_params=[local(self.model[n]) for n in names] if self.low else None,
             )

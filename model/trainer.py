@@ -51,9 +51,13 @@ class Trainer:
     def __init__(self, config: Config, model: GPT, data: dict[str, Split]) -> None:
         self.config, self.model, self.data = config, model, data
         self.device = next(model.parameters()).device
-        self.optimizer = Optimizer(config, dict(model.named_parameters()))
+        self.optimizer = self.make_optimizer()
         self.schedule, self.rng = Schedule.of(config), Rng(config.seed)
         self.iteration = self.consumed = self.skipped = 0
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer of what this process holds of the model."""
+        return Optimizer(self.config, dict(self.model.named_parameters()))
 
     # One iteration.
 
