@@ -1,0 +1,40 @@
+"""What NCCL can do, declared for HAL's communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import hal
+
+_CARRIED = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
+def _refuse(collective: str, dtype: torch.dtype, op: str | None) -> Sequence[str]:
+    reasons = []
+    if dtype not in _CARRIED:
+        reasons.append(f"NCCL has no {dtype}")
+    if op == "avg" and not dtype.is_floating_point:
+        reasons.append("NCCL's average of integers does not promise HAL's rounding (towards zero)")
+    return reasons
+
+
+NCCL = hal.Transport(
+    "nccl",
+    carry={
+        torch.bool: (torch.int32, "torch reduces bool as bytes over NCCL, which wrap at 256 ranks"),
+        torch.int16: (torch.int32, "NCCL has no 16-bit integers"),
+    },
+    refuse=_refuse,
+)
+"""Between GPUs. Its barrier is a collective on the device, so a communicator belongs to one device."""

@@ -1,0 +1,163 @@
+"""Compiles the kernels with NVRTC, through CuPy, for one architecture; needs no driver and no GPU.
+
+Warnings are errors. `compiled` keeps cubins in the HAL cache; `report` says per kernel what ptxas gave it: registers,
+static shared memory, stack and spills. What is instantiated is what the kernel files list in EXPORT(...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import hal
+
+from .cache import cache_directory, locked
+
+KERNELS = Path(__file__).resolve().parent / "kernels"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+"""What the compile matrix covers: Ampere, Hopper, Blackwell. Other architectures from sm_80 on compile when met."""
+
+_FLAGS = ("-std=c++17", "-Werror", "all-warnings", "--ptxas-options=-v", "-fmad=true")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel needs on one architecture; bytes except for registers."""
+
+    kernel: str
+    architecture: str
+    registers: int
+    shared: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel file compiled for one architecture: `names` maps EXPORT names to the cubin's."""
+
+    cubin: bytes
+    names: dict[str, str]
+    usage: tuple[Usage, ...]
+
+
+def missing() -> str:
+    """Why the kernels cannot be compiled here ("" if they can); imports nothing heavy."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed (it compiles and launches the kernels): pip install cupy-cuda13x"
+    return ""
+
+
+def nvrtc() -> Any:
+    """CuPy's NVRTC bindings. Raises BackendUnavailable if CuPy or the NVRTC library is not there."""
+    if missing():
+        raise hal.BackendUnavailable(missing())
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # what a missing library raises depends on how CuPy looks for it
+        raise hal.BackendUnavailable(
+            f"NVRTC cannot be loaded ({type(error).__name__}: {error}); pip install nvidia-cuda-nvrtc"
+        ) from error
+    return nvrtc
+
+
+def sources() -> list[Path]:
+    """The kernel files."""
+    return sorted(KERNELS.glob("*.cu"))
+
+
+def exports(source: Path) -> list[str]:
+    """The kernels a file instantiates."""
+    return re.findall(r"(?m)^EXPORT\((.*)\)\s*$", source.read_text())
+
+
+def compile_file(source: Path, architecture: str) -> Compiled:
+    """Compiles one file. Raises HalError with NVRTC's log."""
+    library = nvrtc()
+    program = library.createProgram(
+        source.read_text(), source.name, [p.read_bytes() for p in _headers()], [p.name.encode() for p in _headers()]
+    )
+    try:
+        names = exports(source)
+        for name in names:
+            library.addNameExpression(program, name)
+        try:
+            library.compileProgram(program, (f"-arch={architecture}", *_FLAGS))
+        except Exception as error:
+            raise hal.HalError(
+                f"NVRTC does not compile {source.name} for {architecture}:\n{library.getProgramLog(program)}"
+            ) from error
+        lowered = {name: library.getLoweredName(program, name) for name in names}
+        usage = _usage(library.getProgramLog(program), {v: k for k, v in lowered.items()}, architecture)
+        return Compiled(library.getCUBIN(program), lowered, tuple(usage))
+    finally:
+        library.destroyProgram(program)
+
+
+def _headers() -> list[Path]:
+    return sorted(KERNELS.glob("*.h"))
+
+
+def _usage(log: str, names: dict[str, str], architecture: str) -> Iterator[Usage]:
+    """Reads `ptxas -v`."""
+    for entry in re.split(r"Compiling entry function ", log)[1:]:
+        mangled = re.match(r"'([^']+)'", entry)
+        spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        registers = re.search(r"Used (\d+) registers", entry)
+        if not (mangled and spills and registers):
+            raise hal.HalError(f"ptxas says nothing of registers and spills here; its log has changed:\n{entry}")
+        shared = re.search(r"(\d+) bytes smem", entry)
+        stack, stores, loads = (int(n) for n in spills.groups())
+        yield Usage(
+            names[mangled[1]], architecture, int(registers[1]), int(shared[1]) if shared else 0, stack, stores, loads
+        )
+
+
+def compiled(source: Path, architecture: str) -> Compiled:
+    """`compile_file`, kept in the HAL cache."""
+    digest = hashlib.sha256(repr((architecture, _FLAGS, nvrtc().getVersion(), source.name)).encode())
+    for path in [source, *_headers(), Path(__file__)]:
+        digest.update(path.read_bytes() + b"\0")
+    cache = cache_directory("cuda")
+    target = cache / f"{source.stem}-{architecture}-{digest.hexdigest()[:24]}"
+    if not target.with_suffix(".json").exists():
+        with locked(cache / f"{source.stem}-{architecture}.lock"):
+            if not target.with_suffix(".json").exists():
+                _keep(compile_file(source, architecture), target)
+    about = json.loads(target.with_suffix(".json").read_text())
+    return Compiled(target.with_suffix(".cubin").read_bytes(), about["names"], tuple(Usage(**u) for u in about["usage"]))
+
+
+def _keep(result: Compiled, target: Path) -> None:
+    about = json.dumps({"names": result.names, "usage": [asdict(u) for u in result.usage]})
+    # The .json comes last and by rename: where it is, the cubin is complete.
+    for suffix, data in ((".cubin", result.cubin), (".json", about.encode())):
+        part = target.with_suffix(f"{suffix}.part{os.getpid()}")
+        part.write_bytes(data)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(part, target.with_suffix(suffix))
+
+
+def cubins(architecture: str) -> dict[str, tuple[bytes, str]]:
+    """Kernel name -> (cubin, the kernel's name in it), of all files."""
+    result = {}
+    for source in sources():
+        one = compiled(source, architecture)
+        result.update({name: (one.cubin, lowered) for name, lowered in one.names.items()})
+    return result
+
+
+def report(architectures: tuple[str, ...] = ARCHITECTURES) -> list[Usage]:
+    """What every kernel needs on every architecture."""
+    return [usage for source in sources() for a in architectures for usage in compile_file(source, a).usage]

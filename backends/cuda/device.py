@@ -1,0 +1,160 @@
+"""The cuda backend: NVIDIA GPUs, with torch's own attention and products and kernels compiled by NVRTC.
+
+Importing and probing touch no driver state: a device is counted through torch's NVML-based count, and everything else
+waits for build(). With simulate=True (or HAL_SIMULATE=1) the kernels run on the CPU, see docs/cuda-simulator.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+import hal
+
+from . import compile, launch
+from .comm import NCCL
+from .simulator.build import Simulator, find_compiler, library
+
+
+class Cuda(hal.Backend):
+    """NVIDIA GPUs of compute capability 8.0 and later; simulate=True: their kernels on the CPU."""
+
+    name = "cuda"
+
+    def __init__(self, simulate: bool | None = None) -> None:
+        if simulate is None:
+            simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
+        self.simulate = self.simulated = simulate
+
+    def probe(self) -> hal.Probe:
+        try:
+            return self._probe_simulator() if self.simulated else _probe_device()
+        except Exception as error:  # a probe never raises, whatever a broken installation does
+            return hal.Probe(False, 0, f"looking for a GPU failed: {type(error).__name__}: {error}")
+
+    def _probe_simulator(self) -> hal.Probe:
+        try:
+            compiler = find_compiler()[0]
+        except hal.BackendUnavailable as error:
+            return hal.Probe(False, 0, str(error))
+        facts = {"compiler": compiler, "attention and products": "stood in for by references on the CPU"}
+        return hal.Probe(True, 1, "simulated: the CUDA kernels run on the CPU", facts)
+
+    def build(self) -> None:
+        if self.simulated:
+            launch.set_engine(Simulator(library()))
+            return
+        torch.cuda.init()
+        architectures = {"sm_{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())}
+        launch.set_engine(launch.Device({a: compile.cubins(a) for a in sorted(architectures)}))
+        self.impls = in_measured_order(self.impls, torch.cuda.get_device_name())  # type: ignore[misc]
+
+    def device(self, index: int = 0) -> torch.device:
+        if self.simulated:
+            if index != 0:
+                raise hal.HalError(f"the simulated cuda backend has one device (index 0); device {index} was asked for")
+            return torch.device("cpu")
+        return torch.device("cuda", index)
+
+    def synchronize(self) -> None:
+        if not self.simulated:
+            torch.cuda.synchronize()
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
+        if self.simulated:
+            return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local)  # NCCL talks on the current device, and a process that forgets uses device 0
+        return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Bytes of torch's allocator on the current device: "allocated", "peak", "reserved", "total"."""
+        if self.simulated:
+            return {}
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }
+
+    def reset_peak_memory(self) -> None:
+        if not self.simulated:
+            torch.cuda.reset_peak_memory_stats()
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[object]:
+        """Work inside runs on a stream of its own, after what was submitted before; what follows waits for it."""
+        if self.simulated:
+            yield None
+            return
+        outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(outer)
+        with torch.cuda.stream(side):
+            yield side
+        outer.wait_stream(side)
+
+    def event(self) -> torch.cuda.Event | None:
+        """A timing event for the current stream (record, elapsed_time); None on the simulator, which has no time."""
+        return None if self.simulated else torch.cuda.Event(enable_timing=True)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Records the work inside into a CUDA graph: `with backend.capture() as graph: ...`, then `graph.replay()`.
+
+        Inputs and outputs must stay where they are. Raises HalError on the simulator, which runs everything at once.
+        """
+        if self.simulated:
+            raise hal.HalError("the CUDA simulator has no graphs; capture needs a GPU")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            yield graph
+
+    @contextlib.contextmanager
+    def profile_range(self, name: str) -> Iterator[None]:
+        """An NVTX range (for Nsight) that is a torch profiler range too."""
+        if not self.simulated:
+            torch.cuda.nvtx.range_push(name)
+        try:
+            with torch.profiler.record_function(name):
+                yield
+        finally:
+            if not self.simulated:
+                torch.cuda.nvtx.range_pop()
+
+
+def _probe_device() -> hal.Probe:
+    simulate = "simulate=True (--simulate) runs the kernels on the CPU"
+    facts = {"torch": torch.__version__}
+    if torch.version.cuda is None:
+        return hal.Probe(False, 0, f"this torch ({torch.__version__}) is built without CUDA; {simulate}", facts)
+    facts["torch's CUDA"] = torch.version.cuda
+    if not _has_driver():
+        return hal.Probe(False, 0, f"no NVIDIA driver (libcuda) on this machine; {simulate}", facts)
+    count = torch.cuda.device_count()
+    if count == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+        return hal.Probe(False, 0, f"the NVIDIA driver shows no device{hint}; {simulate}", facts)
+    if compile.missing():
+        return hal.Probe(False, 0, compile.missing(), facts)
+    return hal.Probe(True, count, f"{count} NVIDIA device{'s' if count > 1 else ''}", facts)
+
+
+def _has_driver() -> bool:
+    return ctypes.util.find_library("cuda") is not None or os.path.exists("/dev/nvidiactl")
+
+
+def in_measured_order(impls: dict[str, list[hal.Impl]], device_name: str) -> dict[str, list[hal.Impl]]:
+    """The implementations, attention's in the order measured on `device_name` if there is a measurement."""
+    from .attention.order import order_for
+
+    order = order_for(device_name)
+    return {
+        name: sorted(found, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(found)
+        for name, found in impls.items()
+    }

@@ -1,0 +1,235 @@
+// What every kernel shares: element types, 16-byte accesses, the walk over a row, block reductions, Philox.
+//
+// Written in the part of CUDA C++17 that two compilers take: NVRTC, and g++ with simulator/cuda_host.h, which supplies the
+// execution model on a CPU. No CUDA header is included, so NVRTC needs nothing beside itself.
+//
+// Kernel parameters are pointers, i64, double, and structs of those: always multiples of 8 bytes, so that the launcher packs
+// them one after the other (launch.py). EXPORT(name<types>) lists an instantiation; launch.py and compile.py read the list.
+// Blocks have a multiple of 32 threads. Statistics and sums are float32, whatever the element type, and every reduction has
+// an order that depends on the shape only: results are equal from run to run, bit for bit.
+#pragma once
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+typedef float f32;
+struct bf16 {
+    u16 bits;
+};
+struct f16 {
+    u16 bits;
+};
+
+#ifdef HAL_SIMULATE
+#include "cuda_host.h"
+#else
+#define EXPORT(...)
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+__device__ __forceinline__ float f16_to_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ __forceinline__ u16 float_to_f16(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ u16 float_to_bf16(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+#define INLINE __device__ __forceinline__
+#define INFINITE __int_as_float(0x7f800000)
+
+INLINE float to_float(f32 x) { return x; }
+INLINE float to_float(bf16 x) { return __int_as_float((int)((u32)x.bits << 16)); }
+INLINE float to_float(f16 x) { return f16_to_float(x.bits); }
+INLINE void from_float(float value, f32 &x) { x = value; }
+INLINE void from_float(float value, bf16 &x) { x.bits = float_to_bf16(value); }
+INLINE void from_float(float value, f16 &x) { x.bits = float_to_f16(value); }
+
+// Elements of T in one 16-byte access.
+template <class T> struct Lanes {
+    static constexpr int count = 16 / (int)sizeof(T);
+};
+template <class T> struct alignas(16) Vector {
+    T lane[16 / sizeof(T)];
+};
+template <int N> struct Width {
+    static constexpr int count = N;
+};
+
+// v = p[0 .. N), in 16-byte accesses where N elements fill some (p is then 16-byte aligned), one by one otherwise.
+template <class T, int N> INLINE void load(const T *p, float (&v)[N]) {
+    if constexpr (sizeof(T) * N % 16 == 0) {
+        constexpr int lanes = Lanes<T>::count;
+#pragma unroll
+        for (int i = 0; i < N; i += lanes) {
+            const Vector<T> part = *reinterpret_cast<const Vector<T> *>(p + i);
+#pragma unroll
+            for (int k = 0; k < lanes; k++) v[i + k] = to_float(part.lane[k]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = to_float(p[i]);
+    }
+}
+
+template <class T, int N> INLINE void store(T *p, const float (&v)[N]) {
+    if constexpr (sizeof(T) * N % 16 == 0) {
+        constexpr int lanes = Lanes<T>::count;
+#pragma unroll
+        for (int i = 0; i < N; i += lanes) {
+            Vector<T> part;
+#pragma unroll
+            for (int k = 0; k < lanes; k++) from_float(v[i + k], part.lane[k]);
+            *reinterpret_cast<Vector<T> *>(p + i) = part;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) from_float(v[i], p[i]);
+    }
+}
+
+// How many elements lie before the first 16-byte boundary at or after p (at most n).
+template <class T> INLINE int head_of(const T *p, int n) {
+    const int head = (int)((16 - ((u64)p & 15)) & 15) / (int)sizeof(T);
+    return head < n ? head : n;
+}
+
+// The threads of a block share out [0, n): f(j, Width<V>) for vectors from `head` on, f(j, Width<1>) for what is left on
+// both sides. head = n makes everything scalar.
+template <int V, class F> INLINE void walk(int head, int n, F f) {
+    const int vectors = (n - head) / V;
+    for (int j = threadIdx.x; j < head; j += blockDim.x) f(j, Width<1>{});
+    for (int k = threadIdx.x; k < vectors; k += blockDim.x) f(head + k * V, Width<V>{});
+    for (int j = head + vectors * V + threadIdx.x; j < n; j += blockDim.x) f(j, Width<1>{});
+}
+
+// The threads of a grid (its x dimension) share out the columns [0, n): vectors first if `vec`, then single columns.
+template <int V, class F> INLINE void columns(i64 vec, i64 n, F f) {
+    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
+    const i64 vectors = vec ? n / V : 0;
+    for (i64 k = first; k < vectors; k += step) f(k * V, Width<V>{});
+    for (i64 j = vectors * V + first; j < n; j += step) f(j, Width<1>{});
+}
+
+template <int N> struct Floats {
+    float v[N];
+};
+
+// merge(a, b) puts b into a; the result, merged in a fixed order, comes back to every thread of the block. Ends with a
+// barrier, so it may be called again at once. All threads of the block must call it.
+template <int N, class F> INLINE Floats<N> block_reduce(Floats<N> value, F merge) {
+    __shared__ float partial[32 * N];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        Floats<N> other;
+#pragma unroll
+        for (int i = 0; i < N; i++) other.v[i] = __shfl_down_sync(0xffffffffu, value.v[i], distance);
+        merge(value, other);
+    }
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) partial[warp * N + i] = value.v[i];
+    }
+    __syncthreads();
+    Floats<N> result;
+#pragma unroll
+    for (int i = 0; i < N; i++) result.v[i] = partial[i];
+    for (int w = 1; w < warps; w++) {
+        Floats<N> other;
+#pragma unroll
+        for (int i = 0; i < N; i++) other.v[i] = partial[w * N + i];
+        merge(result, other);
+    }
+    __syncthreads();
+    return result;
+}
+
+template <int N> struct Add {
+    INLINE void operator()(Floats<N> &a, const Floats<N> &b) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) a.v[i] += b.v[i];
+    }
+};
+
+// The running maximum (v[0]) and sum of exp(value - maximum) (v[1]) of a set of numbers; {-inf, 0} for the empty set.
+struct LogSum {
+    INLINE void operator()(Floats<2> &a, const Floats<2> &b) const {
+        const float top = fmaxf(a.v[0], b.v[0]);
+        // Both empty: -inf - -inf would make a NaN of nothing.
+        const float of_a = a.v[0] == top ? 1.0f : expf(a.v[0] - top), of_b = b.v[0] == top ? 1.0f : expf(b.v[0] - top);
+        a.v[1] = a.v[1] * of_a + b.v[1] * of_b;
+        a.v[0] = top;
+    }
+};
+
+// Adds N numbers to such a pair. NaN goes into the sum, because fmaxf would drop it; +inf makes the sum NaN.
+template <int N> INLINE void log_sum_add(Floats<2> &acc, const float (&s)[N]) {
+    float top = acc.v[0];
+#pragma unroll
+    for (int i = 0; i < N; i++) top = fmaxf(top, s[i]);
+    float sum = acc.v[1] * (acc.v[0] == top ? 1.0f : expf(acc.v[0] - top));
+#pragma unroll
+    for (int i = 0; i < N; i++) sum += s[i] == -INFINITE ? 0.0f : expf(s[i] - top);
+    acc.v[0] = top;
+    acc.v[1] = sum;
+}
+
+// A draw, seen as rows: element (a, b, c, column) has index index0 + a strides[0] + b strides[1] + c strides[2] + column.
+struct Draw {
+    u64 seed, offset;
+    i64 index0, sizes[4], strides[3];
+    INLINE i64 rows() const { return sizes[0] * sizes[1] * sizes[2]; }
+    INLINE u64 row(i64 r) const {
+        u64 at = (u64)index0;
+        if (sizes[0] * sizes[1] > 1) {
+            const i64 outer = r / sizes[2];
+            r -= outer * sizes[2];
+            at += (u64)(outer / sizes[1] * strides[0] + outer % sizes[1] * strides[1]);
+        }
+        return at + (u64)(r * strides[2]);
+    }
+};
+
+// Philox4x32-10 (Salmon et al., SC 2011): the four words of one counter.
+INLINE void philox(u64 seed, u64 counter, u32 (&x)[4]) {
+    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+    x[0] = (u32)counter, x[1] = (u32)(counter >> 32), x[2] = 0, x[3] = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        const u64 p0 = (u64)x[0] * 0xD2511F53u, p1 = (u64)x[2] * 0xCD9E8D57u;
+        const u32 y0 = (u32)(p1 >> 32) ^ x[1] ^ k0, y2 = (u32)(p0 >> 32) ^ x[3] ^ k1;
+        x[0] = y0, x[1] = (u32)p1, x[2] = y2, x[3] = (u32)p0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+// bits[i] = the word of element e + i of the draw.
+template <int N> INLINE void philox_bits(const Draw &draw, u64 e, u32 (&bits)[N]) {
+    u32 x[4] = {};
+    if (N % 4 == 0 && e % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (i % 4 == 0) philox(draw.seed, draw.offset + (e + i) / 4, x);
+            bits[i] = x[i % 4];
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const u32 word = (u32)(e + i) % 4;
+        if (i == 0 || word == 0) philox(draw.seed, draw.offset + (e + i) / 4, x);
+        // A chosen register, not x[word]: an index known at run time only would put x into local memory.
+        bits[i] = word == 0 ? x[0] : word == 1 ? x[1] : word == 2 ? x[2] : x[3];
+    }
+}

@@ -1,0 +1,173 @@
+// Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
+//
+// Forward, a block per row: one pass collects count, mean and sum of squared differences (Welford, merged by Chan's rule:
+// no cancellation, one read), a second pass over the row, which is still in L1, writes y = (x - mean) rstd w + b.
+// Backward, with n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), dw = sum over rows of dy n,
+// db = sum over rows of dy. A block takes every gridDim-th row. Its column sums of dw and db live in shared memory (in
+// `partial` itself where they do not fit); a thread meets the same columns in every row, so nobody else touches its sums
+// and they need neither barriers nor atomics. column_sum (reduce.cu) adds the blocks up in order.
+//
+// Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx; the second passes come from L1 or L2.
+#include "common.h"
+
+// {count, mean, sum of squared differences from the mean}
+struct Moments {
+    INLINE void operator()(Floats<3> &a, const Floats<3> &b) const {
+        const float count = a.v[0] + b.v[0];
+        if (count == 0.0f) return;
+        const float share = b.v[0] / count, delta = b.v[1] - a.v[1];
+        a.v[1] += delta * share;
+        a.v[2] += b.v[2] + delta * delta * a.v[0] * share;
+        a.v[0] = count;
+    }
+};
+
+template <int W> INLINE Floats<3> moments_of(const float (&v)[W]) {
+    float mean = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < W; i++) mean += v[i];
+    mean /= (float)W;
+#pragma unroll
+    for (int i = 0; i < W; i++) square += (v[i] - mean) * (v[i] - mean);
+    return {{(float)W, mean, square}};
+}
+
+template <class T, class P, bool CENTERED>
+__global__ void __launch_bounds__(256) norm_fwd(const T *x_, const P *weight, const P *bias, T *y_, float *means, float *rstds,
+                                                double eps, i64 rows, i64 width_, i64 vec) {
+    const int width = (int)width_;
+    constexpr int V = Lanes<T>::count;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *x = x_ + row * width;
+        T *y = y_ + row * width;
+        const int head = vec ? 0 : width;
+        float mean = 0.0f, variance;
+        if constexpr (CENTERED) {
+            Floats<3> all = {};
+            walk<V>(head, width, [&](int j, auto w) {
+                float v[decltype(w)::count];
+                load(x + j, v);
+                Moments()(all, moments_of(v));
+            });
+            all = block_reduce(all, Moments());
+            mean = all.v[1];
+            variance = all.v[2] / (float)width;
+        } else {
+            Floats<1> square = {};
+            walk<V>(head, width, [&](int j, auto w) {
+                constexpr int W = decltype(w)::count;
+                float v[W];
+                load(x + j, v);
+#pragma unroll
+                for (int i = 0; i < W; i++) square.v[0] += v[i] * v[i];
+            });
+            variance = block_reduce(square, Add<1>()).v[0] / (float)width;
+        }
+        const float rstd = 1.0f / sqrtf(variance + (float)eps);
+        if (threadIdx.x == 0) {
+            if (CENTERED) means[row] = mean;
+            rstds[row] = rstd;
+        }
+        walk<V>(head, width, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float v[W], wt[W], b[W] = {};
+            load(x + j, v);
+            load(weight + j, wt);
+            if constexpr (CENTERED) load(bias + j, b);
+#pragma unroll
+            for (int i = 0; i < W; i++) v[i] = (v[i] - mean) * rstd * wt[i] + b[i];
+            store(y + j, v);
+        });
+    }
+}
+
+// partial: [gridDim.x][1 or 2][width]. in_shared: the block's sums fit into its dynamic shared memory.
+template <class T, class P, bool CENTERED>
+__global__ void __launch_bounds__(256)
+    norm_bwd(const T *x_, const P *weight, const float *means, const float *rstds, const T *dy_, T *dx_, float *partial,
+             i64 rows, i64 width_, i64 vec, i64 in_shared) {
+    DYNAMIC_SHARED(float, shared_sums);
+    const int width = (int)width_;
+    constexpr int V = Lanes<T>::count;
+    float *mine = partial + (i64)blockIdx.x * (CENTERED ? 2 : 1) * width;
+    float *dw = in_shared ? shared_sums : mine, *db = dw + width;
+    const int head = vec ? 0 : width;
+    const auto zero = [&](int j, auto w) {
+        const float none[decltype(w)::count] = {};
+        store(dw + j, none);
+        if constexpr (CENTERED) store(db + j, none);
+    };
+    walk<V>(head, width, zero);
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *x = x_ + row * width, *dy = dy_ + row * width;
+        T *dx = dx_ + row * width;
+        const float mean = CENTERED ? means[row] : 0.0f, rstd = rstds[row];
+        Floats<2> sums = {};  // of g, and of g n
+        walk<V>(head, width, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float v[W], d[W], wt[W];
+            load(x + j, v);
+            load(dy + j, d);
+            load(weight + j, wt);
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                const float g = d[i] * wt[i];
+                if (CENTERED) sums.v[0] += g;
+                sums.v[1] += g * (v[i] - mean) * rstd;
+            }
+        });
+        sums = block_reduce(sums, Add<2>());
+        const float g_mean = sums.v[0] / (float)width, gn_mean = sums.v[1] / (float)width;
+        walk<V>(head, width, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float v[W], d[W], wt[W], dws[W];
+            [[maybe_unused]] float dbs[W];
+            load(x + j, v);
+            load(dy + j, d);
+            load(weight + j, wt);
+            load(dw + j, dws);
+            if constexpr (CENTERED) load(db + j, dbs);
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                const float n = (v[i] - mean) * rstd;
+                dws[i] += d[i] * n;
+                if constexpr (CENTERED) dbs[i] += d[i];
+                v[i] = rstd * (d[i] * wt[i] - g_mean - n * gn_mean);
+            }
+            store(dx + j, v);
+            store(dw + j, dws);
+            if constexpr (CENTERED) store(db + j, dbs);
+        });
+    }
+    if (in_shared)
+        walk<V>(head, width, [&](int j, auto w) {
+            float sum[decltype(w)::count];
+            load(dw + j, sum);
+            store(mine + j, sum);
+            if constexpr (CENTERED) {
+                load(db + j, sum);
+                store(mine + width + j, sum);
+            }
+        });
+}
+
+EXPORT(norm_fwd<f32, f32, true>)
+EXPORT(norm_fwd<bf16, bf16, true>)
+EXPORT(norm_fwd<bf16, f32, true>)
+EXPORT(norm_fwd<f16, f16, true>)
+EXPORT(norm_fwd<f16, f32, true>)
+EXPORT(norm_fwd<f32, f32, false>)
+EXPORT(norm_fwd<bf16, bf16, false>)
+EXPORT(norm_fwd<bf16, f32, false>)
+EXPORT(norm_fwd<f16, f16, false>)
+EXPORT(norm_fwd<f16, f32, false>)
+EXPORT(norm_bwd<f32, f32, true>)
+EXPORT(norm_bwd<bf16, bf16, true>)
+EXPORT(norm_bwd<bf16, f32, true>)
+EXPORT(norm_bwd<f16, f16, true>)
+EXPORT(norm_bwd<f16, f32, true>)
+EXPORT(norm_bwd<f32, f32, false>)
+EXPORT(norm_bwd<bf16, bf16, false>)
+EXPORT(norm_bwd<bf16, f32, false>)
+EXPORT(norm_bwd<f16, f16, false>)
+EXPORT(norm_bwd<f16, f32, false>)

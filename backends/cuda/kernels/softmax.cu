@@ -1,0 +1,123 @@
+// Scale, mask and softmax over the last dimension, fused, forward and backward; a block per row.
+//
+// Forward: one pass keeps a running maximum and sum of exponentials per thread (Milakov, Gimelshein, arXiv 1805.02867),
+// merged over the block; a second pass over the row, still in L1, writes y = exp(scale x - max) / sum. Causal rows touch
+// their visible columns only and zero the rest. A row that sees nothing is all zeros; NaN or +inf in a visible column makes
+// the visible part NaN. Backward: dx = scale p (dy - sum(p dy)) with p made again, unrounded, from x, the mask and the row's
+// statistics: in 16 bits the rounding of y would dominate that difference.
+//
+// Memory traffic: forward reads x (and a byte of mask), writes y; backward reads x, dy (and mask), writes dx.
+#include "common.h"
+
+// One byte per element, 1 = masked out, read through strides in bytes; at = 0: no mask.
+struct Mask {
+    const u8 *at;
+    i64 b, n, q, k;
+};
+
+// The visible part of a row: `columns` of it, further restricted by `mask` (or 0).
+struct Row {
+    int columns;
+    const u8 *mask;
+    i64 stride;
+    INLINE bool masked(int j) const { return mask != nullptr && mask[j * stride] != 0; }
+};
+
+INLINE Row row_of(i64 row, i64 heads, i64 sq, i64 sk, i64 causal, const Mask &mask) {
+    const i64 query = row % sq, outer = row / sq;
+    i64 visible = causal ? query + sk - sq + 1 : sk;
+    visible = visible < 0 ? 0 : visible < sk ? visible : sk;
+    const u8 *at = mask.at;
+    if (at) at += outer / heads * mask.b + outer % heads * mask.n + query * mask.q;
+    return {(int)visible, at, mask.k};
+}
+
+// stats: [2][rows], the row's maximum of scale x (0 if nothing is visible) and 1 / sum (0 then).
+template <class T>
+__global__ void __launch_bounds__(256) softmax_fwd(const T *x_, T *y_, float *stats, double scale_, i64 causal, i64 rows,
+                                                   i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+    constexpr int V = Lanes<T>::count;
+    const float scale = (float)scale_;
+    for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        const T *x = x_ + r * sk;
+        T *y = y_ + r * sk;
+        const Row row = row_of(r, heads, sq, sk, causal, mask);
+        const int head = vec ? head_of(x, row.columns) : row.columns;
+        Floats<2> all = {{-INFINITE, 0.0f}};
+        float alive = 0.0f;
+        walk<V>(head, row.columns, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float s[W];
+            load(x + j, s);
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                const bool masked = row.masked(j + i);
+                s[i] = masked ? -INFINITE : s[i] * scale;
+                if (!masked) alive = 1.0f;
+            }
+            log_sum_add(all, s);
+        });
+        all = block_reduce(all, LogSum());
+        // A visible row of -inf only is 0/0, as in the reference; a row that sees nothing is 0.
+        const bool dead = block_reduce(Floats<1>{{alive}}, Add<1>()).v[0] == 0.0f;
+        const float top = dead ? 0.0f : all.v[0], inverse = dead ? 0.0f : 1.0f / all.v[1];
+        if (threadIdx.x == 0) {
+            stats[r] = top;
+            stats[rows + r] = inverse;
+        }
+        walk<V>(head, row.columns, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float s[W];
+            load(x + j, s);
+#pragma unroll
+            for (int i = 0; i < W; i++) s[i] = row.masked(j + i) ? 0.0f : expf(s[i] * scale - top) * inverse;
+            store(y + j, s);
+        });
+        for (int j = row.columns + threadIdx.x; j < sk; j += blockDim.x) from_float(0.0f, y[j]);
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) softmax_bwd(const T *x_, const T *dy_, T *dx_, const float *stats, double scale_,
+                                                   i64 causal, i64 rows, i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+    constexpr int V = Lanes<T>::count;
+    const float scale = (float)scale_;
+    for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        const T *x = x_ + r * sk, *dy = dy_ + r * sk;
+        T *dx = dx_ + r * sk;
+        const Row row = row_of(r, heads, sq, sk, causal, mask);
+        const int head = vec ? head_of(x, row.columns) : row.columns;
+        const float top = stats[r], inverse = stats[rows + r];
+        Floats<1> dot = {};
+        walk<V>(head, row.columns, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float s[W], d[W];
+            load(x + j, s);
+            load(dy + j, d);
+#pragma unroll
+            for (int i = 0; i < W; i++)
+                if (!row.masked(j + i)) dot.v[0] += expf(s[i] * scale - top) * inverse * d[i];
+        });
+        dot = block_reduce(dot, Add<1>());
+        walk<V>(head, row.columns, [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            float s[W], d[W];
+            load(x + j, s);
+            load(dy + j, d);
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                const float p = expf(s[i] * scale - top) * inverse;
+                s[i] = row.masked(j + i) ? 0.0f : scale * p * (d[i] - dot.v[0]);
+            }
+            store(dx + j, s);
+        });
+        for (int j = row.columns + threadIdx.x; j < sk; j += blockDim.x) from_float(0.0f, dx[j]);
+    }
+}
+
+EXPORT(softmax_fwd<f32>)
+EXPORT(softmax_fwd<bf16>)
+EXPORT(softmax_fwd<f16>)
+EXPORT(softmax_bwd<f32>)
+EXPORT(softmax_bwd<bf16>)
+EXPORT(softmax_bwd<f16>)

@@ -1,0 +1,113 @@
+"""How a kernel is launched: the parameters are packed into one buffer, and an engine runs it.
+
+Two engines: `Device` (cubins compiled by compile.py, launched through CuPy's driver bindings on torch's current stream,
+hence capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` chooses one; nothing is imported,
+compiled or initialised before. Parameters are integers (addresses too), floats and bytes (structs), all packed in
+multiples of 8 bytes, as kernels/common.h demands.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import hal
+
+MAX_THREADS = 256
+"""Threads of a block, at most: every kernel is compiled for that (`__launch_bounds__`)."""
+
+SHARED_LIMIT = 48 * 1024
+"""Bytes of dynamic shared memory that every GPU grants without being asked."""
+
+
+class Engine(Protocol):
+    """What runs kernels. `device_type` is where its tensors live; `multiprocessors` scales grids."""
+
+    device_type: str
+    multiprocessors: int
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None: ...
+
+
+_engine: Engine | None = None
+
+
+def set_engine(engine: Engine) -> None:
+    """Called by the backend's build()."""
+    global _engine
+    _engine = engine
+
+
+def device_type() -> str:
+    """Where tensors must be: "cuda", or "cpu" on the simulator. Without an engine, as if there were a GPU."""
+    return "cuda" if _engine is None else _engine.device_type
+
+
+def simulated() -> bool:
+    """Whether kernels run on the simulator."""
+    return _engine is not None and _engine.device_type == "cpu"
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the device; grids are a multiple of it."""
+    return _require().multiprocessors
+
+
+def _require() -> Engine:
+    if _engine is None:
+        raise hal.HalError("the cuda backend has not been built; call hal.use('cuda') before running its kernels")
+    return _engine
+
+
+def pack(values: tuple[Any, ...]) -> bytes:
+    """The parameter buffer of a launch."""
+    if any(type(v) is bytes for v in values):
+        return b"".join(v if type(v) is bytes else pack((v,)) for v in values)
+    return struct.pack("".join("d" if type(v) is float else "q" for v in values), *values)
+
+
+def run(kernel: str, grid: tuple[int, int], threads: int, *parameters: Any, shared: int = 0) -> None:
+    """Queues `kernel` (its name as in its file's EXPORT list) on the current stream."""
+    _require().launch(kernel, grid, threads, shared, pack(parameters))
+
+
+class Device:
+    """Kernels on a GPU, loaded per device when first used."""
+
+    device_type = "cuda"
+
+    def __init__(self, cubins: Mapping[str, Mapping[str, Any]]) -> None:
+        """cubins: architecture ("sm_90") -> kernel name -> (cubin, its name in there); see compile.cubins."""
+        import torch
+        from cupy.cuda import driver
+
+        self._driver, self._cubins = driver, cubins
+        self._functions: dict[tuple[int, str], int] = {}
+        self._modules: dict[tuple[int, int], int] = {}
+        self._stream = torch._C._cuda_getCurrentRawStream
+        self._current = torch.cuda.current_device
+        self._capability = torch.cuda.get_device_capability
+        self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def _function(self, device: int, kernel: str) -> int:
+        major, minor = self._capability(device)
+        cubin, name = self._cubins[f"sm_{major}{minor}"][kernel]
+        at = (device, id(cubin))
+        if at not in self._modules:
+            self._modules[at] = self._driver.moduleLoadData(cubin)
+        self._functions[device, kernel] = function = self._driver.moduleGetFunction(self._modules[at], name)
+        return function
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
+        import ctypes
+
+        device = self._current()
+        function = self._functions.get((device, kernel)) or self._function(device, kernel)
+        buffer = ctypes.create_string_buffer(parameters, len(parameters))
+        size = ctypes.c_size_t(len(parameters))
+        # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).
+        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
+        self._driver.launchKernel(
+            function, *grid, 1, threads, 1, 1, shared, self._stream(device), 0, ctypes.addressof(extra)
+        )

@@ -1,0 +1,1 @@
+"""The CUDA execution model on a CPU: see docs/cuda-simulator.md."""

@@ -1,0 +1,119 @@
+"""Compiles the kernels and cuda_host.h with g++ into one library, cached, and runs kernels from it.
+
+HAL_CUDA_SANITIZE=address,undefined builds it with those sanitizers (the process then needs libasan preloaded, see
+docs/cuda-simulator.md). HAL_CUDA_SEED chooses the thread order. Extra source files replace kernels of the same name:
+that is how tests plant faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hal
+
+from ..cache import cache_directory, locked
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parent / "kernels"
+_FLAGS = ["-std=c++17", "-fPIC", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+_FLAGS += ["-fno-math-errno", "-ffp-contract=off", "-DHAL_SIMULATE"]
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command: `$CXX`, else g++ or clang++. Raises BackendUnavailable if there is none."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for command in [asked] if asked else [["g++"], ["clang++"]]:
+        path = shutil.which(command[0])
+        if path is not None:
+            return [path, *command[1:]]
+    raise hal.BackendUnavailable(
+        "the CUDA simulator compiles the kernels for the CPU and found no C++ compiler "
+        f"(tried {'$CXX=' + shlex.join(asked) if asked else 'g++, clang++'}). "
+        "Install one (Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or point CXX at one."
+    )
+
+
+def library(replace: Sequence[Path] = ()) -> Path:
+    """The compiled library; compiles it if it is not cached. replace: files used instead of the kernels of their name.
+
+    Raises BackendUnavailable when there is no compiler or it fails.
+    """
+    compiler, sanitize = find_compiler(), os.environ.get("HAL_CUDA_SANITIZE", "")
+    flags = [*_FLAGS, "-O2"]
+    if sanitize:
+        flags += ["-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
+    by_name = {path.name: path for path in [*sorted(KERNELS.glob("*.cu")), *replace]}
+    sources = [HERE / "runtime.cpp", *by_name.values()]
+    version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
+    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
+    for path in [*sources, *sorted(KERNELS.glob("*.h")), HERE / "cuda_host.h"]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    cache = cache_directory("cuda")
+    target = cache / f"simulator-{digest.hexdigest()[:24]}.so"
+    if not target.exists():
+        with locked(cache / "simulator.lock"):
+            if not target.exists():
+                for leftover in cache.glob("build-*"):  # of a crash: only the holder of the lock builds
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _build(compiler, flags, sources, target)
+    return target
+
+
+def _build(compiler: list[str], flags: list[str], sources: list[Path], target: Path) -> None:
+    print(f"hal: compiling the CUDA kernels for the CPU ({len(sources)} files), once ...", file=sys.stderr, flush=True)
+    work = target.parent / f"build-{target.stem}"
+    work.mkdir(mode=0o700)
+    try:
+
+        def compile_one(source: Path) -> str:
+            out = str(work / f"{source.stem}.o")
+            include = [f"-I{HERE}", f"-I{KERNELS}"]
+            _run([*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", out])
+            return out
+
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_one, sources))
+        _run([*compiler, *flags, "-shared", *objects, "-o", str(work / target.name)])
+        os.rename(work / target.name, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise hal.BackendUnavailable(
+            f"the C++ compiler failed (exit {done.returncode}) on the CUDA kernels.\n{shlex.join(command)}\n{done.stderr}"
+        )
+
+
+class Simulator:
+    """The engine that runs kernels on the CPU. Tensors are CPU tensors, and a launch returns when it is done."""
+
+    device_type = "cpu"
+    multiprocessors = 2  # small grids: every block costs time, and two blocks already share rows between them
+
+    def __init__(self, path: Path) -> None:
+        lib = ctypes.CDLL(str(path))
+        self._launch = lib.hal_sim_launch
+        u32 = ctypes.c_uint32
+        self._launch.argtypes = [ctypes.c_char_p, u32, u32, u32, u32, ctypes.c_char_p, ctypes.c_uint64]
+        self._launch.restype = ctypes.c_char_p
+        seed = os.environ.get("HAL_CUDA_SEED", "1")
+        if not seed.isdigit():
+            raise hal.HalError(f"HAL_CUDA_SEED must be a whole number, got {seed!r}")
+        lib.hal_sim_seed(ctypes.c_uint64(int(seed)))
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
+        error = self._launch(kernel.encode(), *grid, threads, shared, parameters, len(parameters))
+        if error:
+            raise hal.HalError(f"CUDA simulator, kernel {kernel}: {error.decode()}")

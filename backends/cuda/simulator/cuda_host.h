@@ -1,0 +1,119 @@
+// CUDA's execution model on a CPU, for the kernels of ../kernels, compiled as ordinary C++ by g++.
+//
+// Each CUDA thread is a fiber. The threads of a block take turns in random order; each runs until it waits at a barrier or
+// in a warp operation, so whoever relies on a barrier that is not there reads what has not been written yet. Reported as
+// errors: a barrier that not all threads of the block reach at the same place, a warp operation that not all lanes of its
+// mask reach, a shuffle from a lane outside the mask, a launch a GPU would refuse. Memory is the process's own, so
+// AddressSanitizer sees every access to tensors and shared memory. What this does not model: docs/cuda-simulator.md.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(hal_sim::dynamic_shared)
+
+namespace hal_sim {
+
+struct Index {
+    u32 x = 0, y = 0, z = 0;
+};
+extern Index thread, block, block_size, grid_size;
+extern unsigned char dynamic_shared[];
+
+enum class Vote { down, from, exchange, any };
+
+// Both return when every thread concerned has arrived; they do not return at all when that cannot happen.
+u32 barrier(const char *file, int line, bool vote);
+u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line);
+
+template <class T> T shuffle(u32 mask, T value, Vote kind, int lane, const char *file, int line) {
+    static_assert(sizeof(T) == 4 && std::is_trivially_copyable_v<T>, "shuffles move 32 bits");
+    u32 bits;
+    std::memcpy(&bits, &value, 4);
+    bits = warp(mask, bits, kind, lane, file, line);
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Reads a kernel's parameters from the launcher's buffer; null if the buffer's size is not that of the parameters.
+using Bind = std::function<std::function<void()>(const unsigned char *, u64)>;
+void add_kernel(const char *name, Bind bind);
+
+template <class... A> Bind make_bind(void (*kernel)(A...)) {
+    static_assert(((sizeof(A) % 8 == 0 && alignof(A) == 8) && ...), "parameters are packed in multiples of 8 bytes");
+    return [kernel](const unsigned char *bytes, u64 size) -> std::function<void()> {
+        if (size != (sizeof(A) + ... + 0)) return nullptr;
+        std::tuple<std::remove_const_t<A>...> values;
+        u64 at = 0;
+        std::apply([&](auto &...v) { ((std::memcpy((void *)&v, bytes + at, sizeof v), at += sizeof v), ...); }, values);
+        return [kernel, values] { std::apply(kernel, values); };
+    };
+}
+
+struct Register {
+    template <class F> Register(const char *name, F *kernel) { add_kernel(name, make_bind(kernel)); }
+};
+
+}  // namespace hal_sim
+
+#define threadIdx hal_sim::thread
+#define blockIdx hal_sim::block
+#define blockDim hal_sim::block_size
+#define gridDim hal_sim::grid_size
+#define __syncthreads() ((void)hal_sim::barrier(__FILE__, __LINE__, false))
+#define __syncthreads_or(p) ((int)hal_sim::barrier(__FILE__, __LINE__, (p) != 0))
+#define __shfl_down_sync(mask, v, d) hal_sim::shuffle(mask, v, hal_sim::Vote::down, d, __FILE__, __LINE__)
+#define __shfl_sync(mask, v, lane) hal_sim::shuffle(mask, v, hal_sim::Vote::from, lane, __FILE__, __LINE__)
+#define __shfl_xor_sync(mask, v, bits) hal_sim::shuffle(mask, v, hal_sim::Vote::exchange, bits, __FILE__, __LINE__)
+#define __any_sync(mask, p) ((int)hal_sim::warp(mask, (p) != 0, hal_sim::Vote::any, 0, __FILE__, __LINE__))
+
+#define HAL_JOIN2(a, b) a##b
+#define HAL_JOIN(a, b) HAL_JOIN2(a, b)
+#define EXPORT(...) static const hal_sim::Register HAL_JOIN(hal_export_, __COUNTER__)(#__VA_ARGS__, &__VA_ARGS__);
+
+inline float __int_as_float(int bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline int __float_as_int(float value) {
+    int bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+// One operating system thread runs all fibers, so a plain read and write is atomic.
+inline float atomicExch(float *at, float value) { return std::exchange(*at, value); }
+inline float atomicAdd(float *at, float value) { return std::exchange(*at, *at + value); }
+
+inline float f16_to_float(u16 bits) {
+    const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;
+    if (exponent == 31) return __int_as_float((int)(sign | 0x7f800000 | mantissa << 13));
+    const float magnitude = std::ldexp((float)(exponent ? mantissa + 1024 : mantissa), (int)(exponent ? exponent : 1) - 25);
+    return sign ? -magnitude : magnitude;
+}
+
+// Round to nearest even, as cvt.rn does; NaN becomes the canonical NaN.
+inline u16 float_to_f16(float value) {
+    const u32 bits = (u32)__float_as_int(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    if (magnitude > 0x7f800000) return 0x7fff;
+    if (magnitude >= 0x477ff000) return (u16)(sign | 0x7c00);
+    // In units of the result's last place: 2^-24 for subnormals, else 2^(exponent - 10). rint rounds to even.
+    int exponent = (int)(magnitude >> 23) - 127;
+    if (exponent < -14) exponent = -14;
+    const u32 units = (u32)std::rint(std::ldexp(std::fabs(value), 10 - exponent));
+    return (u16)(sign | (((u32)(exponent + 14) << 10) + units));
+}
+inline u16 float_to_bf16(float value) {
+    const u32 bits = (u32)__float_as_int(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}

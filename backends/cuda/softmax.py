@@ -1,0 +1,67 @@
+"""scale_mask_softmax (kernels/softmax.cu). The mask is read through its strides, never expanded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from . import launch
+from .device import Cuda
+from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_for
+
+
+def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
+    return reasons(x)
+
+
+def _mask(mask: Tensor | None, shape: torch.Size) -> bytes:
+    """struct Mask of softmax.cu; the bytes of a bool tensor are 0 and 1."""
+    if mask is None:
+        return struct.pack("=5q", 0, 0, 0, 0, 0)
+    mask = mask.expand(shape)  # a view: broadcast dimensions get stride 0
+    return struct.pack("=5q", mask.data_ptr(), *mask.stride())
+
+
+def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, mask: Tensor | None, *how: Any) -> None:
+    rows, (_, heads, sq, sk) = rows_of(x), x.shape
+    vec = aligned(x, *others)
+    launch.run(
+        f"{kernel}<{TYPE[x.dtype]}>",
+        (min(rows, 1 << 30), 1),
+        threads_for(-(-sk // (LANES[x.dtype] if vec else 1))),
+        x.data_ptr(),
+        *(t.data_ptr() for t in others),
+        stats.data_ptr(),
+        *how,
+        rows,
+        heads,
+        sq,
+        sk,
+        _mask(mask, x.shape),
+        int(vec),
+    )
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    x, mask, stats, scale, causal = residuals
+    dy, dx = dy.contiguous(), torch.empty_like(x)
+    if x.numel():
+        _launch("softmax_bwd", x, (dy, dx), stats, mask, scale, int(causal))
+    return (dx,)
+
+
+@Cuda.impl(ops.scale_mask_softmax, id="cuda/kernel", why_not=_why_not, bwd=_backward)
+def scale_mask_softmax(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> tuple[Tensor, tuple[Any, ...]]:
+    x, scale = x.contiguous(), float(scale)
+    y, stats = torch.empty_like(x), torch.empty(2, rows_of(x), dtype=torch.float32, device=x.device)
+    if x.numel():
+        _launch("softmax_fwd", x, (y,), stats, mask, scale, int(causal))
+    return y, (x, mask, stats, scale, causal)
