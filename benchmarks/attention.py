@@ -202,12 +202,11 @@ def cases() -> list[Case]:
         found.append(_case("attention window fwd", banded, False, ("sdpa-mask", "sdpa-chunked", "flex")))
         found.append(_case("attention window fwd+bwd", banded, True, ("sdpa-mask", "sdpa-chunked")))
     for s in (1024, 2048, 4096, 8192, 16384):
-        found.append(_case("attention growth fwd", replace(window, s=s), False, ("sdpa-chunked",), "window 256: S", s))
+        found.append(_case("attention over S", replace(window, s=s), False, ("sdpa-chunked",), "window 256: S", s))
     for pre in (64, 128, 256, 512, 1024, 2048):
-        found.append(
-            _case("attention growth fwd", replace(window, pre=pre), False, ("sdpa-chunked",), "S 4096: window", pre)
-        )
+        at = replace(window, pre=pre)
+        found.append(_case("attention over window", at, False, ("sdpa-chunked",), "S 4096: window", pre))
     for h in (1, 2, 4, 8, 16, 32):
-        found.append(_case("attention growth fwd", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
+        found.append(_case("attention over heads", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
     found.append(_case("attention memory", Shape(s=8192), True, ("naive",), memory=True))
     return found

@@ -12,7 +12,8 @@ from .ceilings import CEILINGS
 from .engine import CEILING, Absent, Effort, Row, Samples, growth, interleave, rows
 from .worker import Unavailable, Workers
 
-SUITES = ("attention", "ops", "linear", "dispatch", "comm", "train")
+SUITES = {n: f"hal.bench.{n}" for n in ("attention", "ops", "linear", "dispatch", "comm", "train")}
+"""Suite -> module with `cases()`."""
 
 
 @dataclass
@@ -50,9 +51,9 @@ def run(
     """Measures the suites on `backend`. peers: only these (empty: all). only: cases whose name and shape contain it."""
     found = Found()
     for suite in suites:
-        with Workers(suite, backend) as workers:
+        with Workers(SUITES[suite], backend) as workers:
             part = Found()
-            for index, case in enumerate(importlib.import_module(f"hal.bench.{suite}").cases()):
+            for index, case in enumerate(importlib.import_module(SUITES[suite]).cases()):
                 if only in f"{case.name} {case.shape}":
                     for allocator in case.allocators:
                         report(f"{suite}: {case.name} {case.shape}, {allocator} malloc")

@@ -87,7 +87,8 @@ class Worker:
         return self._log.read().decode(errors="replace")[-2000:]
 
     def close(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # it holds what a dead worker did not take
+            self._stream.close()
         self._socket.close()
         try:
             self._child.wait(10)
@@ -98,7 +99,10 @@ class Worker:
 
 
 class Workers:
-    """All child processes of one suite, started when first needed; also the engine's `Clock`."""
+    """All child processes of one suite, started when first needed; also the engine's `Clock`.
+
+    suite: the name of its module.
+    """
 
     def __init__(self, suite: str, backend: str) -> None:
         self._suite, self._backend = suite, backend
@@ -207,7 +211,7 @@ def _make(suite: str, index: int, name: str) -> Call:
 
 
 def _cases(suite: str) -> list[Case]:
-    return importlib.import_module(f"hal.bench.{suite}").cases()  # type: ignore[no-any-return]
+    return importlib.import_module(suite).cases()  # type: ignore[no-any-return]
 
 
 def _serve(stream: IO[str]) -> None:
@@ -242,7 +246,7 @@ def main(fd: int, backend: str, process: str) -> None:
     from hal import registry
 
     # Only HAL's own process activates the backend: what `use` sets up for HAL must not help (or hurt) a peer.
-    _backend = hal.use(backend) if process.startswith("hal") else registry.load(backend)()
+    _backend = hal.use(backend) if process.startswith("hal") else registry.make(backend)
     channel = socket.socket(fileno=fd)
     with channel, channel.makefile("rw") as stream:
         _serve(stream)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="fail when a goal is missed")
     options = parser.parse_args(argv)
     registry.load(options.backend)  # an unknown name fails here, not in a child process
-    suites = runner.SUITES if options.suite == "all" else (options.suite,)
+    suites = list(runner.SUITES) if options.suite == "all" else [options.suite]
     found = runner.run(
         suites,
         options.backend,

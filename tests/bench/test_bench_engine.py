@@ -1,0 +1,164 @@
+"""The measuring engine on a clock that the test drives: no time passes, so every number is known."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.bench.case import Candidate, Case
+from hal.bench.engine import CEILING, Effort, Samples, growth, interleave, rows, slope
+from hal.bench.runner import Found
+
+
+class FakeClock:
+    """Candidates take `seconds[name]` per call; in round r (from 0), others use `loads[r]` of a processor."""
+
+    def __init__(self, seconds, loads=()):
+        self.seconds, self.loads, self.calls, self.round = seconds, list(loads), [], -1
+
+    def run(self, name, n):
+        self.calls.append((self.round, name, n))
+        taken = self.seconds[name]
+        return n * (taken(self.round) if callable(taken) else taken)
+
+    def restart(self):
+        self.round += 1
+
+    def share(self):
+        return self.loads[self.round] if self.round < len(self.loads) else 0.0
+
+
+def case(**kw):
+    names = kw.pop("names", ("ours", "peer"))
+    return Case("thing", "4x4", {n: Candidate(lambda: lambda: None) for n in names}, **kw)
+
+
+def measured(seconds, loads=(), effort=None, **kw):
+    samples = interleave(list(seconds), FakeClock(seconds, loads), effort or Effort())
+    given_case = case(names=[n for n in seconds if n != CEILING], **kw)
+    return rows("suite", given_case, "default", samples, ceiling_work=100.0)
+
+
+def test_a_ratio_is_the_peers_time_over_ours():
+    (row,) = measured({"ours": 0.002, "peer": 0.005})
+    assert row.ratio_median == row.ratio_min == row.ratio_max == pytest.approx(2.5)
+    assert row.ours == pytest.approx(0.002)
+
+
+def test_ratios_are_taken_within_rounds():
+    """Both slow down threefold in some rounds, as when the processor is shared: no ratio may show it."""
+    both = {"ours": lambda r: 1.0 + 2.0 * (r % 2), "peer": lambda r: 4.0 * (1.0 + 2.0 * (r % 2))}
+    (row,) = measured(both)
+    assert row.ratio_min == row.ratio_max == pytest.approx(4.0)
+
+
+def test_every_candidate_runs_once_per_round_in_an_order_that_rotates():
+    clock = FakeClock({"a": 0.01, "b": 0.02, "c": 0.04})
+    interleave(["a", "b", "c"], clock, Effort(rounds=3, least=3))
+    rounds = [[name for r, name, _ in clock.calls if r == i] for i in range(3)]
+    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_short_calls_are_repeated_and_long_ones_are_not():
+    clock = FakeClock({"short": 1e-5, "long": 3.0})
+    interleave(["short", "long"], clock, Effort(seconds=0.06))
+    counts = {name: n for r, name, n in clock.calls if r == 0}
+    assert counts == {"short": 6000, "long": 1}
+
+
+@pytest.mark.parametrize(
+    ("loads", "taken", "counted"),
+    [
+        ([0.0] * 9, 9, 9),  # an idle machine
+        ([0.9, 0.0, 0.9, 0.0, 0.9, 0.0, 0.9, 0.9, 0.9], 9, 3),  # three clean rounds are enough, and only they count
+        ([0.9] * 8 + [0.0] * 4, 11, 3),  # goes on until there are three
+        ([0.9] * 40, 18, 18),  # a busy machine: gives up at twice the rounds and counts them all
+    ],
+)
+def test_only_clean_rounds_count_if_there_are_three(loads, taken, counted):
+    clock = FakeClock({"ours": 0.1, "peer": lambda r: 0.1 * (r + 2)}, loads)
+    samples = interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9))
+    assert (samples.taken, len(samples.rounds)) == (taken, counted)
+    if counted < taken:
+        clean = [0.1 * (r + 2) for r in range(taken) if loads[r] == 0.0]
+        assert [t["peer"] for t in samples.rounds] == pytest.approx(clean)
+
+
+def test_slow_cases_take_fewer_rounds():
+    samples = interleave(["ours"], FakeClock({"ours": 4.0}), Effort(rounds=9, least=5, budget=8.0))
+    assert samples.taken == 5
+
+
+def test_what_is_subtracted_is_no_peer_and_budgets_are():
+    found = measured({"ours": 3e-6, "direct": 1e-6}, minus="direct", budgets={"budget of 1 us": 1e-6})
+    assert [r.peer for r in found] == ["budget of 1 us"]
+    assert found[0].ours == pytest.approx(2e-6)
+    assert found[0].ratio_median == pytest.approx(0.5)
+
+
+def test_an_overhead_below_zero_fits_any_budget_and_json():
+    (row,) = measured({"ours": 1e-6, "direct": 2e-6}, minus="direct", budgets={"b": 1e-6})
+    assert row.ratio_median > 1e3
+    assert math.isfinite(json.loads(json.dumps(row.as_dict(), allow_nan=False))["ratio_median"])
+
+
+def test_the_share_of_the_ceiling_compares_rates():
+    """10 units of work in 1 s against a ceiling of 100 units in 5 s: 10/s of 20/s."""
+    (row,) = measured({"ours": 1.0, "peer": 2.0, CEILING: 5.0}, work=10.0, ceiling="copy")
+    assert row.share_of_ceiling == pytest.approx(0.5)
+    assert row.ceiling == "copy"
+
+
+def test_rows_have_the_documented_keys():
+    (row,) = measured({"ours": 1.0, "peer": 2.0})
+    documented = {"name", "shape", "peer", "ratio_median", "ratio_min", "ratio_max", "ceiling", "share_of_ceiling"}
+    assert documented <= row.as_dict().keys()
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.01, 100.0))
+def test_a_goal_is_missed_exactly_below_it(ratio, goal):
+    samples = Samples([{"ours": 1.0, "peer": ratio}], 1, 1)
+    (row,) = rows("suite", case(), "default", samples, goal=lambda peer: goal)
+    assert bool(row.misses) == (ratio < goal)
+
+
+def test_a_ratio_that_is_no_number_misses_its_goal():
+    samples = Samples([{"ours": 1.0, "peer": math.nan}], 1, 1)
+    (row,) = rows("suite", case(), "default", samples, goal=lambda peer: 1.0)
+    assert row.misses
+
+
+def test_a_share_goal_is_said_once_per_case():
+    samples = Samples([{"ours": 1.0, "p": 2.0, "q": 2.0, CEILING: 1.0}], 1, 1)
+    found = Found(
+        rows(
+            "suite",
+            case(names=("ours", "p", "q"), work=1.0, ceiling="copy"),
+            "default",
+            samples,
+            ceiling_work=2.0,
+            share_goal=0.8,
+        )
+    )
+    assert (found.goals, len(found.misses)) == (1, 1)
+    assert "50% of copy" in found.misses[0]
+
+
+@given(st.floats(-2.0, 3.0), st.floats(1e-6, 10.0))
+def test_slope_is_the_exponent(exponent, factor):
+    assert slope([(x, factor * x**exponent) for x in (64, 256, 512, 4096)]) == pytest.approx(exponent, abs=1e-6)
+
+
+def test_growth_of_a_series():
+    def point(s, seconds):
+        samples = Samples([{"ours": seconds, "peer": 1.0}], 1, 1)
+        return rows("suite", case(series="window: S", x=s), "default", samples)
+
+    found = [r for s, t in ((1, 1.0), (2, 4.0), (4, 16.0)) for r in point(s, t)]
+    (row,) = growth("suite", found, lambda name, shape: 0.9)
+    assert row.ratio_median == pytest.approx(0.5)
+    assert "x^2.00" in row.shape
+    assert row.misses
+    assert growth("suite", found, lambda name, shape: None) == []

@@ -1,0 +1,142 @@
+"""Peers do the same work as HAL: on small inputs each gives the reference's values, and FLOP counts are right."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hal
+from hal import ops
+from hal.bench import attention, worker
+from hal.bench import ops as fused
+from hal.bench.attention import Shape
+from hal.bench.plain_gpt import PlainGPT
+from hal.model.config import Config
+from hal.model.gpt import GPT
+
+
+class References(hal.Backend):
+    name = "references"
+
+    def probe(self):
+        return hal.Probe(True, 1, "cpu")
+
+    def device(self, index=0):
+        return torch.device("cpu")
+
+    def synchronize(self):
+        pass
+
+    def comm(self, ranks=None, *, timeout=600.0):
+        return hal.Solo()
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch, recwarn):
+    backend = References()
+    monkeypatch.setattr(worker, "_backend", backend)
+    with hal.activated(backend, fallback="reference"):
+        yield
+
+
+@given(st.integers(1, 40), st.none() | st.integers(0, 50), st.booleans())
+def test_flop_count_pairs_in_the_band(s, pre, backward):
+    shape = Shape(b=2, h=3, s=s, d=4, pre=pre)
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    inside = (j <= i) if pre is None else (j <= i) & (j >= i - pre)
+    assert shape.flop(backward) == 2 * 3 * 4 * int(inside.sum()) * (14 if backward else 4)
+
+
+@pytest.mark.parametrize(("peer", "layout"), [("sdpa", "BNSD"), ("sdpa", "SBH"), ("sdpa", "BSH"), ("naive", "BNSD")])
+def test_causal_peers_agree(peer, layout):
+    shape = Shape(layout=layout, b=2, h=3, s=33, d=8)
+    q, k, v = shape.inputs(False)
+    ours = shape.bnsd(attention._hal(shape)(q, k, v))
+    torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("peer", ["sdpa-mask", "sdpa-chunked"])
+def test_window_peers_agree(peer):
+    shape = Shape(b=2, h=3, s=64, d=8, pre=16)
+    q, k, v = shape.inputs(False)
+    ours = attention._hal(shape)(q, k, v)
+    torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))
+def test_eager_peers_agree(name, monkeypatch):
+    torch.manual_seed(0)
+    op = next(op for op in fused._fused() if op.name == name)
+    monkeypatch.setattr(fused, "_randn", lambda *shape: torch.randn([min(n, 96) for n in shape]))
+    inputs = list(op.inputs())
+    if name == "scale_mask_softmax":
+        inputs[1] = inputs[1][:96, :96]
+    if name == "cross_entropy":
+        inputs[1] = inputs[1][:96] % 96
+    if name == "rotary":
+        inputs[1:] = [t[:96] for t in inputs[1:]]
+    wanted = [t.requires_grad_() for t in inputs[: op.grads]]
+    theirs, ours = op.eager(*inputs), op.ours()(*inputs)
+    torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-5)
+    dy = torch.randn_like(ours)
+    gradients = (torch.autograd.grad(y, wanted, dy) for y in (theirs, ours))
+    torch.testing.assert_close(*gradients, atol=2e-4, rtol=1e-4)
+
+
+def test_optimizer_peers_agree():
+    torch.manual_seed(0)
+    ours = fused._parameters([5, 700, 33])
+    theirs = [torch.nn.Parameter(p.clone()) for p in ours]
+    grads, m, v = [p.grad for p in ours], *([torch.zeros_like(p) for p in ours] for _ in range(2))
+    for p, g in zip(theirs, grads):
+        p.grad = g.clone()
+    ops.adamw(ours, grads, m, v, step=1, lr=1e-4, weight_decay=0.01)
+    torch.optim.AdamW(theirs, lr=1e-4, weight_decay=0.01, fused=True).step()
+    torch.testing.assert_close(ours, [p.detach() for p in theirs])
+
+
+def test_the_plain_gpt_is_the_same_function():
+    """HAL's weights in the plain model give HAL's loss. (HAL orders QKV's rows by head, the plain model by kind.)"""
+    layers, hidden, heads, length, vocabulary = 2, 32, 4, 16, 128
+    config = Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=length,
+        vocab_size=vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    ours, plain = GPT(config, torch.device("cpu")), PlainGPT(vocabulary, length, layers, hidden, heads)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+
+    def by_kind(t):
+        return t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+
+    names = {
+        "norm1": "input_layernorm",
+        "norm2": "pre_mlp_layernorm",
+        "qkv": "self_attention.linear_qkv",
+        "proj": "self_attention.linear_proj",
+        "fc1": "mlp.linear_fc1",
+        "fc2": "mlp.linear_fc2",
+    }
+    theirs = dict(ours.named_parameters())
+    state = {
+        "words.weight": theirs["embedding.word_embeddings.weight"],
+        "positions.weight": theirs["embedding.position_embeddings.weight"],
+        "norm.weight": theirs["decoder.final_layernorm.weight"],
+        "norm.bias": theirs["decoder.final_layernorm.bias"],
+    }
+    for n in range(layers):
+        for mine, its in names.items():
+            for kind in ("weight", "bias"):
+                t = theirs[f"decoder.layers.{n}.{its}.{kind}"]
+                state[f"blocks.{n}.{mine}.{kind}"] = by_kind(t) if mine == "qkv" else t
+    plain.load_state_dict(state)
+    ids = torch.randint(vocabulary, (3, length + 1))
+    tokens, labels = ids[:, :-1], ids[:, 1:]
+    torch.testing.assert_close(plain(tokens, labels), ours.loss(ours(tokens), labels), atol=1e-5, rtol=1e-5)
