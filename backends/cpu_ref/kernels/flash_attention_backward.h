@@ -16,38 +16,51 @@ struct backward_space {
 
 enum { ROW = FA_QUERIES / KU };  // units in a row of queries
 
-// P and dS of block column v: S -> keep P, dP -> P (keep' dP - delta), where keep' = dropout's 0 or 1 / (1 - p).
+// `count` keys (4, or KU) of one vector of queries, at s and dp: S -> keep P, dP -> P (keep' dP - delta), where keep' is
+// dropout's 0 or 1 / (1 - p).
+HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
+                         const struct backward_space *w) {
+    vec ds[4];
+#pragma GCC unroll 4
+    for (int u = 0; u < count; u++) {
+        const int at = (k + u) * FA_QUERIES + n * W;
+        vec p = exp2_of(load(w->s + at) * c - shift), g = load(w->dp + at);
+        if (keep) {
+            const ivec kept = lanes_of(keep + at);
+            ds[u] = p * ((vec)((ivec)(g * dropout_scale) & kept) - delta);
+            p = (vec)((ivec)p & kept);
+        } else {
+            ds[u] = p * (g - delta);
+        }
+        store_rounded(w->p_rows + (k + u) * ROW + n * W / KU, p);
+        store_rounded(w->ds_rows + (k + u) * ROW + n * W / KU, ds[u]);
+    }
+    if (KU == 2)
+#pragma GCC unroll 2
+        for (int u = 0; u < count; u += 2)
+            store_units(w->ds_pairs + (k + u) / 2 * FA_QUERIES + n * W, pair(ds[u], ds[u + 1]));
+}
+
+HAL_INLINE void gradient_all(int n, int from, int to, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
+                             const struct backward_space *w) {
+    int k = from;
+    for (; k + 4 <= to; k += 4) gradient(4, n, k, keep, dropout_scale, c, shift, delta, w);
+    for (; k < to; k += KU) gradient(KU, n, k, keep, dropout_scale, c, shift, delta, w);
+}
+
 static void gradient_columns(const struct tile *t, int v, real c, real dropout_scale, const real *shift, const real *delta,
                              const struct backward_space *w) {
     const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
     for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {
-        real *s = w->s + n * W, *dp = w->dp + n * W;
         const vec lse2 = load(shift + n * W), row = load(delta + n * W);
         if (KU == 2 && to % 2) {
-            store(s + to * FA_QUERIES, splat(-(real)INFINITY));
-            store(dp + to * FA_QUERIES, splat(0));
+            store(w->s + to * FA_QUERIES + n * W, splat(-(real)INFINITY));
+            store(w->dp + to * FA_QUERIES + n * W, splat(0));
         }
-#pragma GCC unroll 2
-        for (int k = from; k < to; k += 2) {
-            vec ds[2];
-#pragma GCC unroll 2
-            for (int u = 0; u < 2; u++) {
-                if (KU == 1 && k + u >= to) break;
-                const int64_t at = (k + u) * FA_QUERIES;
-                vec p = exp2_of(load(s + at) * c - lse2), g = load(dp + at);
-                if (t->has_keep) {
-                    const ivec keep = lanes_of(&w->bytes->keep[k + u][n * W]);
-                    g = (vec)((ivec)(g * dropout_scale) & keep);
-                    ds[u] = p * (g - row);
-                    p = (vec)((ivec)p & keep);
-                } else {
-                    ds[u] = p * (g - row);
-                }
-                store_rounded(w->p_rows + (k + u) * ROW + n * W / KU, p);
-                store_rounded(w->ds_rows + (k + u) * ROW + n * W / KU, ds[u]);
-            }
-            if (KU == 2) store_units(w->ds_pairs + k / 2 * FA_QUERIES + n * W, pair(ds[0], ds[1]));
-        }
+        if (t->has_keep)
+            gradient_all(n, from, to, w->bytes->keep[0], dropout_scale, c, lse2, row, w);
+        else
+            gradient_all(n, from, to, NULL, dropout_scale, c, lse2, row, w);
     }
 }
 

@@ -86,6 +86,29 @@ struct forward_space {
     struct bytes_tile *bytes;
 };
 
+// `count` keys (4, or KU) of one vector of queries: S -> P in place, sums added to sum[]. Probabilities overtake scores as
+// units of KU keys, row k / KU, which were read before. `keep`: the dropout bytes, or NULL.
+HAL_INLINE void exponentiate(int count, real *column, int k, const uint8_t *keep, real c, vec shift, vec sum[4]) {
+    vec p[4];
+#pragma GCC unroll 4
+    for (int u = 0; u < count; u++) {
+        p[u] = exp2_of(load(column + (k + u) * FA_QUERIES) * c - shift);
+        sum[u] += p[u];
+        if (keep) p[u] = (vec)((ivec)p[u] & lanes_of(keep + (k + u) * FA_QUERIES));
+    }
+#pragma GCC unroll 4
+    for (int u = 0; u < count; u += KU)
+        store_units((unit *)column + (k + u) / KU * FA_QUERIES, KU == 2 ? pair(p[u], p[u + 1]) : pair(p[u], p[u]));
+}
+
+HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *keep, real c, vec shift) {
+    vec sum[4] = {{0}, {0}, {0}, {0}};
+    int k = from;
+    for (; k + 4 <= to; k += 4) exponentiate(4, column, k, keep, c, shift, sum);
+    for (; k < to; k += KU) exponentiate(KU, column, k, keep, c, shift, sum);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 // Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O^T.
 static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
                             real *ot, real *m, real *l) {
@@ -103,24 +126,11 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
         // A query that has seen nothing keeps m = -inf; 0 in its place makes its probabilities exp(-inf) = 0.
         const vec shift = select(now == splat(-(real)INFINITY), splat(0), now) * c;
         const vec alpha = exp2_of(old * c - shift);
-
-        vec sum[2] = {{0}, {0}};
         if (KU == 2 && to % 2) store(column + to * FA_QUERIES, splat(-(real)INFINITY));
-#pragma GCC unroll 2
-        for (k = from; k < to; k += 2) {
-            vec p[2];
-#pragma GCC unroll 2
-            for (int u = 0; u < 2; u++) {
-                if (KU == 1 && k + u >= to) break;
-                p[u] = exp2_of(load(column + (k + u) * FA_QUERIES) * c - shift);
-                sum[u] += p[u];
-                if (t->has_keep) p[u] = (vec)((ivec)p[u] & lanes_of(&bytes->keep[k + u][n * W]));
-                if (KU == 1) store(column + (k + u) * FA_QUERIES, p[u]);
-            }
-            if (KU == 2) store_units((unit *)column + k / 2 * FA_QUERIES, pair(p[0], p[1]));
-        }
+        const vec sum = t->has_keep ? exponentiate_all(column, from, to, bytes->keep[0] + n * W, c, shift)
+                                    : exponentiate_all(column, from, to, NULL, c, shift);
         store(m + n * W, now);
-        store(l + n * W, load(l + n * W) * alpha + (sum[0] + sum[1]));
+        store(l + n * W, load(l + n * W) * alpha + sum);
         if (differs(alpha, splat(1)))
             for (int64_t e = 0; e < d; e++) store(ot + e * FA_QUERIES + n * W, load(ot + e * FA_QUERIES + n * W) * alpha);
     }

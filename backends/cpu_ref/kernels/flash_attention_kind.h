@@ -69,9 +69,15 @@ HAL_INLINE void store_units(void *p, uvec v) { *(uvec_at *)p = v; }
 HAL_INLINE vec splat(real x) { return x - (vec){0}; }  // x - 0 keeps the sign of zero, 0 + x does not
 HAL_INLINE ivec splat_lane(int64_t x) { return (lane)x - (ivec){0}; }
 HAL_INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
-// All bits where the byte is not 0.
+// All bits where the byte is not 0. (Compilers build the widening of bytes from single inserts.)
 HAL_INLINE ivec lanes_of(const uint8_t *bytes) {
+#if FA_VECTOR_BYTES == 64 && !defined(FA_KIND_F64)
+    return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)) != 0;
+#elif FA_VECTOR_BYTES == 32 && !defined(FA_KIND_F64)
+    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)) != 0;
+#else
     return __builtin_convertvector(*(const bytes_at *)bytes, ivec) != 0;
+#endif
 }
 
 // max: b where either is NaN. differs: whether some lane of a is not that of b.
