@@ -36,6 +36,8 @@ import torch  # noqa: F401  before the kernels: both then use the libgomp that t
 
 from hal import BackendUnavailable
 
+from . import cpu
+
 KERNELS = Path(__file__).resolve().parent / "kernels"
 MODULE = "_hal_cpu_ref"
 # -std=c11 alone forbids a*b+c from becoming one FMA; errno and traps would forbid vectorising sqrt and selections.
@@ -57,6 +59,13 @@ def lib() -> Any:
             if _loaded is None:
                 _loaded = _load(ensure_built())
     return _loaded.lib
+
+
+def ffi() -> Any:
+    """cffi's `ffi` of the compiled kernels, for structs that are passed by address."""
+    lib()
+    assert _loaded is not None
+    return _loaded.ffi
 
 
 def find_compiler() -> list[str]:
@@ -123,21 +132,11 @@ def _declarations() -> str:
     return "\n".join(re.sub(r"(?m)^\s*#.*$", "", text) for text in headers)
 
 
-def _cpu() -> str:
-    """What -march=native depends on: model and instruction sets of the first processor."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        first = platform.processor()
-    facts = [line for line in first.splitlines() if re.match(r"(?i)(model|flags|features|cpu \w+|vendor)", line)]
-    return platform.machine() + "\n" + "\n".join(line for line in facts if "MHz" not in line)
-
-
 def _wanted_flags() -> list[str]:
     sanitizers = os.environ.get("HAL_CPU_REF_SANITIZE", "")
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = [*_BASE_FLAGS, native]
-    if "avx512f" in _cpu():
+    if "avx512f" in cpu.features():
         flags.append("-mprefer-vector-width=512")  # compilers default to 256 bits even where 512 cost nothing
     if sanitizers:
         return [*flags, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
@@ -149,7 +148,7 @@ def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
 
     version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
     digest = hashlib.sha256()
-    for part in (*compiler, version, *flags, _cpu(), str(sysconfig.get_config_var("SOABI")), cffi.__version__):
+    for part in (*compiler, version, *flags, cpu.identity(), str(sysconfig.get_config_var("SOABI")), cffi.__version__):
         digest.update(part.encode() + b"\0")
     for path in sorted([*KERNELS.glob("*.c"), *KERNELS.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -214,7 +213,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise BackendUnavailable(
-            f"the C compiler failed (exit {done.returncode}) on cpu_ref's kernels.\n{shlex.join(command)}\n{done.stderr}"
+            f"the C compiler failed (exit {done.returncode}) on cpu_ref's kernels.\n"
+            f"{shlex.join(command)}\n{done.stderr}"
         )
 
 

@@ -87,60 +87,56 @@ HAL_INLINE double log_f64(double x) { return log(x); }
 HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
 HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 
-// sum = term(0) + ... + term(count - 1), the index being `i` in `term`: the row is walked as four quarters, because one
-// vector accumulator would be bound by the latency of addition. The same for two sums at once.
-#define ROW_SUM(type, sum, count, i, term)                                       \
-    do {                                                                         \
-        type sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;                             \
-        const int64_t quarter = (count) / 4;                                     \
-        _Pragma("omp simd reduction(+ : sum0, sum1, sum2, sum3)")                \
-        for (int64_t first = 0; first < quarter; first++) {                      \
-            { const int64_t i = first; sum0 += (term); }                         \
-            { const int64_t i = first + quarter; sum1 += (term); }               \
-            { const int64_t i = first + 2 * quarter; sum2 += (term); }           \
-            { const int64_t i = first + 3 * quarter; sum3 += (term); }           \
-        }                                                                        \
-        for (int64_t i = 4 * quarter; i < (count); i++) sum0 += (term);          \
-        sum = (sum0 + sum1) + (sum2 + sum3);                                     \
+// sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
+// are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
+// bandwidth) and one horizontal sum, which short rows would notice if there were more.
+enum { LANES = 32 };
+#define ROW_SUM(type, sum, count, i, term)                                            \
+    do {                                                                              \
+        type lane_[LANES] = {0};                                                      \
+        int64_t at_ = 0;                                                              \
+        for (; at_ + LANES <= (count); at_ += LANES) {                                \
+            _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                  \
+                const int64_t i = at_ + l_;                                           \
+                lane_[l_] += (term);                                                  \
+            }                                                                         \
+        }                                                                             \
+        for (int l_ = 0; at_ + l_ < (count); l_++) {                                  \
+            const int64_t i = at_ + l_;                                               \
+            lane_[l_] += (term);                                                      \
+        }                                                                             \
+        ADD_LANES(lane_);                                                             \
+        sum = lane_[0];                                                               \
     } while (0)
-
-#define ROW_SUM2(type, suma, sumb, count, i, terma, termb)                       \
-    do {                                                                         \
-        type a0 = 0, a1 = 0, b0 = 0, b1 = 0;                                     \
-        const int64_t half = (count) / 2;                                        \
-        _Pragma("omp simd reduction(+ : a0, a1, b0, b1)")                        \
-        for (int64_t first = 0; first < half; first++) {                         \
-            { const int64_t i = first; a0 += (terma); b0 += (termb); }           \
-            { const int64_t i = first + half; a1 += (terma); b1 += (termb); }    \
-        }                                                                        \
-        for (int64_t i = 2 * half; i < (count); i++) { a0 += (terma); b0 += (termb); } \
-        suma = a0 + a1;                                                          \
-        sumb = b0 + b1;                                                          \
-    } while (0)
+#define ADD_LANES(lane)                              \
+    for (int w_ = LANES / 2; w_ > 0; w_ /= 2)        \
+        for (int l_ = 0; l_ < w_; l_++) lane[l_] += lane[l_ + w_]
 
 // Scratch memory of the calling thread, 64-byte aligned, kept until a larger one is asked for: fresh memory costs a page
 // fault per 4 KiB, more than most kernels. Valid until the thread's next call. Aborts when there is no memory.
 void *hal_scratch(size_t bytes);
 
-// Sums over rows (weight gradients) are made of at most 32 partial sums over consecutive rows. Their number depends on the
-// shape only, so that the result is the same for any number of threads.
-HAL_INLINE int64_t piece_count(int64_t rows, int64_t width) {
-    int64_t pieces = rows * width / HAL_PARALLEL_MIN + 1;
-    pieces = pieces < 32 ? pieces : 32;
-    return pieces < rows ? pieces : (rows > 0 ? rows : 1);
+// Sums over rows (weight and bias gradients) are accumulated in double, because they may cancel over millions of terms, in
+// pieces of consecutive rows: at most 32 of at least 16 rows. The number of pieces depends on the shape only, so the result
+// is the same for any number of threads.
+HAL_INLINE int64_t piece_count(int64_t rows) {
+    const int64_t pieces = rows / 16;
+    return pieces < 1 ? 1 : (pieces < 32 ? pieces : 32);
 }
 
 // out[i] = the sum over pieces of partial[piece * stride + i]; called by every thread of a parallel region.
 #define DEFINE_SUM_PIECES(real, suffix)                                                                            \
-    static inline void sum_pieces_##suffix(const real *partial, int64_t pieces, int64_t stride, int64_t width,      \
+    static inline void sum_pieces_##suffix(const double *partial, int64_t pieces, int64_t stride, int64_t width,   \
                                            real *out) {                                                            \
-        _Pragma("omp for schedule(static)") for (int64_t begin = 0; begin < width; begin += 256) {                  \
-            const int64_t end = begin + 256 < width ? begin + 256 : width;                                         \
-            memcpy(out + begin, partial + begin, (size_t)(end - begin) * sizeof(real));                            \
-            for (int64_t piece = 1; piece < pieces; piece++) {                                                     \
-                const real *from = partial + piece * stride;                                                       \
-                _Pragma("omp simd") for (int64_t i = begin; i < end; i++) out[i] += from[i];                       \
+        enum { BLOCK_ = 256 };                                                                                     \
+        _Pragma("omp for schedule(static)") for (int64_t begin = 0; begin < width; begin += BLOCK_) {              \
+            const int64_t count = begin + BLOCK_ < width ? BLOCK_ : width - begin;                                 \
+            double sum[BLOCK_] = {0};                                                                              \
+            for (int64_t piece = 0; piece < pieces; piece++) {                                                     \
+                const double *from = partial + piece * stride + begin;                                             \
+                _Pragma("omp simd") for (int64_t i = 0; i < count; i++) sum[i] += from[i];                         \
             }                                                                                                      \
+            for (int64_t i = 0; i < count; i++) out[begin + i] = (real)sum[i];                                     \
         }                                                                                                          \
     }
 DEFINE_SUM_PIECES(float, f32)

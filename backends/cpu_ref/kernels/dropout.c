@@ -5,6 +5,9 @@
 // over threads; a row is worked through in pieces of 64 elements = 16 Philox blocks, one per SIMD lane, whose random words
 // stay in L1. p = 0 (threshold 0) skips the generator.
 //
+// The backward pass of a bias sums the unrounded gradient over rows, in pieces (see piece_count).
+// The residual stream may be wider than x (float32 beside bfloat16): input and output are T or real, each by a flag.
+//
 // Memory traffic: uniform writes 4 bytes per element; dropout reads and writes one element each; bias_dropout_add reads
 // two and writes one. Philox itself costs about 40 vector instructions per 16 elements.
 #ifndef HAL_BODY
@@ -49,53 +52,93 @@ void hal_philox_uniform(uintptr_t out_, uint64_t seed, uint64_t offset, int64_t 
     }
 }
 
-void hal_dropout(int dtype, uintptr_t x, uintptr_t out, uint32_t threshold, double scale, uint64_t seed, uint64_t offset,
-                 int64_t index0, int64_t n0, int64_t n1, int64_t n2, int64_t n3, int64_t s0, int64_t s1, int64_t s2) {
+void hal_dropout(int dtype, uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out, int out_wide,
+                 uint32_t threshold, double scale, uint64_t seed, uint64_t offset, int64_t index0, int64_t n0, int64_t n1,
+                 int64_t n2, int64_t n3, int64_t s0, int64_t s1, int64_t s2) {
     const draw_t draw = {{seed, offset}, index0, n1, n2, s0, s1, s2};
-    HAL_DISPATCH(dtype, dropout, x, 0, 0, out, threshold, scale, &draw, n0 * n1 * n2, n3);
+    HAL_DISPATCH(dtype, dropout, x, x_wide, bias, residual, out, out_wide, threshold, scale, &draw, n0 * n1 * n2, n3);
 }
 
-void hal_bias_dropout_add(int dtype, uintptr_t x, uintptr_t bias, uintptr_t residual, uintptr_t out, uint32_t threshold,
-                          double scale, uint64_t seed, uint64_t offset, int64_t index0, int64_t n0, int64_t n1, int64_t n2,
-                          int64_t n3, int64_t s0, int64_t s1, int64_t s2) {
+void hal_dropout_bwd(int dtype, uintptr_t dy, int dy_wide, uintptr_t dx, uintptr_t dbias, uint32_t threshold, double scale,
+                     uint64_t seed, uint64_t offset, int64_t index0, int64_t n0, int64_t n1, int64_t n2, int64_t n3,
+                     int64_t s0, int64_t s1, int64_t s2) {
     const draw_t draw = {{seed, offset}, index0, n1, n2, s0, s1, s2};
-    HAL_DISPATCH(dtype, dropout, x, bias, residual, out, threshold, scale, &draw, n0 * n1 * n2, n3);
+    HAL_DISPATCH(dtype, dropout_bwd, dy, dy_wide, dx, dbias, threshold, scale, &draw, n0 * n1 * n2, n3);
 }
 
 #else
 
-static void NAME(dropout)(uintptr_t x_, uintptr_t bias_, uintptr_t residual_, uintptr_t out_, uint32_t threshold,
-                          double scale_, const draw_t *draw, int64_t rows, int64_t width) {
-    const T *x = (const T *)x_, *bias = (const T *)bias_, *residual = (const T *)residual_;
-    T *out = (T *)out_;
-    const real scale = (real)scale_;
-    int64_t cuts = (width + CUT - 1) / CUT, tasks = rows * cuts;
+// value[j] += p[j], p being T or real.
+HAL_INLINE void NAME(add_chunk)(real *value, uintptr_t p, int wide, int64_t at, int64_t n) {
+    if (wide) {
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) value[j] += ((const real *)p)[at + j];
+    } else {
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) value[j] += LOAD((const T *)p + at + j);
+    }
+}
+
+HAL_INLINE void NAME(drop_chunk)(real *value, philox_t rng, uint64_t first, uint32_t threshold, real scale, int64_t n) {
+    if (!threshold) return;
+    uint32_t words[PHILOX_CHUNK];
+    philox_words(rng, first, n, words);
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) value[j] = words[j] >> 8 >= threshold ? value[j] * scale : (real)0;
+}
+
+HAL_INLINE void NAME(store_chunk)(const real *value, uintptr_t p, int wide, int64_t at, int64_t n) {
+    if (wide) {
+        memcpy((real *)p + at, value, (size_t)n * sizeof(real));
+    } else {
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) STORE((T *)p + at + j, value[j]);
+    }
+}
+
+static void NAME(dropout)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out, int out_wide,
+                          uint32_t threshold, double scale, const draw_t *draw, int64_t rows, int64_t width) {
+    const int64_t cuts = (width + CUT - 1) / CUT, tasks = rows * cuts;
 #pragma omp parallel for schedule(static) if (tasks * (width < CUT ? width : CUT) >= HAL_PARALLEL_MIN)
     for (int64_t task = 0; task < tasks; task++) {
-        int64_t row = task / cuts, begin = task % cuts * CUT, end = begin + CUT < width ? begin + CUT : width;
-        uint64_t start = row_start(draw, row);
+        const int64_t row = task / cuts, begin = task % cuts * CUT, end = begin + CUT < width ? begin + CUT : width;
+        const uint64_t start = row_start(draw, row);
         for (int64_t i = begin; i < end; i += PHILOX_CHUNK) {
-            int64_t n = end - i < PHILOX_CHUNK ? end - i : PHILOX_CHUNK, at = row * width + i;
-            uint32_t words[PHILOX_CHUNK];
-            real value[PHILOX_CHUNK];
-            if (threshold) philox_words(draw->rng, start + (uint64_t)i, n, words);
-#pragma omp simd
-            for (int64_t j = 0; j < n; j++) value[j] = LOAD(x + at + j);
-            if (bias) {
-#pragma omp simd
-                for (int64_t j = 0; j < n; j++) value[j] += LOAD(bias + i + j);
-            }
-            if (threshold) {
-#pragma omp simd
-                for (int64_t j = 0; j < n; j++) value[j] = words[j] >> 8 >= threshold ? value[j] * scale : (real)0;
-            }
-            if (residual) {
-#pragma omp simd
-                for (int64_t j = 0; j < n; j++) value[j] += LOAD(residual + at + j);
-            }
-#pragma omp simd
-            for (int64_t j = 0; j < n; j++) STORE(out + at + j, value[j]);
+            const int64_t n = end - i < PHILOX_CHUNK ? end - i : PHILOX_CHUNK, at = row * width + i;
+            real value[PHILOX_CHUNK] = {0};
+            NAME(add_chunk)(value, x, x_wide, at, n);
+            if (bias) NAME(add_chunk)(value, bias, 1, i, n);
+            NAME(drop_chunk)(value, draw->rng, start + (uint64_t)i, threshold, (real)scale, n);
+            if (residual) NAME(add_chunk)(value, residual, out_wide, at, n);
+            NAME(store_chunk)(value, out, out_wide, at, n);
         }
+    }
+}
+
+static void NAME(dropout_bwd)(uintptr_t dy, int dy_wide, uintptr_t dx, uintptr_t dbias, uint32_t threshold, double scale,
+                              const draw_t *draw, int64_t rows, int64_t width) {
+    const int64_t pieces = piece_count(rows);
+    double *partial = hal_scratch((size_t)(pieces * width) * sizeof(double));
+#pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
+    {
+#pragma omp for schedule(static)
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            double *db = partial + piece * width;
+            memset(db, 0, (size_t)width * sizeof(double));
+            for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; row++) {
+                const uint64_t start = row_start(draw, row);
+                for (int64_t i = 0; i < width; i += PHILOX_CHUNK) {
+                    const int64_t n = width - i < PHILOX_CHUNK ? width - i : PHILOX_CHUNK, at = row * width + i;
+                    real value[PHILOX_CHUNK] = {0};
+                    NAME(add_chunk)(value, dy, dy_wide, at, n);
+                    NAME(drop_chunk)(value, draw->rng, start + (uint64_t)i, threshold, (real)scale, n);
+#pragma omp simd
+                    for (int64_t j = 0; j < n; j++) db[i + j] += value[j];
+                    if (dx) NAME(store_chunk)(value, dx, 0, at, n);
+                }
+            }
+        }
+        RNAME(sum_pieces)(partial, pieces, width, width, (real *)dbias);
     }
 }
 

@@ -5,7 +5,7 @@
 //   dx = rstd (g - mean(g) - n mean(g n)),   dw = sum over rows of dy n,   db = sum over rows of dy.
 // Rows are taken four at a time: the two means first, then one sweep over the columns writes four rows of dx and adds four
 // rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of consecutive rows
-// (at most 32, see common.h) has its own running sums, added up in order at the end.
+// (see piece_count) has its own running sums, added up in order at the end.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy (again from L2 in the sweep), writes dx.
 #ifndef HAL_BODY
@@ -73,16 +73,14 @@ static void NAME(rms_norm_fwd)(uintptr_t x_, uintptr_t weight_, uintptr_t y_, ui
 
 // dx of `count` (a constant at the call) rows and their contribution to the running sums dw, db (0 for RMS norm).
 HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T *x, const T *dy, const real *weight,
-                                    const real *means, const real *rstds, T *dx, real *dw, real *db, int64_t width) {
+                                    const real *means, const real *rstds, T *dx, double *dw, double *db, int64_t width) {
     real mean[ROWS], rstd[ROWS], g_mean[ROWS], gn_mean[ROWS];
     for (int r = 0; r < count; r++) {
         const T *xr = x + r * width, *dyr = dy + r * width;
-        real g = 0, gn, m = centered ? means[r] : 0;
-        if (centered) {
-            ROW_SUM2(real, g, gn, width, i, LOAD(dyr + i) * weight[i], LOAD(dyr + i) * weight[i] * (LOAD(xr + i) - m));
-        } else {
-            ROW_SUM(real, gn, width, i, LOAD(dyr + i) * weight[i] * LOAD(xr + i));
-        }
+        real g = 0, gn;
+        const real m = centered ? means[r] : 0;
+        if (centered) ROW_SUM(real, g, width, i, LOAD(dyr + i) * weight[i]);
+        ROW_SUM(real, gn, width, i, LOAD(dyr + i) * weight[i] * (LOAD(xr + i) - m));
         mean[r] = m;
         rstd[r] = rstds[r];
         g_mean[r] = g / (real)width;
@@ -90,7 +88,7 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T
     }
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) {
-        real dwi = dw[i], dbi = centered ? db[i] : 0;
+        real dwi = 0, dbi = 0;
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
             const real d = LOAD(dy + r * width + i), n = (LOAD(x + r * width + i) - mean[r]) * rstd[r];
@@ -98,13 +96,13 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T
             dwi += d * n;
             dbi += d;
         }
-        dw[i] = dwi;
-        if (centered) db[i] = dbi;
+        dw[i] += dwi;
+        if (centered) db[i] += dbi;
     }
 }
 
 HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const T *x, const T *dy, const real *weight, const real *means,
-                                     const real *rstds, T *dx, real *dw, real *db, int64_t begin, int64_t end,
+                                     const real *rstds, T *dx, double *dw, double *db, int64_t begin, int64_t end,
                                      int64_t width) {
     int64_t row = begin;
     for (; row + ROWS <= end; row += ROWS)
@@ -120,15 +118,15 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     const T *x = (const T *)x_, *dy = (const T *)dy_;
     const real *weight = (const real *)weight_, *means = (const real *)mean_, *rstds = (const real *)rstd_;
     T *dx = (T *)dx_;
-    const int64_t pieces = piece_count(rows, width), sums = centered ? 2 : 1;
-    real *partial = hal_scratch((size_t)(pieces * sums * width) * sizeof(real));
+    const int64_t pieces = piece_count(rows), sums = centered ? 2 : 1;
+    double *partial = hal_scratch((size_t)(pieces * sums * width) * sizeof(double));
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {
 #pragma omp for schedule(static)
         for (int64_t piece = 0; piece < pieces; piece++) {
             int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
-            real *dw = partial + piece * sums * width, *db = dw + (sums - 1) * width;
-            memset(dw, 0, (size_t)(sums * width) * sizeof(real));
+            double *dw = partial + piece * sums * width, *db = dw + (sums - 1) * width;
+            memset(dw, 0, (size_t)(sums * width) * sizeof(double));
             if (centered)
                 NAME(norm_bwd_piece)(1, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
             else

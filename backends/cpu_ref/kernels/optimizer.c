@@ -2,7 +2,7 @@
 //
 // The tensors are cut into tasks of at most 32768 elements, so that threads share the work evenly whatever the tensors'
 // sizes; a small table of tasks is made first. AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"):
-//   g = grad_scale grad;  p -= lr weight_decay p;  m += (1 - b1)(g - m);  v = b2 v + (1 - b2) g g
+//   g = grad_scale grad;  p -= lr weight_decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g
 //   p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 // The sum of squares is accumulated in double (no overflow of squares, no loss over millions of terms): one partial sum
 // per task, added up in the order of the tasks, so that the result does not depend on the number of threads.
@@ -66,13 +66,13 @@ int hal_unscale(int dtype, int64_t count, uintptr_t sizes, uintptr_t tensors, do
 
 HAL_INLINE void NAME(adamw_range)(const adamw_t *how, real *restrict p, const T *restrict grad, real *restrict m,
                                   real *restrict v, int64_t count) {
-    const real decay = (real)how->decay, keep1 = (real)(1 - how->beta1), beta2 = (real)how->beta2,
+    const real decay = (real)how->decay, beta1 = (real)how->beta1, keep1 = (real)(1 - how->beta1), beta2 = (real)how->beta2,
                keep2 = (real)(1 - how->beta2), eps = (real)how->eps, step_size = (real)how->step_size,
                root = (real)how->root_correction2, scale = (real)how->grad_scale;
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) {
         const real g = LOAD(grad + i) * scale;
-        const real first = m[i] + keep1 * (g - m[i]), second = beta2 * v[i] + keep2 * g * g;
+        const real first = beta1 * m[i] + keep1 * g, second = beta2 * v[i] + keep2 * g * g;
         m[i] = first;
         v[i] = second;
         p[i] = p[i] * decay - step_size * first / (RNAME(sqrt)(second) / root + eps);
@@ -138,9 +138,9 @@ static void NAME(unscale)(int64_t count, const int64_t *sizes, const uintptr_t *
         int bad = 0;
 #pragma omp simd reduction(| : bad)
         for (int64_t i = 0; i < n; i++) {
-            const real value = LOAD(x + i);
-            bad |= !(value - value == 0);  // false for inf and NaN only
-            STORE(x + i, value * factor);
+            STORE(x + i, LOAD(x + i) * factor);
+            const real scaled = LOAD(x + i);  // as rounded: the product may overflow in the 16-bit type only
+            bad |= !(scaled - scaled == 0);   // inf and NaN
         }
         found |= bad;
     }

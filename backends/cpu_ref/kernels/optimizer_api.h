@@ -6,5 +6,5 @@ void hal_adamw(int grad_dtype, int model_dtype, int64_t count, uintptr_t sizes, 
                double weight_decay, double correction1, double correction2, double grad_scale);
 // The sum of squares of all elements of all tensors.
 double hal_sum_of_squares(int dtype, int64_t count, uintptr_t sizes, uintptr_t tensors);
-// grads *= inv_scale in place; returns whether any element was inf or NaN before.
+// grads *= inv_scale in place; returns whether any product (rounded) is inf or NaN.
 int hal_unscale(int dtype, int64_t count, uintptr_t sizes, uintptr_t tensors, double inv_scale);

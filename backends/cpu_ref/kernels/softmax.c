@@ -1,12 +1,14 @@
 // Scale, mask and softmax over the last dimension, fused; rows are split over threads.
 //
 // Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
-// (2) e = exp(v - max) and its sum; (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
+// (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
+// and its sum; (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
 // A row that sees nothing (all masked) is all zeros; a NaN or +inf in a visible column makes the visible part NaN.
-// Backward needs y alone: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again.
+// Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
+// of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp.
 //
-// Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y, dy and writes dx once. With
-// causal, only the visible half is read.
+// Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y (16-bit: and x), dy and writes
+// dx once. With causal, only the visible half is read.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -27,14 +29,14 @@ typedef struct {
 #include "dtypes.h"
 
 void hal_softmax_fwd(int dtype, uintptr_t x, uintptr_t y, double scale, int causal, int64_t b, int64_t n, int64_t sq,
-                     int64_t sk, uintptr_t mask_, int64_t mb, int64_t mn, int64_t mq, int64_t mk) {
+                     int64_t sk, uintptr_t lse, uintptr_t mask_, int64_t mb, int64_t mn, int64_t mq, int64_t mk) {
     const mask_t mask = {(const uint8_t *)mask_, mb, mn, mq, mk};
-    HAL_DISPATCH(dtype, softmax_fwd, x, y, scale, causal, b, n, sq, sk, &mask);
+    HAL_DISPATCH(dtype, softmax_fwd, x, y, scale, causal, b, n, sq, sk, lse, &mask);
 }
 
-void hal_softmax_bwd(int dtype, uintptr_t y, uintptr_t dy, uintptr_t dx, double scale, int causal, int64_t rows, int64_t sq,
-                     int64_t sk) {
-    HAL_DISPATCH(dtype, softmax_bwd, y, dy, dx, scale, causal, rows, sq, sk);
+void hal_softmax_bwd(int dtype, uintptr_t y, uintptr_t x, uintptr_t lse, uintptr_t dy, uintptr_t dx, double scale,
+                     int causal, int64_t rows, int64_t sq, int64_t sk) {
+    HAL_DISPATCH(dtype, softmax_bwd, y, x, lse, dy, dx, scale, causal, rows, sq, sk);
 }
 
 #else
@@ -64,8 +66,9 @@ HAL_INLINE int NAME(masked_row)(const T *x, real scale, const uint8_t *mask, int
 }
 
 static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int causal, int64_t b, int64_t n, int64_t sq,
-                              int64_t sk, const mask_t *mask) {
+                              int64_t sk, uintptr_t lse_, const mask_t *mask) {
     const T *x = (const T *)x_;
+    real *lse = (real *)lse_;
     T *y = (T *)y_;
     const real scale = (real)scale_;
     const int64_t rows = b * n * sq;
@@ -78,10 +81,12 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             const int64_t query = row % sq, columns = visible_columns(causal, query, sq, sk);
             const uint8_t *mask_row = mask->data;
             if (mask_row) mask_row += row / sq / n * mask->b + row / sq % n * mask->n + query * mask->q;
+            const T *in = x + row * sk;
             T *out = y + row * sk;
-            int alive = NAME(masked_row)(x + row * sk, scale, mask_row, mask->k, columns, v);
+            int alive = NAME(masked_row)(in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
                 memset(out, 0, (size_t)sk * sizeof(T));
+                if (lse) lse[row] = 0;  // not used: y is 0
                 continue;
             }
             real top = -(real)INFINITY;
@@ -90,9 +95,11 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             real sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t j = 0; j < columns; j++) {
-                v[j] = RNAME(exp)(v[j] - top);
+                const real shifted = LOAD(in + j) * scale - top;
+                v[j] = v[j] == -(real)INFINITY && top > v[j] ? 0 : RNAME(exp)(shifted);
                 sum += v[j];
             }
+            if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++) STORE(out + j, v[j] * inverse);
@@ -101,21 +108,34 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
     }
 }
 
-static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t dy_, uintptr_t dx_, double scale_, int causal, int64_t rows,
-                              int64_t sq, int64_t sk) {
-    const T *y = (const T *)y_, *dy = (const T *)dy_;
-    T *dx = (T *)dx_;
-    const real scale = (real)scale_;
-#pragma omp parallel for schedule(static, 16) if (rows * sk >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t columns = visible_columns(causal, row % sq, sq, sk);
-        const T *yr = y + row * sk, *dyr = dy + row * sk;
-        T *out = dx + row * sk;
-        real dot;
-        ROW_SUM(real, dot, columns, j, LOAD(yr + j) * LOAD(dyr + j));
+static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintptr_t dy_, uintptr_t dx_, double scale_,
+                              int causal, int64_t rows, int64_t sq, int64_t sk) {
+    const real scale = (real)scale_, *lses = (const real *)lse_;
+#pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
+    {
+        real *p = x_ ? hal_scratch((size_t)sk * sizeof(real)) : 0;
+#pragma omp for schedule(static, 16)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t columns = visible_columns(causal, row % sq, sq, sk);
+            const T *y = (const T *)y_ + row * sk, *dy = (const T *)dy_ + row * sk;
+            T *dx = (T *)dx_ + row * sk;
+            real dot;
+            if (p) {
+                const T *x = (const T *)x_ + row * sk;
+                const real lse = lses[row];
 #pragma omp simd
-        for (int64_t j = 0; j < columns; j++) STORE(out + j, scale * LOAD(yr + j) * (LOAD(dyr + j) - dot));
-        memset(out + columns, 0, (size_t)(sk - columns) * sizeof(T));
+                for (int64_t j = 0; j < columns; j++)
+                    p[j] = LOAD(y + j) == 0 ? 0 : RNAME(exp)(LOAD(x + j) * scale - lse);
+                ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) STORE(dx + j, scale * p[j] * (LOAD(dy + j) - dot));
+            } else {
+                ROW_SUM(real, dot, columns, j, LOAD(y + j) * LOAD(dy + j));
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) STORE(dx + j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
+            }
+            memset(dx + columns, 0, (size_t)(sk - columns) * sizeof(T));
+        }
     }
 }
 
