@@ -4,6 +4,7 @@
 `hal.Backend`. Importing hal imports torch and nothing else: no vendor package, no op, no model.
 """
 
+from . import autoload  # noqa: F401  before anything that imports torch
 from .backend import API, Backend, Impl, Probe
 from .comm import Comm, Message, Pending, Solo
 from .comm_torch import GLOO, TorchComm, Transport, torch_comm
@@ -17,6 +18,7 @@ from .errors import (
     PluginError,
     UnsupportedOp,
 )
+from .lower import Lowered, lower
 from .op import OPS, Op, Sample, T, Tol, op, require
 from .registry import names
 from .rng import Rng, dropout_threshold
@@ -35,6 +37,7 @@ __all__ = [
     "ContractError",
     "HalError",
     "Impl",
+    "Lowered",
     "Message",
     "Op",
     "Pending",
@@ -55,6 +58,7 @@ __all__ = [
     "device",
     "dropout_threshold",
     "fallbacks",
+    "lower",
     "names",
     "op",
     "policy",

@@ -44,6 +44,8 @@ def _directed() -> list[Sample]:
         Sample((T((2, 3, 4, 6)), mask(2, 1, 4, 6)), {"scale": 2.0}),
         Sample((T((2, 3, 4, 6)), mask(4, 6, p=1.0))),
         Sample((T((2, 3, 4, 6)), mask(2, 1, 1, 6)), {"causal": True}),
+        Sample((T((2, 2, 32, 64)), mask(2, 1, 32, 64)), {"scale": 0.5}),  # sizes that tiled kernels ask for
+        Sample((T((1, 2, 64, 32)), mask(64, 32)), {"causal": True}),
         Sample((T((1, 1, 1, 1)),)),
         Sample((T((0, 2, 3, 4)),)),
         Sample((T((1, 2, 3, 0)),)),

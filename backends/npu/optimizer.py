@@ -60,7 +60,7 @@ def adamw(
         if p.numel():
             g = g.contiguous().to(p.dtype)
             g = g if grad_scale == 1.0 else g * grad_scale
-            torch.ops.npu.npu_apply_adam_w.out(*powers, *numbers, g, None, False, False, var=p, m=m, v=v)
+            torch.ops.npu.npu_apply_adam_w.out(*powers, *numbers, g, None, False, False, out=[p, m, v])
     for p, copy in zip(params, model_params or ()):
         copy.copy_(p)
 

@@ -40,9 +40,9 @@ def _masked(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def _vendor_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    y, masked, scale = residuals
-    dx = torch.ops.npu.npu_scaled_masked_softmax_backward(dy.contiguous(), y, masked, scale, False)
-    return (dx.masked_fill(masked, 0.0),)
+    y, masked, scale, dtype = residuals
+    dx = torch.ops.npu.npu_scaled_masked_softmax_backward(dy.contiguous().float(), y, masked, scale, False)
+    return (dx.masked_fill(masked, 0.0).to(dtype),)
 
 
 @Npu.impl(ops.scale_mask_softmax, id="npu/scaled_masked_softmax", why_not=_why_not_vendor, bwd=_vendor_bwd)
@@ -50,9 +50,10 @@ def scale_mask_softmax_vendor(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     masked = _masked(x, mask, causal)
-    y = torch.ops.npu.npu_scaled_masked_softmax(x.contiguous(), masked, scale, False)
+    # In float32, because the backward pass computes with probabilities: rounded ones cost its gradient digits.
+    y = torch.ops.npu.npu_scaled_masked_softmax(x.contiguous().float(), masked, scale, False)
     y = y.masked_fill(masked, 0.0)
-    return y, (y, masked, scale)
+    return y.to(x.dtype), (y, masked, scale, x.dtype)
 
 
 def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:

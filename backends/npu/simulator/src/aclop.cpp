@@ -10,11 +10,11 @@ namespace halsim {
 namespace {
 
 Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std::string& op, size_t index) {
+  if (desc.type == ACL_DT_UNDEFINED) return {};  // an optional operand left out
   size_t bytes = c10::elementSize(scalar_type(desc.type)) * c10::multiply_integers(desc.dims);
-  void* data = desc.host ? desc.host : buffer.data;
-  if (bytes && !desc.host && !is_device_memory(data, bytes))
+  if (bytes && !desc.on_host && !is_device_memory(buffer.data, bytes))
     throw Refusal{kInvalid, op + ": operand " + std::to_string(index) + " does not lie in device memory"};
-  return at::from_blob(data, desc.dims, at::TensorOptions().dtype(scalar_type(desc.type)));
+  return at::from_blob(buffer.data, desc.dims, at::TensorOptions().dtype(scalar_type(desc.type)));
 }
 
 using Operands = std::vector<Tensor>;
@@ -60,7 +60,7 @@ int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
     Kernel kernel = found->second;
     // Host operands belong to the caller, who may free them once the call returns.
     for (size_t i = 0; i < in.size(); i++)
-      if (arguments.inputs[i]->host) in[i] = in[i].clone();
+      if (arguments.inputs[i]->on_host) in[i] = in[i].clone();
     return [=] { kernel(in, out, attr); };
   });
 }

@@ -11,7 +11,7 @@ struct aclTensorDesc {
   aclDataType type;
   aclFormat format;
   std::vector<int64_t> dims;
-  void* host = nullptr;  // set for a constant operand in host memory
+  bool on_host = false;  // a scalar operand in host memory
 };
 struct aclDataBuffer {
   void* data;

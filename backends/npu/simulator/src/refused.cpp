@@ -29,14 +29,17 @@ void serve_aclop(AclopServer server) { aclop_server = server; }
 extern "C" {
 
 aclTensorDesc* aclCreateTensorDesc(aclDataType type, int count, const int64_t* dims, aclFormat format) {
-  return new aclTensorDesc{type, format, {dims, dims + count}, nullptr};
+  return new aclTensorDesc{type, format, {dims, dims + count}, false};
 }
 void aclDestroyTensorDesc(const aclTensorDesc* desc) { delete desc; }
 void aclSetTensorDescName(aclTensorDesc*, const char*) {}
 aclError aclSetTensorFormat(aclTensorDesc*, aclFormat) { return ACL_SUCCESS; }
-aclError aclSetTensorPlaceMent(aclTensorDesc*, aclMemType) { return ACL_SUCCESS; }
-aclError aclSetTensorConst(aclTensorDesc* desc, void* data, size_t) {
-  desc->host = data;
+aclError aclSetTensorPlaceMent(aclTensorDesc* desc, aclMemType where) {
+  desc->on_host = where != ACL_MEMTYPE_DEVICE;
+  return ACL_SUCCESS;
+}
+aclError aclSetTensorConst(aclTensorDesc* desc, void*, size_t) {
+  desc->on_host = true;
   return ACL_SUCCESS;
 }
 aclError aclSetTensorShape(aclTensorDesc* desc, int count, const int64_t* dims) {
