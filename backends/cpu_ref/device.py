@@ -1,0 +1,71 @@
+"""The cpu_ref backend: this machine's processors, with kernels in C.
+
+Memory figures are those of the whole process (resident set), because torch's CPU allocator does not
+count; they include Python and code, unlike a GPU's allocated bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import hal
+
+from . import build, cpu
+
+_SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"}
+
+
+class CpuRef(hal.Backend):
+    """One device: all processors, used by torch.get_num_threads() threads."""
+
+    name = "cpu_ref"
+
+    def probe(self) -> hal.Probe:
+        if importlib.util.find_spec("cffi") is None:
+            return hal.Probe(False, 0, "Python package cffi is not installed; install it with: pip install cffi")
+        try:
+            compiler = build.find_compiler()
+        except hal.BackendUnavailable as error:
+            return hal.Probe(False, 0, str(error))
+        facts = {
+            "compiler": compiler[0],
+            "cpu": cpu.model(),
+            "threads": str(torch.get_num_threads()),
+            "simd": ", ".join(sorted(_SIMD & cpu.features())) or "baseline",
+        }
+        return hal.Probe(True, 1, f"{facts['cpu']}, {facts['threads']} threads", facts)
+
+    def build(self) -> None:
+        build.lib()
+
+    def device(self, index: int = 0) -> torch.device:
+        if index != 0:
+            raise hal.HalError(f"cpu_ref has one device, the CPU (index 0); device {index} was asked for")
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: kernels return when they are done."""
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
+        return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """ "allocated": resident bytes of the process now; "peak": their maximum since start or reset_peak_memory."""
+        status = Path("/proc/self/status")
+        if not status.exists():
+            return {}
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return {
+            name: int(lines[key].split()[0]) * 1024
+            for name, key in (("allocated", "VmRSS"), ("peak", "VmHWM"))
+            if key in lines
+        }
+
+    def reset_peak_memory(self) -> None:
+        with contextlib.suppress(OSError):  # the kernel may not allow it; "peak" then stays the process's
+            Path("/proc/self/clear_refs").write_text("5")

@@ -1,0 +1,98 @@
+"""layer_norm and rms_norm (kernels/norm.c). Any x; the statistics are kept for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .build import lib
+from .device import CpuRef
+from .tensors import CODE, REAL, parameter, reasons, rows_of
+
+
+def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
+    return reasons(x, weight, bias)
+
+
+def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, bias, stats = residuals
+    real, dy = stats.dtype, dy.contiguous()
+    w, dx, grads = parameter(weight, real), torch.empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
+    dw, db = grads[0], grads[1]
+    lib().hal_norm_bwd(
+        CODE[x.dtype],
+        1,
+        x.data_ptr(),
+        w.data_ptr(),
+        stats[0].data_ptr(),
+        stats[1].data_ptr(),
+        dy.data_ptr(),
+        dx.data_ptr(),
+        dw.data_ptr(),
+        db.data_ptr(),
+        rows_of(x),
+        x.shape[-1],
+    )
+    return dx, dw.to(weight.dtype), db.to(bias.dtype)
+
+
+@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=_why_not_layer_norm, bwd=_layer_norm_bwd)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
+    real, x = REAL[x.dtype], x.contiguous()
+    rows = rows_of(x)
+    w, b = parameter(weight, real), parameter(bias, real)
+    y, stats = torch.empty_like(x), torch.empty(2, rows, dtype=real)
+    lib().hal_norm_fwd(
+        CODE[x.dtype],
+        1,
+        x.data_ptr(),
+        w.data_ptr(),
+        b.data_ptr(),
+        y.data_ptr(),
+        stats[0].data_ptr(),
+        stats[1].data_ptr(),
+        eps,
+        rows,
+        x.shape[-1],
+    )
+    return y, (x, weight, bias, stats)
+
+
+def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
+    return reasons(x, weight)
+
+
+def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight, rstd = residuals
+    real, dy = rstd.dtype, dy.contiguous()
+    w, dx, dw = parameter(weight, real), torch.empty_like(x), torch.empty(x.shape[-1], dtype=real)
+    lib().hal_norm_bwd(
+        CODE[x.dtype],
+        0,
+        x.data_ptr(),
+        w.data_ptr(),
+        0,
+        rstd.data_ptr(),
+        dy.data_ptr(),
+        dx.data_ptr(),
+        dw.data_ptr(),
+        0,
+        rows_of(x),
+        x.shape[-1],
+    )
+    return dx, dw.to(weight.dtype)
+
+
+@CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=_why_not_rms_norm, bwd=_rms_norm_bwd)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
+    real, x = REAL[x.dtype], x.contiguous()
+    rows = rows_of(x)
+    w, y, rstd = parameter(weight, real), torch.empty_like(x), torch.empty(rows, dtype=real)
+    lib().hal_norm_fwd(
+        CODE[x.dtype], 0, x.data_ptr(), w.data_ptr(), 0, y.data_ptr(), 0, rstd.data_ptr(), eps, rows, x.shape[-1]
+    )
+    return y, (x, weight, rstd)

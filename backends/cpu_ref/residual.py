@@ -1,0 +1,85 @@
+"""bias_dropout_add (kernels/dropout.c), with a residual stream in x's dtype or float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import Rng, dropout_threshold, ops
+
+from .build import lib
+from .device import CpuRef
+from .random import draw_of, draw_reasons
+from .tensors import CODE, REAL, address, parameter, reasons
+
+_NO_DRAW = Rng(0)
+
+
+def _why_not(
+    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
+) -> Sequence[str]:
+    if x.dtype == torch.float64 != residual.dtype:
+        return ["a float32 residual beside a float64 x (the kernel's sums would be float64)"]
+    return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
+
+
+def _run(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, data: torch.dtype, p: float, rng: Rng | None
+) -> None:
+    """out = residual + dropout(x + bias); `data` is the narrow dtype, x and out may be wide (that of arithmetic)."""
+    if not out.numel():
+        return
+    threshold, scale = dropout_threshold(p), 1.0 / (1.0 - p)
+    draw = draw_of(rng or _NO_DRAW, x.shape, x.shape[-1])
+    lib().hal_dropout(
+        CODE[data],
+        x.data_ptr(),
+        x.dtype != data,
+        address(bias),
+        address(residual),
+        out.data_ptr(),
+        out.dtype != data,
+        threshold,
+        scale,
+        *draw,
+    )
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    bias, data, p, rng = residuals
+    same = p == 0.0 and dy.dtype == data  # x's gradient is then dy itself
+    if same and bias is None:
+        return dy, None, dy
+    rows = dy.contiguous()
+    dx = dy if same else torch.empty(dy.shape, dtype=data)
+    if bias is None:
+        _run(rows, None, None, dx, data, p, rng)
+        return dx, None, dy
+    dbias = torch.zeros(bias.shape, dtype=REAL[data])
+    if dy.numel():
+        lib().hal_dropout_bwd(
+            CODE[data],
+            rows.data_ptr(),
+            dy.dtype != data,
+            0 if same else dx.data_ptr(),
+            dbias.data_ptr(),
+            dropout_threshold(p),
+            1.0 / (1.0 - p),
+            *draw_of(rng or _NO_DRAW, dy.shape, dy.shape[-1]),
+        )
+    return dx, dbias.to(bias.dtype), dy
+
+
+@CpuRef.impl(ops.bias_dropout_add, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    if rng is None:
+        p = 0.0
+    out = torch.empty(residual.shape, dtype=residual.dtype)
+    b = None if bias is None else parameter(bias, REAL[x.dtype])
+    _run(x.contiguous(), b, residual.contiguous(), out, x.dtype, p, rng)
+    return out, (bias, x.dtype, p, rng)

@@ -1,0 +1,58 @@
+"""scale_mask_softmax (kernels/softmax.c). The mask is read through its strides, never expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .build import lib
+from .device import CpuRef
+from .tensors import CODE, REAL, address, reasons
+
+
+def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
+    return reasons(x)
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    y, x, lse, scale, causal = residuals
+    dy, dx = dy.contiguous(), torch.empty_like(y)
+    b, n, sq, sk = y.shape
+    if y.numel():
+        lib().hal_softmax_bwd(
+            CODE[y.dtype],
+            y.data_ptr(),
+            address(x),
+            address(lse),
+            dy.data_ptr(),
+            dx.data_ptr(),
+            scale,
+            causal,
+            b * n * sq,
+            sq,
+            sk,
+        )
+    return (dx,)
+
+
+@CpuRef.impl(ops.scale_mask_softmax, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
+def scale_mask_softmax(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> tuple[Tensor, tuple[Any, ...]]:
+    x = x.contiguous()
+    narrow = REAL[x.dtype] != x.dtype  # then the backward pass wants unrounded probabilities, made from x and lse
+    y, lse = torch.empty_like(x), torch.empty(x.shape[:-1]) if narrow else None
+    at, strides = 0, (0, 0, 0, 0)
+    if mask is not None:
+        mask = mask.expand(x.shape)  # a view: broadcast dimensions get stride 0
+        at, strides = mask.data_ptr(), mask.stride()
+    if x.numel():
+        lib().hal_softmax_fwd(
+            CODE[x.dtype], x.data_ptr(), y.data_ptr(), scale, causal, *x.shape, address(lse), at, *strides
+        )
+    return y, (y, x if narrow else None, lse, scale, causal)

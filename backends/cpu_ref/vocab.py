@@ -1,0 +1,127 @@
+"""cross_entropy (kernels/cross_entropy.c) and embedding, over a vocabulary that may be sharded across a Comm.
+
+The logits are read in their own dtype, once per pass; between ranks travel a few numbers per token. The backward pass
+of cross_entropy needs no communication: every rank knows the log-sum-exp of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import Comm, ops
+
+from .build import lib
+from .device import CpuRef
+from .tensors import CODE, REAL, reasons, rows_of
+
+
+def _why_not_cross_entropy(
+    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+) -> Sequence[str]:
+    return reasons(logits)
+
+
+def _sharded(
+    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, v: int, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """loss and log-sum-exp [rows] from the ranks' statistics."""
+    rows = rows_of(logits)
+    stats = torch.zeros(4, rows, dtype=REAL[logits.dtype])
+    lib().hal_cross_entropy_stats(
+        CODE[logits.dtype],
+        logits.data_ptr(),
+        target.data_ptr(),
+        stats.data_ptr(),
+        smoothing != 0.0,
+        rows,
+        logits.shape[-1],
+        vocab_start,
+    )
+    top = comm.all_reduce(stats[0], "max")
+    stats[1] *= torch.exp(stats[0] - top)
+    sums = comm.all_reduce(stats[1:] if smoothing else stats[1:3])
+    log_sum = sums[0].log()
+    loss = (1.0 - smoothing) * (top - sums[1] + log_sum)
+    if smoothing:
+        loss += smoothing * (top - sums[2] / v + log_sum)
+    return loss, top + log_sum
+
+
+def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
+    logits, target, lse, smoothing, vocab_start, v = residuals
+    dlogits = torch.empty_like(logits)
+    if logits.numel():
+        dloss = dloss.contiguous()
+        lib().hal_cross_entropy_bwd(
+            CODE[logits.dtype],
+            logits.data_ptr(),
+            target.data_ptr(),
+            lse.data_ptr(),
+            dloss.data_ptr(),
+            dlogits.data_ptr(),
+            smoothing,
+            rows_of(logits),
+            logits.shape[-1],
+            vocab_start,
+            v,
+        )
+    return (dlogits,)
+
+
+@CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    logits, target = logits.contiguous(), target.contiguous()
+    v = logits.shape[-1] * (comm.size if comm is not None else 1)
+    smoothing = label_smoothing * v / (v - 1) if label_smoothing else 0.0
+    if comm is not None and comm.size > 1:
+        flat_loss, lse = _sharded(logits, target, smoothing, vocab_start, v, comm)
+        loss = flat_loss.view(target.shape)
+    else:
+        loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
+        lse = torch.empty_like(loss)
+        if logits.numel():
+            lib().hal_cross_entropy_fwd(
+                CODE[logits.dtype],
+                logits.data_ptr(),
+                target.data_ptr(),
+                loss.data_ptr(),
+                lse.data_ptr(),
+                smoothing,
+                rows_of(logits),
+                logits.shape[-1],
+                vocab_start,
+            )
+    return loss, (logits, target, lse, smoothing, vocab_start, v)
+
+
+def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:
+    return reasons(weight)
+
+
+def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    rows, absent, v_local, dtype = residuals
+    dy = dy.to(REAL[dtype])  # a row may be hit thousands of times: 16-bit sums would stop growing
+    if absent is not None:
+        dy = dy.masked_fill(absent[..., None], 0.0)
+    return (torch.ops.aten.embedding_dense_backward.default(dy, rows, v_local, -1, False).to(dtype),)
+
+
+@CpuRef.impl(ops.embedding, id="cpu_ref/torch", why_not=_why_not_embedding, bwd=_embedding_bwd)
+def embedding(
+    weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    absent, rows = None, ids
+    if comm is not None and comm.size > 1:
+        rows = ids - vocab_start
+        absent = (rows < 0) | (rows >= weight.shape[0])
+        rows = rows.masked_fill(absent, 0)
+    y = torch.nn.functional.embedding(rows, weight)
+    if comm is not None and absent is not None:
+        y = comm.all_reduce(y.masked_fill_(absent[..., None], 0.0))
+    return y, (rows, absent, weight.shape[0], weight.dtype)
