@@ -3,7 +3,19 @@
 Importing needs no GPU, no driver and no CuPy. One module and one kernel file per family of ops.
 """
 
-from . import activation, linear, norm, optimizer, random, residual, rotary, softmax, vocab
+from . import activation, attention, linear, norm, optimizer, random, residual, rotary, softmax, vocab
 from .device import Cuda
 
-__all__ = ["Cuda", "activation", "linear", "norm", "optimizer", "random", "residual", "rotary", "softmax", "vocab"]
+__all__ = [
+    "Cuda",
+    "activation",
+    "attention",
+    "linear",
+    "norm",
+    "optimizer",
+    "random",
+    "residual",
+    "rotary",
+    "softmax",
+    "vocab",
+]

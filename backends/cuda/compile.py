@@ -136,7 +136,9 @@ def compiled(source: Path, architecture: str) -> Compiled:
             if not target.with_suffix(".json").exists():
                 _keep(compile_file(source, architecture), target)
     about = json.loads(target.with_suffix(".json").read_text())
-    return Compiled(target.with_suffix(".cubin").read_bytes(), about["names"], tuple(Usage(**u) for u in about["usage"]))
+    return Compiled(
+        target.with_suffix(".cubin").read_bytes(), about["names"], tuple(Usage(**u) for u in about["usage"])
+    )
 
 
 def _keep(result: Compiled, target: Path) -> None:

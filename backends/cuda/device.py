@@ -49,7 +49,9 @@ class Cuda(hal.Backend):
             launch.set_engine(Simulator(library()))
             return
         torch.cuda.init()
-        architectures = {"sm_{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())}
+        architectures = {
+            "sm_{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
+        }
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in sorted(architectures)}))
         self.impls = in_measured_order(self.impls, torch.cuda.get_device_name())  # type: ignore[misc]
 

@@ -31,7 +31,10 @@ def _tables(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[bytes, i
         for size in sizes:
             first.append(blocks)
             blocks += -(-size // CHUNK)
-        yield struct.pack(f"=q{len(addresses) + 2 * LISTED}q", len(part), *addresses, *sizes, *rest, *first, *rest), blocks
+        yield (
+            struct.pack(f"=q{len(addresses) + 2 * LISTED}q", len(part), *addresses, *sizes, *rest, *first, *rest),
+            blocks,
+        )
 
 
 def _why_not_adamw(

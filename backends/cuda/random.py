@@ -83,7 +83,8 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
     return out
 
 
-def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
+def drop(x: Tensor, p: float, rng: Rng) -> Tensor:
+    """dropout(x) without autograd; its own backward."""
     x = x.contiguous()
     y = torch.empty_like(x)
     run_dropout(x, None, None, y, p, rng, draw_width(rng, x.shape))
@@ -96,11 +97,11 @@ def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
 
 def _dropout_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     p, rng = residuals
-    return (dy if p == 0.0 else _drop(dy, p, rng),)
+    return (dy if p == 0.0 else drop(dy, p, rng),)
 
 
 @Cuda.impl(ops.dropout, id="cuda/kernel", why_not=_why_not_dropout, bwd=_dropout_bwd)
 def dropout(x: Tensor, p: float, rng: Rng | None) -> tuple[Tensor, tuple[Any, ...]]:
     if p == 0.0 or rng is None:
         return x.clone(), (0.0, None)
-    return _drop(x, p, rng), (p, rng)
+    return drop(x, p, rng), (p, rng)

@@ -48,20 +48,31 @@ def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, m
     )
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    x, mask, stats, scale, causal = residuals
+def softmax_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """y, and the rows' statistics [2, rows]: maximum of scale x and 1 / sum (both 0 for a row that sees nothing)."""
+    y, stats = torch.empty_like(x), torch.empty(2, rows_of(x), dtype=torch.float32, device=x.device)
+    if x.numel():
+        _launch("softmax_fwd", x, (y,), stats, mask, float(scale), int(causal))
+    return y, stats
+
+
+def softmax_backward(x: Tensor, dy: Tensor, mask: Tensor | None, stats: Tensor, scale: float, causal: bool) -> Tensor:
+    """dx; x is what the forward pass took, contiguous."""
     dy, dx = dy.contiguous(), torch.empty_like(x)
     if x.numel():
-        _launch("softmax_bwd", x, (dy, dx), stats, mask, scale, int(causal))
-    return (dx,)
+        _launch("softmax_bwd", x, (dy, dx), stats, mask, float(scale), int(causal))
+    return dx
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    x, mask, stats, scale, causal = residuals
+    return (softmax_backward(x, dy, mask, stats, scale, causal),)
 
 
 @Cuda.impl(ops.scale_mask_softmax, id="cuda/kernel", why_not=_why_not, bwd=_backward)
 def scale_mask_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    x, scale = x.contiguous(), float(scale)
-    y, stats = torch.empty_like(x), torch.empty(2, rows_of(x), dtype=torch.float32, device=x.device)
-    if x.numel():
-        _launch("softmax_fwd", x, (y,), stats, mask, scale, int(causal))
+    x = x.contiguous()
+    y, stats = softmax_forward(x, mask, scale, causal)
     return y, (x, mask, stats, scale, causal)

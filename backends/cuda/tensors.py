@@ -74,4 +74,6 @@ def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
 def column_sum(partial: Tensor, pieces: int, out: Tensor) -> None:
     """out = partial [pieces, out.numel()] float32 summed over pieces, in out's dtype."""
     width = out.numel()
-    launch.run(f"column_sum<{TYPE[out.dtype]}>", (-(-width // 32), 1), 256, partial.data_ptr(), out.data_ptr(), pieces, width)
+    launch.run(
+        f"column_sum<{TYPE[out.dtype]}>", (-(-width // 32), 1), 256, partial.data_ptr(), out.data_ptr(), pieces, width
+    )

@@ -92,7 +92,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise hal.BackendUnavailable(
-            f"the C++ compiler failed (exit {done.returncode}) on the CUDA kernels.\n{shlex.join(command)}\n{done.stderr}"
+            f"the C++ compiler failed (exit {done.returncode}) on the CUDA kernels.\n"
+            f"{shlex.join(command)}\n{done.stderr}"
         )
 
 

@@ -1,0 +1,52 @@
+"""cuda/cudnn: cuDNN's attention, as torch calls it: full or causal squares, GQA, head sizes up to 128."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import launch
+from . import stand_ins
+from .common import Call, Request, readable, register, sixteen_bit
+
+ID = "cuda/cudnn"
+
+
+def _refuse(request: Request) -> list[str]:
+    call = request.call
+    found = sixteen_bit(request, "cudnn")
+    if call.packed:
+        found.append("packed sequences (cudnn, as torch calls it, takes dense batches)")
+    if call.d % 8 or call.d > 128:
+        found.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
+    if not call.unbounded and not (call.causal and call.sq == call.skv):
+        found.append(
+            f"window ({call.pre}, {call.next}) of {call.sq} queries and {call.skv} keys "
+            "(cudnn takes none, or causal squares)"
+        )
+    return found
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    kernel = stand_ins.cudnn_forward if launch.simulated() else torch.ops.aten._scaled_dot_product_cudnn_attention
+    q, k, v = (readable(x) for x in (q, k, v))
+    found = kernel(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)
+    out, lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = found
+    saved = (q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k)
+    return out, lse.squeeze(-1) if lse.ndim == 4 else lse, saved
+
+
+def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    aten = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    kernel = stand_ins.cudnn_backward if launch.simulated() else aten
+    q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k = saved
+    state = (seed, offset, None, starts_q, starts_k, max_q, max_k)
+    dq, dk, dv = kernel(readable(dout), q, k, v, out, lse, *state, 0.0, call.causal, scale=call.scale)
+    return dq, dk, dv
+
+
+register(ID, refuse=_refuse, forward=_forward, backward=_backward)

@@ -1,0 +1,72 @@
+"""cuda/flash: torch's FlashAttention kernels, with their windows (HAL's exactly), GQA and packed sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import launch
+from . import stand_ins
+from .common import Call, Request, negative_window, readable, register, sixteen_bit
+
+ID = "cuda/flash"
+
+
+def _refuse(request: Request) -> list[str]:
+    call = request.call
+    found = sixteen_bit(request, "flash") + negative_window(call, "flash")
+    if call.d % 8 or call.d > 256:
+        found.append(f"head size {call.d} (flash takes multiples of 8 up to 256)")
+    return found
+
+
+def _longest(cu: Tensor, total: int) -> int:
+    """The longest sequence. Read from the device once per tensor; while a CUDA graph is captured, the token count."""
+    known = getattr(cu, "_hal_longest", None)
+    if known is not None and known[0] == cu._version:
+        return int(known[1])
+    if cu.is_meta or (cu.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return total
+    longest = int(cu.diff().max()) if cu.numel() > 1 else 0
+    cu._hal_longest = (cu._version, longest)  # type: ignore[attr-defined]
+    return longest
+
+
+def _rows(x: Tensor, packed: bool) -> Tensor:
+    """[b, heads, length, d] as the kernel takes it: [b, length, heads, d], or [tokens, heads, d]."""
+    x = x.transpose(1, 2)
+    return readable(x[0] if packed else x)
+
+
+def _how(call: Call) -> dict[str, Any]:
+    left = -1 if call.pre is None else call.pre
+    return {"scale": call.scale, "window_size_left": left, "window_size_right": -1 if call.next is None else call.next}
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    kernel = stand_ins.flash_forward if launch.simulated() else torch.ops.aten._flash_attention_forward
+    q, k, v = (_rows(x, call.packed) for x in (q, k, v))
+    longest = (call.sq, call.skv)
+    if cu_q is not None and cu_k is not None:
+        longest = _longest(cu_q, call.sq), _longest(cu_k, call.skv)
+    out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, call.causal, False, **_how(call))
+    saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
+    shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel's word for a row that sees nothing is +inf
+    out = (out[None] if call.packed else out).transpose(1, 2)
+    return out, shown[None] if call.packed else shown, saved
+
+
+def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = stand_ins.flash_backward if launch.simulated() else torch.ops.aten._flash_attention_backward
+    *inputs, state, unused = saved
+    grads = kernel(_rows(dout, call.packed), *inputs, 0.0, call.causal, state, unused, **_how(call))
+    dq, dk, dv = ((g[None] if call.packed else g).transpose(1, 2) for g in grads)
+    return dq, dk, dv
+
+
+register(ID, refuse=_refuse, forward=_forward, backward=_backward)

@@ -1,0 +1,93 @@
+"""cuda/flex: torch's flex_attention, compiled by Triton: any mask and any window without a bias in memory.
+
+The block mask of a window depends on sizes only and is kept; that of a mask tensor is made anew for every call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import launch
+from . import stand_ins
+from .common import Call, Request, fused, register
+from .masks import dense_mask, outside_window
+
+ID = "cuda/flex"
+
+
+@cache
+def _triton_missing() -> bool:
+    return importlib.util.find_spec("triton") is None
+
+
+def _refuse(request: Request) -> list[str]:
+    call = request.call
+    found = fused(call, "flex")
+    if not launch.simulated() and _triton_missing():
+        found.append("Triton is not installed (flex_attention is compiled with it): pip install triton")
+    if call.packed:
+        found.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
+    if call.d < 16 or call.d > 256:
+        found.append(f"head size {call.d} (flex takes 16 to 256)")
+    return found
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _visible(call: Call, mask: Tensor | None) -> Callable[..., Tensor]:
+    """flex's mask_mod: True where query i sees key j."""
+    delta, pre, next = call.skv - call.sq, call.pre, call.next
+    full = None if mask is None else mask[(None,) * (4 - mask.ndim)]
+
+    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        outside = outside_window(i + delta, j, pre, next)
+        if full is not None:
+            at = [x if n > 1 else 0 for x, n in zip((b, h, i, j), full.shape)]
+            hidden = full[at[0], at[1], at[2], at[3]]
+            outside = hidden if outside is None else outside | hidden
+        return (j >= 0) if outside is None else ~outside
+
+    return mod
+
+
+@lru_cache(maxsize=64)
+def _window_blocks(call: Call, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(_visible(call, None), None, None, call.sq, call.skv, device)
+
+
+def _blocks(call: Call, mask: Tensor | None, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if mask is None:
+        return None if call.unbounded else _window_blocks(call, device)
+    full = mask[(None,) * (4 - mask.ndim)]
+    b, h = (n if n > 1 else None for n in full.shape[:2])
+    return create_block_mask(_visible(call, mask), b, h, call.sq, call.skv, device)
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    if launch.simulated():
+        hidden = dense_mask(call, mask, q.device)
+        hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], call.sq, call.skv)
+        return (*stand_ins.flex(q, k, v, hidden, call.scale), ())
+    blocks = _blocks(call, mask, q.device)
+    out, lse = _compiled()(q, k, v, block_mask=blocks, scale=call.scale, enable_gqa=call.group > 1, return_lse=True)
+    return out, lse, ()
+
+
+register(ID, refuse=_refuse, forward=_forward, backward=None)

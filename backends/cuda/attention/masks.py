@@ -1,0 +1,47 @@
+"""Windows, masks and packed sequences as one boolean tensor, True = masked out; nothing is read on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import Call
+
+
+def outside_window(i: Tensor, j: Tensor, pre: int | None, next: int | None) -> Tensor | None:
+    """True where key j is outside the window of query i (i already moved by skv - sq); None = all inside."""
+    outside = None
+    if pre is not None:
+        outside = j < i - pre
+    if next is not None:
+        late = j > i + next
+        outside = late if outside is None else outside | late
+    return outside
+
+
+def dense_mask(call: Call, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Window and mask of a dense call, broadcastable to [b, n, sq, skv]; None = everything is visible."""
+    i = torch.arange(call.sq, device=device)[:, None] + (call.skv - call.sq)
+    j = torch.arange(call.skv, device=device)[None]
+    outside = outside_window(i, j, call.pre, call.next)
+    if outside is None or mask is None:
+        return mask if outside is None else outside
+    return mask | outside
+
+
+def packed_mask(call: Call, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    """[tq, tk]: a query sees the keys of its own sequence, inside the window counted from that sequence's ends."""
+    owner_q, i = _positions(cu_q, call.sq)
+    owner_k, j = _positions(cu_k, call.skv)
+    lengths_q, lengths_k = cu_q.diff(), cu_k.diff()
+    i = i + (lengths_k - lengths_q)[owner_q]
+    other = owner_q[:, None] != owner_k[None]
+    outside = outside_window(i[:, None], j[None], call.pre, call.next)
+    return other if outside is None else other | outside
+
+
+def _positions(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of every packed token: its sequence, and its place in it."""
+    token = torch.arange(total, device=cu.device, dtype=torch.int32)
+    owner = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+    return owner, token - cu[owner]

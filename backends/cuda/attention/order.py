@@ -1,0 +1,23 @@
+"""In which order attention's implementations are tried, by device.
+
+An entry is a measurement (`make gpu` writes the report that it comes from); a device that nobody has measured gets the
+default, which is an estimate.
+"""
+
+from __future__ import annotations
+
+DEFAULT = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/unfused")
+"""Not measured yet, on any device: windows and GQA without a bias first, float32 and masks next, everything last."""
+
+MEASURED: dict[str, tuple[str, ...]] = {}
+"""Device name as torch reports it -> ids, fastest first."""
+
+
+def order_for(device_name: str) -> tuple[str, ...]:
+    """The ids in the order for this device."""
+    return MEASURED.get(device_name, DEFAULT)
+
+
+def measured_on(device_name: str) -> str:
+    """Where the order comes from, for reports."""
+    return device_name if device_name in MEASURED else "not measured yet"

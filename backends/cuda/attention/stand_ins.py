@@ -1,0 +1,216 @@
+"""What torch's attention kernels compute, in plain torch on the CPU, with the same quirks: the simulator's stand-ins.
+
+They let the code around the kernels run without a GPU (layouts, windows, packed sequences, dead rows, gradients); they
+say nothing of the kernels themselves. Each takes and returns what the operator of its name does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REASON = "torch's CUDA kernel is stood in for by a reference on the CPU; only the code around it is tested here"
+
+
+def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """out, lse in float32; leading dimensions are free, heads are dimension -3; lse of a row without keys is -inf."""
+    group = q_NQD.shape[-3] // k_GKD.shape[-3]
+    k, v = (x.float().repeat_interleave(group, -3) for x in (k_GKD, v_GKD))
+    s = q_NQD.float() @ k.transpose(-1, -2) * scale
+    if bias is not None:
+        s = s + bias.float()
+    top = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
+    e = torch.exp(s - torch.where(top == -math.inf, torch.zeros_like(top), top))
+    total = e.sum(-1, keepdim=True)
+    out = e / torch.where(total == 0.0, torch.ones_like(total), total) @ v
+    return out, (top + total.log()).squeeze(-1)
+
+
+def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        out, _ = _softmax(*leaves, bias, scale)
+        grads = torch.autograd.grad(out, leaves, dout.float())
+    return tuple(g.to(x.dtype) for g, x in zip(grads, (q, k, v)))
+
+
+def _window(sq: int, skv: int, left: int, right: int) -> Tensor:
+    """flash-attn's window as a bias; -1 = unbounded."""
+    i, j = torch.arange(sq)[:, None] + (skv - sq), torch.arange(skv)
+    hidden = torch.zeros(sq, skv, dtype=torch.bool)
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    return torch.zeros(sq, skv).masked_fill(hidden, -math.inf)
+
+
+def _sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> list[tuple[Any, Any]]:
+    """Index of q and of k for every sequence: a batch entry, or a slice of packed tokens."""
+    if cu_q is None or cu_k is None:
+        return [(b, b) for b in range(q.shape[0])]
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:])]
+
+
+def _right(is_causal: bool, right: int) -> int:
+    return 0 if is_causal else right
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, state = torch.empty_like(q), torch.zeros(2, dtype=torch.uint64)
+    heads = q.shape[-2]
+    shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
+    lse = torch.empty(shape, dtype=torch.float32)
+    for at_q, at_k in _sequences(q, k, cu_q, cu_k):
+        qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
+        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right))
+        y, part = _softmax(qs, ks, vs, bias, scale)
+        out[at_q] = y.transpose(0, 1).to(q.dtype)
+        # The kernel writes +inf for a row that sees nothing.
+        part = torch.where(part == -math.inf, math.inf, part)
+        if cu_q is None:
+            lse[at_q] = part
+        else:
+            lse[:, at_q] = part
+    return out, lse, state, state[:0], q.new_empty(0)
+
+
+def flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for at_q, at_k in _sequences(q, k, cu_q, cu_k):
+        qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
+        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right))
+        gq, gk, gv = _grads(d, qs, ks, vs, bias, scale)
+        dq[at_q], dk[at_k], dv[at_k] = gq.transpose(0, 1), gk.transpose(0, 1), gv.transpose(0, 1)
+    return dq, dk, dv
+
+
+def _corner(sq: int, skv: int, is_causal: bool) -> Tensor | None:
+    """Causal as torch's SDPA means it, aligned at the top left corner."""
+    if not is_causal:
+        return None
+    return torch.zeros(sq, skv).masked_fill(torch.ones(sq, skv, dtype=torch.bool).triu(1), -math.inf)
+
+
+def cudnn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+) -> tuple[Any, ...]:
+    out, lse = _softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
+    state = torch.zeros((), dtype=torch.int64)
+    return out.to(q.dtype), lse[..., None], None, None, q.shape[2], k.shape[2], state, state, q.new_empty(0)
+
+
+def cudnn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    attn_bias: None,
+    cu_q: None,
+    cu_k: None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    return _grads(dout, q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
+
+
+def efficient_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
+    out, lse = _softmax(q, k, v, bias, scale)
+    # The kernel's statistics are padded to a multiple of 32 queries.
+    padded = torch.full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), math.inf)
+    padded[..., : lse.shape[-1]] = lse
+    state = torch.zeros((), dtype=torch.int64)
+    return out.to(q.dtype), padded, state, state
+
+
+def efficient_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool,
+    *,
+    scale: float,
+) -> tuple[Any, ...]:
+    bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
+    return (*_grads(dout, q, k, v, bias, scale), None)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """out, lse; `hidden` is what the block mask hides, written out."""
+    bias = None if hidden is None else torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+    out, lse = _softmax(q, k, v, bias, scale)
+    return out.to(q.dtype), lse

@@ -1,0 +1,79 @@
+"""cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Takes every call, costs sq x skv memory.
+
+What reaches it is what torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows. Scores and
+probabilities are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import Rng
+
+from ..random import draw_reasons, drop
+from ..softmax import softmax_backward, softmax_forward
+from .common import Call, Request, register
+from .masks import dense_mask, packed_mask
+
+ID = "cuda/unfused"
+
+
+def _refuse(request: Request) -> Sequence[str]:
+    rng: Rng | None = request.call.rng
+    return draw_reasons(rng, () if rng is None else rng.full_shape or ())
+
+
+def _hidden(call: Call, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor) -> Tensor | None:
+    if cu_q is not None and cu_k is not None:
+        return packed_mask(call, cu_q, cu_k)
+    return mask if call.causal else dense_mask(call, mask, q.device)
+
+
+def _wide(x: Tensor, group: int) -> Tensor:
+    x = x.float()
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _dropped(call: Call, p: Tensor) -> Tensor:
+    """p [b, n, sq, skv] after dropout; a packed draw has shape [n, tq, tk]."""
+    if call.rng is None or call.dropout_p == 0.0:
+        return p
+    return drop(p[0], call.dropout_p, call.rng)[None] if call.packed else drop(p, call.dropout_p, call.rng)
+
+
+def _causal(call: Call) -> bool:
+    return call.causal and not call.packed
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    hidden = _hidden(call, mask, cu_q, cu_k, q)
+    s_BNQK = q.float() @ _wide(k, call.group).transpose(-1, -2)
+    p_BNQK, stats = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
+    out = _dropped(call, p_BNQK) @ _wide(v, call.group)
+    top, inverse = stats.view(2, *s_BNQK.shape[:-1])
+    # A row that sees nothing has inverse = 0: its log-sum-exp is -inf.
+    lse = torch.where(inverse == 0.0, -torch.inf, top - inverse.log())
+    return out.to(q.dtype), lse, (q, k, v, hidden, s_BNQK, stats)
+
+
+def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, hidden, s_BNQK, stats = saved
+    do = dout.float()
+    p_BNQK, _ = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
+    dv = _dropped(call, p_BNQK).transpose(-1, -2) @ do
+    dp_BNQK = _dropped(call, do @ _wide(v, call.group).transpose(-1, -2))
+    ds_BNQK = softmax_backward(s_BNQK, dp_BNQK, hidden, stats, call.scale, _causal(call))
+    dq = ds_BNQK @ _wide(k, call.group)
+    dk = ds_BNQK.transpose(-1, -2) @ q.float()
+    if call.group > 1:
+        dk, dv = (g.unflatten(1, (call.kv_heads, call.group)).sum(2) for g in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+register(ID, refuse=_refuse, forward=_forward, backward=_backward)
