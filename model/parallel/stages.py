@@ -39,7 +39,9 @@ class Stage(nn.Module):
         self.model, self.index, self._draws_of = model, index, draws_of
 
     def forward(self, x: Tensor, sample: Tensor) -> Tensor:
-        return self.model(x, self._draws_of(int(sample[0])))
+        y: Tensor = self.model(x, self._draws_of(int(sample[0])))
+        # The zero-bubble schedule detaches what travels in place, which a view refuses.
+        return y.clone() if y._is_view() and not self.model.last else y
 
 
 def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
