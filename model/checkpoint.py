@@ -44,8 +44,8 @@ def latest(root: Path) -> int | None:
 def save(root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
     """Writes a checkpoint of `tensors` (by name) and `state` (JSON), then makes it the latest."""
     make_folder(root)
-    for leftover in root.glob(".iter_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in root.glob(".*.tmp"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     folder = folder_of(root, iteration)
     if folder.exists() and latest(root) != iteration:
         # Renamed into place by a run that was killed before it could name it: nobody refers to it.

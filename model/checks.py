@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 
 from .config import BOUNDS, Config, ConfigError
 from .parallel.plan import problems
@@ -16,7 +17,9 @@ from .parallel.plan import problems
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first problem."""
-    for problem in (*_numbers(config), *_shape(config), *_training(config), *_ignored(config), *_parallel(config)):
+    rules = (_numbers, _shape, _training, _ignored, _parallel)
+    # Lazily: later rules may divide by numbers that earlier ones have checked.
+    for problem in chain.from_iterable(rule(config) for rule in rules):
         raise ConfigError(problem)
 
 

@@ -21,7 +21,16 @@ _PIECE = 4096
 
 
 def standard_library(tokenizer: Tokenizer) -> Path:
-    """Prefix of the .bin/.idx of this Python's standard library: one document per .py file, in order of path."""
+    """Prefix of the .bin/.idx of this Python's standard library: one document per file of `sources()`."""
+    root, files = sources()
+    stamps = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    name = f"stdlib-{platform.python_version()}-{_digest(repr((stamps, tokenizer.unique_identifiers)).encode())}"
+    documents = ([(tokenizer.encode(p.read_text(encoding="utf-8", errors="replace")))] for p in files)
+    return _cached(name, documents, tokenizer)
+
+
+def sources() -> tuple[Path, list[Path]]:
+    """The standard library's folder and its .py files but tests, in order of path. ConfigError if there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if not _SKIPPED.intersection(p.relative_to(root).parts))
     if not files:
@@ -29,10 +38,7 @@ def standard_library(tokenizer: Tokenizer) -> Path:
             f"this Python has no standard library sources under {root}, so there is no built-in corpus; "
             f"give --text-file or --data-path"
         )
-    stamps = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    name = f"stdlib-{platform.python_version()}-{_digest(repr((stamps, tokenizer.unique_identifiers)).encode())}"
-    documents = ([(tokenizer.encode(p.read_text(encoding="utf-8", errors="replace")))] for p in files)
-    return _cached(name, documents, tokenizer)
+    return root, files
 
 
 def text_file(path: str, tokenizer: Tokenizer) -> Path:
@@ -71,7 +77,6 @@ def _pieces(text: str) -> Iterator[str]:
 def _cached(name: str, documents: Iterable[list[list[int]]], tokenizer: Tokenizer) -> Path:
     """documents: each a list of sequences of ids; the last sequence of a document gets the eod id."""
     import numpy
-    import torch
 
     folder = cache_dir("corpus") / name
     if not folder.is_dir():
@@ -80,7 +85,7 @@ def _cached(name: str, documents: Iterable[list[list[int]]], tokenizer: Tokenize
             builder = indexed_dataset().IndexedDatasetBuilder(str(beside / "text.bin"), dtype=dtype)
             for sequences in documents:
                 sequences[-1].append(tokenizer.eod)
-                ids = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int32)
+                ids = numpy.array([i for ids in sequences for i in ids], dtype=dtype)
                 builder.add_document(ids, [len(ids) for ids in sequences])
             builder.finalize(str(beside / "text.idx"))
     return folder / "text"

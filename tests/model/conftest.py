@@ -36,9 +36,12 @@ def references(recwarn):
 
 @pytest.fixture
 def cpu_ref():
-    before = os.environ.get("HAL_BACKEND")
+    """One thread: these models are too small for two, and threads that wait spin on a busy machine."""
+    before, threads = os.environ.get("HAL_BACKEND"), torch.get_num_threads()
+    torch.set_num_threads(1)
     with hal.activated(References(), fallback="reference"):
         yield hal.use("cpu_ref")
+    torch.set_num_threads(threads)
     os.environ.pop("HAL_BACKEND", None)
     if before is not None:
         os.environ["HAL_BACKEND"] = before
@@ -76,6 +79,7 @@ def tiny(text, cache, tmp_path, monkeypatch):
             "lr": 1e-2,
             "seed": 7,
             "text_file": str(text),
+            "split": "8,1,1",
             "run_dir": str(tmp_path / "run"),
             "sample_tokens": 8,
             "log_interval": 2,

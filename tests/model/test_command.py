@@ -1,0 +1,93 @@
+"""`hal train` as a process: exit codes, Ctrl-C and SIGTERM, and the example that `make train` runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hal.model.arguments import parse
+from hal.model.train import main
+
+ROOT = Path(__file__).parents[2]
+RUN = "import sys, hal.model.train; sys.exit(hal.model.train.main())"
+
+
+def arguments(text, folder):
+    options = {
+        "backend": "cpu_ref",
+        "num-layers": 1,
+        "hidden-size": 32,
+        "seq-length": 32,
+        "train-iters": 100000,
+        "log-interval": 1,
+        "run-dir": folder / "run",
+        "text-file": text,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, *arguments(text, tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    for line in process.stdout:
+        if "iteration        5/" in line:
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert f"stopped by {number.name}" in out and err == ""
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    last = record["losses"][-1][0]
+    saved = tmp_path / "run" / "checkpoints"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == f"{last}\n" and last >= 5
+    more = [*command, "--load", str(saved), "--exit-interval", "1"]
+    done = subprocess.run(more, capture_output=True, text=True, env=environ, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"iteration {last + 1:8d}/" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, code, words",
+    [
+        (["--backend", "cpu_ref", "--seq-length", "0"], 2, "--seq-length must be > 0"),
+        (["--backend", "cpu_reff"], 2, "Did you mean 'cpu_ref'?"),
+        ([], 2, "no backend was chosen"),
+        (["--backend", "cpu_ref", "--text-file", "absent.txt"], 2, "absent.txt cannot be read"),
+        (["--backend", "cpu_ref", "--data-path", "absent"], 2, "absent.idx does not exist"),
+        (["--backend", "cpu_ref", "--pin", "linear=nobody"], 2, "cpu_ref/"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(cpu_ref, argv, code, words, capsys, monkeypatch):
+    monkeypatch.delenv("HAL_BACKEND", raising=False)
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and "Traceback" not in captured.err
+
+
+def test_a_loss_that_explodes_is_exit_code_1(cpu_ref, text, tmp_path, cache, capsys, monkeypatch):
+    monkeypatch.setenv("HAL_CACHE_DIR", str(cache))
+    monkeypatch.setattr("hal.use", lambda *a, **k: cpu_ref)
+    code = main([*arguments(text, tmp_path), "--lr", "1e30", "--clip-grad", "0", "--sample-tokens", "0"])
+    assert code == 1 and "nothing was updated" in capsys.readouterr().err
+
+
+def test_the_example_is_a_valid_config():
+    config = parse(["--backend", "cpu_ref", "--config", str(ROOT / "examples" / "tiny.yaml")], {})
+    assert config.swiglu and config.train_iters == 1000
+
+
+@pytest.mark.slow
+def test_importing_the_command_line_does_not_import_megatron():
+    code = "import sys, hal.model.train; print([m for m in sys.modules if m.startswith(('megatron', 'matplotlib'))])"
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert time.perf_counter() - began < 60

@@ -1,0 +1,145 @@
+"""The data: the built-in corpus, text files, indexed datasets, and an error for everything that is wrong with them."""
+
+import struct
+
+import numpy
+import pytest
+import torch
+
+from hal.model import corpus, data
+from hal.model.config import Config, ConfigError
+from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def write(prefix, documents, dtype=numpy.uint16):
+    """A .bin/.idx written by hand, from the format's description."""
+    lengths = numpy.array([len(d) for d in documents], dtype=numpy.int32)
+    pointers = (numpy.cumsum(lengths) - lengths).astype(numpy.int64) * numpy.dtype(dtype).itemsize
+    numpy.concatenate([numpy.array(d, dtype=dtype) for d in documents]).tofile(f"{prefix}.bin")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
+    ends = numpy.arange(len(documents) + 1, dtype=numpy.int64)
+    (prefix.parent / f"{prefix.name}.idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + ends.tobytes())
+
+
+def config(**options):
+    return Config(**{"seq_length": 16, "split": "8,1,1", **options})
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    write(tmp_path / "d", [list(range(10 * n, 10 * n + 50)) for n in range(20)])
+    return tmp_path / "d"
+
+
+def test_samples_are_windows_of_the_documents_and_labels_the_next_token(prefix):
+    splits = data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30, "valid": 4})
+    tokens, labels = splits["train"].fetch(0, 8)
+    assert tokens.shape == labels.shape == (8, 16) and tokens.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+    # 16 of the 20 documents are for training: ids of documents 16.. appear in no sample
+    assert tokens.max() < 10 * 15 + 50
+    again = data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30})["train"]
+    assert torch.equal(again.fetch(0, 8)[0], tokens) and torch.equal(again.fetch(4, 2)[0], tokens[4:6])
+
+
+def test_index_maps_are_cached_never_beside_the_data_and_rebuilt_when_the_data_changes(prefix, tmp_path):
+    before = set(tmp_path.iterdir())
+    options = config(data_path=str(prefix))
+    first = data.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
+    folders = list((tmp_path / "cache" / "index").iterdir())
+    data.open_data(options, NullTokenizer(300), {"train": 6})
+    assert list((tmp_path / "cache" / "index").iterdir()) == folders
+    assert all(f.stat().st_mode & 0o777 == 0o640 for f in folders[0].iterdir())
+    assert folders[0].stat().st_mode & 0o777 == 0o750
+    write(prefix, [[7] * 50 for _ in range(21)])
+    changed = data.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
+    assert torch.all(changed == 7) and not torch.equal(first, changed)
+
+
+def edit(path, at, content):
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(content)] = content
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda p: (p.parent / "d.idx").unlink(), "does not exist"),
+        (lambda p: (p.parent / "d.bin").unlink(), "does not exist"),
+        (lambda p: edit(p.parent / "d.idx", 0, b"XX"), "no Megatron index"),
+        (lambda p: (p.parent / "d.idx").write_bytes(b"MMID"), "no Megatron index"),
+        (lambda p: edit(p.parent / "d.idx", 9, b"\x02"), "version 2"),
+        (lambda p: edit(p.parent / "d.idx", 17, b"\x07"), "token type 7"),
+        (lambda p: edit(p.parent / "d.idx", 18, b"\xff"), "is damaged"),
+        (lambda p: (p.parent / "d.idx").write_bytes((p.parent / "d.idx").read_bytes()[:-3]), "is damaged"),
+        (lambda p: (p.parent / "d.bin").write_bytes((p.parent / "d.bin").read_bytes()[:-2]), "cut off"),
+        (lambda p: edit(p.parent / "d.bin", 10, b"\xff\xff"), "token id 65535"),
+    ],
+)
+def test_damaged_data_is_refused(prefix, damage, words):
+    damage(prefix)
+    with pytest.raises(ConfigError, match=words):
+        data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 5})
+
+
+def test_other_refusals(prefix, monkeypatch):
+    with pytest.raises(ConfigError, match=r"without \.bin or \.idx"):
+        data.open_data(config(data_path=f"{prefix}.bin"), NullTokenizer(300), {"train": 5})
+    with pytest.raises(ConfigError, match="fewer than one sample"):
+        data.open_data(config(data_path=str(prefix), seq_length=4000), NullTokenizer(300), {"train": 5})
+    with pytest.raises(ConfigError, match="valid split"):
+        data.open_data(config(data_path=str(prefix), split="1,0,0"), NullTokenizer(300), {"valid": 5})
+    monkeypatch.setattr(data, "_SCAN_BYTES", 0)  # data too large to scan at the start is checked batch by batch
+    split = data.open_data(config(data_path=str(prefix)), NullTokenizer(100), {"train": 30})["train"]
+    with pytest.raises(ConfigError, match="vocabulary is too small"):
+        split.fetch(0, 30)
+
+
+def test_the_built_in_corpus_is_the_standard_library_and_is_made_once(tmp_path, monkeypatch):
+    tokenizer = ByteTokenizer()
+    prefix = corpus.standard_library(tokenizer)
+    lengths = data.check_index(prefix, tokenizer.vocab_size)
+    tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16)
+    assert len(lengths) > 300 and len(tokens) == lengths.sum() > 5_000_000
+    assert (tokens == tokenizer.eod).sum() == len(lengths)
+    _, files = corpus.sources()
+    assert len(files) == len(lengths)
+    starts = numpy.cumsum(lengths) - lengths
+    for n in (0, len(files) // 2, len(files) - 1):
+        document = tokens[starts[n] : starts[n] + lengths[n]]
+        assert document[-1] == tokenizer.eod and bytes(document[:-1].tolist()) == files[n].read_bytes()
+    monkeypatch.setattr(corpus, "indexed_dataset", lambda: pytest.fail("built twice"))
+    assert corpus.standard_library(tokenizer) == prefix
+    for path in prefix.parent.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o640
+    assert prefix.parent.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_text_file_comes_back_whole(tmp_path):
+    path = tmp_path / "t.txt"
+    content = "".join(f"line {n} with é and 字\n" * 3 for n in range(500))
+    path.write_text(content, encoding="utf-8")
+    prefix = corpus.text_file(str(path), ByteTokenizer())
+    tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16).tolist()
+    assert tokens[-1] == 256 and tokens.count(256) == 1
+    assert ByteTokenizer().decode(tokens[:-1]) == content
+    assert len(data.check_index(prefix, 257)) > 5  # cut into sequences, so that a split has something to share out
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [(b"ok\nbad \xff byte", r"byte 0xff at offset 7 \(line 2\)"), (b" \n", "holds no text"), (None, "cannot be read")],
+)
+def test_wrong_text_files(tmp_path, content, words):
+    path = tmp_path / "t.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        corpus.text_file(str(path), ByteTokenizer())
