@@ -7,6 +7,7 @@ bits, so their losses may only drift apart by rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,13 @@ def train(shape: str, dtype: torch.dtype, steps: int = STEPS) -> Trace:
     trainer = Trainer(made, GPT(made, hal.device()), data)
     results = [trainer.step() for _ in range(steps)]
     return Trace([r.loss for r in results], [r.grad_norm or 0.0 for r in results])
+
+
+def check_golden(backend: Backend) -> Iterator[Row]:
+    """One row per model shape and dtype."""
+    for shape in SHAPES:
+        for dtype in TOL:
+            yield golden_row(backend, shape, dtype)
 
 
 def golden_row(backend: Backend, shape: str, dtype: torch.dtype) -> Row:

@@ -62,12 +62,9 @@ def run(
     for op in chosen_ops(names):
         for row in check_op(backend, op, examples, seed):
             add(row)
-        if backend.impls.get(op.name):
-            add(check_lowered(backend, op))
     if names is None or GOLDEN in names:
-        for shape in golden.SHAPES:
-            for dtype in golden.TOL:
-                add(golden.golden_row(backend, shape, dtype))
+        for row in golden.check_golden(backend):
+            add(row)
     return report
 
 
@@ -84,19 +81,24 @@ def run_by_name(
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown op.
     """
-    ops = None if ops is None else list(ops)
-    chosen_ops(ops)
-    try:
-        check_probe(name, options)
-        probe = Row("probe", "-", name, False, "pass", 1, None)
-    except ProbeFailure as failure:
-        probe = Row("probe", "-", name, False, "fail", 1, None, message=str(failure))
+    names = None if ops is None else list(ops)
+    chosen_ops(names)
+    probe = probe_row(name, options)
     backend = hal.use(name, **(options or {}))
     probe.simulated = backend.simulated
     on_row(probe)
-    report = run(backend, ops=ops, examples=examples, seed=seed, on_row=on_row)
+    report = run(backend, ops=names, examples=examples, seed=seed, on_row=on_row)
     report.rows.insert(0, probe)
     return report
+
+
+def probe_row(name: str, options: Mapping[str, Any] | None = None) -> Row:
+    """The row about the probe of the backend `name`; to be made before the backend is used."""
+    try:
+        check_probe(name, options)
+    except ProbeFailure as failure:
+        return Row("probe", "-", name, False, "fail", 1, None, message=str(failure))
+    return Row("probe", "-", name, False, "pass", 1, None)
 
 
 def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-arg]
@@ -110,23 +112,30 @@ def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-ar
     return [OPS[n] for n in wanted]
 
 
-def check_op(backend: Backend, op: Op, examples: int, seed: int) -> Iterator[Row]:  # type: ignore[type-arg]
-    """One row per implementation and dtype of one op."""
+def check_op(backend: Backend, op: Op, examples: int = EXAMPLES, seed: int = 0) -> Iterator[Row]:  # type: ignore[type-arg]
+    """One row per implementation and dtype of one op, and one for its lowered form."""
     impls = backend.impls.get(op.name, [])
     if not impls:
         for dtype in op.tol:
             yield _row(backend, op, dtype, "declined", reasons=[NO_IMPLEMENTATION])
+        return
     for impl in impls:
-        rows = [check_implementation(backend, impl, dtype, examples, seed) for dtype in op.tol]
-        if not any(row.samples or row.status == "fail" for row in rows):
-            for row in rows:
-                row.status = "fail"
-                row.message = f"implementation '{impl.id}' ran no sample at all: every call was refused"
-                row.message += f" ({'; '.join(row.reasons[:3])})" if row.reasons else ""
-        yield from rows
+        yield from check_implementation(backend, impl, examples, seed)
+    yield check_lowered(backend, op)
 
 
-def check_implementation(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int, seed: int) -> Row:
+def check_implementation(backend: Backend, impl: Impl, examples: int = EXAMPLES, seed: int = 0) -> Iterator[Row]:
+    """One row per dtype of the op; an implementation that ran no call in any of them fails in all."""
+    rows = [check_dtype(backend, impl, dtype, examples, seed) for dtype in impl.op.tol]
+    if not any(row.samples or row.status == "fail" for row in rows):
+        for row in rows:
+            row.status = "fail"
+            row.message = f"implementation '{impl.id}' ran no sample at all: every call was refused"
+            row.message += f" ({'; '.join(row.reasons[:3])})" if row.reasons else ""
+    yield from rows
+
+
+def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int, seed: int) -> Row:
     """Everything the kit knows to ask of one implementation in one dtype."""
     subject = Subject(backend, impl, dtype)
     tally = _Tally()

@@ -27,24 +27,31 @@ def check_lowered(backend: Backend, op: Op[Any, Any]) -> Row:
         row.status, row.reasons = "declined", [NO_IMPLEMENTATION]
         return row
     with activated(backend):
-        sample, refusals = _accepted(backend, op)
+        try:
+            sample, refusals = _accepted(backend, op)
+        except Exception as error:
+            row.status, row.message = "fail", f"asking for reasons raised {type(error).__name__}: {error}"
+            return row
         if sample is None:
             row.status, row.reasons = "declined", refusals
             return row
-        lowered = lower(op)
-        leaves = build(op, sample, torch.float32, backend.device(0))
-        for name in op.grads:
-            if isinstance(leaves[name], torch.Tensor):
-                leaves[name] = leaves[name].detach().requires_grad_()
-        flat = invoke(op, lowered.flatten, leaves)
-        found = torch.library.opcheck(lowered.torch_op, tuple(flat), raise_exception=False)
-        wrong = {check: error for check, error in found.items() if error != "SUCCESS"}
-        row.samples = len(found)
-        if wrong:
-            row.status = "fail"
-            row.message = "; ".join(f"{check}: {' '.join(str(error).split())}" for check, error in wrong.items())
-            row.code = _code(backend, op, sample)
+        wrong = _opcheck(backend, op, sample)
+    row.samples = 1
+    if wrong:
+        row.status, row.message, row.code = "fail", wrong, _code(backend, op, sample)
     return row
+
+
+def _opcheck(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
+    """What opcheck found wrong, or nothing."""
+    lowered = lower(op)
+    arguments = build(op, sample, torch.float32, backend.device(0))
+    for name in op.grads:
+        if isinstance(arguments[name], torch.Tensor):
+            arguments[name] = arguments[name].detach().requires_grad_()
+    flat = invoke(op, lowered.flatten, arguments)
+    found = torch.library.opcheck(lowered.torch_op, tuple(flat), raise_exception=False)
+    return "; ".join(f"{test}: {' '.join(str(error).split())}" for test, error in found.items() if error != "SUCCESS")
 
 
 def _accepted(backend: Backend, op: Op[Any, Any]) -> tuple[Sample | None, list[str]]:

@@ -43,7 +43,9 @@ def test_calls_are_recorded_in_order_with_their_implementation():
 
 def test_a_refused_call_is_not_recorded():
     inner = Reference()
-    inner.impls = {"swiglu": [hal.Impl(ops.swiglu, "r", ops.swiglu.reference, lambda x, b=None: ["no"], None, None, {})]}
+    inner.impls = {
+        "swiglu": [hal.Impl(ops.swiglu, "r", ops.swiglu.reference, lambda x, b=None: ["no"], None, None, {})]
+    }
     spy = Spy(inner)
     with hal.activated(spy), pytest.raises(hal.UnsupportedOp, match="refuses: no"):
         ops.swiglu(torch.ones(2, 4))

@@ -1,0 +1,104 @@
+"""pytest's way into the kit: `pytest --pyargs hal.testing --backend NAME [--simulate] [--op OP] [--max-examples N]`.
+
+pytest loads this module in every session where HAL is installed (entry point pytest11), because options cannot come
+from the conftest of a package named with --pyargs. So it imports no more than hal itself, and adds its options only to
+sessions whose arguments name hal.testing: other people's options are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hal.errors import HalError
+
+if TYPE_CHECKING:
+    from .report import Row
+
+_BACKEND = pytest.StashKey[Any]()
+_ASKED = pytest.StashKey[bool]()
+_PROBE = pytest.StashKey["Row"]()
+_ROWS = pytest.StashKey["list[Row]"]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    if not any(a.startswith("hal.testing") or "hal/testing" in a for a in args):
+        return
+    early_config.stash[_ASKED] = True
+    group = parser.getgroup("hal", "HAL conformance kit")
+    group.addoption("--backend", metavar="NAME", default=os.environ.get("HAL_BACKEND"), help="backend under test")
+    group.addoption("--simulate", action="store_true", help="run the backend on its simulator")
+    group.addoption("--op", action="append", metavar="OP", help="only this op; may be given several times")
+    group.addoption("--max-examples", type=int, default=None, metavar="N", help="random calls per dtype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _ASKED not in config.stash:
+        return
+    import hal
+
+    from . import kit
+
+    name = config.getoption("--backend")
+    if not name:
+        raise pytest.UsageError(f"no backend was named; give --backend NAME, one of: {', '.join(hal.names())}")
+    options: dict[str, Any] = {"simulate": True} if config.getoption("--simulate") else {}
+    try:
+        kit.chosen_ops(config.getoption("--op"))
+        config.stash[_PROBE] = kit.probe_row(name, options)
+        config.stash[_BACKEND] = hal.use(name, **options)
+    except HalError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[_ROWS] = []
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "hal_case" not in metafunc.fixturenames:
+        return
+    from . import kit
+    from .golden import check_golden
+    from .lowering import check_lowered
+    from .report import NO_IMPLEMENTATION
+
+    config = metafunc.config
+    if _BACKEND not in config.stash:
+        raise pytest.UsageError("run the kit as: pytest --pyargs hal.testing --backend NAME")
+    backend, probe = config.stash[_BACKEND], config.stash[_PROBE]
+    names, count = config.getoption("--op"), config.getoption("--max-examples")
+    examples = kit.EXAMPLES if count is None else count
+    cases: list[Any] = [pytest.param(lambda: [probe], id="probe")]
+    for op in kit.chosen_ops(names):
+        impls = backend.impls.get(op.name, [])
+        if not impls:
+            skip = pytest.mark.skip(reason=f"{op.name}: {NO_IMPLEMENTATION} in backend '{backend.name}'")
+            cases.append(pytest.param(None, id=op.name, marks=skip))
+        for impl in impls:
+            cases.append(
+                pytest.param(lambda i=impl: kit.check_implementation(backend, i, examples), id=f"{op.name}-{impl.id}")
+            )
+        if impls:
+            cases.append(pytest.param(lambda o=op: [check_lowered(backend, o)], id=f"{op.name}-lowered"))
+    if names is None or kit.GOLDEN in names:
+        cases.append(pytest.param(lambda: check_golden(backend), id=kit.GOLDEN))
+    metafunc.parametrize("hal_case", cases)
+
+
+@pytest.fixture
+def hal_rows(request: pytest.FixtureRequest) -> list[Row]:
+    """Where a test of the kit leaves its rows for the summary."""
+    return request.config.stash[_ROWS]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = config.stash.get(_ROWS, [])
+    if rows:
+        from .report import Report
+
+        terminalreporter.section("HAL conformance")
+        for row in rows:
+            if row.status in ("declined", "waived"):
+                terminalreporter.write_line(str(row))
+        terminalreporter.write_line(Report(rows[0].backend, rows[0].simulated, rows).summary())
