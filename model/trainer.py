@@ -151,15 +151,23 @@ class Trainer:
         """Writes a checkpoint and makes it the latest of `root`."""
         return checkpoint.save(root, self.iteration, self.tensors(), self.state())
 
+    def read(self, root: Path) -> tuple[Path, dict[str, Any]]:
+        """(folder, state) of the latest checkpoint of `root`."""
+        return checkpoint.read_state(root)
+
+    def load_tensors(self, folder: Path) -> None:
+        """Fills the model and the optimizer from a checkpoint's folder."""
+        checkpoint.load_tensors(folder, self.tensors())
+
     def load(self, root: Path) -> None:
         """Continues from the latest checkpoint of `root`."""
-        folder, state = checkpoint.read_state(root)
+        folder, state = self.read(root)
         if tuple(state["rng"]) != self.rng.state():
             raise ConfigError(
                 f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed "
                 f"{self.config.seed}; the same seed continues it exactly"
             )
-        checkpoint.load_tensors(folder, self.tensors())
+        self.load_tensors(folder)
         self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
         self.skipped, self.optimizer.steps = state["skipped"], state["optimizer_steps"]
         stored = LossScaler(**state["loss_scaler"])

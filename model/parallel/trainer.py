@@ -7,6 +7,8 @@ bit-equal, because each rank draws its block of the same numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,11 @@ from ..config import Config
 from ..data import Split
 from ..draws import Draws
 from ..gpt import GPT
-from ..layers import Parallel
-from ..optimizer import Optimizer
+from ..layers import Parallel, Shard
+from ..optimizer import Optimizer, local
 from ..trainer import Trainer
+from . import checkpoint
+from .pieces import Piece, piece
 from .plan import Plan
 from .reduce import GradientReducer, sum_over
 from .stages import OneStage, Pipeline, Stage, shard
@@ -203,3 +207,61 @@ class ParallelTrainer(Trainer):
         assert c.global_batch_size
         batches = [self._run(split, batch * c.global_batch_size, 1.0) for batch in range(c.eval_iters)]
         return float(torch.stack(batches).mean())
+
+    # Checkpoints.
+
+    def pieces(self, *, mine: bool) -> dict[str, Piece]:
+        """What this rank holds of a checkpoint's tensors, by name; with `mine`, only what it is to write.
+
+        The last stage's copy of a tied weight goes by the weight's own name, and is written by the first.
+        """
+        optimizer, tied = self.optimizer, not self.config.untie_embeddings_and_output_weights
+        low = self.config.params_dtype != torch.float32
+        kinds = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+        found: dict[str, Piece] = {}
+        for name, parameter in optimizer.model.items():
+            if mine and name not in optimizer.counted:
+                continue
+            whole = WORD if tied and name == COPY else name
+            if whole != name and whole in optimizer.model:
+                continue  # both ends of the pipeline are here; see _copy_tied
+            values = {whole: local(parameter).to(self.config.params_dtype)}
+            if low:
+                values[f"optimizer.state.fp32_param.{whole}"] = optimizer.main[name]
+            values.update({f"optimizer.state.{kind}.{whole}": held[name] for kind, held in kinds.items()})
+            found.update({key: self._piece(name, parameter, held) for key, held in values.items()})
+        return found
+
+    def _piece(self, name: str, parameter: Tensor, held: Tensor) -> Piece:
+        shard = next((s.model.shards[name] for s in self.stages if name in s.model.shards), None)
+        if name == COPY:
+            shard = Shard(0)
+        return piece(parameter, held, shard, self.mesh.at["tp"], self.plan.layout.tp, self.replicas.rank)
+
+    def save(self, root: Path) -> Path:
+        return checkpoint.save(root, self.iteration, self.pieces(mine=True), self.state(), self.mesh.world)
+
+    def read(self, root: Path) -> tuple[Path, dict[str, Any]]:
+        return checkpoint.read_state(root, self.mesh.world)
+
+    def load_tensors(self, folder: Path) -> None:
+        checkpoint.load_tensors(folder, self.pieces(mine=False))
+        optimizer = self.optimizer
+        if COPY in optimizer.model and WORD in optimizer.model:
+            for held in (optimizer.main, optimizer.exp_avg, optimizer.exp_avg_sq):
+                if not self.config.untie_embeddings_and_output_weights:
+                    held[COPY].copy_(held[WORD])
+        for name, parameter in optimizer.model.items():
+            local(parameter).copy_(optimizer.main[name])
+
+    @torch.no_grad()
+    def whole(self) -> GPT:
+        """The whole model on every rank, as one process would have it (for sampling at the end of a run)."""
+        model = GPT(self.config, self.device, layers=[n for stage in self.plan.layers for n in stage])
+        mine = self.pieces(mine=True)
+        for name, parameter in model.named_parameters():
+            gathered = torch.zeros_like(parameter, dtype=torch.float32)
+            if name in mine:
+                mine[name].fill(gathered)
+            parameter.copy_(self.mesh.world.all_reduce(gathered))
+        return model

@@ -1,0 +1,63 @@
+"""Pieces cover the whole tensor exactly once, whatever the layout, and give back what was put in."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
+
+from hal.model.layers import Shard
+from hal.model.parallel import pieces
+from hal.model.parallel.pieces import piece
+
+
+@settings(deadline=None)
+@given(
+    tp=st.integers(1, 3),
+    replicas=st.integers(1, 4),
+    parts=st.sampled_from([1, 2]),
+    dim=st.sampled_from([None, 0, 1]),
+    rows=st.integers(1, 3),
+)
+def test_every_element_is_in_one_piece(tp: int, replicas: int, parts: int, dim: int | None, rows: int) -> None:
+    shape = [rows, 5]
+    if dim is not None:
+        shape[dim] = 2 * tp * rows
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    shard = None if dim is None else Shard(dim, parts if dim == 0 else 1)
+    counted, again = torch.zeros(shape, dtype=torch.int64), torch.zeros_like(whole)
+    for rank in range(tp if shard else 1):
+        part = whole if shard is None else shard.slice(whole, rank, tp)
+        per = -(-part.shape[0] // replicas)
+        for replica in range(replicas):
+            held = part[replica * per : (replica + 1) * per].clone()
+            mine = _piece(part, held, shard, rank, tp, replica, replicas)
+            assert tuple(mine.size()) == tuple(shape)
+            mine.fill(again)
+            for block in mine.blocks:
+                counted[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.view.shape))] += 1
+            held.zero_()
+            mine.take(whole)
+            assert torch.equal(held, part[replica * per : (replica + 1) * per])
+    assert torch.equal(again, whole) and bool((counted == 1).all())
+
+
+def _piece(part, held, shard, rank, tp, replica, replicas):
+    if replicas == 1:
+        return piece(part, held, shard, rank, tp, 0)
+
+    class Mesh:
+        @staticmethod
+        def size() -> int:
+            return replicas
+
+    class Row(torch.Tensor):
+        device_mesh = Mesh
+
+    before, pieces.DTensor = pieces.DTensor, Row
+    try:
+        return piece(part.as_subclass(Row), held, shard, rank, tp, replica)
+    finally:
+        pieces.DTensor = before
+        assert pieces.DTensor is DTensor
