@@ -41,7 +41,12 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     onednn = _onednn()
     if onednn is None or x.dtype != torch.float32 or x.shape[0] * x.shape[1] * w.shape[0] < _SMALL:
         return torch.nn.functional.linear(x, w, bias)
-    return onednn(x, w, bias, "none", [], "")
+    return onednn(_dense(x), _dense(w), bias, "none", [], "")
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied if neither its rows nor its columns are contiguous: oneDNN would take a scalar loop."""
+    return x if 1 in x.stride() else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""The kernel build: one compilation however many ask, nothing half-written, a key that knows what matters.
+
+A one-function kernel folder stands in for the real one, so that a build takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hal import BackendUnavailable
+from hal.backends.cpu_ref import CpuRef, build, cpu
+
+USE = """
+import sys
+from pathlib import Path
+from hal.backends.cpu_ref import build
+build.KERNELS = Path(sys.argv[1])
+print(build.lib().hal_answer(20))
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "answer_api.h").write_text("// Twice x plus two.\n#pragma once\nint hal_answer(int x);\n")
+    (folder / "answer.c").write_text('#include "answer_api.h"\nint hal_answer(int x) { return 2 * x + 2; }\n')
+    monkeypatch.setattr(build, "KERNELS", folder)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def start(kernels: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that compiles (or finds) the kernels and uses them."""
+    command = [sys.executable, "-c", USE, str(kernels)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment})
+
+
+def cached(kernels: Path) -> list[str]:
+    return sorted(re.sub(r"-\w+", "", path.name) for path in (kernels.parent / "cache" / "cpu_ref").iterdir())
+
+
+def test_processes_that_start_together_compile_once(kernels: Path) -> None:
+    slow = kernels.parent / "cc"
+    slow.write_text('#!/bin/sh\ncase "$*" in *-c*) sleep 0.5;; esac\nexec gcc "$@"\n')
+    slow.chmod(0o755)
+    processes = [start(kernels, CC=str(slow)) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in outputs] == ["42\n", "42\n"], outputs
+    assert sum("compiling cpu_ref kernels" in err for _, err in outputs) == 1
+    assert cached(kernels) == ["_hal_cpu_ref.so", "lock"]
+
+
+def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels: Path) -> None:
+    killer = kernels.parent / "cc"
+    killer.write_text('#!/bin/sh\ncase "$*" in *-shared*) kill -9 $PPID; exit 1;; esac\nexec gcc "$@"\n')
+    killer.chmod(0o755)
+    crashed = start(kernels, CC=str(killer))
+    crashed.communicate(timeout=120)
+    assert crashed.returncode == -9
+    assert cached(kernels) == ["build", "lock"]
+    after = start(kernels)
+    assert after.communicate(timeout=120)[0] == "42\n"
+    assert cached(kernels) == ["_hal_cpu_ref.so", "lock"]
+
+
+def test_the_library_is_readable_by_its_owner_only_through_a_private_directory(kernels: Path) -> None:
+    path = build.ensure_built()
+    for directory in (path.parent, path.parent.parent):
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert build.ensure_built() == path
+
+
+def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gcc = build.find_compiler()
+
+    def key(compiler: list[str] = gcc) -> str:
+        return build._key(compiler, build._wanted_flags())
+
+    keys = [key()]
+    assert key() == keys[0]
+    keys.append(key([*gcc, "-m64"]))
+    (kernels / "answer.c").write_text("int hal_answer(int x) { return x; }\n")
+    keys.append(key())
+    (kernels / "extra.h").write_text("// included by nobody yet\n")
+    keys.append(key())
+    monkeypatch.setattr(cpu, "identity", lambda: "another processor")
+    keys.append(key())
+    monkeypatch.setenv("HAL_CPU_REF_SANITIZE", "address")
+    keys.append(key())
+    updated = kernels.parent / "cc"  # the same path and flags, another version
+    for version in ("12", "13"):
+        updated.write_text(f"#!/bin/sh\necho version {version}\n")
+        updated.chmod(0o755)
+        keys.append(key([str(updated)]))
+    assert len(set(keys)) == len(keys)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(BackendUnavailable, match=r"(?s)no-such-compiler.*apt install gcc"):
+        build.ensure_built()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(kernels))
+    with pytest.raises(BackendUnavailable, match=r"tried gcc, clang, cc"):
+        build.ensure_built()
+    probe = CpuRef().probe()
+    assert not probe.ok and "apt install gcc" in probe.reason
+
+
+def test_a_compile_error_shows_the_compilers_message_and_leaves_nothing(kernels: Path) -> None:
+    (kernels / "answer.c").write_text("int hal_answer(int x) { return y; }\n")
+    with pytest.raises(BackendUnavailable, match=r"(?s)answer\.c.*(.y. undeclared|undeclared identifier .y.)"):
+        build.ensure_built()
+    assert cached(kernels) == ["lock"]
+
+
+def test_a_cache_that_others_can_write_to_is_refused(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(open_to_all))
+    with pytest.raises(BackendUnavailable, match=r"writable by others \(mode 0o777\).*HAL_CACHE_DIR"):
+        build.ensure_built()
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "mine"))
+    build.cache_directory()
+    (tmp_path / "mine" / "cpu_ref").chmod(0o770)
+    with pytest.raises(BackendUnavailable, match="writable by others"):
+        build.ensure_built()
+    (tmp_path / "mine" / "cpu_ref").chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(BackendUnavailable, match="belongs to user"):
+        build.ensure_built()
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HAL_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build.cache_directory() == tmp_path / "xdg" / "hal" / "cpu_ref"
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "asked"))
+    assert build.cache_directory() == tmp_path / "asked" / "cpu_ref"
+
+
+def test_probing_and_importing_compile_nothing(kernels: Path) -> None:
+    probe = CpuRef().probe()
+    assert probe.ok and probe.count == 1 and probe.facts["compiler"]
+    assert not (kernels.parent / "cache").exists()
+
+
+def test_kernels_share_torchs_openmp_runtime() -> None:
+    build.lib()
+    torch.ones(1 << 20).sum()
+    assert len(build._openmp_runtimes()) <= 1
+
+
+@pytest.mark.parametrize("source", sorted(build.KERNELS.glob("*.c")), ids=lambda path: path.name)
+def test_kernels_compile_without_warnings(source: Path) -> None:
+    flags = [flag for flag in build._wanted_flags() if not flag.startswith(("-fsanitize", "-fno-sanitize"))]
+    command = [*build.find_compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
