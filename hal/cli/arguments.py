@@ -1,4 +1,4 @@
-"""What the diagnostic commands share: their parser, and the choice of a backend.
+"""What the diagnostic commands share: their parser, and the options that choose a backend.
 
 Wrong usage is one line with a hint and exit code 2, as everywhere in `hal`.
 """
@@ -24,16 +24,19 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_backend(parser: Parser, *, required: bool) -> None:
-    """Adds --backend (default: HAL_BACKEND) and --simulate."""
-    default = os.environ.get("HAL_BACKEND")
-    known = ", ".join(names())
+def add_backend(parser: Parser, *, required: bool, default_from_environment: bool = True) -> None:
+    """Adds --backend (default: HAL_BACKEND, if asked for) and --simulate."""
+    default = (os.environ.get("HAL_BACKEND") or None) if default_from_environment else None
     parser.add_argument(
-        "--backend", metavar="NAME", default=default, required=required and not default, help=f"one of: {known}"
+        "--backend",
+        metavar="NAME",
+        default=default,
+        required=required and default is None,
+        help=f"one of: {', '.join(names())}",
     )
     parser.add_argument("--simulate", action="store_true", help="run the backend on its simulator")
 
 
-def options(arguments: argparse.Namespace) -> dict[str, Any]:
+def options(arguments: argparse.Namespace) -> dict[str, object]:
     """Constructor options of the backend, from the command line."""
     return {"simulate": True} if arguments.simulate else {}

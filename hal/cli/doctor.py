@@ -1,0 +1,132 @@
+"""`hal doctor`: one tiny call per op and backend, forward and backward, against the float64 reference.
+
+Every line is PASS, or the reason and what would help. A backend that cannot run here is a reason, not a crash. Exit
+code 1 if the backend named with --backend has a failure.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import hal.ops  # noqa: F401  (defines the ops)
+from hal.backend import Backend, Impl
+from hal.errors import HalError
+from hal.op import OPS, Sample, T
+from hal.registry import load, make, names
+from hal.testing.checks import check_sample
+from hal.testing.subject import Failure, Subject
+
+from .arguments import Parser, add_backend, options
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. status: PASS, FAIL, absent (cannot run here), none (no implementation), or refused."""
+
+    status: str
+    subject: str
+    detail: str = ""
+    help: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"  {self.status:<8}{self.subject:<22}{self.detail}".rstrip()]
+        if self.help:
+            lines.append(f"          what would help: {self.help}")
+        return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal doctor` with these arguments."""
+    parser = Parser("doctor", description="One tiny call per op and backend: PASS, or the reason and what would help.")
+    add_backend(parser, required=False, default_from_environment=False)
+    arguments = parser.parse_args(argv)
+    if arguments.simulate and not arguments.backend:
+        parser.error("--simulate needs --backend NAME")
+    if arguments.backend is not None:
+        return 0 if _examine(arguments.backend, options(arguments)) else 1
+    for name in names():
+        _examine(name, {})
+    return 0
+
+
+def _examine(name: str, given: dict[str, object]) -> bool:
+    """Prints what is found about one backend; True if nothing is wrong."""
+    if name not in names():
+        load(name)  # raises, and says which names there are
+    print(f"{name} ({names().get(name, 'unknown')})" + (", on its simulator" if given else ""), flush=True)
+    findings = []
+    for finding in diagnose(name, given):
+        print(finding, flush=True)
+        findings.append(finding)
+    return not any(f.status in ("FAIL", "absent") for f in findings)
+
+
+def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
+    """What is found about the backend `name`, in the order in which a user can fix it."""
+    try:
+        backend = make(name, given)
+    except HalError as error:
+        yield Finding("FAIL", "load", str(error), "install or update the package that the message names")
+        return
+    try:
+        probe = backend.probe()
+    except Exception as error:
+        yield Finding("FAIL", "probe", f"raised {type(error).__name__}: {error}", "tell the backend's authors")
+        return
+    if not probe.ok:
+        can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters
+        simulator = f"without the device: hal doctor --backend {name} --simulate" if can_simulate else ""
+        yield Finding("absent", "probe", probe.reason, simulator)
+        return
+    yield Finding("PASS", "probe", probe.reason)
+    try:
+        backend.build()
+        device = backend.device(0)
+        torch.empty(1, device=device)
+    except Exception as error:
+        yield Finding(
+            "FAIL", "device", f"{type(error).__name__}: {error}", f"hal info --backend {name} shows what is installed"
+        )
+        return
+    yield Finding("PASS", "device", str(device))
+    for op in OPS.values():
+        yield _op(backend, op.name)
+
+
+def _op(backend: Backend, op_name: str) -> Finding:
+    impls = backend.impls.get(op_name, [])
+    if not impls:
+        return Finding("none", op_name, "no implementation", "--fallback reference runs it, slowly")
+    op = OPS[op_name]
+    dtypes = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d in op.tol]
+    reasons: list[str] = []
+    for impl in impls:
+        for dtype in dtypes:
+            for sample in _tiny(op_name)[:4]:
+                try:
+                    declined = _call(backend, impl, dtype, sample)
+                except Failure as failure:
+                    command = f"hal parity --backend {backend.name}{' --simulate' * backend.simulated} --op {op_name}"
+                    return Finding("FAIL", op_name, f"{impl.id}: {failure.message}", f"{command} shows the call")
+                if not declined:
+                    return Finding("PASS", op_name, f"{impl.id}, {str(dtype).removeprefix('torch.')}")
+                reasons += [f"{impl.id}: {r}" for r in declined if f"{impl.id}: {r}" not in reasons]
+    return Finding("refused", op_name, "; ".join(reasons), f"hal why {op_name} --backend {backend.name}")
+
+
+def _call(backend: Backend, impl: Impl, dtype: torch.dtype, sample: Sample) -> tuple[str, ...]:
+    with Subject(backend, impl, dtype) as subject:
+        return check_sample(subject, sample).declined
+
+
+def _tiny(op_name: str) -> list[Sample]:
+    """The op's directed calls that compute something and have a gradient; the first ones are the plainest."""
+
+    def full(value: object) -> bool:
+        return all(map(full, value)) if isinstance(value, list) else not (isinstance(value, T) and 0 in value.shape)
+
+    return [s for s in OPS[op_name].directed() if s.grad and all(map(full, (*s.args, *s.kwargs.values())))]

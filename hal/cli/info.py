@@ -1,0 +1,78 @@
+"""`hal info`: the backends known here, where each comes from, what it finds on this machine, and versions.
+
+It probes and never initialises a device; a backend that is broken shows its error and hides no other.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from hal.registry import make, names
+
+from .arguments import Parser, add_backend, options
+
+DISTRIBUTION = "torch-hal"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal info` with these arguments."""
+    parser = Parser("info", description="Backends, what each finds here, and versions. Touches no device.")
+    add_backend(parser, required=False, default_from_environment=False)
+    arguments = parser.parse_args(argv)
+    chosen = [arguments.backend] if arguments.backend else list(names())
+    if arguments.simulate and not arguments.backend:
+        parser.error("--simulate needs --backend NAME")
+    for name in chosen:
+        print("\n".join(_backend(name, options(arguments), strict=arguments.backend is not None)))
+    print("versions")
+    for package, found in _versions():
+        print(f"  {package:<18}{found}")
+    return 0
+
+
+def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]:
+    source = names().get(name, "unknown")
+    try:
+        backend = make(name, given)
+        probe = backend.probe()
+    except Exception as error:  # shown as this backend's state: one broken plug-in must not hide the others
+        if strict:
+            raise
+        yield f"{name} ({source}): broken\n  {type(error).__name__}: {error}"
+        return
+    simulated = ", simulated" if backend.simulated else ""
+    devices = f"{probe.count} device{'s' * (probe.count != 1)}" if probe.ok else "cannot run here"
+    yield f"{name} ({source}{simulated}): {devices}\n  {probe.reason}"
+    for fact, value in probe.facts.items():
+        if value not in probe.reason:
+            yield f"  {fact}: {value}"
+    ops = sorted(backend.impls)
+    count = sum(len(i) for i in backend.impls.values())
+    yield f"  {count} implementations of {len(ops)} ops" if ops else "  no implementations"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """HAL, Python, and every package HAL can use, as its own metadata lists them."""
+    import hal
+
+    yield DISTRIBUTION, hal.__version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
+    try:
+        listed = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        listed = ["torch"]
+    seen = set()
+    for requirement in listed:
+        match = re.match(r"[A-Za-z0-9_.-]+", requirement)
+        extra = re.search(r"extra\s*==\s*[\"'](\w+)", requirement)
+        if match is None or match[0] in seen or (extra and extra[1] == "test"):
+            continue
+        seen.add(match[0])
+        try:
+            yield match[0], version(match[0])
+        except PackageNotFoundError:
+            yield match[0], f"not installed (pip install '{DISTRIBUTION}[{extra[1]}]')" if extra else "not installed"

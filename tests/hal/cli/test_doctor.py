@@ -1,0 +1,57 @@
+"""hal doctor."""
+
+import hal
+
+
+def line(out, subject):
+    return next(text for text in out.splitlines() if text.split()[1:2] == [subject])
+
+
+def test_a_healthy_backend_passes_and_shows_what_it_lacks(run):
+    code, out, _ = run("doctor", "--backend", "healthy")
+    assert code == 0
+    assert line(out, "device").split() == ["PASS", "device", "cpu"]
+    assert line(out, "rms_norm").split() == ["PASS", "rms_norm", "healthy/fast,", "float32"]
+    assert "none    adamw                 no implementation" in out
+    assert len(out.splitlines()) >= 3 + len(hal.OPS)
+
+
+def test_a_wrong_result_fails_with_the_error_and_the_command_that_shows_it(run):
+    code, out, _ = run("doctor", "--backend", "wrong")
+    assert code == 1
+    assert "FAIL    l2norm                wrong/squared: the output: error of" in out
+    assert "what would help: hal parity --backend wrong --op l2norm shows the call" in out
+
+
+def test_a_refusal_is_a_reason(run):
+    _, out, _ = run("doctor", "--backend", "wrong")
+    assert "refused swiglu                wrong/shy: it is Friday" in out
+    assert "what would help: hal why swiglu --backend wrong" in out
+
+
+def test_a_backend_that_cannot_run_here_is_a_reason_and_not_a_crash(run):
+    code, out, _ = run("doctor", "--backend", "absent")
+    assert code == 1
+    assert line(out, "probe").endswith("no such card in this machine")
+    assert "hal doctor --backend absent --simulate" in out
+    assert run("doctor", "--backend", "absent", "--simulate")[0] == 0
+    code, out, _ = run("doctor", "--backend", "uncompiled")
+    assert code == 1
+    assert "BackendUnavailable: no compiler; install one with: apt install gcc" in out
+    code, out, _ = run("doctor", "--backend", "broken")
+    assert code == 1
+    assert "No module named 'no_such_module'" in out
+
+
+def test_without_a_name_every_backend_is_examined_and_none_fails_the_command(run, monkeypatch):
+    for name in ("cpu_ref", "cuda", "npu"):
+        monkeypatch.delitem(hal.registry.IN_TREE, name)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert all(f"{name} (in-tree)" in out for name in ("healthy", "wrong", "absent", "uncompiled", "broken"))
+
+
+def test_wrong_usage(run):
+    code, _, err = run("doctor", "--backend", "helthy")
+    assert code == 2
+    assert "Did you mean 'healthy'?" in err

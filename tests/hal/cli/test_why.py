@@ -1,0 +1,97 @@
+"""hal why: calls written on the command line, on meta tensors, without the device."""
+
+import pytest
+import torch
+
+import hal
+from hal.cli.arguments import Parser
+from hal.cli.calls import add_call, call
+
+
+def arguments(op, *options):
+    parser = Parser("why")
+    add_call(parser)
+    made = call(op, parser.parse_args(options))
+    op.check(*made[0], **made[1])
+    return op.signature.bind(*made[0], **made[1]).arguments
+
+
+def test_it_names_the_choice_and_every_refusal(run):
+    code, out, _ = run("why", "rms_norm", "--backend", "healthy", "--dtype", "bf16", "--seq-length", "4096")
+    assert code == 0
+    assert out == (
+        "rms_norm(bfloat16[4096, 1, 1024], bfloat16[1024])\n"
+        "rms_norm on backend 'healthy':\n"
+        "  healthy/fast: refuses: 3 dimensions (the kernel has 2)\n"
+        "  healthy/slow: chosen\n"
+    )
+
+
+def test_nobody_accepts(run):
+    code, out, _ = run("why", "swiglu", "--backend", "wrong")
+    assert code == 1
+    assert "wrong/shy: refuses: it is Friday" in out
+    assert "reference: not allowed (fallback policy 'error')" in out
+    assert run("why", "swiglu", "--backend", "wrong", "--fallback", "reference")[0] == 0
+
+
+def test_a_pin_is_the_only_candidate(run):
+    code, out, _ = run("why", "rms_norm", "--backend", "healthy", "--pin", "healthy/fast")
+    assert code == 1
+    assert "healthy/slow" not in out
+
+
+def test_it_answers_where_the_device_is_absent(run):
+    code, out, err = run("why", "rms_norm", "--backend", "absent")
+    assert code == 0
+    assert "healthy/slow: chosen" in out
+    assert "cannot run here: no such card in this machine" in err
+
+
+@pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
+def test_every_op_has_a_valid_default_call_on_meta_tensors(op):
+    made = arguments(op, "--dtype", "bf16")
+    tensors = [v for v in made.values() if isinstance(v, torch.Tensor)]
+    assert all(t.is_meta for t in tensors)
+
+
+@pytest.mark.parametrize("layout", ["SBH", "BSH", "SBND", "BSND", "BNSD", "TND"])
+def test_attention_in_every_layout(layout):
+    options = ("--layout", layout, "--micro-batch-size", "2", "--seq-length", "8", "--kv-length", "16",
+               "--num-attention-heads", "4", "--num-query-groups", "2", "--head-dim", "32")  # fmt: skip
+    made = arguments(hal.ops.flash_attention, *options)
+    assert made["q"].numel() == 2 * 8 * 4 * 32
+    assert made["k"].numel() == 2 * 16 * 2 * 32
+
+
+def test_any_parameter_can_be_given():
+    made = arguments(hal.ops.scale_mask_softmax, "--arg", "x=2x3x4x5", "--arg", "mask=4x5:bool", "--arg", "causal=True")
+    assert tuple(made["x"].shape) == (2, 3, 4, 5)
+    assert made["mask"].dtype == torch.bool
+    assert made["causal"] is True
+    made = arguments(hal.ops.dropout, "--arg", "rng=7:8", "--arg", "p=0.5")
+    assert (made["rng"], made["p"]) == (hal.Rng(7, 8), 0.5)
+    made = arguments(hal.ops.l2norm, "--arg", "tensors=3,4x5:bf16")
+    assert [(tuple(t.shape), t.dtype) for t in made["tensors"]] == [((3,), torch.float32), ((4, 5), torch.bfloat16)]
+    assert arguments(hal.ops.bias_gelu, "--arg", "approximate=fast", "--arg", "bias=None")["bias"] is None
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["softmax"], "no op is called 'softmax'"),
+        (["rms_norm", "--arg", "x"], "write NAME=VALUE with NAME among x, weight, eps"),
+        (["rms_norm", "--arg", "scale=2"], "write NAME=VALUE with NAME among x, weight, eps"),
+        (["rms_norm", "--arg", "x=2y3"], "a tensor is 2x16x64 or 4x4:bool"),
+        (["rms_norm", "--arg", "x=2:float"], "a tensor is 2x16x64 or 4x4:bool"),
+        (["dropout", "--arg", "rng=a"], "an Rng is SEED or SEED:OFFSET"),
+        (["rms_norm", "--arg", "weight=3"], "rms_norm: expected weight of shape"),
+        (["flash_attention", "--layout", "XYZ"], "use the letters of"),
+        (["rms_norm", "--pin", "nobody"], "backend 'healthy' has healthy/fast, healthy/slow, reference"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(run, argv, text):
+    code, _, err = run("why", *argv, "--backend", "healthy")
+    assert code == 2
+    assert text in err
+    assert err.count("\n") == 1
