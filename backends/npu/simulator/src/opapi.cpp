@@ -105,8 +105,8 @@ int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const st
     return ACL_SUCCESS;
   } catch (const Refusal& refusal) {
     return fail(refusal.code, "%s", refusal.text.c_str());
-  } catch (const std::exception& error) {
-    return fail(kInvalid, "%s: %s", op, error.what());
+  } catch (const c10::Error& error) {
+    return fail(kInvalid, "%s: %s", op, error.what_without_backtrace());
   }
 }
 
@@ -129,6 +129,8 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
     try {
       work();
       return static_cast<int>(ACL_SUCCESS);
+    } catch (const c10::Error& error) {
+      return fail(kInnerError, "%s: %s", name.c_str(), error.what_without_backtrace());
     } catch (const std::exception& error) {
       return fail(kInnerError, "%s: %s", name.c_str(), error.what());
     }

@@ -49,10 +49,11 @@ int64_t setting(const char* key, int64_t otherwise) {
   return found == settings().end() ? otherwise : found->second;
 }
 
-bool fault(const char* name) {
+bool fault(const char* name, Strike strike) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = settings().find(std::string("fault.") + name);
   if (found == settings().end() || found->second == 0) return false;
+  if (found->second == 1 && strike == Strike::lasting) return true;
   return --found->second == 0;
 }
 
@@ -69,7 +70,7 @@ size_t memory_used(int device) {
 int allocate(void** address, size_t bytes, int device) {
   if (!address || !bytes) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMalloc: size %zu", bytes);
   size_t limit = memory_limit();
-  bool refuse = fault("oom");
+  bool refuse = fault("oom", Strike::lasting);
   bool poison = setting("poison") != 0;
   {
     std::lock_guard<std::mutex> lock(mutex);

@@ -16,8 +16,9 @@ std::string recent_error();
 
 // Settings are plain numbers, written by halsim_set (ctypes) before or during a run; 0 when never set.
 int64_t setting(const char* key, int64_t otherwise = 0);
-// True while a fault of this name is armed; each true answer consumes one shot of a counted fault.
-bool fault(const char* name);
+// An armed fault strikes once, at the n-th question; one that lasts goes on until it is disarmed.
+enum class Strike { once, lasting };
+bool fault(const char* name, Strike strike = Strike::once);
 
 // A task returns an acl error code; a non-zero one stops the stream, as a device exception does.
 using Task = std::function<int()>;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -132,7 +133,9 @@ int destroy(aclrtStream handle) {
   return ACL_SUCCESS;
 }
 
-Event* event_of(aclrtEvent handle) { return static_cast<Event*>(handle); }
+// A handle holds a share: an event may be destroyed while tasks that name it are still queued.
+using SharedEvent = std::shared_ptr<Event>;
+const SharedEvent& event_of(aclrtEvent handle) { return *static_cast<SharedEvent*>(handle); }
 
 }  // namespace
 
@@ -200,18 +203,18 @@ aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
 }
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
-  *event = new Event;
+  *event = new SharedEvent(std::make_shared<Event>());
   return ACL_SUCCESS;
 }
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return aclrtCreateEventExWithFlag(event, flag); }
 aclError aclrtCreateEvent(aclrtEvent* event) { return aclrtCreateEventExWithFlag(event, 0); }
 aclError aclrtDestroyEvent(aclrtEvent event) {
-  delete event_of(event);
+  delete static_cast<SharedEvent*>(event);
   return ACL_SUCCESS;
 }
 
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
-  Event* event = event_of(handle);
+  SharedEvent event = event_of(handle);
   uint64_t generation;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -229,7 +232,7 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
 aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }  // a new record starts a new generation
 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
-  Event* event = event_of(handle);
+  SharedEvent event = event_of(handle);
   uint64_t generation;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -247,7 +250,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
 }
 
 aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
-  Event* event = event_of(handle);
+  SharedEvent event = event_of(handle);
   std::unique_lock<std::mutex> lock(event->mutex);
   uint64_t generation = event->recorded;
   auto reached = [&] { return event->completed >= generation; };
@@ -260,14 +263,14 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
 aclError aclrtSynchronizeEvent(aclrtEvent event) { return aclrtSynchronizeEventWithTimeout(event, -1); }
 
 aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
-  Event* event = event_of(handle);
+  SharedEvent event = event_of(handle);
   std::lock_guard<std::mutex> lock(event->mutex);
   bool done = event->completed >= event->recorded;
   *status = done ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* status) {
-  Event* event = event_of(handle);
+  SharedEvent event = event_of(handle);
   std::lock_guard<std::mutex> lock(event->mutex);
   bool done = event->completed >= event->recorded;
   *status = done ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
@@ -275,7 +278,7 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* stat
 }
 
 aclError aclrtEventElapsedTime(float* ms, aclrtEvent start, aclrtEvent end) {
-  Event *first = event_of(start), *last = event_of(end);
+  SharedEvent first = event_of(start), last = event_of(end);
   if (!first->completed || !last->completed)
     return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "elapsed time of an event that was not recorded");
   *ms = std::chrono::duration<float, std::milli>(last->when - first->when).count();
