@@ -112,7 +112,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("add_qkv_bias", c.disable_bias_linear, "--disable-bias-linear (biases are on, QKV's too)"),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
-        ("min_lr", c.lr_decay_style not in ("constant", "inverse-square-root"), "a decay that ends at it"),
+        ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
         ("lr_warmup_init", c.lr_warmup_iters > 0, "--lr-warmup-iters"),
         ("lr_wsd_decay_style lr_wsd_decay_iters", c.lr_decay_style == "WSD", "--lr-decay-style WSD"),
         ("loss_scale", c.fp16, "--fp16"),

@@ -46,10 +46,10 @@ class Schedule:
             return self.initial + (self.peak - self.initial) * step / self.warmup
         if self.style == "constant":
             return self.peak
-        if self.style == "inverse-square-root":
-            return max(self.final, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(step, 1)))
         if step > self.decay:
             return self.final
+        if self.style == "inverse-square-root":
+            return max(self.final, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(step, 1)))
         return self.final + (self.peak - self.final) * self._share(step)
 
     def _share(self, step: int) -> float:

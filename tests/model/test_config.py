@@ -87,6 +87,7 @@ def test_aliases_and_derived_values():
         ("--attn-post-norm-scale 0.1", "--use-sandwich-norm"),
         ("--shape-order BSH --no-flash-attn", "would be ignored"),
         ("--min-lr 1e-5 --lr-decay-style constant", "would be ignored"),
+        ("--lr-decay-iters 50 --lr-decay-style constant", "would be ignored"),
         ("--loss-scale 8", "needs --fp16"),
         ("--hysteresis 3 --bf16", "--fp16"),
         ("--fp16 --loss-scale 8 --hysteresis 3", "dynamic"),

@@ -49,6 +49,26 @@ def test_wsd_is_flat_then_falls(style, left):
         assert schedule.lr(t) == pytest.approx(F + (P - F) * left((t - (D - 20)) / 20))
 
 
+MEGATRON = [(style, "linear") for style in ("constant", "linear", "cosine", "inverse-square-root")]
+MEGATRON += [("WSD", wsd) for wsd in ("exponential", "linear", "cosine", "minus_sqrt")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize("style, wsd", MEGATRON)
+def test_every_step_has_megatrons_rate(style, wsd, warmup):
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler", reason="megatron-core is missing")
+    group = {"lr": 0.0, "weight_decay": 0.0}
+    optimizer = type("Optimizer", (), {"param_groups": [group]})()
+    theirs = module.OptimizerParamScheduler(
+        optimizer, 0.05, P, F, warmup, D, style, 0.0, 0.0, 1, "constant", wsd_decay_steps=20, lr_wsd_decay_style=wsd
+    )
+    ours = Schedule(P, F, style, warmup, D, 0.05, wsd, 20)
+    for step in range(D + 10):
+        assert ours.lr(step) == pytest.approx(theirs.get_lr(group), rel=1e-12), step
+        theirs.step(1)
+
+
 def test_the_loss_scale_halves_after_hysteresis_and_doubles_after_the_window():
     scaler = LossScaler(64.0, True, minimum=16.0, window=3, hysteresis=2, hysteresis_left=2)
     scales = []
