@@ -57,14 +57,14 @@ def floats(step: int) -> torch.Tensor:
     return torch.from_numpy(np.arange(0, 1 << 32, step, dtype=np.uint64).astype(np.uint32).view(np.float32).copy())
 
 
-def test_exp_is_within_one_ulp_and_saturates(call: Callable[..., torch.Tensor]) -> None:
+def test_exp_is_within_one_and_a_half_ulp_and_saturates(call: Callable[..., torch.Tensor]) -> None:
     x = torch.cat([torch.linspace(-87.5, 89.0, 1_000_001), floats(4099)])
     got, want = call("exps", x, torch.float32), torch.exp(x.double())
     flushed = want < 2.0**-125  # results below 2^-125.5 become 0
     overflow = want > torch.finfo(torch.float32).max
     normal = ~flushed & ~overflow & ~want.isnan()
     ulp = torch.exp2(torch.floor(torch.log2(want[normal])) - 23)
-    assert ((got[normal].double() - want[normal]).abs() / ulp).max() <= 1.0
+    assert ((got[normal].double() - want[normal]).abs() / ulp).max() <= 1.5
     assert (got[flushed] <= 2.0**-124).all() and (got[flushed] >= 0).all()
     assert got[overflow].isinf().all()
     assert torch.equal(got.isnan(), x.isnan())
