@@ -71,6 +71,8 @@ class Backend(ABC):
     api: ClassVar[int] = API
     simulated: bool = False
     """True while the backend runs on a simulator instead of its device; reports show it."""
+    stand_ins: Mapping[str, str] = {}
+    """On a simulator: implementation id -> what runs in place of its kernels, for those the simulator lacks."""
     impls: ClassVar[dict[str, list[Impl]]]
     """Implementations by op name, in order of preference (= order of registration)."""
 

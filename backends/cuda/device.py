@@ -17,7 +17,10 @@ import hal
 
 from . import compile, launch
 from .comm import NCCL
+from .order import DEFAULT, MEASURED, order_for
 from .simulator.build import Simulator, find_compiler, library
+
+STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
 
 
 class Cuda(hal.Backend):
@@ -29,6 +32,9 @@ class Cuda(hal.Backend):
         if simulate is None:
             simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = simulate
+        if simulate:
+            torchs = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
+            self.stand_ins = dict.fromkeys(torchs, STAND_IN)
 
     def probe(self) -> hal.Probe:
         try:
@@ -41,7 +47,7 @@ class Cuda(hal.Backend):
             compiler = find_compiler()[0]
         except hal.BackendUnavailable as error:
             return hal.Probe(False, 0, str(error))
-        facts = {"compiler": compiler, "attention and products": "stood in for by references on the CPU"}
+        facts = {"compiler": compiler, "torch's own kernels": "stood in for by references on the CPU"}
         return hal.Probe(True, 1, "simulated: the CUDA kernels run on the CPU", facts)
 
     def build(self) -> None:
@@ -144,6 +150,7 @@ def _probe_device() -> hal.Probe:
         return hal.Probe(False, 0, f"the NVIDIA driver shows no device{hint}; {simulate}", facts)
     if compile.missing():
         return hal.Probe(False, 0, compile.missing(), facts)
+    facts["attention order"] = f"{', '.join(DEFAULT)} where no device was measured: {', '.join(MEASURED) or 'none yet'}"
     return hal.Probe(True, count, f"{count} NVIDIA device{'s' if count > 1 else ''}", facts)
 
 
@@ -153,8 +160,6 @@ def _has_driver() -> bool:
 
 def in_measured_order(impls: dict[str, list[hal.Impl]], device_name: str) -> dict[str, list[hal.Impl]]:
     """The implementations, attention's in the order measured on `device_name` if there is a measurement."""
-    from .attention.order import order_for
-
     order = order_for(device_name)
     return {
         name: sorted(found, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(found)

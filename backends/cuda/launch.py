@@ -8,9 +8,12 @@ multiples of 8 bytes, as kernels/common.h demands.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+import torch
 
 import hal
 
@@ -26,6 +29,8 @@ class Engine(Protocol):
 
     device_type: str
     multiprocessors: int
+
+    def elsewhere(self, device: torch.device) -> str: ...
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None: ...
 
@@ -47,6 +52,11 @@ def device_type() -> str:
 def simulated() -> bool:
     """Whether kernels run on the simulator."""
     return _engine is not None and _engine.device_type == "cpu"
+
+
+def elsewhere(device: torch.device) -> str:
+    """Why a tensor on `device` cannot be read by a kernel launched now ("" if it can): another GPU is current."""
+    return "" if _engine is None else _engine.elsewhere(device)
 
 
 def multiprocessors() -> int:
@@ -79,7 +89,6 @@ class Device:
 
     def __init__(self, cubins: Mapping[str, Mapping[str, Any]]) -> None:
         """cubins: architecture ("sm_90") -> kernel name -> (cubin, its name in there); see compile.cubins."""
-        import torch
         from cupy.cuda import driver
 
         self._driver, self._cubins = driver, cubins
@@ -88,7 +97,13 @@ class Device:
         self._stream = torch._C._cuda_getCurrentRawStream
         self._current = torch.cuda.current_device
         self._capability = torch.cuda.get_device_capability
+        self._several = torch.cuda.device_count() > 1
         self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def elsewhere(self, device: torch.device) -> str:
+        if not self._several or device.index is None or device.index == self._current():
+            return ""
+        return f"a tensor on {device} while cuda:{self._current()} is the current device (torch.cuda.set_device)"
 
     def _function(self, device: int, kernel: str) -> int:
         major, minor = self._capability(device)
@@ -100,8 +115,6 @@ class Device:
         return function
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
-        import ctypes
-
         device = self._current()
         function = self._functions.get((device, kernel)) or self._function(device, kernel)
         buffer = ctypes.create_string_buffer(parameters, len(parameters))

@@ -22,7 +22,9 @@ def reasons(*tensors: Tensor | None) -> Sequence[str]:
     """Why the kernels cannot take these tensors."""
     where = launch.device_type()
     for t in tensors:
-        if t is not None and (t.dtype not in TYPE or (t.device.type != where and not t.is_meta)):
+        if t is None or (t.is_meta and t.dtype in TYPE):
+            continue
+        if t.dtype not in TYPE or t.device.type != where or launch.elsewhere(t.device):
             return _reasons(tensors, where)
     return ()
 
@@ -34,6 +36,8 @@ def _reasons(tensors: Sequence[Tensor | None], where: str) -> Sequence[str]:
             found.append(f"dtype {t.dtype} (the CUDA kernels take float32, bfloat16 and float16)")
         if t is not None and t.device.type != where and not t.is_meta:
             found.append(f"a tensor on {t.device} (this backend's tensors are on {where})")
+        elif t is not None and not t.is_meta and launch.elsewhere(t.device):
+            found.append(launch.elsewhere(t.device))
     return list(dict.fromkeys(found))
 
 

@@ -244,6 +244,7 @@ def _row(
     worst: float | None = None,
     reasons: Sequence[str] = (),
 ) -> Row:
+    stand_in = [backend.stand_ins[impl.id]] if impl and impl.id in backend.stand_ins else []
     return Row(
         op.name,
         str(dtype).removeprefix("torch."),
@@ -252,7 +253,7 @@ def _row(
         status,
         tally.samples if tally else 0,
         worst,
-        shortened(tally.declined) if tally else list(reasons),
+        [*stand_in, *(shortened(tally.declined) if tally else reasons)],
         impl.id if impl else None,
     )
 

@@ -44,6 +44,8 @@ class Row:
         detail = f"{self.samples:>4} calls" + ("" if worst is None else f", worst {worst:.3g} tolerances")
         if self.status == "declined":
             detail = "; ".join(self.reasons[:3])
+        elif self.status == "pass" and self.simulated and self.reasons and self.reasons[0].startswith("stand-in"):
+            detail += f"; {self.reasons[0]}"
         elif self.status == "waived":
             detail += "; " + "; ".join(self.reasons)
         line = f"{status:<9}{self.op:<20}{self.dtype:<10}{self.implementation or '-':<22}{detail}"

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REASON = "torch's CUDA kernel is stood in for by a reference on the CPU; only the code around it is tested here"
-
 
 def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """out, lse in float32; leading dimensions are free, heads are dimension -3; lse of a row without keys is -inf."""

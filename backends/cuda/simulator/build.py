@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 import hal
 
 from ..cache import cache_directory, locked
@@ -113,6 +115,9 @@ class Simulator:
         if not seed.isdigit():
             raise hal.HalError(f"HAL_CUDA_SEED must be a whole number, got {seed!r}")
         lib.hal_sim_seed(ctypes.c_uint64(int(seed)))
+
+    def elsewhere(self, device: torch.device) -> str:
+        return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
         error = self._launch(kernel.encode(), *grid, threads, shared, parameters, len(parameters))
