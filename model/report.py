@@ -110,7 +110,7 @@ class Report:
         assert c.global_batch_size
         cells = [
             f"iteration {last.iteration:8d}/{c.train_iters:8d}",
-            f"consumed samples: {last.iteration * c.global_batch_size:12d}",
+            f"consumed samples: {last.consumed:12d}",
             f"elapsed time per iteration (ms): {1000 * seconds:.1f}",
             f"tokens per second: {speed:.1f}",
             f"model GFLOP/s: {speed * self.flops_per_token / 1e9:.1f}",

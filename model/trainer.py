@@ -34,9 +34,11 @@ class TrainingFailed(HalError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration did. grad_norm is None for a skipped step (fp16 overflow); seconds is its wall time."""
+    """What one iteration did; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
+    overflow), seconds is its wall time."""
 
     iteration: int
+    consumed: int
     loss: float
     grad_norm: float | None
     lr: float
@@ -102,7 +104,8 @@ class Trainer:
         assert self.config.global_batch_size
         self.consumed += self.config.global_batch_size
         self.skipped += overflow
-        return StepResult(self.iteration, float(loss), norm, lr, scale, overflow, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return StepResult(self.iteration, self.consumed, float(loss), norm, lr, scale, overflow, seconds)
 
     def _require_finite(self, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
