@@ -69,9 +69,11 @@ static void pack_tile(const struct fa_call *call, const char *src, int64_t strid
                       unit *transposed, unit *pairs) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d);
-    pack_rows(w->rows, ldr, src, stride, g->dtype, rows, d);
-    memset(w->rows + rows * ldr, 0, (size_t)((FA_QUERIES - rows) * ldr) * sizeof(unit));
-    transpose(transposed, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    unit *along = KU == 1 ? pairs : w->rows;  // one and the same for KU = 1
+    pack_rows(along, ldr, src, stride, g->dtype, rows, d);
+    memset(along + rows * ldr, 0, (size_t)((FA_QUERIES - rows) * ldr) * sizeof(unit));
+    transpose(transposed, FA_QUERIES, along, ldr, FA_QUERIES, ldr);
+    if (KU == 1) return;
     pack_pairs(pairs, ldp, src, stride, g->dtype, rows, d);
     const int64_t used = units(rows);
     memset(pairs + used * ldp, 0, (size_t)((ROW - used) * ldp) * sizeof(unit));

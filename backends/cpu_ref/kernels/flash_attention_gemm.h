@@ -24,6 +24,7 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vec){0};
+#pragma GCC unroll 2
     for (int64_t kk = 0; kk < depth; kk++) {
         uvec bj[4];
 #pragma GCC unroll 4
