@@ -11,17 +11,23 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from hal import HalError
+
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 
 
 def cache_dir(*parts: str) -> Path:
     """A folder of HAL's cache ($HAL_CACHE_DIR, else $XDG_CACHE_HOME/hal, else ~/.cache/hal), made if needed.
 
-    OSError if it cannot be.
+    Raises HalError if it cannot be.
     """
     asked, shared = os.environ.get("HAL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     root = Path(asked) if asked else Path(shared or Path.home() / ".cache") / "hal"
-    return make_folder(root.joinpath(*parts))
+    try:
+        return make_folder(root.joinpath(*parts))
+    except OSError as error:
+        hint = "set HAL_CACHE_DIR to a folder that you can write to"
+        raise HalError(f"the cache folder {root} cannot be made ({error.strerror}); {hint}") from None
 
 
 def make_folder(path: Path) -> Path:

@@ -1,13 +1,16 @@
 """The data: the built-in corpus, text files, indexed datasets, and an error for everything that is wrong with them."""
 
+import os
 import struct
 
 import numpy
 import pytest
 import torch
 
+from hal import HalError
 from hal.model import corpus, data
 from hal.model.config import Config, ConfigError
+from hal.model.files import publish_folder
 from hal.model.tokenizer import ByteTokenizer, NullTokenizer
 
 
@@ -143,3 +146,26 @@ def test_wrong_text_files(tmp_path, content, words):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         corpus.text_file(str(path), ByteTokenizer())
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(HalError, match="set HAL_CACHE_DIR"):
+        corpus.standard_library(ByteTokenizer())
+
+
+def test_two_builders_at_once_and_a_crash_leave_one_whole_folder(tmp_path):
+    target = tmp_path / "folder"
+    with publish_folder(target) as first:
+        (first / "x").write_text("1")
+        assert not target.exists()
+        os.rename(first, tmp_path / "aside")  # as if another process (another number) were building too
+        with publish_folder(target) as second:
+            (second / "x").write_text("2")
+        os.rename(tmp_path / "aside", first)
+    assert (target / "x").read_text() == "2" and [p.name for p in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises(RuntimeError), publish_folder(tmp_path / "other") as half:
+        (half / "x").write_text("3")
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
