@@ -31,6 +31,13 @@ GROUPS = {
 
 _TYPES = typing.get_type_hints(Config)
 _OPTIONS = {f.name: f for f in fields(Config) if f.init}
+_SPELLINGS = {
+    spelling: name
+    for name, option in _OPTIONS.items()
+    for spelling in (name.replace("_", "-"), *option.metadata["aliases"], option.metadata["no"])
+    if spelling
+}
+"""Field names by every spelling of their flags, without the leading dashes."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
@@ -67,12 +74,14 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in _OPTIONS:
-            raise ConfigError(f"--config {path}: there is no option '{key}'.{_nearest(name)}")
+        spelled, where = str(key).replace("_", "-"), f"--config {path}: {key}"
+        name = _SPELLINGS.get(spelled)
+        if name is None:
+            raise ConfigError(f"--config {path}: there is no option '{key}'.{_nearest(spelled)}")
         if name in values:
             raise ConfigError(f"--config {path} sets '{name}' twice")
-        values[name] = _convert(name, value, f"--config {path}: {key}")
+        converted = _convert(name, value, where)
+        values[name] = not converted if spelled == _OPTIONS[name].metadata["no"] else converted
     return values
 
 

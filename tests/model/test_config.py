@@ -32,6 +32,10 @@ def problem(*argv, environ=None):
 def test_the_command_line_wins_over_yaml_and_yaml_over_the_environment(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("num-layers: 3\nhidden_size: 64\nlr: 1e-3\nbf16: true\npin: [linear=a]\n")
+    other = tmp_path / "d.yaml"
+    other.write_text("no-flash-attn: true\npre_tockens: 9\n")
+    config = parse(["--config", str(other)], {})
+    assert not config.use_flash_attn and config.pre_tokens == 9
     environ = {"HAL_NUM_LAYERS": "2", "HAL_HIDDEN_SIZE": "32", "HAL_SEQ_LENGTH": "16", "HAL_CACHE_DIR": "x"}
     config = parse(["--config", str(path), "--num-layers", "4"], environ)
     assert (config.num_layers, config.hidden_size, config.seq_length) == (4, 64, 16)
