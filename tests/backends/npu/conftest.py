@@ -1,0 +1,44 @@
+"""The npu backend on the simulator, for tests that need torch_npu; they are skipped where the wheel is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import hal
+from hal.backends.npu import Npu, simulator
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Iterator[Npu]:
+    """The backend, built and loaded once. Device memory is filled with NaN when it is allocated."""
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("torch_npu is not installed (pip install 'torch-hal[npu]')")
+    before = dict(os.environ)
+    backend = Npu(simulate=True, poison=True)
+    backend.build()
+    yield backend
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def npu(simulated: Npu) -> Iterator[Npu]:
+    """The backend, active for one test."""
+    with hal.activated(simulated):
+        yield simulated
+
+
+@pytest.fixture
+def machine(npu: Npu) -> Iterator[simulator.Simulator]:
+    """The simulator's controls; every fault is disarmed and every setting restored afterwards."""
+    running = simulator.running()
+    assert running is not None
+    yield running
+    for fault in simulator.FAULTS:
+        running.inject(fault, 0)
+    for name, value in {**simulator.SETTINGS, "poison": 1}.items():
+        running.set(name, value)

@@ -1,0 +1,115 @@
+"""The probe says precisely what is missing, and neither it nor an import touches torch_npu."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import hal
+from hal.backends.npu import Npu, environment, simulator
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Pretends that torch_npu of this version (None: none at all) is installed."""
+
+    def install(version: str | None) -> None:
+        def metadata(name: str) -> str:
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", metadata)
+
+    return install
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing points to CANN."""
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "_devices", lambda: [])
+
+
+MATCHING = ".".join(torch.__version__.split("+")[0].split(".")[:2]) + ".7"
+
+
+def test_no_wheel(wheel: Callable[[str | None], None]) -> None:
+    wheel(None)
+    probe = Npu().probe()
+    assert not probe.ok and "torch_npu is not installed" in probe.reason and "pip install" in probe.reason
+
+
+def test_a_wheel_for_another_torch(wheel: Callable[[str | None], None]) -> None:
+    wheel("2.1.0")
+    probe = Npu().probe()
+    assert not probe.ok and "torch_npu 2.1.0 is for torch 2.1" in probe.reason and torch.__version__ in probe.reason
+
+
+def test_no_cann(wheel: Callable[[str | None], None], bare: None) -> None:
+    wheel(MATCHING)
+    probe = Npu().probe()
+    assert not probe.ok and "CANN was not found" in probe.reason and "simulate=True" in probe.reason
+
+
+@pytest.mark.parametrize("devices, ok", [(0, False), (2, True)])
+def test_cann_with_and_without_devices(
+    wheel: Callable[[str | None], None], bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: int, ok: bool
+) -> None:
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    wheel(MATCHING)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "_devices", lambda: [f"/dev/davinci{i}" for i in range(devices)])
+    probe = Npu().probe()
+    assert (probe.ok, probe.count) == (ok, devices)
+    assert ok or "no Ascend driver" in probe.reason
+
+
+def test_simulation_needs_a_compiler(wheel: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(MATCHING)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    probe = Npu(simulate=True).probe()
+    assert not probe.ok and "no-such-compiler" in probe.reason
+
+
+def test_the_environment_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "77")
+    assert environment.variables()["HCCL_EXEC_TIMEOUT"] == "77"
+    assert Npu().probe().facts["environment HCCL_EXEC_TIMEOUT"] == "77"
+
+
+def test_options_of_the_simulator_need_it() -> None:
+    with pytest.raises(hal.HalError, match="simulate=True"):
+        Npu(simulate=False, poison=True)
+
+
+def test_hal_simulate_turns_the_simulator_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_SIMULATE", "1")
+    assert Npu().simulated and not Npu(simulate=False).simulated
+
+
+def test_imports_and_probe_leave_torch_npu_alone() -> None:
+    code = (
+        "import sys, hal, hal.backends.npu as npu\n"
+        "print(npu.Npu().probe().reason, npu.Npu(simulate=True).probe().reason)\n"
+        "assert 'torch_npu' not in sys.modules\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_settings_and_faults_are_refused(machine: simulator.Simulator) -> None:
+    with pytest.raises(hal.HalError, match="no setting 'colour'"):
+        machine.set("colour", 1)
+    with pytest.raises(hal.HalError, match="no fault 'fire'"):
+        machine.inject("fire")
