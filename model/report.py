@@ -25,6 +25,32 @@ from .flops import flops_per_token
 from .trainer import StepResult, options, peak_memory_bytes
 
 
+class Silence:
+    """In place of a Report on processes that do not speak for the run."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, result: StepResult) -> None:
+        """Nothing."""
+
+    def evaluation(self, iteration: int, loss: float) -> None:
+        """Nothing."""
+
+    def finish(self, prompt: str, text: str) -> None:
+        """Nothing."""
+
+    def tokens_per_second(self) -> float:
+        """Unknown here."""
+        return 0.0
+
+
 class Report:
     """Collects a run's results. Use as a context manager: leaving it closes the bar and the event file."""
 

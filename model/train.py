@@ -6,20 +6,30 @@ Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 fa
 from __future__ import annotations
 
 import datetime
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 import hal
 from hal import HalError
+from hal.launch.agent import Job, run
+from hal.mesh import Mesh
 
 from . import checkpoint
 from .arguments import parse
+from .checks import world_size
 from .config import Config, ConfigError
 from .data import open_data
+from .files import make_folder
 from .generate import generate
 from .gpt import GPT
-from .report import Report
+from .parallel.plan import make_plan
+from .parallel.trainer import ParallelTrainer
+from .report import Report, Silence
 from .signals import StopRequest
 from .tokenizer import Tokenizer, build_tokenizer
 from .trainer import Trainer, TrainingFailed
@@ -31,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(sys.argv[1:] if argv is None else argv)
         if config.backend is None:
             raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.names())}")
+        if config.nproc_per_node > 1 and "WORLD_SIZE" not in os.environ:
+            return _launch(config, sys.argv[1:] if argv is None else argv)
         pins = dict(pin.split("=", 1) for pin in config.pin)
         hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
         train(config)
@@ -46,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _launch(config: Config, argv: Sequence[str]) -> int:
+    """Runs this command on --nproc-per-node processes of this machine."""
+    logs = None if config.run_dir is None else make_folder(Path(config.run_dir)) / "logs"
+    return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
+
+
 def train(config: Config) -> Trainer:
     """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
     save = _save_folder(config)
@@ -54,20 +72,22 @@ def train(config: Config) -> Trainer:
         if config.load and not (checkpoint.latest(Path(config.load)) is None and config.load == config.save):
             trainer.load(Path(config.load))
         _require_free(config, trainer.iteration)
-        folder = Path(config.run_dir or f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}")
-        with Report(config, folder, trainer.iteration) as report:
+        started = datetime.datetime.fromtimestamp(trainer.agreed(int(time.time())))
+        folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
+        with Report(config, folder, trainer.iteration) if trainer.lead else Silence() as report:
             _announce(report, trainer)
             trainer.run(
-                stop=lambda: stop.asked is not None,
+                stop=lambda: bool(trainer.agreed(stop.asked is not None)),
                 on_step=report.step,
                 on_evaluation=report.evaluation,
                 on_save=lambda path: report.say(f" saved {path}"),
             )
-            if stop.asked or save is not None:
+            stopped = trainer.agreed(stop.asked is not None)
+            if stopped or save is not None:
                 report.say(f" saved {trainer.save(save or folder / 'checkpoints')}")
-            if stop.asked:
+            if stopped:
                 report.say(f" stopped by {stop.asked} after iteration {trainer.iteration}")
-            prompt, text = _sample(config, trainer, tokenizer, 0 if stop.asked else config.sample_tokens)
+            prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)
             report.finish(prompt, text)
             if text:
                 report.say(f" a sample:\n{prompt}{text}")
@@ -84,7 +104,22 @@ def build(config: Config) -> tuple[Trainer, Tokenizer]:
     if config.eval_interval:
         samples["valid"] = config.eval_iters * config.global_batch_size
     data = open_data(config, tokenizer, samples)
-    return Trainer(config, GPT(config, hal.device()), data), tokenizer
+    plan = make_plan(config, world_size(config))
+    if plan.layout.world == 1:
+        return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data), tokenizer
+    # After the data is open: megatron-core builds its maps on one rank only once there is a world.
+    mesh = Mesh(plan.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
+    return ParallelTrainer(config, data, mesh, plan, local_device()), tokenizer
+
+
+def local_device() -> torch.device:
+    """This process's device: by its number on this machine, or from the list HAL_DEVICES that a launcher gave."""
+    backend, rank = hal.backend(), int(os.environ.get("LOCAL_RANK", "0"))
+    count, listed = backend.probe().count, os.environ.get("HAL_DEVICES")
+    index = int(listed.split(",")[rank]) if listed else rank
+    if count > 1 and index >= count:
+        raise ConfigError(f"process {rank} of this machine wants device {index}, but {backend.name} has {count}")
+    return hal.device(0 if count == 1 else index)
 
 
 def _save_folder(config: Config) -> Path | None:
@@ -103,7 +138,7 @@ def _require_free(config: Config, start: int) -> None:
 
 
 def _announce(report: Report, trainer: Trainer) -> None:
-    backend, count = hal.backend(), sum(p.numel() for p in trainer.model.parameters())
+    backend, count = hal.backend(), trainer.parameter_count()
     simulated = " (simulated)" if backend.simulated else ""
     report.say(
         f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {hal.device()}; "
@@ -117,7 +152,10 @@ def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) 
     tokens, _ = split.fetch(0, 1)
     prompt = [i for i in tokens[0, : max(1, config.seq_length // 4)].tolist() if i != tokenizer.eod] or [tokenizer.eod]
     rng = trainer.rng.fork("sample", trainer.iteration)
-    made = generate(trainer.model, tokenizer, prompt, count, temperature=config.sample_temperature, rng=rng)
+    model = trainer.whole() if count else trainer.model
+    if not trainer.lead:
+        return "", ""
+    made = generate(model, tokenizer, prompt, count, temperature=config.sample_temperature, rng=rng)
     return tokenizer.decode(prompt), tokenizer.decode(made)
 
 

@@ -57,6 +57,23 @@ class Trainer:
         self.schedule, self.rng = Schedule.of(config), Rng(config.seed)
         self.iteration = self.consumed = self.skipped = 0
 
+    # What many processes do differently.
+
+    lead = True
+    """Whether this process speaks for the run: prints, and writes its report."""
+
+    def agreed(self, value: int) -> int:
+        """The leading process's `value`."""
+        return value
+
+    def whole(self) -> GPT:
+        """The whole model, for sampling."""
+        return self.model
+
+    def parameter_count(self) -> int:
+        """How many parameters the whole model has."""
+        return sum(p.numel() for p in self.model.parameters())
+
     def make_optimizer(self) -> Optimizer:
         """The optimizer of what this process holds of the model."""
         return Optimizer(self.config, dict(self.model.named_parameters()))

@@ -91,6 +91,19 @@ class ParallelTrainer(Trainer):
         optimizer.counted = {n for n in parameters if self._counts(n, parameters)}
         return optimizer
 
+    @property
+    def lead(self) -> bool:  # type: ignore[override]
+        return self.mesh.rank == 0
+
+    def agreed(self, value: int) -> int:
+        numbers = torch.tensor([value], dtype=torch.int64, device=self.device)
+        return int(self.mesh.world.broadcast(numbers).item())
+
+    def parameter_count(self) -> int:
+        optimizer = self.optimizer
+        mine = sum(local(p).numel() for n, p in optimizer.model.items() if n in optimizer.counted)
+        return int(self.mesh.world.all_reduce(torch.tensor([mine], device=self.device)).item())
+
     def _stage(self, config: Config, device: torch.device, parallel: Parallel, index: int) -> Stage:
         model = GPT(
             config,
