@@ -1,0 +1,176 @@
+"""The simulated library accepts what Ascend accepts, refuses the rest with its codes, and computes what it documents.
+
+Sources of the rules: aclnnFlashAttentionScore and aclnnFlashAttentionVarLenScore (constraints), and the operator's
+tiling. 161002 is an invalid parameter, 561002 what the tiling refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.backends.npu import Npu
+
+TRIANGLE = (2048, 2048)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str = "BNSD", **options: Any) -> Tensor:
+    """The vendor's own Python call; queued errors are brought out."""
+    out = torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)[0]
+    return out.cpu()
+
+
+def bnsd(sq: int, sk: int, n: int = 2, d: int = 16, dtype: torch.dtype = torch.float32, kv: int | None = None) -> list[Tensor]:
+    torch.manual_seed(sq * 1000 + sk)
+    shapes = (1, n, sq, d), (1, kv or n, sk, d), (1, kv or n, sk, d)
+    return [torch.randn(shape).to(dtype).npu() for shape in shapes]
+
+
+def mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.triu(torch.ones(shape), 1).to(dtype).npu()
+
+
+ILLEGAL = [
+    # what, code, sizes and dtype, options
+    ("compressed mask of another size, mode 2", 561002, {}, {"sparse_mode": 2, "atten_mask": (24, 24)}),
+    ("compressed mask of another size, mode 3", 561002, {}, {"sparse_mode": 3, "atten_mask": (1024, 2048)}),
+    ("compressed mask of another size, mode 4", 561002, {}, {"sparse_mode": 4, "atten_mask": (24, 24)}),
+    ("full mask where the compressed prefix form is needed", 561002, {}, {"sparse_mode": 6, "atten_mask": TRIANGLE, "prefix": [4]}),
+    ("mask of one row", 561002, {}, {"atten_mask": (1, 24)}),
+    ("mask of three dimensions", 561002, {}, {"atten_mask": (1, 24, 24)}),
+    ("mask with another number of heads", 561002, {}, {"atten_mask": (1, 3, 24, 24)}),
+    ("mask in float", 561002, {}, {"atten_mask": (24, 24), "dtype": torch.float32}),
+    ("band without an intersection", 561002, {}, {"sparse_mode": 4, "atten_mask": TRIANGLE, "pre_tockens": -3, "next_tockens": 2}),
+    ("both edges negative", 561002, {}, {"atten_mask": (24, 24), "pre_tockens": -1, "next_tockens": -1}),
+    ("band beyond the keys", 561002, {}, {"sparse_mode": 4, "atten_mask": TRIANGLE, "pre_tockens": -24, "next_tockens": 60}),
+    ("prefix out of range", 561002, {}, {"sparse_mode": 5, "atten_mask": (1, 1, 24, 24), "prefix": [25]}),
+    ("prefix mode without a prefix", 561002, {}, {"sparse_mode": 6, "atten_mask": (3072, 2048)}),
+    ("float64", 161002, {"dtype": torch.float64}, {}),
+    ("head size above 768", 161002, {"d": 770}, {}),
+    ("more than 256 heads", 561002, {"n": 257, "d": 1}, {}),
+    ("key heads that do not divide the query heads", 561002, {"n": 4, "kv": 3}, {}),
+    ("a padding mask", 161002, {}, {"padding_mask": (24, 24)}),
+    ("a dropout mask that is too short", 561002, {}, {"keep_prob": 0.5, "dropout_mask": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what, code, sizes, options", ILLEGAL, ids=[row[0] for row in ILLEGAL])
+def test_an_illegal_call_is_refused_with_the_librarys_code(
+    npu: Npu, what: str, code: int, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    dtype = options.pop("dtype", torch.bool)
+    for name in ("atten_mask", "padding_mask"):
+        if name in options:
+            options[name] = mask(*options[name], dtype=dtype)
+    if "dropout_mask" in options:
+        options["dropout_mask"] = torch.zeros(options["dropout_mask"], dtype=torch.uint8).npu()
+    q, k, v = bnsd(24, 24, **sizes)
+    with pytest.raises(RuntimeError, match=f"error {code}"):
+        attention(q, k, v, q.shape[1], **options)
+
+
+def test_torch_npus_own_checks_come_first(npu: Npu) -> None:
+    q, k, v = bnsd(8, 8)
+    for options in ({"layout": "SBND"}, {"sparse_mode": 9}, {"keep_prob": 1.5}):
+        with pytest.raises(RuntimeError, match="layout|sparse_mode|keep_prob"):
+            attention(q, k, v, 2, **options)
+
+
+def test_packed_sequences_need_a_key_for_every_row(npu: Npu) -> None:
+    q, k = torch.randn(9, 2, 8).npu(), torch.randn(7, 2, 8).npu()
+    lengths = {"actual_seq_qlen": [4, 9], "actual_seq_kvlen": [4, 7]}
+    with pytest.raises(RuntimeError, match="error 561002"):
+        attention(q, k, k, 2, "TND", sparse_mode=3, atten_mask=mask(*TRIANGLE), **lengths)
+    with pytest.raises(RuntimeError, match="error 561002"):
+        attention(q, k, k, 2, "TND", actual_seq_qlen=[4, 12], actual_seq_kvlen=[4, 7])
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """softmax over the visible keys, on the CPU, in float64; all tensors [1, n, s, d]; scale 1."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    score = q @ k.transpose(-1, -2)
+    if visible is not None:
+        score = score.masked_fill(~visible, -math.inf)
+    return score.softmax(-1) @ v
+
+
+def close(got: Tensor, exact: Tensor) -> bool:
+    return bool(torch.allclose(got.double(), exact, atol=2e-5, rtol=1e-4))
+
+
+def test_without_a_mask_pre_and_next_are_ignored(npu: Npu) -> None:
+    q, k, v = bnsd(24, 24)
+    for mode in (0, 2, 3, 4):
+        got = attention(q, k, v, 2, pre_tockens=3, next_tockens=0, sparse_mode=mode)
+        assert close(got, plain(q, k, v, None)), f"mode {mode}"
+
+
+def test_mode_1_and_the_causal_modes_ignore_pre_and_next(npu: Npu) -> None:
+    q, k, v = bnsd(24, 24)
+    causal = torch.ones(24, 24).tril().bool()
+    for mode, given in ((1, (24, 24)), (2, TRIANGLE), (3, TRIANGLE)):
+        got = attention(q, k, v, 2, pre_tockens=1, next_tockens=5, sparse_mode=mode, atten_mask=mask(*given))
+        assert close(got, plain(q, k, v, causal)), f"mode {mode}"
+
+
+def test_the_origin_of_each_mode(npu: Npu) -> None:
+    """Mode 2 counts from the top left, modes 3 and 4 from the bottom right."""
+    q, k, v = bnsd(9, 20)
+    i, j = torch.arange(9)[:, None], torch.arange(20)
+    expected = {2: j <= i, 3: j <= i + 11, 4: (j >= i + 11 - 4) & (j <= i + 11 + 2)}
+    for mode, visible in expected.items():
+        got = attention(q, k, v, 2, pre_tockens=4, next_tockens=2, sparse_mode=mode, atten_mask=mask(*TRIANGLE))
+        assert close(got, plain(q, k, v, visible)), f"mode {mode}"
+
+
+def test_the_compressed_mask_is_read_not_assumed(npu: Npu) -> None:
+    q, k, v = bnsd(24, 24)
+    nothing_masked = torch.zeros(TRIANGLE, dtype=torch.bool).npu()
+    got = attention(q, k, v, 2, sparse_mode=3, atten_mask=nothing_masked)
+    assert close(got, plain(q, k, v, None))
+
+
+def test_a_row_without_a_key_is_an_average_unless_asked_otherwise(npu: Npu) -> None:
+    q, k, v = bnsd(8, 8)
+    dead = mask(8, 8)
+    dead[3] = True
+    uniform = attention(q, k, v, 2, sparse_mode=1, atten_mask=dead)
+    zero = attention(q, k, v, 2, sparse_mode=1, atten_mask=dead, inner_precise=2)
+    assert torch.allclose(uniform[:, :, 3], v.cpu().mean(2), atol=1e-6)
+    assert not zero[:, :, 3].any()
+    assert torch.equal(uniform[:, :, 4:], zero[:, :, 4:])
+
+
+def test_mode_0_skips_whole_tiles_only(npu: Npu) -> None:
+    """A causal mask with pre=2048: row 2175 still sees its 127 oldest keys too many, row 2176 sees none."""
+    size = 2304
+    q, k = torch.zeros(1, 1, size, 1).npu(), torch.zeros(1, 1, size, 1).npu()  # every visible key weighs the same
+    oldest = torch.zeros(1, 1, size, 1)
+    oldest[:, :, :128] = 1.0
+    got = attention(q, k, oldest.npu(), 1, pre_tockens=2048, next_tockens=0, atten_mask=mask(size, size))
+    seen = (got.flatten() * torch.arange(1, size + 1)).round()  # how many of the first 128 keys a row still sees
+    assert seen[2175] == 128 and ops.band_mask(size, size, 2048, 0)[2175, :127].all()  # type: ignore[index]
+    assert seen[2176] == 0
+
+
+@pytest.mark.parametrize("layout", ["SBH", "BSH"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pre, next", [(65536, 0), (2048, 0)])
+def test_megatrons_windows_are_exact_beyond_a_tile(
+    npu: Npu, layout: str, dtype: torch.dtype, pre: int, next: int
+) -> None:
+    """The combinations of pre, next, shape order and dtype in megatron_npu's README, on more than 2176 tokens."""
+    size, heads, d = 2304, 2, 8
+    torch.manual_seed(0)
+    shape = (size, 1, heads * d) if layout == "SBH" else (1, size, heads * d)
+    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+    here = {"layout": layout, "num_heads": heads, "pre_tokens": pre, "next_tokens": next}
+    got = ops.flash_attention(q.npu(), k.npu(), v.npu(), **here)
+    exact = ops.flash_attention.reference(q.double(), k.double(), v.double(), **here)
+    assert torch.allclose(got.cpu().double(), exact, atol=4e-3, rtol=1e-2)

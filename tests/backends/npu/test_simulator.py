@@ -1,0 +1,119 @@
+"""The simulated device: memory, streams, events, refusals and faults, seen through torch_npu."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hal.backends.npu import Npu, simulator
+from hal.backends.npu.simulator import generate
+
+BEGIN = """
+import torch, hal
+from hal.backends.npu import simulator
+backend = hal.use('npu', simulate=True)
+machine = simulator.running()
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: a stream that has failed stays failed."""
+    return subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=300)
+
+
+def test_tensors_travel_unchanged(npu: Npu) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8):
+        x = (torch.arange(24).reshape(2, 3, 4) % 7).to(dtype)
+        assert torch.equal(x.npu().cpu(), x)
+        assert torch.equal(x.npu().transpose(0, 2)[1:].cpu(), x.transpose(0, 2)[1:])
+
+
+def test_memory_is_counted_and_limited(npu: Npu, machine: simulator.Simulator) -> None:
+    before = npu.memory_stats()["allocated"]
+    block = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
+    assert npu.memory_stats()["allocated"] - before >= 1 << 20
+    del block
+    assert npu.memory_stats()["allocated"] == before
+    machine.set("memory_bytes", 64 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(256 << 20, dtype=torch.uint8, device="npu")
+    torch.empty(1 << 20, dtype=torch.uint8, device="npu")  # a smaller one still fits
+
+
+def test_fresh_memory_is_nan(npu: Npu, machine: simulator.Simulator) -> None:
+    torch.npu.empty_cache()  # type: ignore[attr-defined]
+    fresh = torch.empty(5_000_011, device="npu")
+    assert bool(fresh.cpu().isnan().all())
+
+
+def test_an_injected_out_of_memory_ends_when_disarmed(npu: Npu, machine: simulator.Simulator) -> None:
+    torch.npu.empty_cache()  # type: ignore[attr-defined]
+    machine.inject("oom")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(31 << 20, device="npu")
+    machine.inject("oom", 0)
+    torch.empty(31 << 20, device="npu")
+
+
+def test_streams_and_events_order_work(npu: Npu) -> None:
+    x = torch.ones(1000, device="npu")
+    with npu.stream():
+        y = x * 2
+    z = y + 1
+    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))  # type: ignore[attr-defined]
+    start.record()
+    w = z.square().sum()
+    end.record()
+    npu.synchronize()
+    assert w.item() == 9000 and start.elapsed_time(end) >= 0
+
+
+def test_generators_keep_and_restore_their_state(npu: Npu) -> None:
+    torch.npu.manual_seed(7)  # type: ignore[attr-defined]
+    state = torch.npu.get_rng_state()  # type: ignore[attr-defined]
+    first = torch.rand(50, device="npu").cpu()
+    torch.npu.set_rng_state(state)  # type: ignore[attr-defined]
+    assert torch.equal(torch.rand(50, device="npu").cpu(), first)
+    assert not torch.equal(torch.rand(50, device="npu").cpu(), first)
+
+
+def test_matrix_products_of_float64_are_refused(npu: Npu) -> None:
+    with pytest.raises(RuntimeError, match="161002"):
+        (torch.ones(2, 2, dtype=torch.float64).npu() @ torch.ones(2, 2, dtype=torch.float64).npu()).cpu()
+
+
+def test_torchs_gelu_is_the_tanh_form_whatever_is_asked(npu: Npu) -> None:
+    x = torch.linspace(-3, 3, 200)
+    got = torch.nn.functional.gelu(x.npu(), approximate="none").cpu()
+    assert torch.allclose(got, torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
+
+
+def test_an_operator_that_is_not_in_the_table_fails_by_name() -> None:
+    done = run("torch.erfinv(torch.rand(3).npu()).cpu()")
+    assert done.returncode != 0 and "operator Erfinv" in done.stderr and "operators.table" in done.stderr
+    done = run("torch.cdist(torch.rand(3, 2).npu(), torch.rand(3, 2).npu()).cpu()")
+    assert done.returncode != 0 and "Cdist" in done.stderr
+
+
+def test_a_stream_error_is_seen_at_synchronisation_and_stays() -> None:
+    done = run(
+        "x = torch.ones(3).npu(); torch.npu.synchronize(); machine.inject('stream'); y = x + 1\n"
+        "for attempt in range(2):\n"
+        "    try: torch.npu.synchronize(); print('nothing')\n"
+        "    except RuntimeError as error: print('507015' in str(error), 'injected fault' in str(error))\n"
+    )
+    assert done.stdout.splitlines()[-2:] == ["True True", "True True"], done.stderr
+
+
+def test_the_table_is_read_strictly() -> None:
+    (op,) = generate.parse("Add(T self, T? other, S alpha, T[fh] out): out = at::add(self, other, alpha)")
+    assert [a.kind for a in op.arguments] == ["T", "T", "S", "T"] and op.targets == ("out",)
+    assert "aclnnAddGetWorkspaceSize" in op.source() and '"fh"' in op.source()
+    with pytest.raises(ValueError, match="line 1"):
+        generate.parse("Add(X self): self")
+    with pytest.raises(ValueError, match="there already"):
+        generate.parse("Neg(T x): x = -x\nNeg(T x): x = -x")
+    assert len(generate.parse(generate.TABLE.read_text())) > 100
