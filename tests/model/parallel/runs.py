@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -67,9 +66,9 @@ def trainer(options: dict[str, Any]) -> Trainer:
     hal.use("cpu_ref")
     config = build(options)
     data: Any = {"train": Tokens(), "valid": Tokens()}
-    if "WORLD_SIZE" not in os.environ:
-        return Trainer(config, GPT(config, hal.device()), data)
     plan = make_plan(config, world_size(config))
+    if plan.layout.world == 1:
+        return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data)
     mesh = Mesh(plan.layout, hal.backend(), timeout=60.0)
     return ParallelTrainer(config, data, mesh, plan, hal.device())
 

@@ -1,0 +1,117 @@
+"""The table: every layout trains as one process does. Losses of 10 steps within 1e-5, gradient norms within 1e-4."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+from runs import GPT2, LLAMA, on
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
+PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
+SP, CP2 = {"sequence_parallel": True}, {"context_parallel_size": 2}
+ULYSSES = {**CP2, "context_parallel_algo": "ulysses"}
+INTERLEAVED, ZBV = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, {**PP2, "pipeline_schedule": "zbv"}
+DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, TP2),
+    "tp2-sp": (2, {**TP2, **SP}),
+    "tp4": (4, TP4),
+    "pp2": (2, PP2),
+    "pp2-interleaved": (2, INTERLEAVED),
+    "pp2-zero-bubble": (2, ZBV),
+    "pp2-uneven": (2, {**PP2, "num_layer_list": ("1", "3")}),
+    "pp4": (4, PP4),
+    "dp2": (2, {}),
+    "dp2-overlap": (2, {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}),
+    "dp2-distributed-optimizer": (2, DISTRIBUTED_OPTIMIZER),
+    "dp2-zero2": (2, {"zero_stage": 2}),
+    "dp2-zero3": (2, {"zero_stage": 3}),
+    "cp2-ring": (2, CP2),
+    "cp2-ulysses": (2, ULYSSES),
+    "tp2-pp2": (4, {**TP2, **PP2}),
+    "tp2-dp2": (4, TP2),
+    "tp2-sp-pp2-interleaved": (4, {**TP2, **SP, **INTERLEAVED}),
+    "tp2-sp-cp2": (4, {**TP2, **SP, **CP2}),
+    "cp2-zero3-dp2": (4, {**CP2, "zero_stage": 3}),
+    "pp2-zero-bubble-zero2": (4, {**ZBV, "zero_stage": 2}),
+    "cp2-pp2": (4, {**CP2, **PP2}),
+    "tp2-pp2-dp2": (8, {**TP2, **PP2}),
+}
+QUICK = {"tp2-sp", "pp2-interleaved", "dp2-zero3"}
+
+
+def close(got: list[Any], want: list[Any], losses: float, norms: float) -> None:
+    assert [n is None for _, n in got] == [n is None for _, n in want], "steps were skipped differently"
+    for step, ((loss, norm), (loss_one, norm_one)) in enumerate(zip(got, want)):
+        assert loss == pytest.approx(loss_one, rel=losses), f"loss of step {step + 1}"
+        if norm is not None:
+            assert norm == pytest.approx(norm_one, rel=norms), f"gradient norm of step {step + 1}"
+
+
+@functools.cache
+def _one(options: str, count: int) -> list[Any]:
+    return on(1, json.loads(options), count)
+
+
+def one_process(options: dict[str, Any], count: int = 10) -> list[Any]:
+    return _one(json.dumps(options), count)
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+        for dropout in (False, True):
+            for name, (world, layout) in LAYOUTS.items():
+                quick = name in QUICK and dropout and shape == "gpt2"
+                label = f"{shape}-{name}" + ("-dropout" if dropout else "")
+                marks = () if quick else pytest.mark.slow
+                cases.append(pytest.param(base | (DROPOUT if dropout else {}), world, layout, id=label, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("base, world, layout", _cases())
+def test_a_layout_trains_as_one_process(base: dict[str, Any], world: int, layout: dict[str, Any]) -> None:
+    close(on(world, {**base, **layout}), one_process(base), 1e-5, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero3", "cp2-ring"])
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_recomputation_changes_nothing_bit_for_bit(name: str, how: str) -> None:
+    world, layout = LAYOUTS[name]
+    again = RECOMPUTE if how == "full" else {"recompute_granularity": "selective"}
+    base = {**GPT2, **DROPOUT, **layout}
+    assert on(world, {**base, **again}, 4) == on(world, base, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2", "pp2", "pp2-zero-bubble", "dp2-overlap", "dp2-zero3", "cp2-ring", "tp2-pp2"])
+def test_bfloat16_within_its_own_tolerance(name: str) -> None:
+    """Partial sums of a split matrix are rounded to 8 bits each: 2^-8 relative, on losses that average them."""
+    world, layout = LAYOUTS[name]
+    base = {**GPT2, "bf16": True, "lr": 1e-3}
+    close(on(world, {**base, **layout}), one_process(base), 2**-8, 2**-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dp2", "dp2-zero2", "tp2-pp2", "pp2-zero-bubble"])
+def test_every_rank_skips_the_step_that_overflows(name: str) -> None:
+    """The scale starts too high by a few powers of two, so the first steps are skipped, by all ranks or none."""
+    world, layout = LAYOUTS[name]
+    base = {**GPT2, "fp16": True, "initial_loss_scale": 2.0**21, "hysteresis": 1, "lr": 1e-3}
+    want = one_process(base)
+    assert [n is None for _, n in want].count(True) in range(1, 9), "the test needs skipped and taken steps"
+    close(on(world, {**base, **layout}), want, 2**-8, 2**-5)
+
+
+@pytest.mark.slow
+def test_noop_layers_fill_a_place_in_the_pipeline() -> None:
+    """Five layers on two stages of three places: the last place is empty."""
+    base = {**GPT2, "num_layers": 6, "noop_layers": ("5",)}
+    close(on(2, {**base, **PP2}), one_process(base), 1e-5, 1e-4)
