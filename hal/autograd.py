@@ -82,8 +82,8 @@ def _function(
                 result[slot] = grad
             return tuple(result)
 
-    ImplFunction.__name__ = ImplFunction.__qualname__ = f"{op.name}[{id}]"
-    return ImplFunction
+    # The metaclass names the graph's node when a class is made, so that profiles and errors show op and implementation.
+    return type(f"{op.name}[{id}]", (ImplFunction,), {})
 
 
 _TENSOR = object()

@@ -100,9 +100,10 @@ def _devices(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in _DEVICE_ATTRIBUTES:
             yield node.lineno, f"uses the device attribute .{node.attr}"
-        text = _constant(node) if isinstance(node, ast.expr) else None
-        if text is not None and _DEVICE_STRING.fullmatch(text):
-            yield node.lineno, f"names the device {text!r}"
+        if isinstance(node, ast.expr):
+            text = _constant(node)
+            if text is not None and _DEVICE_STRING.fullmatch(text):
+                yield node.lineno, f"names the device {text!r}"
 
 
 def references(tree: ast.AST, package: str = "") -> list[Reference]:

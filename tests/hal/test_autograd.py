@@ -1,0 +1,116 @@
+"""The wrapper around a forward and a backward: who gets which gradient, and what is skipped."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import hal
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def wrapped(toy, make_backend, calls):
+    backend = make_backend()
+
+    def bwd(residuals, dy):
+        calls.append(("bwd", residuals))
+        w, scale = residuals
+        return dy * scale, None if w is None else dy * scale
+
+    def forward(x, w=None, *, scale=1.0):
+        calls.append(("forward", torch.is_grad_enabled()))
+        return toy.reference(x, w, scale=scale), (w, scale)
+
+    backend.impl(toy, id="a", bwd=bwd)(forward)
+    with hal.activated(backend()):
+        yield toy
+
+
+def test_gradients_reach_the_parameters_that_have_one(wrapped):
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    wrapped(x, w, scale=3.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+    assert torch.equal(w.grad, torch.full((3,), 3.0))
+
+
+def test_an_absent_tensor_gets_none_and_plain_residuals_come_back(wrapped, calls):
+    x = torch.ones(3, requires_grad=True)
+    wrapped(x, scale=2.0).sum().backward()
+    assert calls[-1] == ("bwd", (None, 2.0))
+
+
+def test_one_of_two_inputs_may_ask_for_a_gradient(wrapped):
+    w = torch.ones(3, requires_grad=True)
+    wrapped(torch.ones(3), w).sum().backward()
+    assert torch.equal(w.grad, torch.ones(3))
+
+
+def test_without_a_gradient_autograd_is_not_involved(wrapped, calls):
+    assert wrapped(torch.ones(3)).grad_fn is None
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert wrapped(x).grad_fn is None
+    assert wrapped(x).grad_fn is not None
+    assert [c[0] for c in calls] == ["forward"] * 3
+
+
+def test_the_node_in_the_graph_is_named_after_op_and_implementation(wrapped):
+    y = wrapped(torch.ones(3, requires_grad=True))
+    assert "toy[a]" in y.grad_fn.name()
+
+
+def test_a_saved_tensor_that_was_changed_is_noticed(wrapped):
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3)
+    y = wrapped(x, w)
+    w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_derivative_is_refused_not_wrong(wrapped):
+    x = torch.ones(3, requires_grad=True)
+    (dx,) = torch.autograd.grad((wrapped(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("returned", [(torch.ones(3),), torch.ones(3), [torch.ones(3), None], (None, None, None)])
+def test_the_wrong_number_of_gradients_is_named(toy, make_backend, returned):
+    backend = make_backend()
+    backend.impl(toy, id="a", bwd=lambda residuals, dy: returned)(lambda x, w=None, *, scale=1.0: (x * 1.0, ()))
+    with hal.activated(backend()):
+        y = toy(torch.ones(3, requires_grad=True))
+        with pytest.raises(hal.HalError, match=r"'a' must return a tuple of 2 gradients, for \('x', 'w'\)"):
+            y.sum().backward()
+
+
+def test_an_output_without_gradient_is_marked_and_its_gradient_is_not_passed(isolated, make_backend):
+    def check(x: Tensor) -> None:
+        pass
+
+    def pair(x: Tensor) -> "tuple[Tensor, Tensor]":
+        return x * 2, x.detach() + 1
+
+    op = hal.op(check=check, tol={}, samples=lambda: None, grads=("x",), nondiff_outputs=(1,))(pair)
+    backend = make_backend()
+    backend.impl(op, id="a", bwd=lambda residuals, dy: (2 * dy,))(lambda x: (pair(x), ()))
+    with hal.activated(backend()):
+        x = torch.ones(3, requires_grad=True)
+        y, z = op(x)
+        assert y.requires_grad
+        assert not z.requires_grad
+        (y * z).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 4.0))
+
+
+def test_an_implementation_without_bwd_is_differentiated_by_torch(toy, make_backend):
+    backend = make_backend()
+    backend.impl(toy, id="a")(toy.reference)
+    with hal.activated(backend()):
+        x = torch.ones(3, requires_grad=True)
+        toy(x, scale=5.0).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 5.0))

@@ -1,0 +1,241 @@
+"""Which implementation runs: pin, then order of registration, then (if allowed) the reference, else every reason."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hal
+
+
+@pytest.fixture
+def two(toy, make_backend):
+    """A backend with two implementations: "a" takes only scale 1, "b" no bias w."""
+    backend = make_backend()
+
+    def a_why(x, w=None, *, scale=1.0):
+        return [] if scale == 1.0 else [f"scale {scale} (only 1)"]
+
+    def b_why(x, w=None, *, scale=1.0):
+        return [] if w is None else ["w is given", "w has a dtype"]
+
+    backend.impl(toy, id="a", why_not=a_why)(lambda x, w=None, *, scale=1.0: x + 100)
+    backend.impl(toy, id="b", why_not=b_why)(lambda x, w=None, *, scale=1.0: x + 200)
+    return backend()
+
+
+X = torch.zeros(2)
+W = torch.ones(2)
+
+
+def test_the_first_that_accepts_runs(toy, two):
+    with hal.activated(two):
+        assert toy(X)[0] == 100
+        assert toy(X, scale=2.0)[0] == 200
+
+
+def test_a_pin_is_the_only_candidate(toy, two):
+    with hal.activated(two, pin={"toy": "b"}):
+        assert toy(X)[0] == 200
+        with pytest.raises(hal.UnsupportedOp, match="pinned to b"):
+            toy(X, W)
+    with hal.activated(two, pin={"toy": "reference"}):
+        assert toy(X, W, scale=3.0)[0] == 3
+
+
+def test_nobody_accepts_the_text_lists_every_reason_and_what_to_do(toy, two):
+    with hal.activated(two), pytest.raises(hal.UnsupportedOp) as caught:
+        toy(X, W, scale=2.0)
+    text = str(caught.value)
+    assert "toy on backend 'cpu_toy'" in text
+    assert "a: refuses: scale 2.0 (only 1)" in text
+    assert "b: refuses: w is given; w has a dtype" in text
+    assert "fallback='reference'" in text
+
+
+def test_an_op_without_implementation_says_so(toy, make_backend):
+    with hal.activated(make_backend()()), pytest.raises(hal.UnsupportedOp, match="no implementation is registered"):
+        toy(X)
+
+
+def test_the_fallback_runs_the_reference_warns_once_and_counts(toy, two):
+    with hal.activated(two, fallback="reference"):
+        before = hal.fallbacks().get("toy", 0)
+        with pytest.warns(RuntimeWarning, match="HAL fallback: toy runs its reference") as caught:
+            assert toy(X, W, scale=2.0)[0] == 2
+            assert toy(X, W, scale=3.0)[0] == 3
+        assert len(caught) == 1
+        assert hal.fallbacks()["toy"] == before + 2
+        assert toy(X)[0] == 100  # accepted calls are not affected
+
+
+def test_fallbacks_are_printed_at_exit():
+    script = (
+        "import torch, hal, hal.testing, warnings\n"
+        "from hal import ops\n"
+        "warnings.simplefilter('ignore')\n"
+        "backend = hal.testing.Reference(); backend.impls = {}\n"
+        "hal.activate(backend, fallback='reference')\n"
+        "ops.rms_norm(torch.ones(2, 3), torch.ones(3)); ops.rms_norm(torch.ones(2, 3), torch.ones(3))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "calls that ran the reference as a fallback: rms_norm x2" in result.stderr
+
+
+def test_an_exception_inside_a_kernel_propagates_and_never_falls_back(toy, make_backend):
+    backend = make_backend()
+
+    def out_of_memory(x, w=None, *, scale=1.0):
+        raise MemoryError("device")
+
+    backend.impl(toy, id="a")(out_of_memory)
+    backend.impl(toy, id="b")(toy.reference)
+    with hal.activated(backend(), fallback="reference"), pytest.raises(MemoryError, match="device"):
+        toy(X)
+    assert "toy" not in hal.fallbacks()
+
+
+def test_a_wrong_call_never_reaches_a_backend(toy, two):
+    with hal.activated(two, fallback="reference"):
+        for _ in range(2):  # a verdict is remembered, a refusal is not
+            with pytest.raises(hal.ContractError, match="toy: expected a scale that is not 0; found 0"):
+                toy(X, scale=0.0)
+        with pytest.raises(hal.ContractError, match=r"x: .*Tensor; found list"):
+            toy([1.0])
+
+
+def test_policy_changes_for_a_block_and_adds_pins(toy, two):
+    with hal.activated(two, pin={"toy": "b"}):
+        with hal.policy(fallback="reference"), pytest.warns(RuntimeWarning):
+            assert toy(X, W)[0] == 1  # the pin still holds, so the fallback is used
+        with hal.policy(pin={"toy": "a"}):
+            assert toy(X)[0] == 100
+        assert toy(X)[0] == 200
+        with pytest.raises(hal.UnsupportedOp):
+            toy(X, W)
+
+
+def test_policy_is_restored_after_an_exception(toy, two):
+    with hal.activated(two):
+        with pytest.raises(RuntimeError), hal.policy(pin={"toy": "b"}):
+            raise RuntimeError
+        assert toy(X)[0] == 100
+
+
+def test_switching_backends_switches_implementations(toy, two, make_backend):
+    other = make_backend("other")
+    other.impl(toy, id="c")(lambda x, w=None, *, scale=1.0: x + 300)
+    with hal.activated(two):
+        assert toy(X)[0] == 100
+        with hal.activated(other()):
+            assert toy(X)[0] == 300
+            assert hal.backend().name == "other"
+        assert toy(X)[0] == 100
+
+
+def test_an_implementation_registered_later_is_seen(toy, make_backend):
+    backend = make_backend()
+    with hal.activated(backend()):
+        with pytest.raises(hal.UnsupportedOp):
+            toy(X)
+        backend.impl(toy, id="late")(toy.reference)
+        assert toy(X)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"fallback": "silent"}, "unknown fallback policy 'silent'; choose one of error, reference"),
+        ({"pin": {"toyy": "a"}}, "no op is called 'toyy'"),
+        ({"pin": {"toy": "z"}}, "backend 'cpu_toy' has a, b, reference for this op"),
+    ],
+)
+def test_wrong_policies_are_refused_at_once(toy, two, how, message):
+    with pytest.raises(hal.HalError, match=message):
+        hal.activate(two, **how)
+
+
+def test_why_runs_nothing_and_takes_meta_tensors(toy, make_backend):
+    backend = make_backend()
+
+    def never(x, w=None, *, scale=1.0):
+        raise AssertionError("why must not call")
+
+    backend.impl(toy, id="a", why_not=lambda x, w=None, *, scale=1.0: ["no"])(never)
+    backend.impl(toy, id="b")(never)
+    with hal.activated(backend()):
+        answer = hal.why(toy, torch.empty(2, device="meta"))
+        assert answer.chosen == "b"
+        assert answer.reasons == {"a": ("no",), "b": ()}
+        assert str(answer) == "toy on backend 'cpu_toy':\n  a: refuses: no\n  b: chosen"
+        with pytest.raises(hal.ContractError):
+            hal.why(toy, torch.empty(2, device="meta"), scale=0.0)
+
+
+def test_why_tells_a_fallback_from_a_refusal(toy, make_backend):
+    with hal.activated(make_backend()(), fallback="reference"):
+        assert hal.why(toy, X).chosen == "reference"
+    with hal.activated(make_backend()()):
+        assert hal.why(toy, X).chosen is None
+        assert "reference: not allowed (fallback policy 'error')" in str(hal.why(toy, X))
+
+
+def test_a_why_not_that_returns_a_string_is_a_plugin_error(toy, make_backend):
+    backend = make_backend()
+    backend.impl(toy, id="a", why_not=lambda x, w=None, *, scale=1.0: "no")(toy.reference)
+    with hal.activated(backend()), pytest.raises(hal.PluginError, match="why_not of 'a' returned a string"):
+        toy(X)
+
+
+# Choosing a backend.
+
+
+@pytest.fixture
+def registered(isolated, make_backend, monkeypatch):
+    """The names "ready" and "unready" can be used."""
+
+    class Ready(make_backend("ready")):
+        built = 0
+
+        def build(self):
+            type(self).built += 1
+
+    class Unready(make_backend("unready")):
+        def probe(self):
+            return hal.Probe(False, 0, "no such device")
+
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "Ready", Ready, raising=False)
+    monkeypatch.setattr(module, "Unready", Unready, raising=False)
+    monkeypatch.setitem(hal.registry.IN_TREE, "ready", f"{__name__}:Ready")
+    monkeypatch.setitem(hal.registry.IN_TREE, "unready", f"{__name__}:Unready")
+    return Ready
+
+
+def test_use_probes_builds_activates_and_tells_the_children(registered):
+    backend = hal.use("ready")
+    assert hal.backend() is backend
+    assert registered.built == 1
+    assert os.environ["HAL_BACKEND"] == "ready"
+    assert hal.device() == torch.device("cpu")
+
+
+def test_a_backend_that_cannot_run_here_says_why(registered):
+    with pytest.raises(hal.BackendUnavailable, match=r"'unready' cannot run here: no such device.*hal doctor"):
+        hal.use("unready")
+
+
+def test_there_is_no_default(registered, monkeypatch):
+    hal.dispatch._set(None)
+    with pytest.raises(hal.BackendNotFound, match=r"no backend was chosen; call hal.use\(name\).*cpu_ref"):
+        hal.backend()
+    monkeypatch.setenv("HAL_BACKEND", "ready")
+    assert hal.backend().name == "ready"
+
+
+def test_an_op_called_before_any_choice_asks_for_one(toy):
+    hal.dispatch._set(None)
+    with pytest.raises(hal.BackendNotFound, match="no backend was chosen"):
+        toy(X)
