@@ -1,13 +1,14 @@
 """The cpu_ref backend: this machine's processors, with kernels in C.
 
-Memory figures are those of the whole process (resident set), because torch's CPU allocator does not
-count; they include Python and code, unlike a GPU's allocated bytes.
+Like a GPU's caching allocator, it keeps freed memory in the process by default, because fresh pages cost more than most
+kernels. Memory figures are those of the whole process (resident set): torch's CPU allocator does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,9 +22,16 @@ _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16"
 
 
 class CpuRef(hal.Backend):
-    """One device: all processors, used by torch.get_num_threads() threads."""
+    """One device: all processors, used by torch.get_num_threads() threads.
+
+    keep_memory: freed memory stays with the process for the next tensor (glibc's malloc is told so when the backend is
+        taken into use, for the whole process). False, or any MALLOC_* variable set: malloc stays as it is.
+    """
 
     name = "cpu_ref"
+
+    def __init__(self, *, keep_memory: bool = True) -> None:
+        self.keep_memory = keep_memory
 
     def probe(self) -> hal.Probe:
         if importlib.util.find_spec("cffi") is None:
@@ -41,7 +49,9 @@ class CpuRef(hal.Backend):
         return hal.Probe(True, 1, f"{facts['cpu']}, {facts['threads']} threads", facts)
 
     def build(self) -> None:
-        build.lib()
+        kernels = build.lib()
+        if self.keep_memory and not any(name.startswith("MALLOC_") for name in os.environ):
+            kernels.hal_keep_freed_memory()
 
     def device(self, index: int = 0) -> torch.device:
         if index != 0:

@@ -1,0 +1,37 @@
+// Memory that is kept: per-thread scratch for kernels, and the setting that makes the C library reuse freed blocks.
+//
+// A large tensor fresh from the system costs a page fault per 4 KiB (about 4 GB/s), more than most kernels cost; glibc
+// maps and unmaps such blocks at every allocation unless told otherwise. OpenMP's workers live as long as the process, so
+// their scratch is never freed; a thread that ends leaves its buffer behind.
+#include "common.h"
+
+#include "memory_api.h"
+
+#include <stdio.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+void *hal_scratch(size_t bytes) {
+    static _Thread_local void *buffer;
+    static _Thread_local size_t capacity;
+    if (bytes > capacity) {
+        free(buffer);
+        capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+        buffer = aligned_alloc(64, capacity);
+        if (!buffer) {
+            fprintf(stderr, "hal: cpu_ref is out of memory (scratch buffer of %zu bytes)\n", capacity);
+            abort();
+        }
+    }
+    return buffer;
+}
+
+int hal_keep_freed_memory(void) {
+#ifdef __GLIBC__
+    // No block by mmap, never trim the heap's top, grow it in steps of 64 MiB.
+    return mallopt(M_MMAP_MAX, 0) && mallopt(M_TRIM_THRESHOLD, -1) && mallopt(M_TOP_PAD, 64 << 20);
+#else
+    return 0;
+#endif
+}

@@ -1,0 +1,64 @@
+"""The backend itself: honest memory figures, memory that is kept for reuse, one device."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hal
+from hal.backends.cpu_ref import CpuRef
+
+FAULTS = """
+import resource, sys, torch, hal
+hal.use("cpu_ref", keep_memory=sys.argv[1] == "keep")
+def step():
+    x = torch.ones(16, 1 << 20)  # 64 MiB
+    return hal.ops.swiglu(x).sum().item()
+for _ in range(3): step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_figures_follow_the_process() -> None:
+    backend = CpuRef()
+    backend.reset_peak_memory()
+    before, size = backend.memory_stats(), 64 << 20
+    block = mmap.mmap(-1, size)
+    block.write(b"x" * size)
+    during = backend.memory_stats()
+    block.close()
+    after = backend.memory_stats()
+    assert during["allocated"] - before["allocated"] > size * 3 // 4 and during["peak"] >= during["allocated"]
+    assert after["allocated"] < during["allocated"] and after["peak"] >= during["allocated"]
+    backend.reset_peak_memory()
+    assert backend.memory_stats()["peak"] < during["peak"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the setting is glibc's")
+@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer brings its own malloc")
+def test_freed_memory_is_reused_unless_told_otherwise() -> None:
+    def faults(how: str, **extra: str) -> int:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | extra
+        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, env=env, check=True)
+        return int(done.stdout)
+
+    pages_per_step = (96 << 20) // resource.getpagesize()
+    assert faults("keep") < pages_per_step / 10
+    assert faults("leave") > pages_per_step
+    assert faults("keep", MALLOC_ARENA_MAX="2") > pages_per_step  # the user has made a choice
+
+
+def test_there_is_one_device() -> None:
+    backend = CpuRef()
+    assert backend.device() == torch.device("cpu")
+    with pytest.raises(hal.HalError, match="one device"):
+        backend.device(1)
+    assert backend.options() == {"keep_memory": True}
