@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,36 +47,46 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file's content atomically."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(beside, "wb") as file:
+    new = beside(path, new_token())
+    with open(new, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    beside.chmod(FILE_MODE)
-    beside.replace(path)
+    new.chmod(FILE_MODE)
+    new.replace(path)
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def publish_folder(path: Path) -> Iterator[Path]:
+def publish_folder(path: Path, token: int | None = None) -> Iterator[Path]:
     """A new folder to fill; it appears as `path`, complete, when the block ends without an error.
 
-    If `path` exists by then (another process was faster), that one stays.
+    It is `beside(path, token)`, for other processes that fill it too. If `path` exists by then (another process was
+    faster), that one stays.
     """
-    beside = make_folder(path.parent) / f".{path.name}.{os.getpid()}.tmp"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    new = beside(make_folder(path.parent) / path.name, new_token() if token is None else token)
+    new.mkdir()
     try:
-        yield beside
-        settle(beside)
+        yield new
+        settle(new)
         try:
-            beside.rename(path)
+            new.rename(path)
         except OSError:
             if not path.is_dir():
                 raise
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def new_token() -> int:
+    """A number for `beside`: random, as processes of several machines may share a folder and have equal numbers."""
+    return secrets.randbits(48)
+
+
+def beside(path: Path, token: int) -> Path:
+    """Where what will become `path` is written first."""
+    return path.with_name(f".{path.name}.{token:012x}.tmp")
 
 
 def settle(folder: Path) -> None:

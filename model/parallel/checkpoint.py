@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import Tensor
 from hal import Comm, HalError
 
 from .. import checkpoint
-from ..files import make_folder, publish_folder, write_text
+from ..files import beside, make_folder, new_token, publish_folder, write_text
 from .pieces import Piece
 
 
@@ -36,20 +35,20 @@ def save(
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if folder.exists() and checkpoint.latest(root) != iteration:
             shutil.rmtree(folder)
-    exists, pid = _told(world, [int(folder.exists()), os.getpid()])
+    exists, token = _told(world, [int(folder.exists()), new_token()])
     if not exists:
         with contextlib.ExitStack() as stack:
-            beside = folder.with_name(f".{folder.name}.{pid}.tmp")
+            new = beside(folder, token)
             if lead:
-                beside = stack.enter_context(publish_folder(folder))
+                stack.enter_context(publish_folder(folder, token))
             world.barrier()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp.save(dict(tensors), checkpoint_id=beside)
+                dcp.save(dict(tensors), checkpoint_id=new)
             world.barrier()
             if lead:
-                sums = {p.name: checkpoint._checksum(p) for p in sorted(beside.iterdir())}
-                (beside / checkpoint.MANIFEST).write_text(json.dumps({"state": state, "sha256": sums}))
+                sums = {p.name: checkpoint._checksum(p) for p in sorted(new.iterdir())}
+                (new / checkpoint.MANIFEST).write_text(json.dumps({"state": state, "sha256": sums}))
     if lead:
         write_text(root / checkpoint.LATEST, f"{iteration}\n")
     world.barrier()
