@@ -18,6 +18,11 @@ from .device import Npu
 from .tensors import reasons
 
 
+def beta_powers(beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    """The powers of beta that npu_apply_adam_w wants in the step of this number (from 1)."""
+    return beta1 ** (step - 1), beta2 ** (step - 1)
+
+
 def _why_not_adamw(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -41,9 +46,7 @@ def _why_not_adamw(
 _FLOAT32_SCALARS = "npu_apply_adam_w takes its scalars in float32, where 1 - beta2 is off by 1e-5 for beta2 = 0.999"
 
 
-@Npu.impl(
-    ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw, waivers={torch.float32: (10.0, _FLOAT32_SCALARS)}
-)
+@Npu.impl(ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw, waivers={torch.float32: (10.0, _FLOAT32_SCALARS)})
 def adamw(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -59,7 +62,7 @@ def adamw(
     grad_scale: float = 1.0,
     model_params: Sequence[Tensor] | None = None,
 ) -> None:
-    powers = beta1 ** (step - 1), beta2 ** (step - 1)
+    powers = beta_powers(beta1, beta2, step)
     numbers = (lr, weight_decay, beta1, beta2, eps)
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
         if p.numel():

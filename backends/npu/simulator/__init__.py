@@ -38,8 +38,9 @@ class Simulator:
     def inject(self, fault: str, nth: int = 1) -> None:
         """Makes the `nth` operation that this fault concerns fail; 0 disarms it.
 
-        oom: an allocation, and every one after it (the caching allocator tries again), until disarmed. stream: a task on a stream (an AI core exception). hccl_timeout: a collective, as if a peer
-        were absent. slow_rank: a collective, which then starts after `slow_rank_ms`.
+        oom: an allocation, and every one after it (the caching allocator tries again), until disarmed. stream: a task
+        on a stream (an AI core exception). hccl_timeout: a collective, as if a peer were absent. slow_rank: a
+        collective, which then starts after `slow_rank_ms`.
         """
         if fault not in FAULTS:
             raise HalError(f"the NPU simulator has no fault {fault!r}; it has {', '.join(FAULTS)}")

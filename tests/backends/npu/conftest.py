@@ -1,4 +1,4 @@
-"""The npu backend on the simulator, for tests that need torch_npu; they are skipped where the wheel is not installed."""
+"""The npu backend on the simulator, for tests that need torch_npu; skipped where the wheel is not installed."""
 
 from __future__ import annotations
 

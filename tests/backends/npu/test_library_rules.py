@@ -17,6 +17,7 @@ from hal import ops
 from hal.backends.npu import Npu
 
 TRIANGLE = (2048, 2048)
+BAND: dict[str, Any] = {"sparse_mode": 4, "atten_mask": TRIANGLE}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str = "BNSD", **options: Any) -> Tensor:
@@ -25,7 +26,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str = "BNSD",
     return out.cpu()
 
 
-def bnsd(sq: int, sk: int, n: int = 2, d: int = 16, dtype: torch.dtype = torch.float32, kv: int | None = None) -> list[Tensor]:
+def bnsd(
+    sq: int, sk: int, n: int = 2, d: int = 16, dtype: torch.dtype = torch.float32, kv: int | None = None
+) -> list[Tensor]:
     torch.manual_seed(sq * 1000 + sk)
     shapes = (1, n, sq, d), (1, kv or n, sk, d), (1, kv or n, sk, d)
     return [torch.randn(shape).to(dtype).npu() for shape in shapes]
@@ -40,14 +43,14 @@ ILLEGAL = [
     ("compressed mask of another size, mode 2", 561002, {}, {"sparse_mode": 2, "atten_mask": (24, 24)}),
     ("compressed mask of another size, mode 3", 561002, {}, {"sparse_mode": 3, "atten_mask": (1024, 2048)}),
     ("compressed mask of another size, mode 4", 561002, {}, {"sparse_mode": 4, "atten_mask": (24, 24)}),
-    ("full mask where the compressed prefix form is needed", 561002, {}, {"sparse_mode": 6, "atten_mask": TRIANGLE, "prefix": [4]}),
+    ("prefix mode with the causal mask", 561002, {}, {"sparse_mode": 6, "atten_mask": TRIANGLE, "prefix": [4]}),
     ("mask of one row", 561002, {}, {"atten_mask": (1, 24)}),
     ("mask of three dimensions", 561002, {}, {"atten_mask": (1, 24, 24)}),
     ("mask with another number of heads", 561002, {}, {"atten_mask": (1, 3, 24, 24)}),
     ("mask in float", 561002, {}, {"atten_mask": (24, 24), "dtype": torch.float32}),
-    ("band without an intersection", 561002, {}, {"sparse_mode": 4, "atten_mask": TRIANGLE, "pre_tockens": -3, "next_tockens": 2}),
+    ("band without an intersection", 561002, {}, {**BAND, "pre_tockens": -3, "next_tockens": 2}),
     ("both edges negative", 561002, {}, {"atten_mask": (24, 24), "pre_tockens": -1, "next_tockens": -1}),
-    ("band beyond the keys", 561002, {}, {"sparse_mode": 4, "atten_mask": TRIANGLE, "pre_tockens": -24, "next_tockens": 60}),
+    ("band beyond the keys", 561002, {}, {**BAND, "pre_tockens": -24, "next_tockens": 60}),
     ("prefix out of range", 561002, {}, {"sparse_mode": 5, "atten_mask": (1, 1, 24, 24), "prefix": [25]}),
     ("prefix mode without a prefix", 561002, {}, {"sparse_mode": 6, "atten_mask": (3072, 2048)}),
     ("float64", 161002, {"dtype": torch.float64}, {}),
@@ -78,7 +81,7 @@ def test_an_illegal_call_is_refused_with_the_librarys_code(
 def test_torch_npus_own_checks_come_first(npu: Npu) -> None:
     q, k, v = bnsd(8, 8)
     for options in ({"layout": "SBND"}, {"sparse_mode": 9}, {"keep_prob": 1.5}):
-        with pytest.raises(RuntimeError, match="layout|sparse_mode|keep_prob"):
+        with pytest.raises(RuntimeError, match=r"layout|sparse_mode|keep_prob"):
             attention(q, k, v, 2, **options)
 
 

@@ -36,7 +36,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nothing points to CANN."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "_devices", lambda: [])
+    monkeypatch.setattr(environment, "_devices", list)
 
 
 MATCHING = ".".join(torch.__version__.split("+")[0].split(".")[:2]) + ".7"
@@ -62,7 +62,12 @@ def test_no_cann(wheel: Callable[[str | None], None], bare: None) -> None:
 
 @pytest.mark.parametrize("devices, ok", [(0, False), (2, True)])
 def test_cann_with_and_without_devices(
-    wheel: Callable[[str | None], None], bare: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: int, ok: bool
+    wheel: Callable[[str | None], None],
+    bare: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    devices: int,
+    ok: bool,
 ) -> None:
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libascendcl.so").touch()

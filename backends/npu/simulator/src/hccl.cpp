@@ -30,7 +30,16 @@ struct Communicator {
   std::string name;
   int64_t timeout_ms;
   std::mutex collective;  // one at a time, whatever stream they are on
-  std::atomic<int> error{HCCL_SUCCESS};
+  std::mutex error_mutex;
+  HcclResult error = HCCL_SUCCESS;  // the first one, with its text
+  std::string error_text;
+
+  // Remembers what fail() has just said on this thread, and returns the stream's error code.
+  int broken(HcclResult code, int stream_code) {
+    std::lock_guard<std::mutex> lock(error_mutex);
+    if (error == HCCL_SUCCESS) error = code, error_text = halsim::recent_error();
+    return stream_code;
+  }
 };
 using Shared = std::shared_ptr<Communicator>;
 
@@ -92,9 +101,9 @@ HcclResult check(const char* call, const Shared& comm, HcclDataType type, const 
 int timed_out(Communicator& comm, const char* call) {
   std::string ranks;
   for (uint32_t r : comm.segment->absent()) ranks += " " + std::to_string(r);
-  comm.error = HCCL_E_TIMEOUT;
-  return fail(ACL_ERROR_RT_FFTS_PLUS_TIMEOUT, "EI0002: %s on %s: timeout after %ld ms; ranks that did not arrive:%s", call,
+  fail(ACL_ERROR_RT_FFTS_PLUS_TIMEOUT, "EI0002: %s on %s: timeout after %ld ms; ranks that did not arrive:%s", call,
               comm.name.c_str(), static_cast<long>(comm.timeout_ms), ranks.empty() ? " (a message)" : ranks.c_str());
+  return comm.broken(HCCL_E_TIMEOUT, ACL_ERROR_RT_FFTS_PLUS_TIMEOUT);
 }
 
 // Faults, then the announcements, then `body`, which returns false when a wait timed out.
@@ -111,9 +120,9 @@ HcclResult collective(const char* call, const Shared& comm, Announcement what, a
     if (!segment.barrier(deadline)) return timed_out(*comm, call);
     for (uint32_t r = 0; r < segment.size(); r++)
       if (!(segment.announcement(r) == what)) {
-        comm->error = HCCL_E_PARA;
-        return fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: rank %u calls another collective, or this one with another "
+        fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: rank %u calls another collective, or this one with another "
                     "count, data type, reduction or root; the device would hang", call, r);
+        return comm->broken(HCCL_E_PARA, ACL_ERROR_RT_FFTS_PLUS_EXCEPTION);
       }
     return body(segment, deadline) ? ACL_SUCCESS : timed_out(*comm, call);
   };
@@ -262,7 +271,11 @@ HcclResult HcclGetCommName(HcclComm handle, char* name) {
 }
 HcclResult HcclGetCommAsyncError(HcclComm handle, HcclResult* error) {
   Shared comm = find(handle);
-  *error = comm ? static_cast<HcclResult>(comm->error.load()) : HCCL_SUCCESS;
+  *error = HCCL_SUCCESS;
+  if (!comm) return HCCL_SUCCESS;
+  std::lock_guard<std::mutex> lock(comm->error_mutex);
+  *error = comm->error;
+  if (*error != HCCL_SUCCESS) fail(*error, "%s", comm->error_text.c_str());  // the caller asks for the text next
   return HCCL_SUCCESS;
 }
 const char* HcclGetErrorString(HcclResult code) {

@@ -1,0 +1,105 @@
+"""HCCL between processes: every collective against its meaning; a rank that is late, absent or wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import hal
+from hal.backends.npu import simulator
+from hal.testing.collectives import parity_collectives
+from hal.testing.processes import run_processes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed"),
+]
+
+
+def begin(timeout: float = 60.0) -> tuple[hal.Comm, torch.device, simulator.Simulator]:
+    backend = hal.use("npu", simulate=True)
+    comm = backend.comm(timeout=timeout)
+    machine = simulator.running()
+    assert machine is not None
+    return comm, backend.device(int(os.environ["LOCAL_RANK"])), machine
+
+
+def test_every_collective_means_what_its_definition_says() -> None:
+    rows = parity_collectives("npu", nproc=2, options={"simulate": True}, per_kind=2)
+    assert not [row for row in rows if row["status"] == "fail"]
+    declined = {row["dtype"] for row in rows if row["status"] == "declined"}
+    assert declined == {"float64", "uint8"}  # HCCL on Atlas A2 does not reduce them
+    assert all(row["simulated"] for row in rows)
+
+
+def _absent() -> Any:
+    comm, device, _machine = begin(timeout=4.0)
+    x = torch.ones(4, device=device)
+    comm.all_reduce(x)
+    if comm.rank == 1:
+        time.sleep(10)
+        return None
+    started = time.monotonic()
+    try:
+        comm.all_reduce(x)
+        hal.backend().synchronize()
+    except hal.CollectiveTimeout as error:
+        return time.monotonic() - started, str(error)
+    return "nothing was raised"
+
+
+def test_an_absent_rank_ends_in_a_timeout_that_names_it() -> None:
+    took, message = run_processes(2, _absent, timeout=120.0, expect_exit=[1])[0]
+    assert 3 < took < 9
+    assert "all_reduce" in message and "1" in message
+
+
+def _slow() -> Any:
+    comm, device, machine = begin()
+    if comm.rank == 1:
+        machine.set("slow_rank_ms", 1500)
+        machine.inject("slow_rank")
+    started = time.monotonic()
+    total = comm.all_reduce(torch.ones(3, device=device)).tolist()
+    return total, time.monotonic() - started
+
+
+def test_a_slow_rank_delays_and_harms_nobody() -> None:
+    for total, took in run_processes(2, _slow):
+        assert total == [2.0, 2.0, 2.0] and took > 1.4
+
+
+def _disagree() -> Any:
+    comm, device, _machine = begin()
+    try:
+        comm.all_reduce(torch.ones(3 + comm.rank, device=device))
+        hal.backend().synchronize()
+    except (RuntimeError, hal.HalError) as error:
+        return f"{error} {error.__cause__}"
+    return "nothing was raised"
+
+
+def test_ranks_that_call_different_things_are_told() -> None:
+    for message in run_processes(2, _disagree, timeout=120.0):
+        assert "calls another collective" in message
+
+
+def _injected() -> Any:
+    comm, device, machine = begin(timeout=20.0)
+    machine.inject("hccl_timeout")
+    try:
+        comm.all_reduce(torch.ones(3, device=device))
+        hal.backend().synchronize()
+    except (RuntimeError, hal.HalError) as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def test_an_injected_timeout_looks_like_the_librarys() -> None:
+    for name, message in run_processes(2, _injected, timeout=120.0):
+        assert "507048" in message or name == "CollectiveTimeout", message
