@@ -155,6 +155,11 @@ def _pipeline(c: Config, layout: Layout) -> Iterator[str]:
                 "--pipeline-schedule zbv with --zero-stage 3: torch trains on wrong gradients when parameters are "
                 "resharded after the forward pass; use --zero-stage 2 or --pipeline-schedule 1f1b"
             )
+        if zero_stage(c) and (c.bf16 or c.fp16):
+            yield (
+                "--pipeline-schedule zbv with --zero-stage would sum 16-bit gradients of the microbatches in 16 bits; "
+                "use --zero-stage 0 or --pipeline-schedule 1f1b"
+            )
         if c.overlap_grad_reduce:
             yield "--overlap-grad-reduce with --pipeline-schedule zbv: weight gradients come last there; remove it"
         if microbatches < 2 * pp:

@@ -90,16 +90,37 @@ class OneStage:
         stage.set_reshard_after_backward(last or self.zero == 3)
 
 
+class _CollectingStage(pipelining.PipelineStage):
+    """Calls `collect` after each microbatch's weight gradients, which zero bubble computes without autograd's hooks: so
+    that 16-bit gradients are summed in float32 there too."""
+
+    collect: Callable[[], object] = staticmethod(lambda: None)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self.collect()
+        return result
+
+
 class Pipeline:
     """Forward and backward of this rank's stages under torch's schedule."""
 
     def __init__(
-        self, stages: list[Stage], config: Config, plan: Plan, group: Any, device: torch.device, hidden: tuple[int, ...]
+        self,
+        stages: list[Stage],
+        config: Config,
+        plan: Plan,
+        group: Any,
+        device: torch.device,
+        hidden: tuple[int, ...],
+        collect: Callable[[], object],
     ) -> None:
-        """hidden: shape [s, b, h] of what travels between stages, on this rank."""
+        """hidden: shape [s, b, h] of what travels between stages, on this rank. collect: see _CollectingStage."""
         self.first = any(s.model.embedding is not None for s in stages)
         self.last = any(s.model.last for s in stages)
         self._stages = [self._stage(s, config, plan, group, device, hidden) for s in stages]
+        for made in self._stages:
+            made.collect = collect
         self._plan = plan
         self._schedules: dict[int, Any] = {}
 
@@ -117,7 +138,7 @@ class Pipeline:
             device="meta",
             requires_grad=True,
         )
-        return pipelining.PipelineStage(
+        return _CollectingStage(
             stage,
             stage.index,
             plan.stages,

@@ -44,12 +44,15 @@ class ParallelOptimizer(Optimizer):
         """Names whose gradients this rank adds to the norm: over all ranks, every element once."""
 
     def grads(self) -> dict[str, Tensor]:
+        self.collect()
+        return super().grads()
+
+    def collect(self) -> None:
+        """Adds 16-bit gradients that no hook has collected to the float32 sums."""
         if self.low:
-            # zbv computes weight gradients without the hooks that collect them.
             for name, parameter in self.model.items():
                 if parameter.grad is not None:
                     self._collect(name, parameter)
-        return super().grads()
 
     def unscale(self) -> bool:
         found = ops.unscale_and_check(list(self.grads().values()), 1.0 / self.scaler.scale)
@@ -121,7 +124,15 @@ class ParallelTrainer(Trainer):
         c = self.config
         rows = self.parallel.hidden_rows(c.seq_length).count
         group = self.mesh.torch_group("pp")
-        return Pipeline(self.stages, c, self.plan, group, group_device, (rows, c.micro_batch_size, c.hidden_size))
+        return Pipeline(
+            self.stages,
+            c,
+            self.plan,
+            group,
+            group_device,
+            (rows, c.micro_batch_size, c.hidden_size),
+            self.optimizer.collect,
+        )
 
     def _sharded(self, name: str) -> bool:
         """Whether tensor-parallel ranks hold different parts of a parameter."""
