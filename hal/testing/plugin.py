@@ -48,11 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     options: dict[str, Any] = {"simulate": True} if config.getoption("--simulate") else {}
     try:
         kit.chosen_ops(config.getoption("--op"))
-        config.stash[_PROBE] = kit.probe_row(name, options)
-        config.stash[_BACKEND] = hal.use(name, **options)
+        probe = kit.probe_row(name, options)
+        backend = hal.use(name, **options)
     except HalError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[_ROWS] = []
+    probe.simulated = backend.simulated
+    config.stash[_BACKEND], config.stash[_PROBE], config.stash[_ROWS] = backend, probe, []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -61,7 +62,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from . import kit
     from .golden import check_golden
     from .lowering import check_lowered
-    from .report import NO_IMPLEMENTATION
 
     config = metafunc.config
     if _BACKEND not in config.stash:
@@ -73,8 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for op in kit.chosen_ops(names):
         impls = backend.impls.get(op.name, [])
         if not impls:
-            skip = pytest.mark.skip(reason=f"{op.name}: {NO_IMPLEMENTATION} in backend '{backend.name}'")
-            cases.append(pytest.param(None, id=op.name, marks=skip))
+            cases.append(pytest.param(lambda o=op: kit.check_op(backend, o), id=op.name))
         for impl in impls:
             cases.append(
                 pytest.param(lambda i=impl: kit.check_implementation(backend, i, examples), id=f"{op.name}-{impl.id}")
