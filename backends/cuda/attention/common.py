@@ -104,7 +104,8 @@ def readable(x: Tensor) -> Tensor:
     """x as torch's attention kernels read it: channels side by side, every row on a 16-byte boundary. Copies if not."""
     lanes = 16 // x.element_size()
     good = x.stride(-1) == 1 and all(s % lanes == 0 for s in x.stride()[:-1])
-    return x if good and (x.is_meta or x.data_ptr() % 16 == 0) else x.contiguous()
+    # Not .contiguous(), which returns x itself when only its first element is off the boundary.
+    return x if good and (x.is_meta or x.data_ptr() % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
 
 
 def sixteen_bit(request: Request, name: str) -> list[str]:

@@ -56,38 +56,38 @@ def library(replace: Sequence[Path] = ()) -> Path:
     by_name = {path.name: path for path in [*sorted(KERNELS.glob("*.cu")), *replace]}
     sources = [HERE / "runtime.cpp", *by_name.values()]
     version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
-    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
-    for path in [*sources, *sorted(KERNELS.glob("*.h")), HERE / "cuda_host.h"]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    headers = [p.read_bytes() for p in [*sorted(KERNELS.glob("*.h")), HERE / "cuda_host.h"]]
+    common = hashlib.sha256(b"\0".join([repr((compiler, version, flags)).encode(), *headers])).hexdigest()
     cache = cache_directory("cuda")
-    target = cache / f"simulator-{digest.hexdigest()[:24]}.so"
+    objects = {s: cache / f"simulator-{s.stem}-{_digest(common.encode(), s.read_bytes())}.o" for s in sources}
+    target = cache / f"simulator-{_digest(*(o.name.encode() for o in objects.values()))}.so"
     if not target.exists():
         with locked(cache / "simulator.lock"):
             if not target.exists():
-                for leftover in cache.glob("build-*"):  # of a crash: only the holder of the lock builds
-                    shutil.rmtree(leftover, ignore_errors=True)
-                _build(compiler, flags, sources, target)
+                _build(compiler, flags, {s: o for s, o in objects.items() if not o.exists()})
+                part = target.with_suffix(".part")
+                _run([*compiler, *flags, "-shared", *map(str, objects.values()), "-o", str(part)])
+                os.rename(part, target)
     return target
 
 
-def _build(compiler: list[str], flags: list[str], sources: list[Path], target: Path) -> None:
-    print(f"hal: compiling the CUDA kernels for the CPU ({len(sources)} files), once ...", file=sys.stderr, flush=True)
-    work = target.parent / f"build-{target.stem}"
-    work.mkdir(mode=0o700)
-    try:
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
-        def compile_one(source: Path) -> str:
-            out = str(work / f"{source.stem}.o")
-            include = [f"-I{HERE}", f"-I{KERNELS}"]
-            _run([*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", out])
-            return out
 
-        with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(compile_one, sources))
-        _run([*compiler, *flags, "-shared", *objects, "-o", str(work / target.name)])
-        os.rename(work / target.name, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _build(compiler: list[str], flags: list[str], objects: dict[Path, Path]) -> None:
+    """Compiles every source to its object; an object under its final name is complete."""
+    if len(objects) > 1:
+        print(f"hal: compiling the CUDA kernels for the CPU ({len(objects)} files) ...", file=sys.stderr, flush=True)
+
+    def compile_one(source: Path) -> None:
+        part = objects[source].with_suffix(".part")
+        include = [f"-I{HERE}", f"-I{KERNELS}"]
+        _run([*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", str(part)])
+        os.rename(part, objects[source])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, objects))
 
 
 def _run(command: list[str]) -> None:

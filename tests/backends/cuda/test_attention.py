@@ -1,0 +1,97 @@
+"""The code around torch's attention kernels: what it passes to them, and when it copies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import hal
+from hal import ops
+from hal.backends.cuda import Cuda
+from hal.backends.cuda.attention import common, flash
+
+IMPLS = {impl.id: impl for impl in Cuda.impls["flash_attention"]}
+CU = torch.tensor([0, 3, 40, 100], dtype=torch.int32)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+@pytest.mark.parametrize("id", ["cuda/flash", "cuda/cudnn", "cuda/sdpa"])
+@pytest.mark.parametrize("layout", ops.layouts.LAYOUTS)
+def test_torchs_operators_take_what_we_pass_them(no_engine, id, layout):
+    """On meta tensors torch's own schemas and shape functions run, forward and backward, without a GPU."""
+    sizes = {"B": 2, "S": 100, "T": 100, "D": 64}
+    q, k = (meta(*[(sizes | {"N": n, "H": 64 * n})[c] for c in layout]) for n in (4, 2))
+    how = {"layout": layout, "next_tokens": 0}
+    if layout in ("SBH", "BSH"):
+        how |= {"num_heads": 4, "num_kv_heads": 2}
+    if layout == "TND":
+        how |= {"cu_seqlens_q": CU.to("meta"), "cu_seqlens_k": CU.to("meta")}
+    impl = IMPLS[id]
+    if impl.why_not(q, k, k, **how):
+        assert layout == "TND"
+        return
+    out, lse = impl.call(q, k, k, **how, return_lse=True)
+    assert out.shape == q.shape and out.dtype == q.dtype and lse.dtype == torch.float32
+    assert lse.shape == ((4, 100) if layout == "TND" else (2, 4, 100))
+    v = k.detach().requires_grad_()
+    grads = torch.autograd.grad(impl.call(q, k, v, **how), (q, k, v), out)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_layouts_reach_the_kernel_as_views():
+    for layout in ("SBND", "BSND", "BNSD", "SBH", "BSH"):
+        sizes = {"B": 2, "S": 16, "N": 4, "D": 32, "H": 128}
+        x = torch.randn([sizes[c] for c in layout], dtype=torch.float32)
+        rows = flash._rows(common.heads_first(x, layout, 4), False)
+        assert rows.shape == (2, 16, 4, 32) and rows.data_ptr() == x.data_ptr()
+
+
+def test_what_a_kernel_could_not_read_is_copied():
+    x = torch.randn(2, 4, 16, 33, dtype=torch.float32)[..., :32]  # rows of 33 elements are not on 16-byte boundaries
+    assert common.readable(x).data_ptr() != x.data_ptr()
+    shifted = torch.randn(2 * 4 * 16 * 32 + 1, dtype=torch.float32)[1:].view(2, 4, 16, 32)
+    assert common.readable(shifted).data_ptr() != shifted.data_ptr()
+
+
+@pytest.mark.parametrize("id", list(IMPLS))
+def test_a_row_that_sees_nothing_gives_zero_and_minus_infinity_from_every_implementation(simulated, id):
+    q = torch.randn(1, 40, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(1, 24, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    how = {"layout": "BSND", "next_tokens": 0, "return_lse": True}
+    if id == "cuda/cudnn":  # such rows need more queries than keys, which it refuses
+        assert IMPLS[id].why_not(q, k, k, **how)
+        return
+    assert not IMPLS[id].why_not(q, k, k, **how)
+    out, lse = IMPLS[id].call(q, k, k, **how)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert not out[:, :16].any() and not dq[:, :16].any() and out[:, 16:].any()
+    assert (lse[..., :16] == -math.inf).all() and lse[..., 16:].isfinite().all()
+
+
+def test_the_longest_packed_sequence_is_read_once_per_tensor():
+    cu = CU.clone()
+    assert flash._longest(cu, 100) == 60
+    version, _ = cu._hal_longest
+    cu._hal_longest = (version, 7)  # what is remembered is used ...
+    assert flash._longest(cu, 100) == 7
+    cu[2] = 90  # ... until the tensor changes
+    assert flash._longest(cu, 100) == 87
+
+
+def test_packed_and_dense_agree(simulated):
+    """A batch packed into one sequence of tokens attends as the batch does, with windows and GQA."""
+    q, k, v = (torch.randn(3, 20, n, 16, dtype=torch.float16) for n in (4, 2, 2))
+    cu = torch.arange(0, 61, 20, dtype=torch.int32)
+    window = {"pre_tokens": 5, "next_tokens": 0}
+    for id in ("cuda/flash", "cuda/unfused"):
+        with hal.policy(pin={"flash_attention": id}):
+            dense = ops.flash_attention(q, k, v, layout="BSND", **window)
+            packed = ops.flash_attention(
+                *(x.flatten(0, 1) for x in (q, k, v)), layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu, **window
+            )
+        torch.testing.assert_close(packed, dense.flatten(0, 1), rtol=2e-3, atol=2e-3)

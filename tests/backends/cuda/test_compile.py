@@ -1,0 +1,72 @@
+"""The compile matrix: every kernel for every architecture through NVRTC, which needs no driver."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import hal
+from hal.backends.cuda import compile
+
+FILES = {path.name: path for path in compile.sources()}
+
+
+def need_nvrtc() -> None:
+    try:
+        compile.nvrtc()
+    except hal.BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", compile.ARCHITECTURES)
+@pytest.mark.parametrize("name", FILES)
+def test_every_kernel_compiles_without_warnings_and_without_spills(name, architecture):
+    need_nvrtc()
+    result = compile.compile_file(FILES[name], architecture)
+    assert {u.kernel for u in result.usage} == set(compile.exports(FILES[name])) == set(result.names)
+    spilled = [u for u in result.usage if u.spill_stores or u.spill_loads or u.stack]
+    assert not spilled
+    # 256 threads of 128 registers: two blocks fit into a multiprocessor's 65,536.
+    assert all(u.registers <= 128 for u in result.usage)
+
+
+@pytest.mark.slow
+def test_a_warning_is_an_error_and_the_log_is_shown(tmp_path):
+    need_nvrtc()
+    source = tmp_path / "warns.cu"
+    source.write_text("template <class T> __global__ void k(T *x) { int unused; *x = 0; }\nEXPORT(k<float>)\n")
+    source.write_text('#include "common.h"\n' + source.read_text())
+    with pytest.raises(hal.HalError, match="unused"):
+        compile.compile_file(source, "sm_90")
+
+
+@pytest.mark.slow
+def test_spills_show_in_the_report(tmp_path):
+    need_nvrtc()
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        '#include "common.h"\n__global__ void __launch_bounds__(1024, 2) k(float *x) {\n    float v[256];\n'
+        "#pragma unroll\n    for (int i = 0; i < 256; i++) v[i] = x[i * 7];\n    __syncthreads();\n"
+        "#pragma unroll\n    for (int i = 0; i < 256; i++) x[i * 5] = v[255 - i] * v[i];\n}\nEXPORT(k)\n"
+    )
+    (usage,) = compile.compile_file(source, "sm_80").usage
+    assert usage.spill_stores > 0 and usage.spill_loads > 0
+
+
+@pytest.mark.slow
+def test_the_cache_keeps_what_was_compiled(tmp_path, monkeypatch):
+    need_nvrtc()
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    first = compile.compiled(FILES["reduce.cu"], "sm_90")
+    monkeypatch.setattr(compile, "compile_file", lambda *a: pytest.fail("compiled again"))
+    assert compile.compiled(FILES["reduce.cu"], "sm_90") == first
+    assert first.cubin.startswith(b"\x7fELF")
+
+
+def test_without_cupy_the_reason_names_the_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install cupy-cuda13x" in compile.missing()
+    with pytest.raises(hal.BackendUnavailable, match="cupy-cuda13x"):
+        compile.nvrtc()

@@ -1,0 +1,129 @@
+"""The backend without a device: importing and probing are safe, each missing thing has its own reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_helpers import run_python
+
+import hal
+from hal import ops
+from hal.backends.cuda import Cuda, compile, device, order
+from hal.backends.cuda.comm import NCCL
+
+
+def probe_of(monkeypatch, *, cuda="13.0", driver=True, count=1, cupy=True):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(device, "_has_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(compile, "missing", lambda: "" if cupy else "CuPy is not installed")
+    return Cuda(simulate=False).probe()
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"cuda": None}, "built without CUDA"),
+        ({"driver": False}, "no NVIDIA driver"),
+        ({"count": 0}, "shows no device"),
+        ({"cupy": False}, "CuPy is not installed"),
+    ],
+)
+def test_each_missing_thing_has_its_own_reason(monkeypatch, found, reason):
+    probe = probe_of(monkeypatch, **found)
+    assert (probe.ok, probe.count) == (False, 0)
+    assert reason in probe.reason
+
+
+def test_the_probe_counts_devices_and_says_whether_the_order_was_measured(monkeypatch):
+    probe = probe_of(monkeypatch, count=2)
+    assert (probe.ok, probe.count) == (True, 2)
+    assert ("none yet" in probe.facts["attention order"]) == (not order.MEASURED)
+
+
+def test_a_probe_that_meets_a_broken_installation_does_not_raise(monkeypatch):
+    def broken():
+        raise OSError("libcuda.so.1: file too short")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device, "_has_driver", broken)
+    assert "file too short" in Cuda(simulate=False).probe().reason
+
+
+def test_using_it_without_a_device_says_why_and_what_helps(monkeypatch):
+    monkeypatch.delenv("HAL_SIMULATE", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(hal.BackendUnavailable, match=r"built without CUDA.*simulate=True"):
+        hal.use("cuda")
+
+
+def test_importing_loads_no_vendor_package_and_initialises_nothing():
+    code = (
+        "import sys, torch, hal.backends.cuda\n"
+        "assert not {'cupy', 'triton', 'cuda'} & set(sys.modules), 'a vendor package was imported'\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_chooses_the_simulator(monkeypatch):
+    for value, simulated in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("HAL_SIMULATE", value)
+        assert Cuda().simulated is simulated
+    assert Cuda(simulate=False).simulated is False
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "chosen", "said"),
+    [
+        (torch.bfloat16, {"next_tokens": 0}, "cuda/flash", "accepts"),
+        (torch.bfloat16, {"pre_tokens": 128, "next_tokens": 0}, "cuda/flash", "cudnn takes none, or causal squares"),
+        (torch.float32, {"next_tokens": 0}, "cuda/sdpa", "flash takes bfloat16 and float16"),
+        (torch.bfloat16, {"dropout_p": 0.1, "rng": hal.Rng(1)}, "cuda/unfused", "HAL's are the same on every backend"),
+        (torch.bfloat16, {"next_tokens": -1}, "cuda/sdpa", "reads a negative side as unbounded"),
+    ],
+)
+def test_why_explains_its_choice_without_a_device(no_engine, dtype, how, chosen, said):
+    q = meta(2, 256, 8, 64, dtype=dtype)
+    with hal.activated(Cuda(simulate=False)):
+        why = hal.why(ops.flash_attention, q, q, q, layout="BSND", **how)
+    assert why.chosen == chosen
+    assert said in str(why)
+
+
+def test_a_tensor_elsewhere_is_refused_by_name(no_engine):
+    x = torch.randn(4, 8)
+    with hal.activated(Cuda(simulate=False)), pytest.raises(hal.UnsupportedOp, match="a tensor on cpu"):
+        ops.swiglu(x)
+
+
+def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
+    measured = ("cuda/cudnn", "cuda/flash", "cuda/sdpa", "cuda/flex", "cuda/unfused")
+    monkeypatch.setitem(order.MEASURED, "NVIDIA Test", measured)
+    ids = lambda name: [i.id for i in device.in_measured_order(Cuda.impls, name)["flash_attention"]]  # noqa: E731
+    assert tuple(ids("NVIDIA Test")) == measured
+    assert tuple(ids("NVIDIA Other")) == order.DEFAULT
+    assert set(order.DEFAULT) == {i.id for i in Cuda.impls["flash_attention"]}
+
+
+def test_nccl_declares_what_it_lacks():
+    assert NCCL.backend == "nccl"
+    assert not NCCL.refuse("all_reduce", torch.bfloat16, "avg")
+    assert "rounding" in NCCL.refuse("all_reduce", torch.int64, "avg")[0]
+    assert "complex" in NCCL.refuse("all_gather", torch.complex64, None)[0]
+    assert NCCL.carry[torch.bool][0] is torch.int32
+
+
+def test_graphs_and_clocks_are_refused_on_the_simulator(simulated):
+    with pytest.raises(hal.HalError, match="needs a GPU"), simulated.capture():
+        pass
+    assert simulated.event() is None and simulated.memory_stats() == {}
+    with simulated.stream(), simulated.profile_range("work"):
+        pass
+    with pytest.raises(hal.HalError, match="one device"):
+        simulated.device(1)

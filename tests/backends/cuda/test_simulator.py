@@ -1,0 +1,198 @@
+"""The execution model itself: what it computes, what it reports, and that faults planted in our kernels are caught."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cuda_helpers import run_python, sanitizer_environment
+
+import hal
+from hal import testing
+from hal.backends.cuda import compile, launch
+
+HEAD = '#include "common.h"\n'
+
+
+def planted(name: str, old: str, new: str) -> str:
+    """The text of a kernel file with one thing changed."""
+    text = (compile.KERNELS / name).read_text()
+    assert text.count(old) >= 1, f"{name} no longer contains {old!r}; plant the fault elsewhere"
+    return text.replace(old, new, 1)
+
+
+def run_kernel(kernel: str, *parameters, threads: int = 64, grid=(1, 1), shared: int = 0) -> None:
+    launch.run(kernel, grid, threads, *parameters, shared=shared)
+
+
+def test_shuffles_votes_barriers_and_atomics(simulator):
+    simulator(
+        "probe.cu",
+        HEAD
+        + """
+__global__ void probe(float *out) {
+    const float lane = (float)(threadIdx.x % 32);
+    out[threadIdx.x] = __shfl_down_sync(0xffffffffu, lane, 4);
+    out[64 + threadIdx.x] = __shfl_xor_sync(0xffffffffu, lane, 1);
+    out[128 + threadIdx.x] = __shfl_sync(0xffffffffu, lane, 7);
+    out[192 + threadIdx.x] = (float)__any_sync(0xffffffffu, threadIdx.x == 40);
+    out[256 + threadIdx.x] = (float)__syncthreads_or(threadIdx.x == 63);
+    atomicAdd(out + 320, 1.0f);
+}
+EXPORT(probe)
+""",
+    )
+    out = torch.zeros(321)
+    run_kernel("probe", out.data_ptr())
+    lane = torch.arange(64) % 32
+    assert out[:64].tolist() == torch.where(lane + 4 < 32, lane + 4, lane).tolist()
+    assert out[64:128].tolist() == (lane ^ 1).tolist()
+    assert out[128:192].tolist() == [7.0] * 64
+    assert out[192:256].tolist() == [0.0] * 32 + [1.0] * 32
+    assert out[256:320].tolist() == [1.0] * 64 and out[320] == 64
+
+
+WRONG = {
+    "barrier in a branch": ("if (threadIdx.x < 32) __syncthreads();", "diverge: thread"),
+    "two different barriers": (
+        "if (threadIdx.x < 32) {\n __syncthreads();\n } else {\n __syncthreads();\n }",
+        "waits at the barrier in probe.cu",
+    ),
+    "a lane that never arrives": (
+        "if (threadIdx.x != 5) out[0] = __shfl_xor_sync(0xffffffffu, out[0], 1);",
+        "waits in the warp operation",
+    ),
+    "a shuffle from outside the mask": (
+        "if (threadIdx.x < 16) out[0] = __shfl_xor_sync(0xffffu, out[0], 16);",
+        "not in the mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_reported_with_its_line(simulator, name):
+    body, message = WRONG[name]
+    simulator("probe.cu", HEAD + "__global__ void probe(float *out) {\n out[0] = 0;\n" + body + "\n}\nEXPORT(probe)\n")
+    out = torch.zeros(4)
+    with pytest.raises(hal.HalError, match=message) as error:
+        run_kernel("probe", out.data_ptr())
+    assert re.search(r"kernel probe", str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"threads": 48}, "a GPU refuses"),
+        ({"threads": 512}, "a GPU refuses"),
+        ({"grid": (1, 70000)}, "a GPU refuses"),
+        ({"shared": 64 * 1024}, "a GPU refuses"),
+    ],
+)
+def test_a_launch_that_a_gpu_refuses_is_refused(simulated, how, message):
+    with pytest.raises(hal.HalError, match=message):
+        run_kernel("root_of_sum", 0, 0, 0, **how)
+
+
+def test_wrong_parameters_and_unknown_kernels_are_refused(simulated):
+    with pytest.raises(hal.HalError, match="not 8 bytes"):
+        run_kernel("root_of_sum", 0)
+    with pytest.raises(hal.HalError, match="no such kernel"):
+        run_kernel("root_of_sums", 0)
+
+
+def test_the_order_of_threads_is_random_and_the_results_are_not(simulator):
+    engine = simulator(
+        "probe.cu",
+        HEAD + "__global__ void probe(float *out) { out[1 + threadIdx.x] = atomicAdd(out, 1.0f); }\nEXPORT(probe)\n",
+    )
+    orders, sums = set(), set()
+    for _ in range(4):
+        out = torch.zeros(65)
+        run_kernel("probe", out.data_ptr())
+        orders.add(tuple(out.tolist()))
+        partial, total = torch.linspace(0, 1, 37 * 50).view(37, 50), torch.empty(50)
+        engine.launch("column_sum<f32>", (2, 1), 256, 0, launch.pack((partial.data_ptr(), total.data_ptr(), 37, 50)))
+        sums.add(tuple(total.tolist()))
+    assert len(orders) == 4 and len(sums) == 1
+
+
+def test_uninitialised_shared_memory_is_nan(simulator):
+    simulator(
+        "probe.cu",
+        HEAD + "__global__ void probe(float *out) { DYNAMIC_SHARED(float, s); out[0] = s[0]; }\nEXPORT(probe)\n",
+    )
+    out = torch.zeros(1)
+    run_kernel("probe", out.data_ptr(), shared=128)
+    assert out.isnan().all()
+
+
+def test_conversions_are_torchs(simulated):
+    """Every 16-bit pattern to float32 and back; and float32 values of every size to 16 bits, ties included."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    random = torch.randint(-(2**31), 2**31, (20000,), dtype=torch.int64, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float16, torch.bfloat16):
+        x = patterns.view(dtype)
+        wide = hal.ops.bias_dropout_add(x, None, torch.zeros(x.shape, dtype=torch.float32))
+        torch.testing.assert_close(wide, x.float() + 0.0, rtol=0, atol=0, equal_nan=True)
+        halfway = (x.float() + x.roll(-1).float()) / 2
+        values = torch.cat([random.to(torch.int32).view(torch.float32), x.float(), halfway])
+        copy, zero = torch.empty(values.shape, dtype=dtype), torch.zeros_like(values)
+        hal.ops.adamw([values.clone()], [zero], [zero.clone()], [zero.clone()], step=1, lr=0.0, model_params=[copy])
+        torch.testing.assert_close(copy, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "op", "old"),
+    [
+        ("reduce.cu", "bias_dropout_add", "        __syncthreads();\n        if (warp == 0"),
+        ("reduce.cu", "swiglu", "        }\n        __syncthreads();\n"),
+    ],
+)
+def test_a_missing_barrier_is_caught(simulator, file, op, old):
+    simulator(file, planted(file, old, old.replace("__syncthreads();", "")))
+    backend = hal.backends.cuda.Cuda(simulate=True)
+    with hal.activated(backend):
+        report = testing.run(backend, ops=[op], examples=0)
+    assert not report.ok and any("gradient of bias" in row.message for row in report.failed)
+
+
+SANITIZED = """
+import pathlib, sys, torch, hal
+from hal.backends.cuda import Cuda, launch
+from hal.backends.cuda.simulator.build import Simulator, library
+launch.set_engine(Simulator(library([pathlib.Path(p) for p in sys.argv[1:]])))
+with hal.activated(Cuda(simulate=True)):
+    x = torch.randn(3, 1, 5, 7)
+    y = hal.ops.scale_mask_softmax(x, None, 1.0, True)
+    hal.ops.rms_norm(torch.randn(3, 33), torch.randn(33))
+print("finished")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", ""),
+        # Reads (and writes) one element past the last row.
+        (
+            "j < sk; j += blockDim.x) from_float(0.0f, y[j]);",
+            "j <= sk; j += blockDim.x) from_float(0.0f, y[j]);",
+            "WRITE",
+        ),
+        ("const float top = dead ? 0.0f : all.v[0]", "const float top = to_float(x_[rows * sk + 1])", "READ"),
+    ],
+    ids=["sound", "a write past the end", "a read past the end"],
+)
+def test_an_access_out_of_bounds_is_caught(tmp_path, old, new, found):
+    env = sanitizer_environment()
+    source = tmp_path / "softmax.cu"
+    source.write_text(planted("softmax.cu", old, new) if old else (compile.KERNELS / "softmax.cu").read_text())
+    done = run_python(f"import sys; sys.argv[1:] = [{str(source)!r}]\n{SANITIZED}", env=env)
+    if not found:
+        assert done.returncode == 0 and "finished" in done.stdout, done.stderr
+        return
+    assert done.returncode != 0 and "finished" not in done.stdout
+    assert "heap-buffer-overflow" in done.stderr and f"{found} of size 4" in done.stderr and "softmax.cu" in done.stderr
