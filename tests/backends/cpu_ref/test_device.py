@@ -51,9 +51,10 @@ def test_freed_memory_is_reused_unless_told_otherwise() -> None:
         return int(done.stdout)
 
     pages_per_step = (96 << 20) // resource.getpagesize()
-    assert faults("keep") < pages_per_step / 10
-    assert faults("leave") > pages_per_step
-    assert faults("keep", MALLOC_ARENA_MAX="2") > pages_per_step  # the user has made a choice
+    # Four steps: the heap may still grow once while its pieces settle, but not at every step.
+    assert faults("keep") < pages_per_step
+    assert faults("leave") > 2 * pages_per_step
+    assert faults("keep", MALLOC_ARENA_MAX="2") > 2 * pages_per_step  # the user has made a choice
 
 
 def test_there_is_one_device() -> None:
