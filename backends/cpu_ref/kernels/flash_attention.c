@@ -10,12 +10,18 @@
 // All seven products are one micro-kernel (flash_attention_gemm.h). Only tiles inside the pre/next band are visited;
 // at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h).
 //
+// Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with
+// accumulators; 96 keys make a score tile of 18 KiB, which stays in L1 between the two products while the stores of
+// O^T are paid once per 96 keys (48 keys were some 4 % slower, 128 no faster).
+//
 // Memory traffic per head: K and V are read once per tile of 48 queries (from cache: at most 2 S D elements, packed
 // once if their rows are far apart or of another type), Q, dO, O once, out and dQ written once; backward adds one read
-// and write of the dK, dV scratch per tile of queries. The S x S matrices never exist.
+// and write of the dK, dV scratch per tile of queries. The S x S matrices never exist. Scratch: per thread packed K and V
+// of one head (backward: and its dK and dV in float), plus dK and dV of the heads that are cut between threads.
 //
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
-// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64.
+// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan the split over threads, _gemm
+// the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
 #endif
@@ -185,9 +191,9 @@ int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr
                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse) {
     const struct fa_call call = {
-        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out_w = (char *)out, .rest_w = (char *)rest,
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v,
         .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
-        .lse = (void *)lse, .seed = seed, .offset = offset};
+        .seed = seed, .offset = offset, .out_w = (char *)out, .rest_w = (char *)rest, .lse = (void *)lse};
     return run(&call, 1);
 }
 
@@ -196,9 +202,9 @@ int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintpt
                                  uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse, uintptr_t dout,
                                  uintptr_t dq, uintptr_t dk, uintptr_t dv) {
     const struct fa_call call = {
-        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v, .out = (const char *)out, .rest = (const char *)rest,
-        .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv,
+        .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v,
         .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
-        .lse = (void *)lse, .seed = seed, .offset = offset};
+        .seed = seed, .offset = offset, .out = (const char *)out, .rest = (const char *)rest,
+        .lse = (void *)lse, .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv};
     return run(&call, 0);
 }

@@ -101,6 +101,13 @@ static int load_bytes(uint8_t *dst, const uint8_t *src, int64_t sq, int64_t sk, 
             every &= (bytes_16)(row != 0);
         }
         for (int q = 0; q < FA_SUB; q++) any |= some[q] != 0, all &= every[q] != 0;
+    } else if (sq == 0) {  // one byte per key: a padding mask
+        for (int k = 0; k < keys; k++) {
+            const uint8_t byte = src[k * sk] != 0;
+            memset(dst + k * FA_QUERIES, byte, FA_SUB);
+            any |= byte;
+            all &= byte;
+        }
     } else {
         for (int k = 0; k < keys; k++)
             for (int q = 0; q < rows; q++) {
