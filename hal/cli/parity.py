@@ -6,6 +6,7 @@ A refused call is shown with its reasons, an op without implementation is listed
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 
@@ -24,10 +25,16 @@ def main(argv: Sequence[str]) -> int:
         "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random calls")
+    parser.add_argument("--collectives", action="store_true", help="the backend's communication instead of its ops")
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
     parser.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
     arguments = parser.parse_args(argv)
     if arguments.max_examples is not None and arguments.max_examples < 0:
         parser.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
+    if arguments.nproc is not None and (arguments.nproc < 1 or not arguments.collectives):
+        parser.error("--nproc is a positive number of processes, and needs --collectives")
+    if arguments.collectives:
+        return _collectives(arguments)
     try:
         from hal.testing import EXAMPLES, run_by_name
     except ModuleNotFoundError as error:
@@ -48,3 +55,18 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         report.write_json(arguments.json)
     return 0 if report.ok and not (arguments.require_all and report.missing) else 1
+
+
+def _collectives(arguments: argparse.Namespace) -> int:
+    from hal.testing.collectives import parity_collectives
+
+    report = parity_collectives(
+        arguments.backend,
+        options(arguments),
+        nproc=arguments.nproc or 4,
+        on_row=lambda row: print(row, flush=True),
+    )
+    print(report.summary())
+    if arguments.json:
+        report.write_json(arguments.json)
+    return 0 if report.ok else 1

@@ -8,7 +8,7 @@ dtype and shape, inputs untouched and not aliased, int64 beyond 2**53 exact, sev
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import hal
 from hal.comm import REDUCE_OPS, Comm, Message, run_meaning
 
 from .processes import run_processes
+from .report import Report, Row
 
 DTYPES = (
     torch.float32,
@@ -173,26 +174,36 @@ def _own_device(active: hal.Backend, comm: Comm) -> torch.device:
 
 
 def parity_collectives(
-    backend: str, *, nproc: int = 4, options: Mapping[str, Any] | None = None, per_kind: int = 4
-) -> list[dict[str, Any]]:
-    """Rows of `hal parity --collectives`: {op, dtype, backend, simulated, status, samples, worst_error_in_tolerances,
-    reasons}; op is "all_reduce[sum]", "all_gather", ...; status is pass, declined or fail, over all `nproc` ranks."""
-    per_rank = run_processes(nproc, _on_rank, backend, dict(options or {}), per_kind, timeout=300.0)
-    rows = []
-    for (collective, op, dtype), first in per_rank[0][0].items():
+    backend: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    nproc: int = 4,
+    per_kind: int = 4,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """The report of `hal parity --collectives`: one row per collective, reduction and dtype, over `nproc` processes.
+
+    Ops are called "all_reduce[sum]", "all_gather", ...; what the transport emulates is among the reasons.
+    """
+    per_rank = run_processes(nproc, _on_rank, backend, dict(options or {}), per_kind, timeout=600.0)
+    (first_found, emulations, simulated), report = per_rank[0], Report(backend, per_rank[0][2])
+    for (collective, op, dtype), first in first_found.items():
         each = [found[collective, op, dtype] for found, _, _ in per_rank]
         problems = [f"rank {r}: {p}" for r, row in enumerate(each) for p in row["problems"]]
-        emulated = [e for name, e in per_rank[0][1].items() if name in (collective, op)]
-        rows.append(
-            {
-                "op": f"{collective}[{op}]" if op else collective,
-                "dtype": dtype,
-                "backend": backend,
-                "simulated": per_rank[0][2],
-                "status": "fail" if problems else "pass" if first["samples"] else "declined",
-                "samples": sum(row["samples"] for row in each),
-                "worst_error_in_tolerances": max(row["worst"] for row in each),
-                "reasons": problems or [*first["reasons"], *(f"emulated: {e}" for e in emulated)],
-            }
+        emulated = [f"emulated: {why}" for name, why in emulations.items() if name in (collective, op)]
+        row = Row(
+            op=f"{collective}[{op}]" if op else collective,
+            dtype=dtype,
+            backend=backend,
+            simulated=simulated,
+            status="fail" if problems else "pass" if first["samples"] else "declined",
+            samples=sum(row["samples"] for row in each),
+            worst_error_in_tolerances=max(row["worst"] for row in each) if first["samples"] else None,
+            reasons=[*first["reasons"], *emulated],
+            implementation=f"{nproc} processes",
+            message="; ".join(problems[:3]),
+            code=f"hal parity --backend {backend} --collectives --nproc {nproc}" if problems else "",
         )
-    return rows
+        report.rows.append(row)
+        on_row(row)
+    return report

@@ -1,0 +1,56 @@
+"""The kit for collectives finds planted mistakes: a communicator that lies in one way fails in that way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hal.comm import Pending
+from hal.comm_threads import ThreadComm, _Meeting, run_threads
+from hal.testing.collectives import check_comm
+
+
+class Liar(ThreadComm):
+    """Right except for one mistake."""
+
+    mistake = ""
+
+    def _start(self, collective, x, op, source):
+        if self.mistake == "int64 through int32" and x.dtype == torch.int64:
+            return super()._start(collective, x.int(), op, source).then(lambda y: y.long())
+        if self.mistake == "int64 through float64" and x.dtype == torch.int64:
+            return super()._start(collective, x.double(), op, source).then(lambda y: y.long())
+        if self.mistake == "avg is sum" and op == "avg":
+            op = "sum"
+        if self.mistake == "all_to_all is all_gather's part" and collective == "all_to_all":
+            return Pending(lambda: x.clone())
+        result = super()._start(collective, x, op, source).wait()
+        if self.mistake == "mutates" and collective == "all_reduce":
+            x.copy_(result)
+        if self.mistake == "float64 result" and collective == "reduce_scatter":
+            return Pending(lambda: result.double())
+        return Pending(lambda: result)
+
+
+MISTAKES = {
+    "int64 through int32": {"int64"},
+    "int64 through float64": {"int64"},
+    "avg is sum": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"},
+    "all_to_all is all_gather's part": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"},
+    "mutates": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"},
+    "float64 result": {"float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(mistake: str) -> None:
+    meeting = _Meeting(2, 30.0)
+
+    def run(comm):
+        liar = Liar("liars", comm.rank, meeting)
+        liar.mistake = mistake
+        found = check_comm(liar, torch.device("cpu"), per_kind=6)
+        return {dtype for (_, _, dtype), row in found.items() if row["problems"]}
+
+    found = run_threads(2, run)
+    assert found[0] | found[1] == MISTAKES[mistake]
