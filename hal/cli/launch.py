@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hal launch", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
+    add("--simulate", action="store_true", help="the backend's simulator instead of its device (HAL_SIMULATE)")
     add("--nproc-per-node", type=int, help="processes on this machine (default 1, or the hostfile's slots)")
     add("--nnodes", type=int, help="machines (default 1, or those of the hostfile)")
     add("--node-rank", type=int, help="number of this machine (default 0, or its place in the hostfile)")
@@ -76,6 +77,8 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
     if found is not None:
         environment[DEVICES] = ",".join(map(str, found[1].slots))
     command = [part for i, part in enumerate(options.command) if i or part != "--"]
+    if options.simulate:
+        environment["HAL_SIMULATE"] = "1"
     if options.backend:
         environment["HAL_BACKEND"] = options.backend
         if command and command[0] != "-m" and not command[0].endswith(".py") and "--backend" not in command:
