@@ -44,9 +44,9 @@ class Goal:
 
 
 RATIOS = [  # the first that matches counts
-    Goal("attention *", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
-    Goal("attention *", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
-    Goal("attention *", "f32 * causal", "sdpa", 2.5, holds=_avx512),
+    Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
+    Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
+    Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
     Goal("attention fwd", "bf16 * causal", "sdpa", 4.5, holds=_bf16),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
@@ -77,7 +77,7 @@ RATIOS = [  # the first that matches counts
 ]
 
 SHARES = [  # peer is the ceiling's name
-    Goal("attention *", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
+    Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
 ]
 
 

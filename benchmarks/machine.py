@@ -16,10 +16,15 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 }
 
 
-def environment(allocator: str) -> dict[str, str]:
-    """This process's environment with exactly the allocator settings asked for."""
+ONE_THREAD = "HAL_BENCH_ONE_THREAD"
+"""Set in a worker's environment: one thread, and processor time instead of the wall clock."""
+
+
+def environment(allocator: str, *, one_thread: bool = False) -> dict[str, str]:
+    """This process's environment with exactly the allocator settings (and threads) asked for."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "HAL_BACKEND"}
-    return {**kept, **ALLOCATORS[allocator]}
+    threads = {ONE_THREAD: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if one_thread else {}
+    return {**kept, **ALLOCATORS[allocator], **threads}
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -41,14 +46,15 @@ def features() -> frozenset[str]:
     return frozenset((_cpuinfo().get("flags") or _cpuinfo().get("features", "")).split())
 
 
-def describe() -> str:
+def describe(one_thread: bool = False) -> str:
     """One line for the head of a report. Names no host."""
     import torch
 
     info = _cpuinfo()
     model = f"{info.get('model name', platform.machine())} (family {info.get('cpu family', '?')})"
+    threads = "1 thread, processor time" if one_thread else f"{torch.get_num_threads()} threads"
     return (
-        f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{model}, {threads}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.libc_ver()[0]} {platform.libc_ver()[1]}"
     )
 

@@ -45,19 +45,25 @@ def run(
     *,
     peers: Sequence[str] = (),
     only: str = "",
+    one_thread: bool = False,
     effort: Effort | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """Measures the suites on `backend`. peers: only these (empty: all). only: cases whose name and shape contain it."""
+    """Measures the suites on `backend`.
+
+    peers: only these (empty: all). only: cases whose name and shape contain it. one_thread: see machine.ONE_THREAD.
+    """
     found = Found()
     for suite in suites:
-        with Workers(SUITES[suite], backend) as workers:
+        with Workers(SUITES[suite], backend, one_thread) as workers:
             part = Found()
             for index, case in enumerate(importlib.import_module(SUITES[suite]).cases()):
                 if only in f"{case.name} {case.shape}":
                     for allocator in case.allocators:
-                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc")
+                        before = len(part.rows)
                         _one(workers, suite, backend, index, case, allocator, peers, effort or Effort(), part)
+                        ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in part.rows[before:])
+                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc: {ratios or 'not measured'}")
             part.rows += growth(suite, part.rows, lambda n, s: _goal(backend, n, s, "linear growth", "default"))
             found.rows += part.rows
             found.absent += part.absent

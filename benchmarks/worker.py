@@ -39,11 +39,13 @@ class Unavailable(Exception):
 class Worker:
     """One child process. `ask` sends a request; `answer` waits for the reply."""
 
-    def __init__(self, backend: str, process: str, allocator: str, rank: int, ranks: int, meeting: str) -> None:
+    def __init__(
+        self, backend: str, process: str, allocator: str, rank: int, ranks: int, meeting: str, one_thread: bool
+    ) -> None:
         self.name = f"{process}/{allocator}" + (f"/rank {rank}" if ranks > 1 else "")
         mine, theirs = socket.socketpair()
         mine.settimeout(PATIENCE)
-        env = machine.environment(allocator)
+        env = machine.environment(allocator, one_thread=one_thread)
         if ranks > 1:
             env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "HAL_BENCH_MEETING": meeting}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -101,11 +103,11 @@ class Worker:
 class Workers:
     """All child processes of one suite, started when first needed; also the engine's `Clock`.
 
-    suite: the name of its module.
+    suite: the name of its module. one_thread: see machine.ONE_THREAD.
     """
 
-    def __init__(self, suite: str, backend: str) -> None:
-        self._suite, self._backend = suite, backend
+    def __init__(self, suite: str, backend: str, one_thread: bool = False) -> None:
+        self._suite, self._backend, self._one_thread = suite, backend, one_thread
         self._alive: dict[tuple[str, str], list[Worker]] = {}
         self._where: dict[str, list[Worker]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hal-bench-")
@@ -130,7 +132,8 @@ class Workers:
         if key not in self._alive:
             meeting = str(Path(self._folder.name) / f"{process}-{allocator}")
             self._alive[key] = [
-                Worker(self._backend, process, allocator, rank, ranks, meeting) for rank in range(ranks)
+                Worker(self._backend, process, allocator, rank, ranks, meeting, self._one_thread)
+                for rank in range(ranks)
             ]
         self._where[name] = self._alive[key]
         self._together(name, do="make", suite=self._suite, case=index, candidate=name)
@@ -182,11 +185,12 @@ def device() -> Any:
 
 def timed(call: Call, n: int) -> float:
     """Seconds of n calls in a row, until the device has finished them."""
-    start = time.perf_counter()
+    clock = time.process_time if machine.ONE_THREAD in os.environ else time.perf_counter
+    start = clock()
     for _ in repeat(None, n):
         call()
     _backend.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _status(key: str) -> int:

@@ -26,6 +26,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
     parser.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name and shape contain TEXT")
+    parser.add_argument(
+        "--one-thread",
+        action="store_true",
+        help="one thread, processor time instead of the wall clock: usable on a busy machine (not what goals are for)",
+    )
     parser.add_argument("--json", metavar="F", help="write the rows to F")
     parser.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
     parser.add_argument("--check", action="store_true", help="fail when a goal is missed")
@@ -37,9 +42,10 @@ def main(argv: Sequence[str]) -> int:
         options.backend,
         peers=options.peer,
         only=options.only,
+        one_thread=options.one_thread,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    conditions = f"{machine.describe()}; backend {options.backend}"
+    conditions = f"{machine.describe(options.one_thread)}; backend {options.backend}"
     print(conditions)
     if found.rows:
         print(report.table(found.rows))
