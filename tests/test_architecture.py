@@ -82,6 +82,20 @@ def test_importing_the_ops_loads_no_backend_and_no_test_framework():
     assert loaded.isdisjoint({"torch_npu", "cupy", "cffi", "hypothesis", "pytest"})
 
 
+@pytest.mark.parametrize(
+    "module, absent",
+    [
+        ("hal.testing.kit", {"pytest"}),  # `hal parity` needs hypothesis only
+        ("hal.testing.checks", {"pytest", "hypothesis"}),  # `hal doctor` needs neither
+        ("hal.cli.doctor", {"pytest", "hypothesis", "hal.model"}),
+        ("hal.cli.info", {"pytest", "hypothesis", "hal.ops", "hal.model"}),
+        ("hal.testing.plugin", {"hypothesis", "hal.ops", "hal.model"}),  # loaded in every pytest session
+    ],
+)
+def test_a_part_of_the_kit_needs_no_more_than_it_must(module, absent):
+    assert loaded_after(f"import {module}").isdisjoint(absent)
+
+
 PLANTED = [
     "import torch.cuda",
     "import torch.cuda as c",

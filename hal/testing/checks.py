@@ -38,7 +38,7 @@ class Verdict:
 def check_sample(subject: Subject, sample: Sample) -> Verdict:
     """Checks one call; to be used inside `with subject:`. Raises Failure."""
     op, dtype = subject.op, subject.dtype
-    arguments = build(op, sample, dtype, subject.device)
+    arguments = _build(subject, sample)
     invoke(op, op.check, arguments)
     reasons = _ask(subject, sample, arguments)
     if reasons:
@@ -98,6 +98,14 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _build(subject: Subject, sample: Sample) -> dict[str, Any]:
+    try:
+        return build(subject.op, sample, subject.dtype, subject.device)
+    except Exception as error:
+        what = f"{subject.device} cannot hold the arguments: {type(error).__name__}: {error}"
+        raise subject.fail(what, sample) from error
 
 
 def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from planted import Cpu, dressed, plant, verdict
 
 import hal
 from hal import ops
+from hal.testing import kit
 
 softmax, attention = ops.scale_mask_softmax, ops.flash_attention
 
@@ -303,3 +304,11 @@ def test_ops_without_implementation_are_listed():
     assert report.ok
     assert report.missing == ["swiglu"]
     assert {(r.status, r.samples) for r in report.rows} == {("declined", 0)}
+
+
+def test_a_device_that_cannot_hold_a_dtype_is_a_failure_and_not_a_crash():
+    backend = plant(ops.swiglu, ops.swiglu.reference)
+    backend.device = lambda index=0: torch.device("cuda", 0) if not torch.cuda.is_available() else torch.device("xpu")
+    report = kit.check_dtype(backend, backend.impls["swiglu"][0], torch.float32, 0, 0)
+    assert report.status == "fail"
+    assert "cannot hold the arguments" in report.message
