@@ -88,4 +88,5 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 def raw(x: Tensor) -> Tensor:
     """The bytes of x's elements, on the CPU."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride, but a view as bytes wants stride 1: hence the clone.
+    return x.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -82,3 +82,8 @@ def test_bits():
     assert not equal_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not equal_bits(torch.tensor([1.0]), torch.tensor([1.0]).double())
     assert equal_bits(torch.tensor(1.0), torch.tensor(1.0))
+
+
+def test_bits_of_a_single_element_with_a_stride():
+    one = torch.tensor([1.0, 2.0])[::2]
+    assert equal_bits(one, torch.tensor([1.0]))
