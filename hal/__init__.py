@@ -7,7 +7,7 @@
 from . import autoload  # noqa: F401  before anything that imports torch
 from .backend import API, Backend, Impl, Probe
 from .comm import Comm, Message, Pending, Solo
-from .comm_torch import GLOO, TorchComm, Transport, torch_comm
+from .comm_torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
 from .dispatch import Why, activate, activated, backend, device, fallbacks, policy, use, why
 from .errors import (
     BackendNotFound,
@@ -57,6 +57,7 @@ __all__ = [
     "backend",
     "device",
     "dropout_threshold",
+    "engine_failure",
     "fallbacks",
     "lower",
     "names",

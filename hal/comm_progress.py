@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -89,6 +90,23 @@ class Progress:
                 cls._current._end()
             cls._current = cls(dist.group.WORLD)
         return cls._current
+
+    def unheard(self, rank: int, size: int, seconds: float) -> list[int]:
+        """Notes that this rank's work was lost, waits, and returns the ranks that have not noted the same.
+
+        When one rank hangs, all that wait for it, directly or not, give up at about the same time: who has not is it.
+        """
+        try:
+            store = self.store.clone()
+            store.set(f"lost/{rank}", "")
+            end = time.monotonic() + seconds
+            while True:
+                left = [r for r in range(size) if not store.check([f"lost/{r}"])]
+                if not left or time.monotonic() > end:
+                    return left
+                time.sleep(0.1)
+        except RuntimeError:
+            return []
 
     def group(self, key: str, rank: int, size: int) -> GroupProgress:
         """Starts counting for one group, known to all its ranks by `key`."""

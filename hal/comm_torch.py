@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,6 +228,33 @@ class TorchComm(Comm):
             f"{what} #{seq} on group '{self.name}' failed on rank {dist.get_rank()}: {first}. Ranks that did not "
             f"arrive: {', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
         )
+
+
+def engine_failure(error: RuntimeError, what: str, timeout: float) -> HalError | None:
+    """What a failure inside one of torch.distributed's engines means, or None if it was not about communication.
+
+    The engines (pipelining, fully_shard) talk through process groups of their own accord, and wrap what they catch.
+    """
+    chain: list[BaseException] = [error]
+    while (chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)  # type: ignore[arg-type]
+    known = next((e for e in chain if isinstance(e, HalError)), None)
+    if known is not None:
+        return known
+    text = next((str(e) for e in chain if _ABOUT_TRANSPORT.search(str(e))), None)
+    if text is None:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    absent = Progress.of_world().unheard(rank, size, min(5.0, timeout))
+    if "imed out" in text or "timeout" in text:
+        return CollectiveTimeout("world", rank, what, 0, absent, timeout)
+    return HalError(
+        f"{what} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not give up too: "
+        f"{', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
+    )
+
+
+_ABOUT_TRANSPORT = re.compile(r"gloo|timed out|timeout|NCCL|HCCL|onnection (closed|reset|refused)|peer")
 
 
 def _order(messages: Sequence[Message]) -> list[int]:

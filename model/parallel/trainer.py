@@ -201,7 +201,14 @@ class ParallelTrainer(Trainer):
                 total.add_(value.detach())
             return value * (scale / count)
 
-        self._engine.run(*self.share(split, first), self.plan.microbatches, loss)
+        share = self.share(split, first)
+        try:
+            self._engine.run(*share, self.plan.microbatches, loss)
+        except RuntimeError as error:
+            failure = hal.engine_failure(error, f"step {self.iteration + 1}", self.mesh.timeout)
+            if failure is None:
+                raise
+            raise failure from error
         return self.mesh.world.all_reduce(total) / count
 
     def forward_backward(self) -> Tensor:

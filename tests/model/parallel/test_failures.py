@@ -1,0 +1,110 @@
+"""A rank that stops answering is named, in whatever layout; a killed run resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import GPT2, trainer
+
+import hal
+from hal.testing.processes import run_processes
+
+
+def _stops(options: dict[str, Any], folder: str) -> Any:
+    run = trainer({**options, "distributed_timeout_minutes": 0.1})
+    run.mesh.timeout = 6.0
+    run.step()
+    if run.mesh.rank == 1:
+        Path(folder, "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        run.step()
+        return "the step ended"
+    except hal.CollectiveTimeout as error:
+        if run.mesh.rank == 0:
+            time.sleep(3)  # others are finding out
+            os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
+        return error.absent, "1" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (3, {"zero_stage": 3, "global_batch_size": 9}),
+        (3, {"global_batch_size": 9}),
+    ],
+    ids=["tp2", "pp2", "zero3", "dp3"],
+)
+def test_a_rank_that_stops_answering_is_named(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    options = {**GPT2, **layout}
+    results = run_processes(world, _stops, options, str(tmp_path), expect_exit=[1], timeout=90.0)
+    assert [r for i, r in enumerate(results) if i != 1] == [((1,), True)] * (world - 1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+    return str(path)
+
+
+def _train(text: str, folder: Path, *more: str) -> list[str]:
+    options = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    options += " --global-batch-size 4 --train-iters 8 --sample-tokens 0 --save-interval 2 --backend cpu_ref"
+    return [sys.executable, "-m", "hal.cli", "train", *options.split(), "--text-file", text, *more]
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    return dict(json.loads((folder / "run.json").read_text())["losses"])
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, tmp_path: Path) -> None:
+    layout = ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    subprocess.run([*_train(text, whole, *layout), "--run-dir", str(whole)], check=True, capture_output=True)
+    save = ["--save", str(cut / "save"), "--run-dir", str(cut)]
+    job = subprocess.Popen(
+        [*_train(text, cut, *layout), *save, "--train-iters", "1000", "--lr-decay-iters", "8"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    tracker = cut / "save" / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 60
+    while not tracker.exists():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = subprocess.run(["pgrep", "-f", str(cut)], capture_output=True, text=True).stdout.split()
+    victim = next(int(p) for p in workers if _environment(int(p)).get("RANK") == "1")
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1 and time.monotonic() - began < 20
+    assert stderr.startswith("hal launch: rank 1 failed first (killed by SIGKILL)")
+    at = int(tracker.read_text())
+    assert at >= 2
+    if at >= 8:
+        pytest.skip(f"the run was at iteration {at} when it was killed, beyond the 8 that are compared")
+    subprocess.run([*_train(text, cut, *layout), *save, "--load", str(cut / "save")], check=True, capture_output=True)
+    resumed, straight = _losses(cut), _losses(whole)
+    assert {n: v for n, v in resumed.items() if n > at} == {n: v for n, v in straight.items() if n > at}
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(e.decode(errors="replace").split("=", 1) for e in entries if b"=" in e)
