@@ -3,7 +3,7 @@
 // Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
 // (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
 // and its sum; (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
-// A row that sees nothing (all masked) is all zeros; a NaN or +inf in a visible column makes the visible part NaN.
+// A row that sees nothing (all masked) is all zeros; a visible NaN or +inf makes its row NaN.
 // Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
 // of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp.
 //
@@ -18,6 +18,13 @@ HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_
     if (!causal) return sk;
     int64_t visible = query + sk - sq + 1;
     return visible < 0 ? 0 : (visible < sk ? visible : sk);
+}
+
+// Rounded up to whole vectors where the row has them: the columns in between are masked, which is cheaper than the scalar
+// tail that every causal row would otherwise end in.
+HAL_INLINE int64_t padded_columns(int64_t columns, int64_t sk) {
+    const int64_t padded = (columns + LANES - 1) / LANES * LANES;
+    return padded < sk ? padded : sk;
 }
 
 typedef struct {
@@ -89,12 +96,14 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
                 if (lse) lse[row] = 0;  // not used: y is 0
                 continue;
             }
+            const int64_t padded = padded_columns(columns, sk);
+            for (int64_t j = columns; j < padded; j++) v[j] = -(real)INFINITY;
             real top = -(real)INFINITY;
 #pragma omp simd reduction(max : top)
-            for (int64_t j = 0; j < columns; j++) top = v[j] > top ? v[j] : top;
+            for (int64_t j = 0; j < padded; j++) top = v[j] > top ? v[j] : top;
             real sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < columns; j++) {
+            for (int64_t j = 0; j < padded; j++) {
                 const real shifted = LOAD(in + j) * scale - top;
                 v[j] = v[j] == -(real)INFINITY && top > v[j] ? 0 : RNAME(exp)(shifted);
                 sum += v[j];
@@ -102,8 +111,8 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
 #pragma omp simd
-            for (int64_t j = 0; j < columns; j++) STORE(out + j, v[j] * inverse);
-            memset(out + columns, 0, (size_t)(sk - columns) * sizeof(T));
+            for (int64_t j = 0; j < padded; j++) STORE(out + j, v[j] * inverse);
+            memset(out + padded, 0, (size_t)(sk - padded) * sizeof(T));
         }
     }
 }
@@ -116,7 +125,7 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
         real *p = x_ ? hal_scratch((size_t)sk * sizeof(real)) : 0;
 #pragma omp for schedule(static, 16)
         for (int64_t row = 0; row < rows; row++) {
-            const int64_t columns = visible_columns(causal, row % sq, sq, sk);
+            const int64_t columns = padded_columns(visible_columns(causal, row % sq, sq, sk), sk);
             const T *y = (const T *)y_ + row * sk, *dy = (const T *)dy_ + row * sk;
             T *dx = (T *)dx_ + row * sk;
             real dot;
