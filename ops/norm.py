@@ -44,7 +44,8 @@ def _directed(weights: int) -> list[Sample]:
 
     return [
         call(4, 8),
-        call(3, 1),
+        # One column: the gradient of x is 0, so what is left is its rounding times rstd, which eps bounds.
+        Sample((T((3, 1)), *[T((1,))] * weights), {"eps": 0.01}),
         call(8),
         call(0, 8),
         call(2, 3, 129),
@@ -67,7 +68,7 @@ def _samples(weights: int) -> SearchStrategy[Sample]:
             (T((*lead, width), strided=strided), *[T((width,))] * weights), {"eps": eps}
         ),
         st.lists(st.integers(1, 12), max_size=2),
-        st.integers(1, 150),
+        st.integers(4, 150),  # fewer columns often leave nothing of the gradient but rounding
         st.sampled_from(["", "rows", "last"]),
         st.sampled_from([1e-5, 1e-6, 1e-3]),
     )
