@@ -91,14 +91,14 @@ def test_torchs_gelu_is_the_tanh_form_whatever_is_asked(npu: Npu) -> None:
     assert torch.allclose(got, torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
 
 
-def test_an_operator_that_is_not_in_the_table_fails_by_name() -> None:
+def test_an_operator_that_is_not_in_the_table_fails_by_name(simulated: Npu) -> None:
     done = run("torch.erfinv(torch.rand(3).npu()).cpu()")
     assert done.returncode != 0 and "operator Erfinv" in done.stderr and "operators.table" in done.stderr
     done = run("torch.cdist(torch.rand(3, 2).npu(), torch.rand(3, 2).npu()).cpu()")
     assert done.returncode != 0 and "Cdist" in done.stderr
 
 
-def test_a_stream_error_is_seen_at_synchronisation_and_stays() -> None:
+def test_a_stream_error_is_seen_at_synchronisation_and_stays(simulated: Npu) -> None:
     done = run(
         "x = torch.ones(3).npu(); torch.npu.synchronize(); machine.inject('stream'); y = x + 1\n"
         "for attempt in range(2):\n"
