@@ -20,9 +20,9 @@ def simulated() -> Iterator[Npu]:
     before = dict(os.environ)
     backend = Npu(simulate=True, poison=True)
     backend.build()
-    yield backend
-    os.environ.clear()
+    os.environ.clear()  # what it leaves to child processes is not for other tests
     os.environ.update(before)
+    yield backend
 
 
 @pytest.fixture

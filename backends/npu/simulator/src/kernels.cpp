@@ -124,15 +124,29 @@ Tensor log_softmax(const Tensor& x, int64_t dim, const Tensor& out) {
   return at::log_softmax(x, dim, out.scalar_type());
 }
 
+// The trailing dimensions that `shape` names, counted from the end.
+std::vector<int64_t> tail_of(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> tail(shape.size());
+  std::iota(tail.begin(), tail.end(), -static_cast<int64_t>(shape.size()));
+  return tail;
+}
+
 Three layer_norm(const Tensor& x, const std::vector<int64_t>& shape, const Tensor& weight, const Tensor& bias, double eps) {
-  auto float_or_none = [](const Tensor& t) { return t.defined() ? OptionalTensor(f32(t)) : std::nullopt; };
-  return at::native_layer_norm(f32(x), shape, float_or_none(weight), float_or_none(bias), eps);
+  auto tail = tail_of(shape);
+  Tensor mean = f32(x).mean(tail, true), centred = f32(x) - mean;
+  Tensor rstd = at::rsqrt(centred.square().mean(tail, true) + eps), y = centred * rstd;
+  if (weight.defined()) y = y * f32(weight);
+  if (bias.defined()) y = y + f32(bias);
+  return {y, mean, rstd};
 }
 Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector<int64_t>& shape, const Tensor& mean,
                           const Tensor& rstd, const Tensor& weight, const Tensor& bias, const std::vector<bool>& wanted) {
-  auto float_or_none = [](const Tensor& t) { return t.defined() ? OptionalTensor(f32(t)) : std::nullopt; };
-  return at::native_layer_norm_backward(f32(grad), f32(x), shape, f32(mean), f32(rstd), float_or_none(weight),
-                                        float_or_none(bias), {wanted.at(0), wanted.at(1), wanted.at(2)});
+  auto tail = tail_of(shape);
+  Tensor normal = (f32(x) - f32(mean)) * f32(rstd), g = f32(grad);
+  Tensor gw = weight.defined() ? g * f32(weight) : g;
+  Tensor dx = f32(rstd) * (gw - gw.mean(tail, true) - normal * (gw * normal).mean(tail, true));
+  auto over_rows = [&](const Tensor& t) { return t.reshape({-1, c10::multiply_integers(shape)}).sum(0).reshape(shape); };
+  return {wanted.at(0) ? dx : Tensor(), wanted.at(1) ? over_rows(g * normal) : Tensor(), wanted.at(2) ? over_rows(g) : Tensor()};
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
