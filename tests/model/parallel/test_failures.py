@@ -61,7 +61,7 @@ def text(tmp_path_factory) -> str:
 
 def _train(text: str, folder: Path, *more: str) -> list[str]:
     options = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
-    options += " --global-batch-size 4 --train-iters 8 --sample-tokens 0 --save-interval 2 --backend cpu_ref"
+    options += " --global-batch-size 4 --train-iters 40 --sample-tokens 0 --save-interval 2 --backend cpu_ref"
     return [sys.executable, "-m", "hal.cli", "train", *options.split(), "--text-file", text, *more]
 
 
@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, t
     subprocess.run([*_train(text, whole, *layout), "--run-dir", str(whole)], check=True, capture_output=True)
     save = ["--save", str(cut / "save"), "--run-dir", str(cut)]
     job = subprocess.Popen(
-        [*_train(text, cut, *layout), *save, "--train-iters", "1000", "--lr-decay-iters", "8"],
+        [*_train(text, cut, *layout), *save],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -94,9 +94,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, t
     assert job.returncode == 1 and time.monotonic() - began < 20
     assert stderr.startswith("hal launch: rank 1 failed first (killed by SIGKILL)")
     at = int(tracker.read_text())
-    assert at >= 2
-    if at >= 8:
-        pytest.skip(f"the run was at iteration {at} when it was killed, beyond the 8 that are compared")
+    assert 2 <= at < 40, "killed in the middle"
     subprocess.run([*_train(text, cut, *layout), *save, "--load", str(cut / "save")], check=True, capture_output=True)
     resumed, straight = _losses(cut), _losses(whole)
     assert {n: v for n, v in resumed.items() if n > at} == {n: v for n, v in straight.items() if n > at}
