@@ -14,9 +14,9 @@
 // accumulators; 96 keys make a score tile of 18 KiB, which stays in L1 between the two products while the stores of
 // O^T are paid once per 96 keys (48 keys were some 4 % slower, 128 no faster).
 //
-// Memory traffic per head: K and V are read once per tile of 48 queries (from cache: at most 2 S D elements, packed
+// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles; from cache: at most 2 S D elements, packed
 // once if their rows are far apart or of another type), Q, dO, O once, out and dQ written once; backward adds one read
-// and write of the dK, dV scratch per tile of queries. The S x S matrices never exist. Scratch: per thread packed K and V
+// and write of the dK, dV scratch per 96 queries. The S x S matrices never exist. Scratch: per thread packed K and V
 // of one head (backward: and its dK and dV in float), plus dK and dV of the heads that are cut between threads.
 //
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
@@ -95,9 +95,22 @@ void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t
     *end = rows > 0 && to > from && seq->lo <= seq->hi ? to : *first;
 }
 
+struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit) {
+    const int64_t begin = t0 / FA_SWEEP * FA_SWEEP;
+    struct fa_sweep sweep = {t0, begin + FA_SWEEP < limit ? begin + FA_SWEEP : limit, 0, 0};
+    int64_t first, end;
+    fa_visible(seq, begin * FA_QUERIES, fa_rows(seq, begin), &sweep.first, &end);
+    sweep.end = sweep.first;
+    for (int64_t tile = t0; tile < sweep.t1; tile++) {
+        fa_visible(seq, tile * FA_QUERIES, fa_rows(seq, tile), &first, &end);
+        if (end > sweep.end) sweep.end = end;
+    }
+    return sweep;
+}
+
 static int64_t tile_cost(const struct fa_sequence *seq, int64_t tile) {
-    int64_t first, end, i0 = tile * FA_QUERIES;
-    fa_visible(seq, i0, seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES, &first, &end);
+    int64_t first, end;
+    fa_visible(seq, tile * FA_QUERIES, fa_rows(seq, tile), &first, &end);
     return end - first + 32;  // 32: packing and unpacking a tile of queries takes as long as some 32 keys
 }
 

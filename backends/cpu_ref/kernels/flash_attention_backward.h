@@ -1,10 +1,10 @@
 // Backward pass of one arithmetic kind: see flash_attention.c for the algorithm.
 
 struct backward_space {
-    unit *qt, *dot;         // [units(d)][48] Q^T and dO^T
-    unit *qp, *dop;         // [48 / KU][padded d] Q and dO as units along the queries
+    unit *qt, *dot;         // FA_SWEEP x [units(d)][48] Q^T and dO^T
+    unit *qp, *dop;         // FA_SWEEP x [48 / KU][padded d] Q and dO as units along the queries
     unit *rows;             // [48][padded] a tile of rows
-    real *dqt;              // [d][48]
+    real *dqt;              // FA_SWEEP x [d][48] dQ^T
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
     unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
@@ -105,50 +105,72 @@ struct operands {
     struct operand k, v, kp;
 };
 
-static void backward_tile(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t i0,
-                          int64_t first, int64_t end, const struct operands *o, const struct backward_space *w) {
+// A tile of queries during a sweep over the keys.
+struct backward_state {
+    struct tile t;
+    unit *qt, *dot, *qp, *dop;
+    real *dqt;
+    real shift[FA_QUERIES] __attribute__((aligned(64))), delta[FA_QUERIES] __attribute__((aligned(64)));
+};
+
+static void backward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
+                          const struct backward_space *w, struct backward_state *q) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t d = padded(g->head_size), size = element_size(g->dtype), i0 = tile * FA_QUERIES, which = tile % FA_SWEEP;
+    q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
+    q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * d * FA_QUERIES;
+    q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * d * ROW;
+    q->dqt = w->dqt + which * d * FA_QUERIES;
+    const real *lse = lse_of(call, seq, head) + i0;
+    for (int i = 0; i < FA_QUERIES; i++) {
+        // A query that saw nothing has lse = -inf; with +inf in its place all its probabilities are 0.
+        const int alive = i < q->t.rows && lse[i] != -(real)INFINITY;
+        q->shift[i] = alive ? lse[i] * (real)1.4426950408889634 : (real)INFINITY;
+        q->delta[i] = 0;
+    }
+    const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
+    const char *out = rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
+    row_dots(call, out, dout, q->t.rows, w->buffer, q->delta);
+    pack_tile(call, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, q->t.rows, w, q->qt,
+              q->qp);
+    pack_tile(call, dout, g->dout[1] * size, q->t.rows, w, q->dot, q->dop);
+    memset(q->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
+}
+
+static void backward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
+                          const struct operands *o, const struct backward_space *w, struct backward_state *q) {
     const struct hal_flash_attention *g = call->shape;
     const struct scaling scale = scaling_of(g->scale);
-    const int64_t d = g->head_size, size = element_size(g->dtype), ldp = padded(d), depth = units(d);
-    struct tile t = {.i0 = i0, .rows = (int)(seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES)};
-    const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
-    real shift[FA_QUERIES] __attribute__((aligned(64))), delta[FA_QUERIES] __attribute__((aligned(64)));
-    const real *lse = lse_of(call, seq, head) + i0;
-    for (int q = 0; q < FA_QUERIES; q++) {
-        // A query that saw nothing has lse = -inf; with +inf in its place all its probabilities are 0.
-        shift[q] = q < t.rows && lse[q] != -(real)INFINITY ? lse[q] * (real)1.4426950408889634 : (real)INFINITY;
-        delta[q] = 0;
+    const int64_t d = g->head_size, ldp = padded(d), depth = units(d);
+    struct tile *t = &q->t;
+    if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
+    tile_scores(t, seq, w->bytes, o->k.p, o->k.ld, q->qt, depth, scale.sign, w->s);
+    FOR_RUNS(t, r) {
+        const struct run r = it.r;
+        multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, depth, o->v.p + (k0 + r.k_from) * o->v.ld, o->v.ld,
+                      q->dot + r.v0 * FA_SUB, FA_QUERIES, w->dp + r.k_from * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES);
     }
-    row_dots(call, rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head), dout, t.rows, w->buffer, delta);
-    pack_tile(call, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, t.rows, w, w->qt,
-              w->qp);
-    pack_tile(call, dout, g->dout[1] * size, t.rows, w, w->dot, w->dop);
-    memset(w->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
-    for (t.k0 = first; t.k0 < end; t.k0 += FA_KEYS) {
-        if (!tile_open(&t, w->bytes, call, seq, head, end)) continue;
-        tile_scores(&t, seq, w->bytes, o->k.p, o->k.ld, w->qt, depth, scale.sign, w->s);
-        FOR_RUNS(&t, r) {
-            const struct run r = it.r;
-            multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, depth, o->v.p + (t.k0 + r.k_from) * o->v.ld,
-                          o->v.ld, w->dot + r.v0 * FA_SUB, FA_QUERIES, w->dp + r.k_from * FA_QUERIES + r.v0 * FA_SUB,
-                          FA_QUERIES);
-        }
-        for (int v = 0; v < FA_SUBS; v++)
-            if (t.from[v] < t.to[v]) gradient_columns(&t, v, scale.c, (real)g->dropout_scale, shift, delta, w);
-        FOR_RUNS(&t, r) {
-            const struct run r = it.r;
-            const int64_t keys = r.k_to - r.k_from, key = t.k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
-            const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
-            add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(keys), o->kp.p + key / KU * o->kp.ld, o->kp.ld,
-                        w->ds_pairs + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, w->dqt + r.v0 * FA_SUB,
-                        FA_QUERIES);
-            add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, w->dop + lines, ldp, w->dv + key * ldp, ldp);
-            add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, w->qp + lines, ldp, w->dk + key * ldp, ldp);
-        }
+    for (int v = 0; v < FA_SUBS; v++)
+        if (t->from[v] < t->to[v]) gradient_columns(t, v, scale.c, (real)g->dropout_scale, q->shift, q->delta, w);
+    FOR_RUNS(t, r) {
+        const struct run r = it.r;
+        const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
+        const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
+        add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(keys), o->kp.p + key / KU * o->kp.ld, o->kp.ld,
+                    w->ds_pairs + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, q->dqt + r.v0 * FA_SUB,
+                    FA_QUERIES);
+        add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, q->dop + lines, ldp, w->dv + key * ldp, ldp);
+        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + lines, ldp, w->dk + key * ldp, ldp);
     }
-    for (int q = 0; q < FA_QUERIES; q++) shift[q] = (real)g->scale;
-    char *dq = (char *)rows_of(call->dq, g->dq, g->dtype, seq->batch, seq->q0 + i0, head);
-    write_tile(dq, NULL, g->dq[1] * size, g->dtype, w->dqt, shift, t.rows, d, w->s, w->buffer);
+}
+
+static void backward_close(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
+                           const struct backward_space *w, struct backward_state *q) {
+    const struct hal_flash_attention *g = call->shape;
+    for (int i = 0; i < FA_QUERIES; i++) q->shift[i] = (real)g->scale;
+    char *dq = (char *)rows_of(call->dq, g->dq, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
+    write_tile(dq, NULL, g->dq[1] * element_size(g->dtype), g->dtype, q->dqt, q->shift, q->t.rows, g->head_size, w->s,
+               w->buffer);
 }
 
 // dK and dV rows [from, to) of a head: from the scratch to the tensors.
@@ -168,12 +190,12 @@ static struct backward_space backward_carve(struct carver *c, const struct fa_ca
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
     const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     struct backward_space w = {
-        .qt = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .dot = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .qp = carve(c, d * ROW, sizeof(unit)),
-        .dop = carve(c, d * ROW, sizeof(unit)),
+        .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
+        .dot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
+        .qp = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
+        .dop = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .dqt = carve(c, d * FA_QUERIES, sizeof(real)),
+        .dqt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
         .s = carve(c, tile * FA_QUERIES, sizeof(real)),
         .dp = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .buffer = carve(c, 2 * d, sizeof(real)),
@@ -205,10 +227,10 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     // Keys pass through three frontiers, which only move forward: packed and zeroed just before their first use, flushed
     // after their last one, while they are still in cache. The scratch of a cut head is kept for backward_reduce.
     int64_t packed = -1, zeroed = 0, flushed = 0;
-    for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile++) {
-        const int64_t i0 = tile * FA_QUERIES;
-        int64_t first, end;
-        fa_visible(&seq, i0, seq.sq - i0 < FA_QUERIES ? seq.sq - i0 : FA_QUERIES, &first, &end);
+    struct fa_sweep sweep;
+    for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
+        sweep = fa_sweep(&seq, tile, piece->t1);
+        const int64_t first = sweep.first, end = sweep.end, count = sweep.t1 - sweep.t0;
         if (tile == piece->t0 && piece->slot >= 0) zeroed = first;
         if (tile == piece->t0) piece->k_first = first;
         if (packed < first) packed = first;
@@ -227,8 +249,13 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
             flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, known);
             flushed = known;
         }
-        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++)
-            backward_tile(call, &seq, head, i0, first, end, &o, w);
+        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
+            struct backward_state q[FA_SWEEP];
+            for (int64_t i = 0; i < count; i++) backward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
+            for (int64_t k0 = first; k0 < end; k0 += FA_KEYS)
+                for (int64_t i = 0; i < count; i++) backward_keys(call, &seq, head, k0, &o, w, &q[i]);
+            for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, w, &q[i]);
+        }
     }
     piece->k_end = zeroed;
     if (piece->slot >= 0) return;

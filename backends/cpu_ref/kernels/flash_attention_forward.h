@@ -63,10 +63,14 @@ static real *lse_of(const struct fa_call *call, const struct fa_sequence *seq, i
     return (real *)call->lse + ((call->cu_q ? 0 : seq->batch * g->heads) + head) * g->sq + seq->q0;
 }
 
-// Prepares tile t of queries [t->i0, ...) and the keys at t->k0; returns 0 if it is not needed.
+// Moves tile t to the keys from k0 on; returns 0 if its queries see none of them.
 static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_call *call, const struct fa_sequence *seq,
-                     int64_t head, int64_t end) {
-    t->keys = (int)(end - t->k0 < FA_KEYS ? end - t->k0 : FA_KEYS);
+                     int64_t head, int64_t k0) {
+    int64_t first, end;
+    fa_visible(seq, t->i0, t->rows, &first, &end);
+    if (k0 >= end || k0 + FA_KEYS <= first) return 0;
+    t->k0 = k0;
+    t->keys = (int)(end - k0 < FA_KEYS ? end - k0 : FA_KEYS);
     if (!tile_visible(t, seq)) return 0;
     t->has_mask = call->mask != NULL;
     t->has_keep = call->shape->dropout_threshold > 0;
@@ -78,10 +82,10 @@ static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_c
 }
 
 struct forward_space {
-    unit *qt;       // [units(d)][48] Q^T
+    unit *qt;       // FA_SWEEP x [units(d)][48] Q^T
     unit *rows;     // [48][padded] a tile of rows
     real *s;        // [96][48] scores, then probabilities (as units, in place)
-    real *ot;       // [d][48] O^T
+    real *ot;       // FA_SWEEP x [d][48] O^T
     unit *k, *v;    // packed operands of a head
     struct bytes_tile *bytes;
 };
@@ -136,43 +140,61 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
     }
 }
 
-// One tile of queries of one head.
-static void forward_tile(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t i0,
-                         int64_t first, int64_t end, const struct operand *k, const struct operand *v,
-                         const struct forward_space *w) {
-    const struct hal_flash_attention *g = call->shape;
-    const struct scaling scale = scaling_of(g->scale);
-    const int64_t d = g->head_size, size = element_size(g->dtype), ldr = padded(units(d));
-    struct tile t = {.i0 = i0, .rows = (int)(seq->sq - i0 < FA_QUERIES ? seq->sq - i0 : FA_QUERIES)};
+// A tile of queries during a sweep over the keys.
+struct forward_state {
+    struct tile t;
+    unit *qt;                // [units(d)][48] Q^T
+    real *ot;                // [d][48] O^T
     real m[FA_QUERIES] __attribute__((aligned(64))), l[FA_QUERIES] __attribute__((aligned(64)));
-    for (int q = 0; q < FA_QUERIES; q++) m[q] = -(real)INFINITY, l[q] = 0;
+};
 
-    pack_rows(w->rows, ldr, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, g->dtype,
-              t.rows, d);
-    memset(w->rows + t.rows * ldr, 0, (size_t)((FA_QUERIES - t.rows) * ldr) * sizeof(unit));
-    transpose(w->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
-    memset(w->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
-    for (t.k0 = first; t.k0 < end; t.k0 += FA_KEYS) {
-        if (!tile_open(&t, w->bytes, call, seq, head, end)) continue;
-        tile_scores(&t, seq, w->bytes, k->p, k->ld, w->qt, units(d), scale.sign, w->s);
-        for (int b = 0; b < FA_SUBS; b++)
-            if (t.from[b] < t.to[b]) softmax_columns(&t, b, w->bytes, scale.c, d, w->s, w->ot, m, l);
-        FOR_RUNS(&t, r) {
-            const struct run r = it.r;
-            add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(r.k_to - r.k_from), v->p + (t.k0 + r.k_from) / KU * v->ld,
-                        v->ld, (const unit *)w->s + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES,
-                        w->ot + r.v0 * FA_SUB, FA_QUERIES);
-        }
+static void forward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
+                         const struct forward_space *w, struct forward_state *q) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t d = g->head_size, ldr = padded(units(d)), i0 = tile * FA_QUERIES;
+    q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
+    q->qt = w->qt + tile % FA_SWEEP * padded(d) * FA_QUERIES;
+    q->ot = w->ot + tile % FA_SWEEP * padded(d) * FA_QUERIES;
+    for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
+    pack_rows(w->rows, ldr, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head),
+              g->q[1] * element_size(g->dtype), g->dtype, q->t.rows, d);
+    memset(w->rows + q->t.rows * ldr, 0, (size_t)((FA_QUERIES - q->t.rows) * ldr) * sizeof(unit));
+    transpose(q->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    memset(q->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
+}
+
+static void forward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
+                         const struct operand *k, const struct operand *v, const struct forward_space *w,
+                         struct forward_state *q) {
+    const struct scaling scale = scaling_of(call->shape->scale);
+    const int64_t d = call->shape->head_size;
+    struct tile *t = &q->t;
+    if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
+    tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, w->s);
+    for (int b = 0; b < FA_SUBS; b++)
+        if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, d, w->s, q->ot, q->m, q->l);
+    FOR_RUNS(t, r) {
+        const struct run r = it.r;
+        add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(r.k_to - r.k_from), v->p + (k0 + r.k_from) / KU * v->ld, v->ld,
+                    (const unit *)w->s + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, q->ot + r.v0 * FA_SUB,
+                    FA_QUERIES);
     }
-    real *lse = lse_of(call, seq, head) + i0;
-    const real keep = (real)g->dropout_scale;
-    for (int q = 0; q < t.rows; q++) {
-        lse[q] = l[q] == 0 ? -(real)INFINITY : (real)(m[q] * scale.c * (real)0.6931471805599453) + (real)log(l[q]);
-        l[q] = l[q] == 0 ? 0 : keep / l[q];
+}
+
+static void forward_close(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
+                          const struct forward_space *w, struct forward_state *q) {
+    const struct hal_flash_attention *g = call->shape;
+    const real c = scaling_of(g->scale).c, keep = (real)g->dropout_scale;
+    real *lse = lse_of(call, seq, head) + q->t.i0;
+    for (int i = 0; i < q->t.rows; i++) {
+        const real l = q->l[i];
+        lse[i] = l == 0 ? -(real)INFINITY : (real)(q->m[i] * c * (real)0.6931471805599453) + (real)log(l);
+        q->l[i] = l == 0 ? 0 : keep / l;
     }
-    char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
+    char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
     char *rest = call->rest_w ? call->rest_w + (out - call->out_w) : NULL;
-    write_tile(out, rest, g->out[1] * size, g->dtype, w->ot, l, t.rows, d, w->s, (real *)w->rows);
+    write_tile(out, rest, g->out[1] * element_size(g->dtype), g->dtype, q->ot, q->l, q->t.rows, g->head_size, w->s,
+               (real *)w->rows);
 }
 
 // Carves aligned buffers out of a workspace; with base NULL it only counts.
@@ -190,10 +212,10 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
     const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     return (struct forward_space){
-        .qt = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
         .s = carve(c, tile * FA_QUERIES, sizeof(real)),
-        .ot = carve(c, d * FA_QUERIES, sizeof(real)),
+        .ot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
         .k = carve(c, keys * padded(units(d)), sizeof(unit)),
         .v = carve(c, units(keys) * d, sizeof(unit)),
@@ -208,18 +230,22 @@ static void forward_piece(const struct fa_call *call, const struct fa_piece *pie
     const struct operand k = operand_of(ks, g->k[1], g, 0, w->k), v = operand_of(vs, g->v[1], g, 1, w->v);
     const int64_t group = g->heads / g->kv_heads;
     int64_t packed = -1;
-    for (int64_t tile = piece->t0; tile < piece->t1; tile++) {
-        const int64_t i0 = tile * FA_QUERIES;
-        int64_t first, end;
-        if (seq.sq == 0) break;
-        fa_visible(&seq, i0, seq.sq - i0 < FA_QUERIES ? seq.sq - i0 : FA_QUERIES, &first, &end);
+    struct fa_sweep sweep;
+    for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
+        sweep = fa_sweep(&seq, tile, piece->t1);
         // The visible range only moves forward, so each key is packed once, just before its first use.
-        if (packed < first) packed = first;
-        operand_fill(&k, g, packed, end);
-        operand_fill(&v, g, packed, end);
-        if (packed < end) packed = end & ~(int64_t)1;  // a pair cut by `end` is packed again
-        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++)
-            forward_tile(call, &seq, head, i0, first, end, &k, &v, w);
+        if (packed < sweep.first) packed = sweep.first;
+        operand_fill(&k, g, packed, sweep.end);
+        operand_fill(&v, g, packed, sweep.end);
+        if (packed < sweep.end) packed = sweep.end & ~(int64_t)1;  // a pair cut by the end is packed again
+        for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
+            struct forward_state q[FA_SWEEP];
+            const int64_t count = sweep.t1 - sweep.t0;
+            for (int64_t i = 0; i < count; i++) forward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
+            for (int64_t k0 = sweep.first; k0 < sweep.end; k0 += FA_KEYS)
+                for (int64_t i = 0; i < count; i++) forward_keys(call, &seq, head, k0, &k, &v, w, &q[i]);
+            for (int64_t i = 0; i < count; i++) forward_close(call, &seq, head, w, &q[i]);
+        }
     }
 }
 

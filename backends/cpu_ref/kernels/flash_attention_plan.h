@@ -10,6 +10,7 @@ enum {
     FA_SUBS = FA_QUERIES / FA_SUB,
     FA_KEYS = 96,     // keys of a tile: its scores (96 x 48 floats, 18 KiB) stay in L1
     FA_GROUPS = FA_KEYS / FA_SUB,
+    FA_SWEEP = 2,     // tiles of queries that share a sweep over the keys, whose tiles the second finds in L2
 };
 
 struct fa_call {
@@ -33,6 +34,18 @@ struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);
 // The keys [*first, *end) that some of the `rows` queries from row i0 on can see. *first is even, because bfloat16 keys
 // are multiplied in pairs.
 void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end);
+
+// Tiles [t0, t1) share a sweep over the keys [first, end). Sweeps are counted from tile 0 wherever a head is cut, so that
+// the order of summation, and with it every bit of the output, is the same for any number of threads.
+struct fa_sweep {
+    int64_t t0, t1, first, end;
+};
+struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit);
+
+static inline int64_t fa_rows(const struct fa_sequence *seq, int64_t tile) {
+    const int64_t rows = seq->sq - tile * FA_QUERIES;
+    return rows < FA_QUERIES ? rows : FA_QUERIES;
+}
 
 static inline int64_t fa_tiles(const struct fa_sequence *seq) {
     return seq->sq > 0 ? (seq->sq + FA_QUERIES - 1) / FA_QUERIES : 1;  // an empty one still has to write its gradients
