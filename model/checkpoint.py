@@ -61,6 +61,15 @@ def save(root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str
     return folder
 
 
+def prune(root: Path, keep: int) -> None:
+    """Removes the oldest checkpoints of `root` but the `keep` newest, which include the latest."""
+    folders = sorted(p for p in root.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
+    newest = latest(root)
+    for folder in folders[:-keep]:
+        if int(folder.name[5:]) != newest:
+            shutil.rmtree(folder)
+
+
 def read_state(root: Path) -> tuple[Path, dict[str, Any]]:
     """(folder, state) of the latest checkpoint under `root`, with every file's checksum verified.
 

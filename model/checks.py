@@ -122,6 +122,8 @@ def _ignored(c: Config) -> Iterator[str]:
         ("vocab_size", c.tokenizer_type == "NullTokenizer", "--tokenizer-type NullTokenizer"),
         ("eval_iters", c.eval_interval is not None, "--eval-interval"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
+        ("keep_checkpoint_max", c.save is not None, "--save"),
+        ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]
     for names, read, by in rules:

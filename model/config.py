@@ -169,7 +169,11 @@ class Config:
     # checkpoints, evaluation, logging
     save: str | None = _opt(None, "folder for checkpoints")
     save_interval: int | None = _opt(None, "steps between checkpoints")
+    keep_checkpoint_max: int | None = _opt(None, "how many checkpoints --save keeps; older ones are removed")
     load: str | None = _opt(None, "folder of checkpoints to continue from")
+    no_load_optim: bool = _opt(False, "start the optimizer and its schedule anew, with the loaded weights")
+    no_load_rng: bool = _opt(False, "draw with this run's --seed, whatever the checkpoint was made with")
+    finetune: bool = _opt(False, "take only the weights of --load, and begin at iteration 0")
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation")
     log_interval: int = _opt(10, "steps between log lines")

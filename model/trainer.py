@@ -168,6 +168,13 @@ class Trainer:
         }
 
     def save(self, root: Path) -> Path:
+        """Writes a checkpoint, makes it the latest of `root`, and removes the oldest beyond keep_checkpoint_max."""
+        folder = self.write(root)
+        if self.config.keep_checkpoint_max is not None and self.lead:
+            checkpoint.prune(root, self.config.keep_checkpoint_max)
+        return folder
+
+    def write(self, root: Path) -> Path:
         """Writes a checkpoint and makes it the latest of `root`."""
         return checkpoint.save(root, self.iteration, self.tensors(), self.state())
 
@@ -175,21 +182,28 @@ class Trainer:
         """(folder, state) of the latest checkpoint of `root`."""
         return checkpoint.read_state(root)
 
-    def load_tensors(self, folder: Path) -> None:
-        """Fills the model and the optimizer from a checkpoint's folder."""
-        checkpoint.load_tensors(folder, self.tensors())
+    def load_tensors(self, folder: Path, *, moments: bool) -> None:
+        """Fills the weights and, with `moments`, the optimizer from a checkpoint's folder."""
+        tensors = self.tensors()
+        checkpoint.load_tensors(folder, {n: t for n, t in tensors.items() if moments or "exp_avg" not in n})
 
     def load(self, root: Path) -> None:
-        """Continues from the latest checkpoint of `root`."""
+        """Continues from the latest checkpoint of `root`, as far as the config's load options say."""
+        c = self.config
         folder, state = self.read(root)
-        if tuple(state["rng"]) != self.rng.state():
+        if tuple(state["rng"]) != self.rng.state() and not (c.no_load_rng or c.finetune):
             raise ConfigError(
-                f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed "
-                f"{self.config.seed}; the same seed continues it exactly"
+                f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {c.seed}; the "
+                "same seed continues it exactly, --no-load-rng goes on with the new one"
             )
-        self.load_tensors(folder)
+        self.load_tensors(folder, moments=not (c.no_load_optim or c.finetune))
+        if c.finetune:
+            return
         self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
-        self.skipped, self.optimizer.steps = state["skipped"], state["optimizer_steps"]
+        self.skipped = state["skipped"]
+        if c.no_load_optim:
+            return
+        self.optimizer.steps = state["optimizer_steps"]
         stored = LossScaler(**state["loss_scaler"])
         if stored.dynamic == self.optimizer.scaler.dynamic:
             self.optimizer.scaler = stored

@@ -269,14 +269,15 @@ class ParallelTrainer(Trainer):
             shard = Shard(0)
         return piece(parameter, held, shard, self.mesh.at["tp"], self.plan.layout.tp, self.replicas.rank)
 
-    def save(self, root: Path) -> Path:
+    def write(self, root: Path) -> Path:
         return checkpoint.save(root, self.iteration, self.pieces(mine=True), self.state(), self.mesh.world)
 
     def read(self, root: Path) -> tuple[Path, dict[str, Any]]:
         return checkpoint.read_state(root, self.mesh.world)
 
-    def load_tensors(self, folder: Path) -> None:
-        checkpoint.load_tensors(folder, self.pieces(mine=False))
+    def load_tensors(self, folder: Path, *, moments: bool) -> None:
+        pieces = self.pieces(mine=False)
+        checkpoint.load_tensors(folder, {n: p for n, p in pieces.items() if moments or "exp_avg" not in n})
         optimizer = self.optimizer
         if COPY in optimizer.model and WORD in optimizer.model:
             for held in (optimizer.main, optimizer.exp_avg, optimizer.exp_avg_sq):

@@ -1,0 +1,74 @@
+"""What --load takes from a checkpoint, option by option, and how many checkpoints --save keeps."""
+
+import pytest
+import torch
+
+from hal.model import checkpoint
+from hal.model import train as command
+from hal.model.config import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def backend(cpu_ref):
+    return cpu_ref
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    trainer = command.build(tiny())[0]
+    for _ in range(3):
+        trainer.step()
+    trainer.save(tmp_path)
+    return trainer, tmp_path
+
+
+def weights(trainer):
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_finetune_takes_the_weights_only(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), finetune=True, seed=99))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+    assert (after.iteration, after.consumed, after.optimizer.steps) == (0, 0, 0)
+    assert all(not bool(m.any()) for m in after.optimizer.exp_avg.values())
+
+
+def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), no_load_optim=True))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+    assert (after.iteration, after.consumed) == (before.iteration, before.consumed) and after.optimizer.steps == 0
+    assert all(not bool(m.any()) for m in after.optimizer.exp_avg_sq.values())
+
+
+def test_no_load_rng_goes_on_with_another_seed(saved, tiny):
+    before, root = saved
+    other = command.build(tiny(load=str(root), seed=99))[0]
+    with pytest.raises(ConfigError, match="--no-load-rng goes on"):
+        other.load(root)
+    after = command.build(tiny(load=str(root), seed=99, no_load_rng=True))[0]
+    after.load(root)
+    assert same(weights(after), weights(before)) and after.rng.seed == 99
+    assert same(after.optimizer.exp_avg, before.optimizer.exp_avg) and after.optimizer.steps == 3
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
+    trainer = command.build(tiny(save=str(tmp_path), keep_checkpoint_max=2))[0]
+    for _ in range(4):
+        trainer.step()
+        trainer.save(tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+    assert checkpoint.latest(tmp_path) == 4
+
+
+@pytest.mark.parametrize("options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}])
+def test_options_that_nothing_would_read_are_refused(options, tiny):
+    with pytest.raises(ConfigError, match="would be ignored"):
+        tiny(**options)
