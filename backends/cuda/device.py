@@ -28,10 +28,12 @@ class Cuda(hal.Backend):
 
     name = "cuda"
 
-    def __init__(self, simulate: bool | None = None) -> None:
+    def __init__(self, simulate: bool | None = None, deterministic: bool = False) -> None:
+        """deterministic: torch's attention kernels add up gradients in a fixed order, which is slower."""
         if simulate is None:
             simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = simulate
+        self.deterministic = deterministic
         if simulate:
             torchs = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
             self.stand_ins = dict.fromkeys(torchs, STAND_IN)
@@ -51,6 +53,7 @@ class Cuda(hal.Backend):
         return hal.Probe(True, 1, "simulated: the CUDA kernels run on the CPU", facts)
 
     def build(self) -> None:
+        launch.deterministic = self.deterministic
         if self.simulated:
             launch.set_engine(Simulator(library()))
             return

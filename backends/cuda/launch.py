@@ -36,6 +36,8 @@ class Engine(Protocol):
 
 
 _engine: Engine | None = None
+deterministic = False
+"""Whether torch's attention kernels are asked for gradients that are equal bit for bit from run to run."""
 
 
 def set_engine(engine: Engine) -> None:

@@ -7,8 +7,9 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hal import Rng, ops
 
+from .. import launch
 from ..device import Cuda
 from ..tensors import reasons
 
@@ -106,6 +108,20 @@ def readable(x: Tensor) -> Tensor:
     good = x.stride(-1) == 1 and all(s % lanes == 0 for s in x.stride()[:-1])
     # Not .contiguous(), which returns x itself when only its first element is off the boundary.
     return x if good and (x.is_meta or x.data_ptr() % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def ordered_sums() -> Iterator[None]:
+    """Has torch's backward kernels add in a fixed order, if the backend was made so (they use atomics otherwise)."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not launch.deterministic or before == (True, False):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def sixteen_bit(request: Request, name: str) -> list[str]:
@@ -202,7 +218,8 @@ def register(
         call, ran, *saved = residuals
         if ran:
             assert backward is not None
-            grads: Sequence[Tensor] = backward(call, saved, heads_first(dout, call.layout, call.heads))
+            with ordered_sums():
+                grads: Sequence[Tensor] = backward(call, saved, heads_first(dout, call.layout, call.heads))
         else:
             grads = [torch.zeros_like(x) for x in saved]
         return tuple(as_given(g, call.layout) for g in grads)

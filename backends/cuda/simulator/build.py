@@ -1,8 +1,8 @@
 """Compiles the kernels and cuda_host.h with g++ into one library, cached, and runs kernels from it.
 
 HAL_CUDA_SANITIZE=address,undefined builds it with those sanitizers (the process then needs libasan preloaded, see
-docs/cuda-simulator.md). HAL_CUDA_SEED chooses the thread order. Extra source files replace kernels of the same name:
-that is how tests plant faults.
+docs/cuda-simulator.md). HAL_CUDA_SEED chooses the thread order. Tests compile changed copies of the kernels' folder:
+that is how they plant faults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,8 +43,8 @@ def find_compiler() -> list[str]:
     )
 
 
-def library(replace: Sequence[Path] = ()) -> Path:
-    """The compiled library; compiles it if it is not cached. replace: files used instead of the kernels of their name.
+def library(kernels: Path = KERNELS) -> Path:
+    """The compiled library of the kernels in a folder; compiles what is not cached.
 
     Raises BackendUnavailable when there is no compiler or it fails.
     """
@@ -53,10 +52,9 @@ def library(replace: Sequence[Path] = ()) -> Path:
     flags = [*_FLAGS, "-O2"]
     if sanitize:
         flags += ["-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
-    by_name = {path.name: path for path in [*sorted(KERNELS.glob("*.cu")), *replace]}
-    sources = [HERE / "runtime.cpp", *by_name.values()]
+    sources = [HERE / "runtime.cpp", *sorted(kernels.glob("*.cu"))]
     version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
-    headers = [p.read_bytes() for p in [*sorted(KERNELS.glob("*.h")), HERE / "cuda_host.h"]]
+    headers = [p.read_bytes() for p in [*sorted(kernels.glob("*.h")), HERE / "cuda_host.h"]]
     common = hashlib.sha256(b"\0".join([repr((compiler, version, flags)).encode(), *headers])).hexdigest()
     cache = cache_directory("cuda")
     objects = {s: cache / f"simulator-{s.stem}-{_digest(common.encode(), s.read_bytes())}.o" for s in sources}
@@ -64,7 +62,8 @@ def library(replace: Sequence[Path] = ()) -> Path:
     if not target.exists():
         with locked(cache / "simulator.lock"):
             if not target.exists():
-                _build(compiler, flags, {s: o for s, o in objects.items() if not o.exists()})
+                include = [f"-I{HERE}", f"-I{kernels}"]
+                _build([*compiler, *flags, *include], {s: o for s, o in objects.items() if not o.exists()})
                 part = target.with_suffix(".part")
                 _run([*compiler, *flags, "-shared", *map(str, objects.values()), "-o", str(part)])
                 os.rename(part, target)
@@ -75,15 +74,14 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _build(compiler: list[str], flags: list[str], objects: dict[Path, Path]) -> None:
+def _build(compile: list[str], objects: dict[Path, Path]) -> None:
     """Compiles every source to its object; an object under its final name is complete."""
     if len(objects) > 1:
         print(f"hal: compiling the CUDA kernels for the CPU ({len(objects)} files) ...", file=sys.stderr, flush=True)
 
     def compile_one(source: Path) -> None:
         part = objects[source].with_suffix(".part")
-        include = [f"-I{HERE}", f"-I{KERNELS}"]
-        _run([*compiler, *flags, *include, "-x", "c++", "-c", str(source), "-o", str(part)])
+        _run([*compile, "-x", "c++", "-c", str(source), "-o", str(part)])
         os.rename(part, objects[source])
 
     with ThreadPoolExecutor(2) as pool:

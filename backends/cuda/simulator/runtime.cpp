@@ -2,7 +2,7 @@
 //
 // A fiber is a stack and a saved stack pointer; switching is a dozen instructions on x86-64 and swapcontext elsewhere.
 // AddressSanitizer is told of every switch. A launch that fails abandons its fibers: kernels own nothing.
-#include "../kernels/common.h"
+#include "common.h"
 
 #include <sys/mman.h>
 

@@ -9,7 +9,7 @@ import pytest
 from cuda_helpers import need_compiler
 
 import hal
-from hal.backends.cuda import Cuda, launch
+from hal.backends.cuda import Cuda, compile, launch
 from hal.backends.cuda.simulator.build import Simulator, library
 
 
@@ -31,14 +31,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 @pytest.fixture
-def simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Simulator]:
-    """Makes a simulator whose kernel file `name` has another text, and the engine of this test."""
+def simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simulator]:
+    """Makes a simulator of common.h, the kernel files named in `keep`, and the files given as {name: text}."""
     need_compiler()
 
-    def make(name: str, text: str) -> Simulator:
-        source = tmp_path / name
-        source.write_text(text)
-        engine = Simulator(library([source]))
+    def make(files: dict[str, str], keep: tuple[str, ...] = ()) -> Simulator:
+        for path in compile.KERNELS.iterdir():
+            if path.name in ("common.h", *keep):
+                (tmp_path / path.name).write_text(path.read_text())
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        engine = Simulator(library(tmp_path))
         monkeypatch.setattr(launch, "_engine", engine)
         return engine
 

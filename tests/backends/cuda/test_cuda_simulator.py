@@ -9,8 +9,7 @@ import torch
 from cuda_helpers import run_python, sanitizer_environment
 
 import hal
-from hal import testing
-from hal.backends.cuda import compile, launch
+from hal.backends.cuda import Cuda, compile, launch
 
 HEAD = '#include "common.h"\n'
 
@@ -27,8 +26,7 @@ def run_kernel(kernel: str, *parameters, threads: int = 64, grid=(1, 1), shared:
 
 
 def test_shuffles_votes_barriers_and_atomics(simulator):
-    simulator(
-        "probe.cu",
+    source = (
         HEAD
         + """
 __global__ void probe(float *out) {
@@ -41,8 +39,9 @@ __global__ void probe(float *out) {
     atomicAdd(out + 320, 1.0f);
 }
 EXPORT(probe)
-""",
+"""
     )
+    simulator({"probe.cu": source})
     out = torch.zeros(321)
     run_kernel("probe", out.data_ptr())
     lane = torch.arange(64) % 32
@@ -73,7 +72,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_reported_with_its_line(simulator, name):
     body, message = WRONG[name]
-    simulator("probe.cu", HEAD + "__global__ void probe(float *out) {\n out[0] = 0;\n" + body + "\n}\nEXPORT(probe)\n")
+    source = HEAD + "__global__ void probe(float *out) {\n out[0] = 0;\n" + body + "\n}\nEXPORT(probe)\n"
+    simulator({"probe.cu": source})
     out = torch.zeros(4)
     with pytest.raises(hal.HalError, match=message) as error:
         run_kernel("probe", out.data_ptr())
@@ -102,10 +102,10 @@ def test_wrong_parameters_and_unknown_kernels_are_refused(simulated):
 
 
 def test_the_order_of_threads_is_random_and_the_results_are_not(simulator):
-    engine = simulator(
-        "probe.cu",
-        HEAD + "__global__ void probe(float *out) { out[1 + threadIdx.x] = atomicAdd(out, 1.0f); }\nEXPORT(probe)\n",
+    source = (
+        HEAD + "__global__ void probe(float *out) { out[1 + threadIdx.x] = atomicAdd(out, 1.0f); }\nEXPORT(probe)\n"
     )
+    engine = simulator({"probe.cu": source}, keep=("reduce.cu",))
     orders, sums = set(), set()
     for _ in range(4):
         out = torch.zeros(65)
@@ -118,10 +118,8 @@ def test_the_order_of_threads_is_random_and_the_results_are_not(simulator):
 
 
 def test_uninitialised_shared_memory_is_nan(simulator):
-    simulator(
-        "probe.cu",
-        HEAD + "__global__ void probe(float *out) { DYNAMIC_SHARED(float, s); out[0] = s[0]; }\nEXPORT(probe)\n",
-    )
+    source = HEAD + "__global__ void probe(float *out) { DYNAMIC_SHARED(float, s); out[0] = s[0]; }\nEXPORT(probe)\n"
+    simulator({"probe.cu": source})
     out = torch.zeros(1)
     run_kernel("probe", out.data_ptr(), shared=128)
     assert out.isnan().all()
@@ -142,27 +140,35 @@ def test_conversions_are_torchs(simulated):
         torch.testing.assert_close(copy, values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+BARRIERS = {
+    "none": ("common.h", ""),
+    "before the sums of other warps are read": ("common.h", "    __syncthreads();\n    Floats<N> result;"),
+    "before the next reduction overwrites them": ("common.h", "    __syncthreads();\n    return result;"),
+    "between the pieces and their total": ("reduce.cu", "        __syncthreads();\n        if (warp == 0"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "op", "old"),
-    [
-        ("reduce.cu", "bias_dropout_add", "        __syncthreads();\n        if (warp == 0"),
-        ("reduce.cu", "swiglu", "        }\n        __syncthreads();\n"),
-    ],
-)
-def test_a_missing_barrier_is_caught(simulator, file, op, old):
-    simulator(file, planted(file, old, old.replace("__syncthreads();", "")))
-    backend = hal.backends.cuda.Cuda(simulate=True)
-    with hal.activated(backend):
-        report = testing.run(backend, ops=[op], examples=0)
-    assert not report.ok and any("gradient of bias" in row.message for row in report.failed)
+@pytest.mark.parametrize("fault", BARRIERS)
+def test_a_missing_barrier_is_caught(simulator, fault):
+    """Wrong numbers, as on a GPU, but every time: rows of several warps, and several rows to a block."""
+    file, old = BARRIERS[fault]
+    files = {file: planted(file, old, old.replace("__syncthreads();", ""))} if old else {}
+    simulator(files, keep=("norm.cu", "reduce.cu"))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((40, 1000), (1000,), (1000,))]
+    dy = torch.randn(40, 1000)
+    with hal.activated(Cuda(simulate=True)):
+        found = torch.autograd.grad(hal.ops.layer_norm(*inputs), inputs, dy)
+    exact = torch.autograd.grad(hal.ops.layer_norm.reference(*inputs), inputs, dy)
+    sound = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found, exact))
+    assert sound == (fault == "none")
 
 
 SANITIZED = """
 import pathlib, sys, torch, hal
 from hal.backends.cuda import Cuda, launch
 from hal.backends.cuda.simulator.build import Simulator, library
-launch.set_engine(Simulator(library([pathlib.Path(p) for p in sys.argv[1:]])))
+launch.set_engine(Simulator(library(pathlib.Path(sys.argv[1]))))
 with hal.activated(Cuda(simulate=True)):
     x = torch.randn(3, 1, 5, 7)
     y = hal.ops.scale_mask_softmax(x, None, 1.0, True)
@@ -188,9 +194,11 @@ print("finished")
 )
 def test_an_access_out_of_bounds_is_caught(tmp_path, old, new, found):
     env = sanitizer_environment()
-    source = tmp_path / "softmax.cu"
-    source.write_text(planted("softmax.cu", old, new) if old else (compile.KERNELS / "softmax.cu").read_text())
-    done = run_python(f"import sys; sys.argv[1:] = [{str(source)!r}]\n{SANITIZED}", env=env)
+    for name in ("common.h", "norm.cu", "softmax.cu"):
+        (tmp_path / name).write_text((compile.KERNELS / name).read_text())
+    if old:
+        (tmp_path / "softmax.cu").write_text(planted("softmax.cu", old, new))
+    done = run_python(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{SANITIZED}", env=env)
     if not found:
         assert done.returncode == 0 and "finished" in done.stdout, done.stderr
         return

@@ -1,0 +1,205 @@
+"""`make gpu`: everything that needs an NVIDIA GPU, into docs/verified/cuda-<device>.json and .md.
+
+The parity table of the cuda backend, benchmark ratios (gpu_cases.py), and a training run whose losses must follow
+cpu_ref's. Exit code 0 if parity and training hold, 1 if not, 2 without a GPU. Ratios are reported, not judged, except
+that the report marks what misses its goal: 85 % of the measured copy bandwidth, and no peer of torch's faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hal
+
+VERIFIED = Path(__file__).resolve().parent.parent / "docs" / "verified"
+ROUNDS, SECONDS = 9, 0.05
+GOAL_OF_BANDWIDTH = 0.85
+TRAIN = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
+    " --micro-batch-size 8 --global-batch-size 8 --train-iters 40 --lr 1e-3 --bf16 --attention-dropout 0.1"
+    " --hidden-dropout 0.1 --swiglu --tokenizer-type ByteTokenizer"
+)
+TRAIN_TOLERANCE = 0.05
+"""Largest difference of losses over 40 steps: roundings that differ grow slowly, a wrong kernel leaves this at once."""
+
+
+def seconds_per_call(call: Callable[[], object], count: int) -> float:
+    """Of `count` calls queued one after the other, by the device's clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device copy of 1 GiB, read and write counted; memory-bound kernels are held against it."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds_per_call(lambda: target.copy_(source), 3)
+    return 2 * source.numel() / min(seconds_per_call(lambda: target.copy_(source), 10) for _ in range(5))
+
+
+def measure(case: Any, bandwidth: float) -> Iterable[dict[str, Any]]:
+    """Rows {name, shape, peer, ratio_median, ratio_min, ratio_max, ceiling, share_of_ceiling, seconds} of one case."""
+    runnable, absent = {}, {}
+    for name, call in case.calls.items():
+        try:
+            call()
+            call()
+            torch.cuda.synchronize()
+            runnable[name] = (call, max(1, round(SECONDS / max(seconds_per_call(call, 1), 1e-6))))
+        except (RuntimeError, hal.HalError) as error:
+            if name == "ours":
+                raise
+            absent[name] = str(error).strip().splitlines()[0]
+    rounds = [{n: seconds_per_call(c, k) for n, (c, k) in runnable.items()} for _ in range(ROUNDS)]
+    mine = statistics.median(r["ours"] for r in rounds)
+    share = case.bytes / mine / bandwidth if case.bytes else None
+    for peer in runnable:
+        if peer == "ours":
+            continue
+        ratios = sorted(r[peer] / r["ours"] for r in rounds)
+        yield {
+            "name": case.name,
+            "shape": case.shape,
+            "peer": peer,
+            "ratio_median": statistics.median(ratios),
+            "ratio_min": ratios[0],
+            "ratio_max": ratios[-1],
+            "seconds": mine,
+            "ceiling": "device copy" if share is not None else "",
+            "share_of_ceiling": share,
+        }
+    for peer, reason in absent.items():
+        yield {"name": case.name, "shape": case.shape, "peer": peer, "absent": reason}
+
+
+def parity() -> list[dict[str, Any]]:
+    """The conformance kit on the device, with the deterministic variants of torch's backward kernels."""
+    from hal import testing
+
+    report = testing.run(hal.use("cuda", deterministic=True), on_row=lambda row: print(row, flush=True))
+    return [row.as_json() for row in report.rows]
+
+
+def train() -> dict[str, Any]:
+    """Losses of the same run on cuda and on cpu_ref, and their largest difference."""
+    losses = {}
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        text.write_text("".join(f"{i} squared is {i * i}. " for i in range(20000)))
+        for backend in ("cuda", "cpu_ref"):
+            run_dir = Path(folder) / backend
+            command = [sys.executable, "-m", "hal.cli", "train", "--backend", backend, *TRAIN.split()]
+            subprocess.run([*command, "--text-file", str(text), "--run-dir", str(run_dir)], check=True)
+            losses[backend] = [loss for _, loss in json.loads((run_dir / "run.json").read_text())["losses"]]
+    worst = max(abs(a - b) for a, b in zip(losses["cuda"], losses["cpu_ref"]))
+    return {"command": TRAIN, "losses": losses, "worst_difference": worst, "tolerance": TRAIN_TOLERANCE}
+
+
+def missed(row: dict[str, Any]) -> str:
+    """What goal a row misses; "" if none."""
+    if "absent" in row:
+        return ""
+    found = []
+    share = row["share_of_ceiling"]
+    if share is not None and share < GOAL_OF_BANDWIDTH:
+        found.append(f"{share:.0%} of copy bandwidth, goal {GOAL_OF_BANDWIDTH:.0%}")
+    if row["name"].startswith("attention") and not row["peer"].startswith("cuda/") and row["ratio_median"] < 0.98:
+        found.append("torch's kernel is faster")
+    return "; ".join(found)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The report for people."""
+    about = [f"- {name}: {value}" for name, value in result["machine"].items()]
+    lines = [f"# cuda on {result['machine']['device']}", "", *about, "", "## Parity", ""]
+    lines += ["| op | dtype | implementation | status | calls | worst (tolerances) |", "|---|---|---|---|---|---|"]
+    for r in result["parity"]:
+        worst = r["worst_error_in_tolerances"]
+        shown = worst if worst is None or isinstance(worst, str) else f"{worst:.3g}"
+        lines.append(f"| {r['op']} | {r['dtype']} | {r['implementation']} | {r['status']} | {r['samples']} | {shown} |")
+    lines += ["", "## Ratios (above 1: ours is faster)", ""]
+    lines += [
+        "| what | shape | peer | ratio | min..max | ours | of copy bandwidth | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in result["benchmarks"]:
+        if "absent" in r:
+            lines.append(f"| {r['name']} | {r['shape']} | {r['peer']} | cannot run: {r['absent']} | | | | |")
+            continue
+        share = "" if r["share_of_ceiling"] is None else f"{r['share_of_ceiling']:.0%}"
+        lines.append(
+            f"| {r['name']} | {r['shape']} | {r['peer']} | {r['ratio_median']:.2f} | "
+            f"{r['ratio_min']:.2f}..{r['ratio_max']:.2f} | {r['seconds'] * 1e6:.1f} us | {share} | {missed(r)} |"
+        )
+    t = result["training"]
+    lines += ["", "## Training", "", f"`hal train {t['command']}`, cuda against cpu_ref: losses differ by at most "]
+    lines[-1] += f"{t['worst_difference']:.4f} over {len(t['losses']['cuda'])} steps (allowed {t['tolerance']})."
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs everything; exit code 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m hal.bench.gpu", description=__doc__)
+    parser.parse_args(argv)
+    try:
+        hal.use("cuda", simulate=False)
+    except hal.HalError as error:
+        print(f"make gpu: {error}", file=sys.stderr)
+        return 2
+    from . import gpu_cases
+
+    began = time.monotonic()
+    device = torch.cuda.get_device_name()
+    found_parity = parity()
+    hal.use("cuda", simulate=False)
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for cases in (gpu_cases.kernels, gpu_cases.attention, gpu_cases.train_step):
+        for case in cases():
+            for row in measure(case, bandwidth):
+                rows.append(row)
+                print(row, flush=True)
+            torch.cuda.empty_cache()
+    result = {
+        "machine": {
+            "device": device,
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda,
+            "copy bandwidth (GB/s)": round(bandwidth / 1e9),
+            "seconds taken": round(time.monotonic() - began),
+        },
+        "parity": found_parity,
+        "benchmarks": rows,
+        "training": train(),
+    }
+    VERIFIED.mkdir(parents=True, exist_ok=True)
+    target = VERIFIED / f"cuda-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
+    target.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    target.with_suffix(".md").write_text(markdown(result))
+    print(f"wrote {target}.json and {target}.md")
+    failed = [r for r in found_parity if r["status"] == "fail"]
+    follows = result["training"]["worst_difference"] <= TRAIN_TOLERANCE
+    return 0 if not failed and follows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

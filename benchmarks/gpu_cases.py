@@ -1,0 +1,249 @@
+"""What `make gpu` measures: attention against every kernel of torch's, own kernels against eager and compiled torch.
+
+Ours and the peers take the same tensors. Bytes are what must move at least once: inputs read, outputs written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hal
+from hal import Rng, ops
+
+Call = Callable[[], object]
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+TOKENS, HEADS, KV_HEADS, SIZE, WINDOW = 32768, 16, 4, 128, 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: calls by name, "ours" among them; bytes that one call must move (0: not bound by memory)."""
+
+    name: str
+    shape: str
+    calls: dict[str, Call]
+    bytes: int = 0
+
+
+def _training(function: Callable[..., Tensor], inputs: Sequence[Tensor], wanted: int) -> Call:
+    """Forward and backward; `wanted`: how many of the inputs, from the first, get a gradient."""
+    leaves = [x.detach().requires_grad_(i < wanted) for i, x in enumerate(inputs)]
+    dy = torch.randn_like(function(*leaves).detach())
+    return lambda: torch.autograd.grad(function(*leaves), leaves[:wanted], dy)
+
+
+def _both(
+    name: str, shape: str, functions: dict[str, Callable[..., Tensor]], inputs: Sequence[Tensor], wanted: int, size: int
+) -> Iterator[Case]:
+    """A case for the forward pass and one for forward and backward. size: bytes of the forward pass."""
+
+    def forward(function: Callable[..., Tensor]) -> Call:
+        def run() -> Tensor:
+            with torch.no_grad():
+                return function(*inputs)
+
+        return run
+
+    yield Case(f"{name} fwd", shape, {n: forward(f) for n, f in functions.items()}, size)
+    yield Case(f"{name} fwd+bwd", shape, {n: _once(f, inputs, wanted) for n, f in functions.items()}, 0)
+
+
+def _once(function: Callable[..., Tensor], inputs: Sequence[Tensor], wanted: int) -> Call:
+    """`_training`, made when it is first called: a peer that cannot run says so then."""
+    made: list[Call] = []
+
+    def run() -> object:
+        if not made:
+            made.append(_training(function, inputs, wanted))
+        return made[0]()
+
+    return run
+
+
+def _peer(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return run
+
+
+def _flex(length: int, window: int | None) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        causal = j <= i
+        return causal if window is None else causal & (j >= i - window)
+
+    blocks = create_block_mask(visible, None, None, length, length, "cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=True)
+
+
+def attention() -> Iterator[Case]:
+    """Causal, and causal with a window; bfloat16, grouped-query heads; [b, n, s, d] for everybody."""
+    for length in LENGTHS:
+        b = max(1, TOKENS // length)
+        q, k, v = (
+            torch.randn(b, n, length, SIZE, dtype=torch.bfloat16, device="cuda") for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        shape = f"b{b} n{HEADS}/{KV_HEADS} s{length} d{SIZE} bf16"
+        for window in (None, WINDOW):
+
+            def ours(q: Tensor, k: Tensor, v: Tensor, window: int | None = window, pin: str | None = None) -> Tensor:
+                call = {"layout": "BNSD", "pre_tokens": window, "next_tokens": 0}
+                if pin is None:
+                    return ops.flash_attention(q, k, v, **call)  # type: ignore[arg-type, return-value]
+                with hal.policy(pin={"flash_attention": pin}):
+                    return ops.flash_attention(q, k, v, **call)  # type: ignore[arg-type, return-value]
+
+            functions: dict[str, Callable[..., Tensor]] = {"ours": ours}
+            for impl in hal.backend().impls["flash_attention"]:
+                if impl.id != "cuda/unfused":  # it would need s x s memory
+                    functions[impl.id] = lambda q, k, v, w=window, i=impl.id: ours(q, k, v, w, i)
+            functions["flex_attention"] = _flex(length, window)
+            if window is None:
+                functions["SDPA flash"] = _peer(SDPBackend.FLASH_ATTENTION, True)
+                functions["SDPA cuDNN"] = _peer(SDPBackend.CUDNN_ATTENTION, True)
+                functions["SDPA efficient"] = _peer(SDPBackend.EFFICIENT_ATTENTION, True)
+            name = "attention causal" if window is None else f"attention window {window}"
+            yield from _both(name, shape, functions, (q, k, v), 3, 0)
+
+
+def _op_case(
+    name: str, op: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], wanted: int
+) -> Iterator[Case]:
+    shape = f"{'x'.join(map(str, inputs[0].shape))} {str(inputs[0].dtype).removeprefix('torch.')}"
+    with torch.no_grad():
+        out = op(*inputs)
+    size = sum(x.numel() * x.element_size() for x in (*inputs, out))
+    functions = {"ours": op, "eager": plain, "compile": torch.compile(plain, dynamic=False)}
+    yield from _both(name, shape, functions, inputs, wanted, size)
+
+
+def kernels() -> Iterator[Case]:
+    """Every own kernel at the sizes of a 7B model, bfloat16; peers: the ops' references and torch's own layers."""
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    rows, h = 8192, 4096
+    x, w = normal(rows, h), normal(h)
+    yield from _op_case("layer_norm", ops.layer_norm, lambda x, w, b: F.layer_norm(x, (h,), w, b), (x, w, w), 3)
+    yield from _op_case("rms_norm", ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-5), (x, w), 2)
+    wide = normal(rows, 2 * 11008)
+    yield from _op_case("swiglu", ops.swiglu, ops.swiglu.reference, (wide,), 1)
+    yield from _op_case("geglu", ops.geglu, ops.geglu.reference, (wide,), 1)
+    yield from _op_case(
+        "bias_gelu",
+        ops.bias_gelu,
+        lambda x, b: F.gelu(x + b, approximate="tanh"),
+        (normal(rows, 4 * h), normal(4 * h)),
+        2,
+    )
+    rng = Rng(1)
+    yield from _op_case(
+        "bias_dropout_add",
+        lambda x, b, r: ops.bias_dropout_add(x, b, r, p=0.1, rng=rng),
+        lambda x, b, r: r + F.dropout(x + b, 0.1),
+        (x, w, normal(rows, h)),
+        3,
+    )
+    yield from _op_case("dropout", lambda x: ops.dropout(x, 0.1, rng), lambda x: F.dropout(x, 0.1), (x,), 1)
+    scores = normal(4, 16, 2048, 2048)
+    yield from _op_case(
+        "scale_mask_softmax",
+        lambda x: ops.scale_mask_softmax(x, None, 0.1, True),
+        lambda x: ops.scale_mask_softmax.reference(x, None, 0.1, True),
+        (scores,),
+        1,
+    )
+    heads, angle = normal(4096, 2, 32, 128), torch.rand(4096, 64, device="cuda")
+    yield from _op_case("rotary", ops.rotary, ops.rotary.reference, (heads, angle.cos(), angle.sin()), 1)
+    target = torch.randint(50257, (4096,), device="cuda")
+    for v in (50257, 50304):  # rows off and on 16-byte boundaries
+        yield from _op_case(
+            "cross_entropy",
+            lambda z: ops.cross_entropy(z, target),
+            lambda z: F.cross_entropy(z.float(), target, reduction="none"),
+            (normal(4096, v),),
+            1,
+        )
+    yield from _optimizer()
+
+
+def _optimizer() -> Iterator[Case]:
+    """Lists of 200 tensors in training's mixture of dtypes: float32 states, bfloat16 gradients and model copies."""
+    sizes = [4_000_000] * 100 + [4096] * 100
+    p, m, v = ([torch.zeros(n, device="cuda") for n in sizes] for _ in range(3))
+    g = [torch.randn(n, device="cuda").bfloat16() for n in sizes]
+    copies = [torch.empty_like(x) for x in g]
+    leaves = [torch.nn.Parameter(x.clone()) for x in p]
+    for leaf, grad in zip(leaves, g):
+        leaf.grad = grad.float()
+    fused = torch.optim.AdamW(leaves, lr=1e-4, fused=True)
+    elements = sum(sizes)
+    yield Case(
+        "adamw",
+        f"{elements} elements in {len(sizes)} tensors",
+        {
+            "ours": lambda: ops.adamw(p, g, m, v, step=3, lr=1e-4, model_params=copies),
+            "torch fused (float32 grads, no bf16 copy)": lambda: fused.step(),
+        },
+        elements * (3 * 8 + 2 + 2),
+    )
+    norm = {"ours": lambda: ops.l2norm(g), "torch": lambda: torch.nn.utils.get_total_norm(g)}
+    yield Case("l2norm", f"{elements} elements bf16", dict(norm), elements * 2)
+    check = {
+        "ours": lambda: ops.unscale_and_check(g, 1.0),
+        "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(
+            g, torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+        ),
+    }
+    yield Case("unscale_and_check", f"{elements} elements bf16", dict(check), elements * 4)
+
+
+def train_step() -> Iterator[Case]:
+    """HAL's GPT against the same model in plain torch, eager and compiled: 12 layers, hidden 1024, S 1024, bfloat16."""
+    from hal.model.config import Config
+    from hal.model.gpt import GPT
+    from hal.model.optimizer import Optimizer
+
+    from .plain_gpt import PlainGPT, step_of
+
+    layers, hidden, heads, length, batch, vocabulary = 12, 1024, 16, 1024, 8, 50304
+    ids = torch.randint(vocabulary, (batch, length + 1), device="cuda")
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    config = Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=length,
+        micro_batch_size=batch,
+        vocab_size=vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        clip_grad=0.0,
+        bf16=True,
+    )
+    model = GPT(config, hal.device())
+    optimizer = Optimizer(config, dict(model.named_parameters()))
+
+    def ours() -> None:
+        optimizer.zero_grad()
+        model.loss(model(tokens), labels).backward()
+        optimizer.step(1e-4, 0.0)
+
+    def plain(compiled: bool) -> Call:
+        peer = PlainGPT(vocabulary, length, layers, hidden, heads).cuda()
+        return step_of(peer, tokens, labels, bf16=True, compiled=compiled)
+
+    shape = f"L{layers} H{hidden} S{length} B{batch} bf16"
+    yield Case("training step", shape, {"ours": ours, "torch": plain(False), "torch.compile": plain(True)})
