@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,12 +50,15 @@ LLAMA = {
 }
 
 
+@dataclass
 class Tokens:
-    """A split whose sample n is random tokens drawn from n."""
+    """A split whose sample n is `length` random tokens drawn from n."""
+
+    length: int
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         rows = [
-            torch.randint(0, VOCABULARY, (17,), generator=torch.Generator().manual_seed(n))
+            torch.randint(0, VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(n))
             for n in range(first, first + count)
         ]
         ids = torch.stack(rows)
@@ -65,7 +69,7 @@ def trainer(options: dict[str, Any]) -> Trainer:
     """The trainer of this process: parallel where a launcher described a world."""
     hal.use("cpu_ref")
     config = build(options)
-    data: Any = {"train": Tokens(), "valid": Tokens()}
+    data: Any = {name: Tokens(config.seq_length) for name in ("train", "valid")}
     plan = make_plan(config, world_size(config))
     if plan.layout.world == 1:
         return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data)
