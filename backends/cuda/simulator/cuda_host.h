@@ -1,7 +1,8 @@
 // CUDA's execution model on a CPU, for the kernels of ../kernels, compiled as ordinary C++ by g++.
 //
-// Each CUDA thread is a fiber. The threads of a block take turns in random order; each runs until it waits at a barrier or
-// in a warp operation, so whoever relies on a barrier that is not there reads what has not been written yet. Reported as
+// Each CUDA thread is a fiber. The threads of a block take turns in random order, often with warps or threads that run ahead
+// of the others; each runs until it waits at a barrier or in a warp operation, so whoever relies on a barrier that is not
+// there reads what has not been written yet, or what has been overwritten already. Reported as
 // errors: a barrier that not all threads of the block reach at the same place, a warp operation that not all lanes of its
 // mask reach, a shuffle from a lane outside the mask, a launch a GPU would refuse. Memory is the process's own, so
 // AddressSanitizer sees every access to tensors and shared memory. What this does not model: docs/cuda-simulator.md.

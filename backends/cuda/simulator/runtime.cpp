@@ -1,4 +1,4 @@
-// The scheduler behind cuda_host.h: fibers for the threads of a block, one block after the other, in random order.
+// The scheduler behind cuda_host.h: fibers for the threads of a block, one block after the other, in random turns.
 //
 // A fiber is a stack and a saved stack pointer; switching is a dozen instructions on x86-64 and swapcontext elsewhere.
 // AddressSanitizer is told of every switch. A launch that fails abandons its fibers: kernels own nothing.
@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -45,7 +46,8 @@ struct Fiber {
 };
 
 std::vector<Fiber> fibers;
-std::vector<u32> ready;
+std::vector<u64> ready;  // a heap: the least (rank << 32 | thread) runs next
+std::vector<u32> ranks;
 u32 current = 0;
 const std::function<void()> *body = nullptr;
 std::string error;
@@ -56,6 +58,32 @@ u32 random_below(u32 n) {
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
     return (u32)((random_state >> 32) * n >> 32);
+}
+
+// Fair random turns would let every thread move before any gets far ahead, and hide a barrier that is missing between
+// two uses of one piece of shared memory. So most blocks have favourites, which run as far as they can before others move.
+enum class Turns { random, favourite_warps, favourite_threads };
+Turns turns = Turns::random;
+
+void choose_turns() {
+    turns = static_cast<Turns>(random_below(3));
+    ranks.resize(block_size.x);
+    for (u32 &rank : ranks) rank = random_below(1u << 30);
+}
+
+void make_ready(u32 id) {
+    const u32 rank = turns == Turns::random            ? random_below(1u << 30)
+                     : turns == Turns::favourite_warps ? ranks[id / 32 * 32] / 1024 * 1024 + random_below(1024)
+                                                       : ranks[id];
+    ready.push_back((u64)rank << 32 | id);
+    std::push_heap(ready.begin(), ready.end(), std::greater<>());
+}
+
+u32 take_ready() {
+    std::pop_heap(ready.begin(), ready.end(), std::greater<>());
+    const u32 id = (u32)ready.back();
+    ready.pop_back();
+    return id;
 }
 
 void run_fiber();
@@ -192,7 +220,7 @@ bool complete_warp(u32 id) {
     for (u32 lane = 0; lane < 32; lane++)
         if (first.mask >> lane & 1) {
             fibers[base + lane].state = State::ready;
-            ready.push_back(base + lane);
+            make_ready(base + lane);
         }
     return true;
 }
@@ -226,7 +254,7 @@ bool open_barrier() {
     for (u32 id = 0; id < block_size.x; id++) {
         fibers[id].result = vote;
         fibers[id].state = State::ready;
-        ready.push_back(id);
+        make_ready(id);
     }
     return true;
 }
@@ -235,10 +263,11 @@ void run_block(u32 shared) {
     // All-ones bytes are NaN: a kernel that reads shared memory before writing it shows.
     std::memset(dynamic_shared, 0xff, shared);
     ready.clear();
+    choose_turns();
     for (u32 id = 0; id < block_size.x; id++) {
         prepare(fibers[id]);
         fibers[id].state = State::ready;
-        ready.push_back(id);
+        make_ready(id);
     }
     u32 done = 0;
     while (error.empty() && done < block_size.x) {
@@ -246,9 +275,7 @@ void run_block(u32 shared) {
             if (!open_barrier()) return;
             continue;
         }
-        const u32 pick = random_below((u32)ready.size()), id = ready[pick];
-        ready[pick] = ready.back();
-        ready.pop_back();
+        const u32 id = take_ready();
         to_fiber(id);
         if (fibers[id].state == State::done) done++;
         if (fibers[id].state == State::warp) complete_warp(id);
