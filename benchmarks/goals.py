@@ -60,7 +60,8 @@ RATIOS = [  # the first that matches counts
     Goal("scale_mask_softmax fwd+bwd", "*", "eager", 4.0, "pooled"),
     Goal("cross_entropy fwd+bwd", "*", "eager", 15.0, "default"),
     Goal("cross_entropy fwd+bwd", "*", "eager", 3.0, "pooled"),
-    Goal("cross_entropy memory", "*", "two buffers of logits", 1.8),
+    # Twice would be none at all; the code that a first call touches counts too. A second buffer would give less than 1.
+    Goal("cross_entropy memory", "*", "two buffers of logits", 1.5),
     Goal("layer_norm fwd+bwd", "*", "eager", 4.0, "default"),
     Goal("rms_norm fwd+bwd", "*", "eager", 15.0, "default"),
     Goal("swiglu fwd+bwd", "*", "eager", 6.0, "default"),

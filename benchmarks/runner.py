@@ -22,6 +22,7 @@ class Found:
 
     rows: list[Row] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def misses(self) -> list[str]:
@@ -44,30 +45,50 @@ def run(
     backend: str,
     *,
     peers: Sequence[str] = (),
-    only: str = "",
+    only: Sequence[str] = (),
     one_thread: bool = False,
     effort: Effort | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """Measures the suites on `backend`.
 
-    peers: only these (empty: all). only: cases whose name and shape contain it. one_thread: see machine.ONE_THREAD.
+    peers: only these (empty: all). only: cases whose name and shape contain one of these. one_thread: see machine.ONE_THREAD.
     """
     found = Found()
+    effort = effort or (Effort(rounds=5, least=3) if one_thread else Effort())
     for suite in suites:
-        with Workers(SUITES[suite], backend, one_thread) as workers:
-            part = Found()
-            for index, case in enumerate(importlib.import_module(SUITES[suite]).cases()):
-                if only in f"{case.name} {case.shape}":
-                    for allocator in case.allocators:
-                        before = len(part.rows)
-                        _one(workers, suite, backend, index, case, allocator, peers, effort or Effort(), part)
-                        ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in part.rows[before:])
-                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc: {ratios or 'not measured'}")
-            part.rows += growth(suite, part.rows, lambda n, s: _goal(backend, n, s, "linear growth", "default"))
-            found.rows += part.rows
-            found.absent += part.absent
+        part = Found()
+        try:
+            with Workers(SUITES[suite], backend, one_thread) as workers:
+                _suite(workers, suite, backend, peers, only, effort, part, report)
+        except KeyboardInterrupt:
+            found.interrupted = True
+        part.rows += growth(suite, part.rows, lambda n, s: _goal(backend, n, s, "linear growth", "default"))
+        found.rows += part.rows
+        found.absent += part.absent
+        if found.interrupted:
+            break
     return found
+
+
+def _suite(
+    workers: Workers,
+    suite: str,
+    backend: str,
+    peers: Sequence[str],
+    only: Sequence[str],
+    effort: Effort,
+    part: Found,
+    report: Callable[[str], None],
+) -> None:
+    for index, case in enumerate(importlib.import_module(SUITES[suite]).cases()):
+        if only and not any(text in f"{case.name} {case.shape}" for text in only):
+            continue
+        for allocator in case.allocators:
+            before = len(part.rows)
+            _one(workers, suite, backend, index, case, allocator, peers, effort, part)
+            ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in part.rows[before:])
+            report(f"{suite}: {case.name} {case.shape}, {allocator} malloc: {ratios or 'not measured'}")
 
 
 def _goal(backend: str, name: str, shape: str, peer: str, allocator: str) -> float | None:

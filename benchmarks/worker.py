@@ -56,6 +56,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
+            start_new_session=True,  # an interrupt is the parent's to handle
         )
         theirs.close()
         self._socket, self._stream = mine, mine.makefile("rw")

@@ -25,7 +25,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
     parser.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
     parser.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name and shape contain TEXT")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="only cases whose name and shape hold a TEXT"
+    )
     parser.add_argument(
         "--one-thread",
         action="store_true",
@@ -45,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         one_thread=options.one_thread,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    if found.interrupted:
+        print("interrupted: what follows was measured before", file=sys.stderr)
     conditions = f"{machine.describe(options.one_thread)}; backend {options.backend}"
     print(conditions)
     if found.rows:
@@ -65,4 +69,4 @@ def main(argv: Sequence[str]) -> int:
     elif options.check:
         print(f"hal bench: no goals are recorded for this selection on backend {options.backend}", file=sys.stderr)
         return 2
-    return 1 if options.check and found.misses else 0
+    return 1 if found.interrupted or (options.check and found.misses) else 0

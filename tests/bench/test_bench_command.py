@@ -41,6 +41,7 @@ def bench(monkeypatch):
         (runner.Found([row(2.0, 1.5)], [absent(1.0)]), 1),  # what could not be measured is not met
         (runner.Found([row(2.0)]), 2),  # nothing to check is not a pass
         (runner.Found(), 2),
+        (runner.Found([row(2.0, 1.5)], interrupted=True), 1),
     ],
 )
 def test_check_exit_codes(bench, found, status):

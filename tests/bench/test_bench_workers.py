@@ -57,7 +57,7 @@ def test_the_environment_is_exactly_what_a_row_names(monkeypatch):
 def test_candidates_run_in_their_environment_and_refusals_are_told(planted):
     """The planted candidates refuse to be made anywhere but under the allocator of their case."""
     effort = Effort(rounds=3, least=3, seconds=0.01)
-    found = runner.run(["planted"], "cpu_ref", only="p", effort=effort)
+    found = runner.run(["planted"], "cpu_ref", only=["p"], effort=effort)
     assert [(r.name, r.peer, r.allocator) for r in found.rows if r.unit == "s"] == [
         ("pooled", "a minute", "pooled"),
         ("plain", "peer", "default"),
@@ -68,11 +68,11 @@ def test_candidates_run_in_their_environment_and_refusals_are_told(planted):
 
 
 def test_memory_is_what_a_call_adds_at_its_peak(planted):
-    found = runner.run(["planted"], "cpu_ref", only="bytes")
+    found = runner.run(["planted"], "cpu_ref", only=["bytes"])
     assert [r.ratio_median for r in found.rows] == [pytest.approx(2.0, rel=0.1)]
     assert found.rows[0].unit == "B"
 
 
 def test_a_worker_that_dies_is_an_error(planted):
     with pytest.raises(HalError, match="died"):
-        runner.run(["planted"], "cpu_ref", only="dies")
+        runner.run(["planted"], "cpu_ref", only=["dies"])
