@@ -1,6 +1,7 @@
 """What `make gpu` measures: attention against every kernel of torch's, own kernels against eager and compiled torch.
 
-Ours and the peers take the same tensors. Bytes are what must move at least once: inputs read, outputs written.
+Ours and the peers take the same tensors. Bytes are what must move at least once: inputs read, outputs written. Sizes are
+divided by `shrink` in the tests, which run the calls on the simulator.
 """
 
 from __future__ import annotations
@@ -82,17 +83,18 @@ def _flex(length: int, window: int | None) -> Callable[..., Tensor]:
         causal = j <= i
         return causal if window is None else causal & (j >= i - window)
 
-    blocks = create_block_mask(visible, None, None, length, length, "cuda")
+    blocks = create_block_mask(visible, None, None, length, length, hal.device())
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=True)
 
 
-def attention() -> Iterator[Case]:
+def attention(shrink: int = 1) -> Iterator[Case]:
     """Causal, and causal with a window; bfloat16, grouped-query heads; [b, n, s, d] for everybody."""
-    for length in LENGTHS:
-        b = max(1, TOKENS // length)
+    for length in (n // shrink for n in LENGTHS):
+        b = max(1, TOKENS // shrink // length)
         q, k, v = (
-            torch.randn(b, n, length, SIZE, dtype=torch.bfloat16, device="cuda") for n in (HEADS, KV_HEADS, KV_HEADS)
+            torch.randn(b, n, length, SIZE, dtype=torch.bfloat16, device=hal.device())
+            for n in (HEADS, KV_HEADS, KV_HEADS)
         )
         shape = f"b{b} n{HEADS}/{KV_HEADS} s{length} d{SIZE} bf16"
         for window in (None, WINDOW):
@@ -128,17 +130,17 @@ def _op_case(
     yield from _both(name, shape, functions, inputs, wanted, size)
 
 
-def kernels() -> Iterator[Case]:
+def kernels(shrink: int = 1) -> Iterator[Case]:
     """Every own kernel at the sizes of a 7B model, bfloat16; peers: the ops' references and torch's own layers."""
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device="cuda")
+        return torch.randn(shape, dtype=dtype, device=hal.device())
 
-    rows, h = 8192, 4096
+    rows, h = 8192 // shrink, 4096 // shrink
     x, w = normal(rows, h), normal(h)
     yield from _op_case("layer_norm", ops.layer_norm, lambda x, w, b: F.layer_norm(x, (h,), w, b), (x, w, w), 3)
     yield from _op_case("rms_norm", ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-5), (x, w), 2)
-    wide = normal(rows, 2 * 11008)
+    wide = normal(rows, 2 * 11008 // shrink)
     yield from _op_case("swiglu", ops.swiglu, ops.swiglu.reference, (wide,), 1)
     yield from _op_case("geglu", ops.geglu, ops.geglu.reference, (wide,), 1)
     yield from _op_case(
@@ -157,7 +159,7 @@ def kernels() -> Iterator[Case]:
         3,
     )
     yield from _op_case("dropout", lambda x: ops.dropout(x, 0.1, rng), lambda x: F.dropout(x, 0.1), (x,), 1)
-    scores = normal(4, 16, 2048, 2048)
+    scores = normal(4, 16, 2048 // shrink, 2048 // shrink)
     yield from _op_case(
         "scale_mask_softmax",
         lambda x: ops.scale_mask_softmax(x, None, 0.1, True),
@@ -165,25 +167,26 @@ def kernels() -> Iterator[Case]:
         (scores,),
         1,
     )
-    heads, angle = normal(4096, 2, 32, 128), torch.rand(4096, 64, device="cuda")
+    length = 4096 // shrink
+    heads, angle = normal(length, 2, 32, 128), torch.rand(length, 64, device=hal.device())
     yield from _op_case("rotary", ops.rotary, ops.rotary.reference, (heads, angle.cos(), angle.sin()), 1)
-    target = torch.randint(50257, (4096,), device="cuda")
+    target = torch.randint(50257 // shrink, (length,), device=hal.device())
     for v in (50257, 50304):  # rows off and on 16-byte boundaries
         yield from _op_case(
             "cross_entropy",
             lambda z: ops.cross_entropy(z, target),
             lambda z: F.cross_entropy(z.float(), target, reduction="none"),
-            (normal(4096, v),),
+            (normal(length, v // shrink),),
             1,
         )
-    yield from _optimizer()
+    yield from _optimizer(shrink)
 
 
-def _optimizer() -> Iterator[Case]:
+def _optimizer(shrink: int) -> Iterator[Case]:
     """Lists of 200 tensors in training's mixture of dtypes: float32 states, bfloat16 gradients and model copies."""
-    sizes = [4_000_000] * 100 + [4096] * 100
-    p, m, v = ([torch.zeros(n, device="cuda") for n in sizes] for _ in range(3))
-    g = [torch.randn(n, device="cuda").bfloat16() for n in sizes]
+    sizes = [4_000_000 // shrink] * 100 + [4096 // shrink] * 100
+    p, m, v = ([torch.zeros(n, device=hal.device()) for n in sizes] for _ in range(3))
+    g = [torch.randn(n, device=hal.device()).bfloat16() for n in sizes]
     copies = [torch.empty_like(x) for x in g]
     leaves = [torch.nn.Parameter(x.clone()) for x in p]
     for leaf, grad in zip(leaves, g):
@@ -204,13 +207,13 @@ def _optimizer() -> Iterator[Case]:
     check = {
         "ours": lambda: ops.unscale_and_check(g, 1.0),
         "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(
-            g, torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+            g, torch.zeros(1, device=hal.device()), torch.ones(1, device=hal.device())
         ),
     }
     yield Case("unscale_and_check", f"{elements} elements bf16", dict(check), elements * 4)
 
 
-def train_step() -> Iterator[Case]:
+def train_step(shrink: int = 1) -> Iterator[Case]:
     """HAL's GPT against the same model in plain torch, eager and compiled: 12 layers, hidden 1024, S 1024, bfloat16."""
     from hal.model.config import Config
     from hal.model.gpt import GPT
@@ -218,8 +221,9 @@ def train_step() -> Iterator[Case]:
 
     from .plain_gpt import PlainGPT, step_of
 
-    layers, hidden, heads, length, batch, vocabulary = 12, 1024, 16, 1024, 8, 50304
-    ids = torch.randint(vocabulary, (batch, length + 1), device="cuda")
+    layers, heads, batch = 12, 16, 8
+    hidden, length, vocabulary = 1024 // shrink, 1024 // shrink, 50304 // shrink
+    ids = torch.randint(vocabulary, (batch, length + 1), device=hal.device())
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     config = Config(
         num_layers=layers,
@@ -242,7 +246,7 @@ def train_step() -> Iterator[Case]:
         optimizer.step(1e-4, 0.0)
 
     def plain(compiled: bool) -> Call:
-        peer = PlainGPT(vocabulary, length, layers, hidden, heads).cuda()
+        peer = PlainGPT(vocabulary, length, layers, hidden, heads).to(hal.device())
         return step_of(peer, tokens, labels, bf16=True, compiled=compiled)
 
     shape = f"L{layers} H{hidden} S{length} B{batch} bf16"
