@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -126,6 +127,19 @@ def missed(row: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
+def attention_order(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The implementations of attention, fastest first, by the mean logarithm of their times over forward and backward.
+
+    What MEASURED in backends/cuda/order.py should say of this device. Only those that ran every such case.
+    """
+    times: dict[str, list[float]] = {}
+    for r in rows:
+        if r["name"].startswith("attention causal") and r["peer"].startswith("cuda/") and "absent" not in r:
+            times.setdefault(r["peer"], []).append(math.log(r["ratio_median"]))
+    complete = max(map(len, times.values()), default=0)
+    return sorted((i for i, t in times.items() if len(t) == complete), key=lambda i: statistics.fmean(times[i]))
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The report for people."""
     about = [f"- {name}: {value}" for name, value in result["machine"].items()]
@@ -149,6 +163,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {r['name']} | {r['shape']} | {r['peer']} | {r['ratio_median']:.2f} | "
             f"{r['ratio_min']:.2f}..{r['ratio_max']:.2f} | {r['seconds'] * 1e6:.1f} us | {share} | {missed(r)} |"
         )
+    order = ", ".join(attention_order(result["benchmarks"])) or "nothing ran"
+    lines += ["", f"Attention, fastest first (for `MEASURED` in `backends/cuda/order.py`): {order}."]
     t = result["training"]
     lines += ["", "## Training", "", f"`hal train {t['command']}`, cuda against cpu_ref: losses differ by at most "]
     lines[-1] += f"{t['worst_difference']:.4f} over {len(t['losses']['cuda'])} steps (allowed {t['tolerance']})."

@@ -30,6 +30,13 @@ def test_what_misses_a_goal_is_marked():
     assert gpu.missed(row(**attention, peer="cuda/cudnn", ratio_median=0.9)) == ""
 
 
+def test_the_order_of_attention_is_read_from_the_rows():
+    name = "attention causal fwd"
+    rows = [row(name=name, peer=p, ratio_median=r) for p, r in (("cuda/sdpa", 1.9), ("cuda/flash", 1.0))]
+    rows.append({"name": name, "shape": "", "peer": "cuda/flex", "absent": "no Triton"})
+    assert gpu.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
+
+
 def test_the_report_holds_every_row():
     parity = {"op": "rotary", "dtype": "float32", "implementation": "cuda/kernel", "status": "pass", "samples": 3}
     result = {
