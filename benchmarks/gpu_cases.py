@@ -1,7 +1,7 @@
 """What `make gpu` measures: attention against every kernel of torch's, own kernels against eager and compiled torch.
 
-Ours and the peers take the same tensors. Bytes are what must move at least once: inputs read, outputs written. The tests
-run the calls on the simulator, with sizes divided by `shrink`.
+Ours and the peers take the same tensors. Bytes are what must move at least once: inputs read, outputs written. The
+tests run the calls on the simulator, with sizes divided by `shrink`.
 """
 
 from __future__ import annotations
