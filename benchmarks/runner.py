@@ -52,7 +52,8 @@ def run(
 ) -> Found:
     """Measures the suites on `backend`.
 
-    peers: only these (empty: all). only: cases whose name and shape contain one of these. one_thread: see machine.ONE_THREAD.
+    peers: only these (empty: all). only: cases whose name and shape contain one of these.
+    one_thread: see machine.ONE_THREAD.
     """
     found = Found()
     effort = effort or (Effort(rounds=5, least=3) if one_thread else Effort())
@@ -132,6 +133,9 @@ def _one(
             samples = Samples([{n: workers.peak(n) for n in names}], 1, 1)
         else:
             samples = interleave(names, workers, effort)
+    except KeyboardInterrupt:
+        workers.kill()  # a call under way may take minutes
+        raise
     finally:
         workers.release()
     share_goal = goals.share(case.name, case.shape, case.ceiling, allocator) if backend == goals.BACKEND else None

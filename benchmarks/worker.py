@@ -89,6 +89,9 @@ class Worker:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-2000:]
 
+    def kill(self) -> None:
+        self._child.kill()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it holds what a dead worker did not take
             self._stream.close()
@@ -143,6 +146,13 @@ class Workers:
         """Forgets all candidates, and gives their memory back."""
         for name in list(self._where):
             self._together(name, do="drop", candidate=name)
+        self._where.clear()
+
+    def kill(self) -> None:
+        """Ends all workers at once, whatever they are doing."""
+        for group in self._alive.values():
+            for worker in group:
+                worker.kill()
         self._where.clear()
 
     def run(self, name: str, n: int) -> float:

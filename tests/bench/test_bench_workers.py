@@ -1,5 +1,7 @@
 """The child processes: each has its own allocator environment, and neither a refusal nor a crash passes for a time."""
 
+import time
+
 import pytest
 
 from hal.bench import machine, runner
@@ -7,7 +9,7 @@ from hal.bench.engine import Effort
 from hal.errors import HalError
 
 SUITE = """
-import os, time
+import os, signal, time
 import torch
 from hal.bench.case import Candidate, Case
 
@@ -25,6 +27,12 @@ def memory():
 def die():
     return lambda: os._exit(7)
 
+def interrupt():
+    def call():
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+    return call
+
 def cases():
     pooled = {"ours": Candidate(lambda: environment("0"), "a"), "refuses": Candidate(refuse)}
     plain = {"ours": Candidate(lambda: environment(None)), "peer": Candidate(lambda: environment(None))}
@@ -32,6 +40,7 @@ def cases():
         Case("pooled", "x", pooled, allocators=("pooled",), budgets={"a minute": 60.0}),
         Case("plain", "x", plain),
         Case("bytes", "x", {"ours": Candidate(memory, "b")}, budgets={"128 MiB": 128 << 20}, quantity="bytes"),
+        Case("interrupts", "x", {"ours": Candidate(interrupt, "d")}, budgets={"a minute": 60.0}),
         Case("dies", "x", {"ours": Candidate(die, "c")}, budgets={"a minute": 60.0}),
     ]
 """
@@ -76,3 +85,11 @@ def test_memory_is_what_a_call_adds_at_its_peak(planted):
 def test_a_worker_that_dies_is_an_error(planted):
     with pytest.raises(HalError, match="died"):
         runner.run(["planted"], "cpu_ref", only=["dies"])
+
+
+def test_an_interrupt_ends_calls_under_way_and_keeps_what_was_measured(planted):
+    start = time.monotonic()
+    found = runner.run(["planted"], "cpu_ref", only=["bytes", "interrupts", "dies"])
+    assert found.interrupted
+    assert [r.name for r in found.rows] == ["bytes"]
+    assert time.monotonic() - start < 50
