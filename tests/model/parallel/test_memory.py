@@ -1,0 +1,73 @@
+"""What parallelism is for: each rank holds less. Counted in elements, not read from an allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runs import GPT2, trainer
+from test_layouts import PP2, RECOMPUTE, SP, TP2
+
+from hal.model.optimizer import local
+from hal.testing.processes import run_processes
+
+
+def _held(options: dict[str, Any]) -> dict[str, int]:
+    """Elements this rank holds: weights and optimizer state between steps, activations kept for one backward pass."""
+    run = trainer(options)
+    kept: dict[int, int] = {}
+    weights = {local(p).untyped_storage().data_ptr() for p in run.optimizer.model.values()}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if x.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes() // x.element_size()
+        return x
+
+    stage, c = run.stages[0], run.config
+    tokens = torch.zeros(c.micro_batch_size, c.seq_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = stage(tokens, torch.zeros(1, dtype=torch.int64))
+    run.step()
+    optimizer = run.optimizer
+    del out
+    return {
+        "weights": sum(local(p).numel() for p in optimizer.model.values()),
+        "state": sum(t.numel() for held in (optimizer.exp_avg, optimizer.exp_avg_sq) for t in held.values()),
+        "activations": sum(kept.values()),
+    }
+
+
+def held(world: int, **options: Any) -> list[dict[str, int]]:
+    """What each rank of the first pipeline stage holds."""
+    return run_processes(world, _held, {**GPT2, "seq_length": 64, **options})
+
+
+@pytest.mark.slow
+def test_zero_divides_the_optimizer_state_by_the_replicas() -> None:
+    whole = held(2)[0]
+    for zero in (1, 3):
+        shared = held(2, zero_stage=zero)
+        assert sum(r["state"] for r in shared) == whole["state"]
+        assert max(r["state"] for r in shared) == pytest.approx(whole["state"] / 2, rel=0.01)
+        assert max(r["weights"] for r in shared) == pytest.approx(whole["weights"] / 2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_and_recomputation_shrink_activations() -> None:
+    tensor, sequence = held(2, **TP2)[0]["activations"], held(2, **TP2, **SP)[0]["activations"]
+    again = held(2, **TP2, **SP, **RECOMPUTE)[0]["activations"]
+    assert again < 0.35 * sequence < 0.35 * 0.8 * tensor, (tensor, sequence, again)
+
+
+@pytest.mark.slow
+def test_a_pipeline_divides_the_layers() -> None:
+    whole, parts = held(2)[0]["weights"], run_processes(2, _weights, {**GPT2, **PP2})
+    table = 128 * 32
+    positions = 64 * 32 - 16 * 32
+    assert sum(parts) + positions == whole + table, "all weights once, and the last stage's copy of the tied one"
+
+
+def _weights(options: dict[str, Any]) -> int:
+    return sum(p.numel() for p in trainer(options).optimizer.model.values())
