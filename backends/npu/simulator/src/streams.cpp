@@ -116,18 +116,25 @@ int synchronize(Stream* stream, int64_t timeout_ms) {
   return stream->report();
 }
 
-int destroy(aclrtStream handle) {
+// A forced end does not wait: what is queued is dropped, and a task that waits for an absent peer keeps its thread and
+// its stream until the process ends.
+int destroy(aclrtStream handle, bool force) {
   Stream* stream = find(handle);
   if (!stream || !handle) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyStream: not a stream");
   {
     std::lock_guard<std::mutex> lock(all_mutex);
     all_streams().erase(stream);
   }
+  bool stuck;
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
+    if (force) stream->queue.clear();
+    stuck = force && stream->busy;
     stream->closing = true;
   }
   stream->changed.notify_all();
+  if (stuck && stream->worker.joinable()) stream->worker.detach();
+  if (stuck) return ACL_SUCCESS;
   if (stream->worker.joinable()) stream->worker.join();
   delete stream;
   return ACL_SUCCESS;
@@ -178,8 +185,8 @@ extern "C" {
 
 aclError aclrtCreateStream(aclrtStream* stream) { return create(stream); }
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) { return create(stream); }
-aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream); }
-aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream); }
+aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream, false); }
+aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream, true); }
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
   Stream* stream = find(handle);
