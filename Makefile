@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SIM := .venv-sim
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow test-simulators sanitize check bench clean
+.PHONY: train test test-slow test-simulators sanitize lint check bench clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -37,11 +37,12 @@ sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so):$$($${CC:-gcc} -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -m "not slow" tests/backends/cpu_ref --deselect tests/backends/cpu_ref/test_build.py
 
-check: $(READY)  ## format, lint, types, fast tests
+lint: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow"
+
+check: lint test  ## what a change must pass
 
 bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
 	$(BIN)/hal bench all

@@ -21,7 +21,7 @@ import torch
 
 from . import registry
 from .backend import Backend, Impl
-from .errors import BackendNotFound, BackendUnavailable, HalError, PluginError, UnsupportedOp
+from .errors import BackendNotFound, BackendUnavailable, ContractError, HalError, PluginError, UnsupportedOp
 from .op import OPS, Op
 
 FALLBACKS = ("error", "reference")
@@ -41,7 +41,7 @@ _fallback_counts: Counter[str] = Counter()
 
 
 def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = None, **options: Any) -> Backend:
-    """Makes `name` the active backend of this process and of the processes it starts; what `--backend` does.
+    """Makes `name` the active backend of this process; what `--backend` does. Processes it starts inherit the name.
 
     fallback: "error" (a call nobody accepts raises UnsupportedOp) or "reference" (it runs the op's reference).
     pin: op name -> implementation id, the only one allowed for that op ("reference" is allowed).
@@ -73,6 +73,7 @@ def _set(active: _Active | None) -> None:
     _active = active
     for op in OPS.values():
         op.candidates[0] = ()
+        op.admitted.clear()
 
 
 def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
@@ -145,6 +146,23 @@ def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, s
         yield activate(instance, fallback=fallback, pin=pin)
     finally:
         _set(before)
+
+
+def _admit(self: Op[Any, Any], *args: Any, **kwargs: Any) -> None:
+    self.verify(*args, **kwargs)
+    active = _state().backend
+    home = active.device().type
+    given = self.signature.bind(*args, **kwargs).arguments
+    for name, value in given.items():
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, torch.Tensor) and t.device.type != home:
+                raise ContractError(
+                    f"{self.name}: {name} is on {t.device}, but the active backend '{active.name}' works on {home}; "
+                    f"make it with device=hal.device(), or move it there"
+                )
+
+
+Op.admit = _admit  # type: ignore[method-assign]
 
 
 def _resolve(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:

@@ -139,6 +139,7 @@ class Op(Generic[P, R]):
         self.nondiff_outputs = tuple(nondiff_outputs)
         functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
+        self.admitted: set[tuple[Any, ...]] = set()  # calls that admit has let pass on the active backend
         self.candidates: list[tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]] = [()]
         unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
         if unknown:
@@ -167,6 +168,10 @@ class Op(Generic[P, R]):
             require(good, self.name, f"{name}: {self.signature.parameters[name].annotation}", type(value).__name__)
         self.check(*args, **kwargs)
 
+    def admit(self, *args: Any, **kwargs: Any) -> None:
+        """verify, and that every tensor holds data where the active backend works. Completed by dispatch.py."""
+        raise NotImplementedError
+
     def resolve(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call for which no candidate is known yet, or which all of them refuse. Completed by dispatch.py."""
         raise NotImplementedError
@@ -189,16 +194,18 @@ _MEMO_LIMIT = 4096
 def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
     """Op with a __call__ of this signature: check the call (once per metadata), run the first candidate that accepts.
 
-    A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those. `why_not` is
-    asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
+    A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those and under which
+    tensors are in host memory. `why_not` is asked on every call: it may look at strides or pointers. Ops on lists of
+    tensors are checked on every call.
     """
     key, memo = [], True
     for parameter, p in signature.parameters.items():
         kind, text = tensor_kind(p.annotation), str(p.annotation)
         if kind == "tensor":
-            key.append(f"{parameter}.shape, {parameter}.dtype")
+            key.append(f"{parameter}.shape, {parameter}.dtype, {parameter}.is_cpu")
         elif kind == "optional":
-            key.append(f"{parameter} if {parameter} is None else ({parameter}.shape, {parameter}.dtype)")
+            seen = f"({parameter}.shape, {parameter}.dtype, {parameter}.is_cpu)"
+            key.append(f"{parameter} if {parameter} is None else {seen}")
         elif text.startswith("Rng"):
             key.append(f"{parameter} if {parameter} is None else ({parameter}.full_shape, {parameter}.start)")
         elif text.startswith("Comm"):
@@ -207,22 +214,23 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
             memo = memo and kind != "tensors"
             key.append(parameter)
     f = fragments(signature)
-    verify = f"        self.verify({f.passed})\n"
+    verify = f"        self.admit({f.passed})\n"
     if memo:
         verify = (
-            f"        key = ({', '.join(key)},)\n        if key not in seen:\n"
-            f"            self.verify({f.passed})\n"
-            f"            if len(seen) >= {_MEMO_LIMIT}:\n                seen.clear()\n            seen.add(key)\n"
+            f"        key = ({', '.join(key)},)\n        if key not in self.admitted:\n"
+            f"            self.admit({f.passed})\n"
+            f"            if len(self.admitted) >= {_MEMO_LIMIT}:\n                self.admitted.clear()\n"
+            f"            self.admitted.add(key)\n"
         )
     source = (
         f"def __call__(self, {f.header}):\n    try:\n{verify}"
         # A list where a tensor should be, say: verify names the parameter.
-        f"    except (AttributeError, TypeError):\n        self.verify({f.passed})\n"
+        f"    except (AttributeError, TypeError):\n        self.admit({f.passed})\n"
         f"    for why_not, call in self.candidates[0]:\n"
         f"        if not why_not({f.passed}):\n            return call({f.passed})\n"
         f"    return self.resolve({f.passed})\n"
     )
-    call = define("__call__", source, {"seen": set(), **f.scope}, f"dispatch of {name}")
+    call = define("__call__", source, dict(f.scope), f"dispatch of {name}")
     return type("Op", (Op,), {"__call__": call, "__module__": __name__})
 
 

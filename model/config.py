@@ -90,7 +90,10 @@ class Config:
         None, "how many tokens back a query sees; default all", "any integer", aliases=("pre-tockens",)
     )
     next_tokens: int | None = _opt(
-        None, "how many tokens ahead a query sees, on top of causality", "any integer", aliases=("next-tockens",)
+        None,
+        "how many tokens ahead a query may see; a GPT is causal, so more than 0 means 0",
+        "any integer",
+        aliases=("next-tockens",),
     )
     shape_order: str = _opt("SBH", "layout given to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD"))
     make_vocab_size_divisible_by: int = _opt(128, "the vocabulary is padded to a multiple of this")

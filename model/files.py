@@ -40,6 +40,13 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def require_writable(folder: Path) -> None:
+    """Raises OSError unless a file can be made in `folder`."""
+    probe = beside(folder / "probe", new_token())
+    probe.touch()
+    probe.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file's content atomically."""
     write_bytes(path, text.encode())

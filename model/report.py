@@ -146,7 +146,6 @@ class Report:
             f"loss scale: {last.loss_scale:.1f}",
             *([f"grad norm: {last.grad_norm:.3f}"] if last.grad_norm is not None else []),
             f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
-            "number of nan iterations:   0",
         ]
         return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
 

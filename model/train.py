@@ -24,7 +24,7 @@ from .arguments import parse
 from .checks import world_size
 from .config import Config, ConfigError
 from .data import open_data
-from .files import make_folder
+from .files import make_folder, require_writable
 from .generate import generate
 from .gpt import GPT
 from .parallel.plan import make_plan
@@ -83,8 +83,12 @@ def train(config: Config) -> Trainer:
                 on_save=lambda path: report.say(f" saved {path}"),
             )
             stopped = trainer.agreed(stop.asked is not None)
-            if stopped or save is not None:
-                report.say(f" saved {trainer.save(save or folder / 'checkpoints')}")
+            try:
+                if stopped or save is not None:
+                    report.say(f" saved {trainer.save(save or folder / 'checkpoints')}")
+            except OSError:
+                report.finish("", "")  # the losses survive a full disk elsewhere
+                raise
             if stopped:
                 report.say(f" stopped by {stop.asked} after iteration {trainer.iteration}")
             prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)
@@ -123,8 +127,15 @@ def local_device() -> torch.device:
 
 
 def _save_folder(config: Config) -> Path | None:
-    """Where the end of the run is saved, or None."""
-    return None if config.save is None else Path(config.save)
+    """Where the end of the run is saved, or None. Raises ConfigError now rather than after the training."""
+    if config.save is None:
+        return None
+    folder = Path(config.save)
+    try:
+        require_writable(make_folder(folder))
+    except OSError as error:
+        raise ConfigError(f"--save {folder} cannot be written ({error.strerror}); give a folder that can") from None
+    return folder
 
 
 def _require_free(config: Config, start: int) -> None:

@@ -61,7 +61,7 @@ def test_the_wheel_ships_only_hal(wheel):
 @pytest.mark.parametrize("where", ["elsewhere", "checkout"])
 def test_the_installed_wheel_is_what_is_imported(site, tmp_path, where):
     cwd = tmp_path if where == "elsewhere" else ROOT
-    # -P keeps the working directory off sys.path where Python has it; a checkout as cwd must be harmless without it too.
+    # A checkout as the working directory comes first on sys.path; that must be harmless.
     found = run(sys.executable, "-c", IMPORT, cwd=cwd, PYTHONPATH=str(site))
     assert found.returncode == 0, found.stderr
     path, op = found.stdout.split()

@@ -7,6 +7,7 @@ with a hint on stderr; anything else is a bug and keeps its traceback.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return int(importlib.import_module(f"hal.cli.{name}").main(rest))
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (HalError, OSError) as error:
         print(f"hal {name}: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"hal {command}", allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        if message == "the following arguments are required: --backend":
+            message = f"no backend was chosen; give --backend, one of {', '.join(names())}"
         print(f"{self.prog}: {message}. `{self.prog} --help` shows the options.", file=sys.stderr)
         sys.exit(2)
 

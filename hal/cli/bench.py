@@ -13,15 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .arguments import Parser
+
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 if --check and a goal is missed or could not be measured; 2 if nothing was measured."""
     from hal import registry
     from hal.bench import machine, report, runner
 
-    parser = argparse.ArgumentParser(
-        prog="hal bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
     parser.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
     parser.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")

@@ -17,13 +17,15 @@ from hal.errors import ContractError
 from hal.launch.agent import Job, run
 from hal.launch.hosts import Host, parse_hostfile, select, this_host
 
+from .arguments import Parser
+
 _DEFAULT_PORT = 29500
 DEVICES = "HAL_DEVICES"
 """Environment variable: comma-separated device numbers of this node's processes, by local rank."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hal launch", description=__doc__, allow_abbrev=False)
+    parser = Parser("launch", description=__doc__)
     add = parser.add_argument
     add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
     add("--simulate", action="store_true", help="the backend's simulator instead of its device (HAL_SIMULATE)")

@@ -239,3 +239,11 @@ def test_an_op_called_before_any_choice_asks_for_one(toy):
     hal.dispatch._set(None)
     with pytest.raises(hal.BackendNotFound, match="no backend was chosen"):
         toy(X)
+
+
+def test_a_tensor_elsewhere_is_refused_before_any_implementation_sees_it(toy, two):
+    with hal.activated(two):
+        for call in (lambda: toy(X.to("meta")), lambda: toy(X, W.to("meta"), scale=1.0)):
+            with pytest.raises(hal.ContractError, match="is on meta, but the active backend 'cpu_toy' works on cpu"):
+                call()
+        assert hal.why(toy, X.to("meta")).chosen == "a"  # asking needs no data

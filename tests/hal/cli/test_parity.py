@@ -72,7 +72,7 @@ def test_ops_that_nobody_implements_decline_the_golden_loss(run):
 @pytest.mark.parametrize(
     "argv, text",
     [
-        ((), "the following arguments are required: --backend"),
+        ((), "no backend was chosen"),
         (("--backend", "healty"), "Did you mean 'healthy'?"),
         (("--backend", "healthy", "--op", "relu"), "no op is called 'relu'; ops: "),
         (("--backend", "healthy", "--max-examples", "-1"), "--max-examples must be 0 or more, got -1"),
