@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ import hal
 
 from . import environment
 from .comm import make_comm
+
+
+def _npu() -> Any:
+    """torch.npu, which torch_npu adds when it is imported."""
+    if not hasattr(torch, "npu"):
+        raise hal.HalError("the npu backend is not built: call hal.use('npu'), or build() on an instance")
+    return torch.npu
 
 
 class Npu(hal.Backend):
@@ -47,36 +55,37 @@ class Npu(hal.Backend):
         elif simulator.running() is not None:
             raise hal.BackendUnavailable("this process already runs torch_npu on the simulator; start another one")
         try:
-            importlib.import_module("torch_npu")
+            with contextlib.redirect_stdout(sys.stderr):  # it talks while it is imported; stdout is the command's own
+                importlib.import_module("torch_npu")
         except Exception as error:
             raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error
 
     def device(self, index: int = 0) -> torch.device:
-        count = torch.npu.device_count()  # type: ignore[attr-defined]
+        count = _npu().device_count()
         if not 0 <= index < count:
             raise hal.HalError(f"npu has devices 0 to {count - 1}; device {index} was asked for")
         return torch.device("npu", index)
 
     def synchronize(self) -> None:
-        torch.npu.synchronize()  # type: ignore[attr-defined]
+        _npu().synchronize()
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
         return make_comm(ranks, timeout)
 
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes: "allocated" and "peak" by tensors, "reserved" by the caching allocator, "free" and "total"."""
-        npu: Any = torch.npu  # type: ignore[attr-defined]
+        npu = _npu()
         free, total = npu.mem_get_info()
         stats = {"allocated": npu.memory_allocated(), "peak": npu.max_memory_allocated()}
         return {**stats, "reserved": npu.memory_reserved(), "free": free, "total": total}
 
     def reset_peak_memory(self) -> None:
-        torch.npu.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        _npu().reset_peak_memory_stats()
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[object]:
         """Work inside runs on a stream of its own, which starts after and ends before the current stream's work."""
-        npu: Any = torch.npu  # type: ignore[attr-defined]
+        npu = _npu()
         current, side = npu.current_stream(), npu.Stream()
         side.wait_stream(current)
         with npu.stream(side):
