@@ -6,7 +6,7 @@ of cross_entropy needs no communication: every rank knows the log-sum-exp of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from hal import Comm, ops
 
 from .build import lib
 from .device import CpuRef
-from .spare import is_spare
 from .tensors import CODE, REAL, reasons, rows_of
 
 
@@ -54,9 +53,7 @@ def _sharded(
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
     logits, target, lse, smoothing, vocab_start, v = residuals
-    # A model's logits are dropped when the loss is there; then the gradient needs no second buffer of their size.
-    overwrite = is_spare("cross_entropy", logits, _example)
-    dlogits = logits.detach() if overwrite else torch.empty_like(logits)
+    dlogits = torch.empty_like(logits)
     if logits.numel():
         dloss = dloss.contiguous()
         lib().hal_cross_entropy_bwd(
@@ -73,11 +70,6 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
             v,
         )
     return (dlogits,)
-
-
-def _example(logits: Tensor) -> Tensor:
-    call: Callable[..., Tensor] = CpuRef.impls["cross_entropy"][0].call
-    return call(logits, torch.zeros(1, dtype=torch.int64))
 
 
 @CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)

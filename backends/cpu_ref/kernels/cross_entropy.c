@@ -6,8 +6,8 @@
 // A vocabulary shard delivers the four statistics of its rows; the caller combines them (max; then sums), after which the
 // backward pass of every shard is local.
 //
-// Memory traffic: forward reads the logits once; backward reads them once and writes the gradient, which may lie where
-// the logits do. 16-bit logits are converted in registers, never copied.
+// Memory traffic: forward reads the logits once; backward reads them once and writes the gradient. 16-bit logits are
+// converted in registers, never copied.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -103,11 +103,11 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
         const T *x = (const T *)logits + row * v;
         T *dx = (T *)dlogits + row * v;
         const int64_t target = targets[row] - start;
-        const real lse = lses[row], upstream = dloss[row], at = target >= 0 && target < v ? LOAD(x + target) : 0;
+        const real lse = lses[row], upstream = dloss[row];
 #pragma omp simd
         for (int64_t j = 0; j < v; j++) STORE(dx + j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
         if (target >= 0 && target < v)
-            STORE(dx + target, upstream * (RNAME(exp)(at - lse) - uniform - hit));
+            STORE(dx + target, upstream * (RNAME(exp)(LOAD(x + target) - lse) - uniform - hit));
     }
 }
 
