@@ -185,7 +185,10 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
             try:
                 result = agent.run()
             except SignalException as stop:
-                return 128 + int(stop.sigval)
+                # Workers that took the signal as a request, saved, and ended well have done their job.
+                handlers = getattr(agent._pcontext, "subprocess_handlers", {})
+                codes = [handler.proc.returncode for handler in handlers.values()]
+                return 0 if codes and not any(codes) else 128 + int(stop.sigval)
     ranks = [worker.global_rank for worker in agent.get_worker_group().workers]
     if result.state == WorkerState.SUCCEEDED:
         return 0

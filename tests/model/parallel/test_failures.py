@@ -100,6 +100,23 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, t
     assert {n: v for n, v in resumed.items() if n > at} == {n: v for n, v in straight.items() if n > at}
 
 
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_stop_saves_and_ends_well(text: str, tmp_path: Path) -> None:
+    more = ["--nproc-per-node", "2", "--run-dir", str(tmp_path), "--save", str(tmp_path / "save")]
+    command = [*_train(text, tmp_path, *more), "--train-iters", "100000"]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    tracker = tmp_path / "save" / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 60
+    while not tracker.exists():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    job.terminate()
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 0, stderr
+    stopped_at = _losses(tmp_path).keys()
+    assert int(tracker.read_text()) == max(stopped_at)
+
+
 def _environment(pid: int) -> dict[str, str]:
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -58,7 +58,8 @@ def test_zero_divides_the_optimizer_state_by_the_replicas() -> None:
 def test_sequence_parallelism_and_recomputation_shrink_activations() -> None:
     tensor, sequence = held(2, **TP2)[0]["activations"], held(2, **TP2, **SP)[0]["activations"]
     again = held(2, **TP2, **SP, **RECOMPUTE)[0]["activations"]
-    assert again < 0.35 * sequence < 0.35 * 0.8 * tensor, (tensor, sequence, again)
+    # What enters a column-parallel layer is kept gathered, so sequence parallelism saves the rest only.
+    assert again < 0.2 * sequence < 0.2 * 0.92 * tensor, (tensor, sequence, again)
 
 
 @pytest.mark.slow
