@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SIM := .venv-sim
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow test-simulators sanitize lint check bench clean
+.PHONY: train test test-slow test-simulators gpu sanitize lint check bench clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -31,6 +31,9 @@ $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)
 	$(SIM)/bin/python $(INSTALL) ".[train,test,npu,cuda]"
 	touch $@
+
+gpu: $(SIM)/.ready  ## everything that needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
+	$(SIM)/bin/python -m hal.bench.gpu
 
 sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
 	HAL_CPU_REF_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
