@@ -100,7 +100,7 @@ def test_why_explains_its_choice_without_a_device(no_engine, dtype, how, chosen,
 
 def test_a_tensor_elsewhere_is_refused_by_name(no_engine):
     x = torch.randn(4, 8)
-    with hal.activated(Cuda(simulate=False)), pytest.raises(hal.UnsupportedOp, match="a tensor on cpu"):
+    with hal.activated(Cuda(simulate=False)), pytest.raises(hal.ContractError, match="x is on cpu"):
         ops.swiglu(x)
 
 
