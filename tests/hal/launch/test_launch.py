@@ -114,9 +114,10 @@ def test_a_node_whose_node_0_is_missing_says_so(worker: str) -> None:
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_workers(worker: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", worker, ""]
+    # --standalone takes a free port: 29500 may be in use by another job of this machine.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "rank 1 of 2 sum 1" in done.stdout
+    assert done.returncode == 0 and "rank 1 of 2 sum 1" in done.stdout, done.stderr
 
 
 def _ip(*words: str) -> None:
