@@ -15,7 +15,8 @@ WORKER = """
 import os, sys, time
 import torch, hal
 comm = hal.torch_comm(hal.GLOO, timeout=60)
-print("rank", comm.rank, "of", comm.size, "sum", comm.all_reduce(torch.tensor(comm.rank)).item())
+# One write per line: workers that share a console would cut each other's lines otherwise.
+os.write(1, f"rank {comm.rank} of {comm.size} sum {comm.all_reduce(torch.tensor(comm.rank)).item()}\\n".encode())
 mode = sys.argv[1]
 if mode == "listening":
     open_files = [f"/proc/self/fd/{f}" for f in os.listdir("/proc/self/fd")]
