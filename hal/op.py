@@ -115,6 +115,11 @@ class Sample:
 class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
+    admitted: set[tuple[Any, ...]]
+    """Calls that `admit` has let pass on the active backend."""
+    candidates: list[tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]]
+    """One element: (why_not, call) of each implementation to try; empty until `resolve` has looked them up."""
+
     def __init__(
         self,
         reference: Callable[P, R],
@@ -139,8 +144,6 @@ class Op(Generic[P, R]):
         self.nondiff_outputs = tuple(nondiff_outputs)
         functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
-        self.admitted: set[tuple[Any, ...]] = set()  # calls that admit has let pass on the active backend
-        self.candidates: list[tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]] = [()]
         unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
         if unknown:
             raise HalError(
@@ -217,21 +220,22 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
     verify = f"        self.admit({f.passed})\n"
     if memo:
         verify = (
-            f"        key = ({', '.join(key)},)\n        if key not in self.admitted:\n"
+            f"        key = ({', '.join(key)},)\n        if key not in admitted:\n"
             f"            self.admit({f.passed})\n"
-            f"            if len(self.admitted) >= {_MEMO_LIMIT}:\n                self.admitted.clear()\n"
-            f"            self.admitted.add(key)\n"
+            f"            if len(admitted) >= {_MEMO_LIMIT}:\n                admitted.clear()\n"
+            f"            admitted.add(key)\n"
         )
     source = (
         f"def __call__(self, {f.header}):\n    try:\n{verify}"
         # A list where a tensor should be, say: verify names the parameter.
         f"    except (AttributeError, TypeError):\n        self.admit({f.passed})\n"
-        f"    for why_not, call in self.candidates[0]:\n"
+        f"    for why_not, call in candidates[0]:\n"
         f"        if not why_not({f.passed}):\n            return call({f.passed})\n"
         f"    return self.resolve({f.passed})\n"
     )
-    call = define("__call__", source, dict(f.scope), f"dispatch of {name}")
-    return type("Op", (Op,), {"__call__": call, "__module__": __name__})
+    own: dict[str, Any] = {"admitted": set(), "candidates": [()]}  # each op has a class of its own
+    call = define("__call__", source, {**own, **f.scope}, f"dispatch of {name}")
+    return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})
 
 
 def _find_op(name: str) -> Op[Any, Any]:
