@@ -73,6 +73,8 @@ class Backend(ABC):
     """True while the backend runs on a simulator instead of its device; reports show it."""
     stand_ins: Mapping[str, str] = {}
     """On a simulator: implementation id -> what runs in place of its kernels, for those the simulator lacks."""
+    order_sources: Mapping[str, str] = {}
+    """Op name -> where the order of its implementations comes from (what it was measured on); `hal why` prints it."""
     impls: ClassVar[dict[str, list[Impl]]]
     """Implementations by op name, in order of preference (= order of registration)."""
 

@@ -190,7 +190,10 @@ def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: d
 
 @dataclass(frozen=True)
 class Why:
-    """Why a call runs where it runs. `chosen` is an implementation id, "reference" (fallback), or None."""
+    """Why a call runs where it runs. `chosen` is an implementation id, "reference" (fallback), or None.
+
+    order_source: where the order of the candidates comes from, "" where the backend does not say.
+    """
 
     op: str
     backend: str
@@ -198,6 +201,7 @@ class Why:
     reasons: Mapping[str, tuple[str, ...]]
     fallback: str
     pin: str | None
+    order_source: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.op} on backend '{self.backend}'" + (f" (pinned to {self.pin})" if self.pin else "") + ":"]
@@ -210,6 +214,8 @@ class Why:
             lines.append("  reference: chosen (fallback policy)")
         elif self.chosen is None:
             lines.append(f"  reference: not allowed (fallback policy '{self.fallback}')")
+        if self.order_source and len(self.reasons) > 1:
+            lines.append(f"  order: {self.order_source}")
         return "\n".join(lines)
 
 
@@ -224,7 +230,8 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
     chosen = next((id for id, why_not in reasons.items() if not why_not), None)
     if chosen is None and active.fallback == "reference":
         chosen = "reference"
-    return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name))
+    source = active.backend.order_sources.get(op.name, "")
+    return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name), source)
 
 
 def _reasons(impl: Impl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import hal
 
 from . import compile, launch
 from .comm import NCCL
-from .order import DEFAULT, MEASURED, order_for
+from .order import DEFAULT, MEASURED, order_for, source_for
 from .simulator.build import Simulator, find_compiler, library
 
 STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
@@ -34,6 +34,7 @@ class Cuda(hal.Backend):
             simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = simulate
         self.deterministic = deterministic
+        self.order_sources = {"flash_attention": source_for("this device")}
         if simulate:
             torchs = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
             self.stand_ins = dict.fromkeys(torchs, STAND_IN)
@@ -62,7 +63,9 @@ class Cuda(hal.Backend):
             "sm_{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
         }
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in sorted(architectures)}))
-        self.impls = in_measured_order(self.impls, torch.cuda.get_device_name())  # type: ignore[misc]
+        name = torch.cuda.get_device_name()
+        self.impls = in_measured_order(self.impls, name)  # type: ignore[misc]
+        self.order_sources = {"flash_attention": source_for(name)}
 
     def device(self, index: int = 0) -> torch.device:
         if self.simulated:

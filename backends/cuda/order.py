@@ -18,6 +18,8 @@ def order_for(device_name: str) -> tuple[str, ...]:
     return MEASURED.get(device_name, DEFAULT)
 
 
-def measured_on(device_name: str) -> str:
-    """Where the order comes from, for reports."""
-    return device_name if device_name in MEASURED else "not measured yet"
+def source_for(device_name: str) -> str:
+    """Where the order for this device comes from, for `hal why`."""
+    if device_name in MEASURED:
+        return f"measured on {device_name}"
+    return f"an estimate; {device_name} was not measured (`make gpu` does)"

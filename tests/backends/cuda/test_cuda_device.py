@@ -129,3 +129,14 @@ def test_graphs_and_clocks_are_refused_on_the_simulator(simulated):
         pass
     with pytest.raises(hal.HalError, match="one device"):
         simulated.device(1)
+
+
+def test_why_says_where_the_order_of_attention_comes_from(monkeypatch):
+    monkeypatch.setitem(order.MEASURED, "NVIDIA X", order.DEFAULT)
+    q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16, device="meta")
+    backend = Cuda(simulate=False)
+    with hal.activated(backend):
+        assert "estimate; this device was not measured" in str(hal.why(ops.flash_attention, q, q, q, layout="BNSD"))
+        backend.order_sources = {"flash_attention": order.source_for("NVIDIA X")}
+        assert str(hal.why(ops.flash_attention, q, q, q, layout="BNSD")).endswith("order: measured on NVIDIA X")
+        assert "order:" not in str(hal.why(ops.swiglu, q))
