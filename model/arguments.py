@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .checks import check
-from .config import Config, ConfigError
+from .config import Config, ConfigError, ready_configuration
 
 GROUPS = {
     "backend": "where it runs",
@@ -63,11 +63,16 @@ def build(values: Mapping[str, Any]) -> Config:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Option values by field name. Raises ConfigError for what is not a flat mapping of known options."""
+    """Option values by field name, from a file or the ready configuration of that name.
+
+    Raises ConfigError for what is not a flat mapping of known options.
+    """
     import yaml
 
+    named = Path(path).name == path and not path.endswith((".yaml", ".yml"))
+    file = ready_configuration(path) if named else Path(path)
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -133,7 +138,11 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="hal train", description="Trains a GPT.", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    made.add_argument("--config", metavar="FILE.yaml", help="options by name; the command line wins over them")
+    made.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="options by name, or the name of a ready configuration (llama-70b); the command line wins over them",
+    )
     group: Any = made
     for option in _OPTIONS.values():
         if option.name in GROUPS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ from hal import HalError
 
 class ConfigError(HalError):
     """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other."""
+
+
+READY = Path(__file__).with_name("configs")
+"""The ready configurations: files NAME.yaml of options by name."""
+
+
+def ready_configuration(name: str) -> Path:
+    """The file of the ready configuration `name`, e.g. "llama-70b". Raises ConfigError that lists the names."""
+    path = READY / f"{name}.yaml"
+    if Path(name).name != name or not path.is_file():
+        names = ", ".join(sorted(p.stem for p in READY.glob("*.yaml")))
+        raise ConfigError(
+            f"no ready configuration is called '{name}'; there are: {names} (a file is given as FILE.yaml)"
+        )
+    return path
 
 
 BOUNDS: dict[str, Callable[[float], bool]] = {

@@ -53,7 +53,13 @@ def site(wheel, tmp_path_factory):
 def test_the_wheel_ships_only_hal(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"hal"}
-    for needed in ("hal/ops/attention.py", "hal/backends/cpu_ref/kernels/common.h", "hal/model/gpt.py", "hal/py.typed"):
+    for needed in (
+        "hal/ops/attention.py",
+        "hal/backends/cpu_ref/kernels/common.h",
+        "hal/model/gpt.py",
+        "hal/py.typed",
+        "hal/model/configs/llama-70b.yaml",
+    ):
         assert needed in names
     assert not [n for n in names if n.startswith("hal/tests")]
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from hal.model.arguments import parse, parser
-from hal.model.config import Config, ConfigError
+from hal.model.arguments import parse, parser, read_yaml
+from hal.model.config import READY, Config, ConfigError, ready_configuration
 
 DOCUMENTED = """
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups seq-length
@@ -125,7 +125,20 @@ def test_wrong_yaml(tmp_path, content, words):
     assert words in problem("--config", str(path))
 
 
+@pytest.mark.parametrize("path", sorted(READY.glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_ready_configuration_is_found_by_name(path):
+    assert ready_configuration(path.stem) == path
+    assert read_yaml(path.stem)
+
+
+def test_a_ready_configuration_is_used_by_name_and_the_command_line_wins():
+    config = parse(["--config", "llama-70b", "--data-path", "tokens", "--seq-length", "128"], {})
+    assert (config.num_layers, config.num_query_groups, config.seq_length) == (80, 8, 128)
+
+
 def test_other_wrong_sources():
+    assert "no ready configuration is called 'llama'; there are: " in problem("--config", "llama")
+    assert "no ready configuration" in problem("--config", "..")
     assert "cannot be read" in problem("--config", "absent.yaml")
     assert "HAL_NUM_LAYERS: expected int" in problem(environ={"HAL_NUM_LAYERS": "x"})
 
