@@ -13,6 +13,7 @@ from itertools import chain
 
 from .config import BOUNDS, Config, ConfigError
 from .parallel.plan import problems
+from .tokenizer import KINDS, OPTIONS, missing_options
 
 
 def check(config: Config) -> None:
@@ -90,13 +91,11 @@ def _training(c: Config) -> Iterator[str]:
         yield f"--recompute-num-layers {c.recompute_num_layers} exceeds --num-layers {c.num_layers}"
     if c.data_path is not None and c.text_file is not None:
         yield "--data-path and --text-file contradict each other; give one"
-    if c.tokenizer_type == "GPT2BPETokenizer" and not (c.vocab_file and c.merge_file):
-        yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
-    if c.tokenizer_type == "NullTokenizer":
-        if c.vocab_size is None:
-            yield "--tokenizer-type NullTokenizer needs --vocab-size"
-        if c.data_path is None:
-            yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
+    missing = missing_options(c)
+    if missing is not None:
+        yield missing
+    if c.tokenizer_type == "NullTokenizer" and c.data_path is None:
+        yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
     for pin in c.pin:
         if "=" not in pin:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
@@ -118,11 +117,10 @@ def _ignored(c: Config) -> Iterator[str]:
         ("loss_scale", c.fp16, "--fp16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),
-        ("vocab_file merge_file", c.tokenizer_type == "GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer"),
-        ("vocab_size", c.tokenizer_type == "NullTokenizer", "--tokenizer-type NullTokenizer"),
+        *_tokenizer_rules(c),
         ("eval_iters", c.eval_interval is not None, "--eval-interval"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
-        ("keep_checkpoint_max", c.save is not None, "--save"),
+        ("keep_checkpoint_max async_save", c.save is not None, "--save"),
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]
@@ -130,6 +128,13 @@ def _ignored(c: Config) -> Iterator[str]:
         for name in names.split():
             if name in c.given and not read and getattr(c, name) not in (False, None):
                 yield f"{_flag(name)} would be ignored: it needs {by}. Remove it, or add that"
+
+
+def _tokenizer_rules(c: Config) -> Iterator[tuple[str, bool, str]]:
+    here = KINDS[c.tokenizer_type]
+    for name in OPTIONS:
+        readers = [kind for kind, spec in KINDS.items() if name in spec.needs + spec.takes]
+        yield name, name in here.needs + here.takes, f"--tokenizer-type {' or '.join(readers)}"
 
 
 def _parallel(c: Config) -> Iterator[str]:

@@ -46,6 +46,21 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
 """What a number may be required to be: the text of the error message, and the test."""
 
 
+TOKENIZERS = (
+    "ByteTokenizer",
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "WhitespaceTokenizer",
+    "NullTokenizer",
+)
+"""Values of --tokenizer-type; see tokenizer.KINDS."""
+
+
 def _opt(
     default: Any,
     help: str,
@@ -119,11 +134,11 @@ class Config:
     text_file: str | None = _opt(None, "a UTF-8 file to train on")
     split: str = _opt("969,30,1", "shares of the documents for training, validation and test")
     data_cache_path: str | None = _opt(None, "folder for the data's index maps; default in HAL's cache")
-    tokenizer_type: str = _opt(
-        "ByteTokenizer", "kind of tokenizer", choices=("ByteTokenizer", "GPT2BPETokenizer", "NullTokenizer")
-    )
-    vocab_file: str | None = _opt(None, "vocabulary of the tokenizer (GPT2BPETokenizer: vocab.json)")
+    tokenizer_type: str = _opt("ByteTokenizer", "kind of tokenizer", choices=TOKENIZERS)
+    vocab_file: str | None = _opt(None, "vocabulary (GPT2BPETokenizer: vocab.json; BertWordPiece*: vocab.txt)")
     merge_file: str | None = _opt(None, "merges of the tokenizer (GPT2BPETokenizer: merges.txt)")
+    tokenizer_model: str | None = _opt(None, "SentencePiece model, or tokenizer.json (HuggingFaceTokenizer)")
+    vocab_extra_ids: int = _opt(0, "<extra_id_N> tokens to append (BertWordPiece*, SentencePieceTokenizer)", ">= 0")
     vocab_size: int | None = _opt(None, "number of token ids without end-of-document (NullTokenizer)")
 
     # training
@@ -188,8 +203,9 @@ class Config:
     # checkpoints, evaluation, logging
     save: str | None = _opt(None, "folder for checkpoints")
     save_interval: int | None = _opt(None, "steps between checkpoints")
+    async_save: bool = _opt(False, "write checkpoints in the background, from a copy in host memory")
     keep_checkpoint_max: int | None = _opt(None, "how many checkpoints --save keeps; older ones are removed")
-    load: str | None = _opt(None, "folder of checkpoints to continue from")
+    load: str | None = _opt(None, "folder of checkpoints to continue from; a release in it starts at iteration 0")
     no_load_optim: bool = _opt(False, "start the optimizer and its schedule anew, with the loaded weights")
     no_load_rng: bool = _opt(False, "draw with this run's --seed, whatever the checkpoint was made with")
     finetune: bool = _opt(False, "take only the weights of --load, and begin at iteration 0")

@@ -1,5 +1,9 @@
 """Tokenizers: what goes in comes out, and every id fits the vocabulary."""
 
+import io
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +11,8 @@ from hypothesis import strategies as st
 from hal.model import corpus
 from hal.model.config import Config, ConfigError
 from hal.model.data import check_index
-from hal.model.tokenizer import ByteTokenizer, GPT2BPETokenizer, NullTokenizer, build_tokenizer
+from hal.model.tokenizer import KINDS, ByteTokenizer, NullTokenizer, WhitespaceTokenizer, build_tokenizer
+from hal.model.vocabularies import GPT2BPETokenizer
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +76,156 @@ def test_wrong_files_are_named(bpe_files, tmp_path):
 def test_null_tokenizer():
     tokenizer = NullTokenizer(10)
     assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10) and tokenizer.decode(tokenizer.encode("3 4")) == "3 4"
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [*SPECIAL, "the", "un", "##aff", "##able", "cafe", "café", "##s", ".", "[", "]"]
+LINES = [f"the quick brown fox {n} jumps over the lazy dog {n % 9}" for n in range(300)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, bpe_files):
+    """Options of every kind of tokenizer, with small files made here."""
+    import sentencepiece
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    folder = tmp_path_factory.mktemp("vocabularies")
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    (folder / "words.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "the": 2, "fox": 7}))
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, vocab_size=60, minloglevel=2
+    )
+    (folder / "pieces.model").write_bytes(model.getvalue())
+    pipeline = Tokenizer(BPE())
+    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pipeline.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=100, special_tokens=["<s>", "</s>"]))
+    pipeline.save(str(folder / "tokenizer.json"))
+    pieces = {"tokenizer_model": str(folder / "pieces.model")}
+    return {
+        "ByteTokenizer": {},
+        "NullTokenizer": {"vocab_size": 10},
+        "GPT2BPETokenizer": {"vocab_file": bpe_files[0], "merge_file": bpe_files[1]},
+        "BertWordPieceLowerCase": {"vocab_file": str(folder / "vocab.txt")},
+        "BertWordPieceCase": {"vocab_file": str(folder / "vocab.txt")},
+        "WhitespaceTokenizer": {"vocab_file": str(folder / "words.json")},
+        "SentencePieceTokenizer": pieces,
+        "GPTSentencePieceTokenizer": pieces,
+        "Llama2Tokenizer": pieces,
+        "HuggingFaceTokenizer": {"tokenizer_model": str(folder / "tokenizer.json")},
+    }
+
+
+def make(kind, options):
+    return build_tokenizer(Config(tokenizer_type=kind, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_ids_of_its_vocabulary_and_no_text_ends_a_document(kind, files):
+    tokenizer = make(kind, files[kind])
+    texts = (
+        ["3 4"]
+        if kind == "NullTokenizer"
+        else ["the fox <|endoftext|> </s> <EOD> [EOS] [SEP]", "", "\u00fcber \U0001f600"]
+    )
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert all(0 <= i < tokenizer.vocab_size for i in ids) and tokenizer.eod not in ids
+        assert isinstance(tokenizer.decode([*ids, tokenizer.eod]), str)
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(
+    "kind", ["GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"]
+)
+def test_texts_come_back(kind, files):
+    tokenizer = make(kind, files[kind])
+    ids = tokenizer.encode(LINES[7])
+    assert tokenizer.decode(ids) == LINES[7] and len(ids) <= len(LINES[7])
+
+
+def test_word_pieces_are_the_longest_that_fit(files):
+    lower, case = (make(f"BertWordPiece{c}", files["BertWordPieceCase"]) for c in ("LowerCase", "Case"))
+    assert [WORDS[i] for i in lower.encode("The unaffable cafés.")] == [
+        "the",
+        "un",
+        "##aff",
+        "##able",
+        "cafe",
+        "##s",
+        ".",
+    ]
+    assert [WORDS[i] for i in case.encode("The cafés")] == ["[UNK]", "café", "##s"]
+    assert [WORDS[i] for i in case.encode("[SEP] " + "the" * 67)] == ["[", "[UNK]", "]", "[UNK]"]  # 201 letters
+    assert lower.decode(lower.encode("The unaffable")) == "the unaffable"
+    # Megatron appends [BOS] and [EOS]
+    assert (lower.vocab_size, lower.eod) == (len(WORDS) + 2, len(WORDS) + 1)
+    assert make("BertWordPieceCase", {**files["BertWordPieceCase"], "vocab_extra_ids": 3}).vocab_size == len(WORDS) + 5
+
+
+def test_special_ids_of_sentence_pieces(files):
+    plain, megatron, llama = (
+        make(kind, files["Llama2Tokenizer"])
+        for kind in ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+    )
+    assert plain.vocab_size == llama.vocab_size == 60 and plain.eod == llama.eod == 2
+    assert llama.encode("the fox") == [1, *plain.encode("the fox")]
+    # <CLS>, <SEP>, <EOD>, <MASK>, then <PAD>, which this model lacks; <s> and </s> are its own
+    assert (megatron.vocab_size, megatron.eod) == (65, 62) and megatron.encode("the fox") == plain.encode("the fox")
+    more = make("SentencePieceTokenizer", {**files["Llama2Tokenizer"], "vocab_extra_ids": 4})
+    assert more.vocab_size == 69 and more.decode([68, 62, *plain.encode("the fox")]) == "the fox"
+
+
+def test_words_between_blanks(files):
+    tokenizer = make("WhitespaceTokenizer", files["WhitespaceTokenizer"])
+    assert tokenizer.encode(" the cat\tfox\n<|endoftext|>") == [2, 0, 7, 0] and tokenizer.eod == 1
+    assert tokenizer.vocab_size == 8 and tokenizer.decode([2, 7, 5]) == "the fox <unk>"
+
+
+def test_the_end_of_a_tokenizer_json(files, tmp_path):
+    content = Path(files["HuggingFaceTokenizer"]["tokenizer_model"]).read_text()
+    (tmp_path / "tokenizer.json").write_text(content)
+    tokenizer = make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
+    assert tokenizer.eod == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<s>"}}')
+    assert make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}).eod == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    with pytest.raises(ConfigError, match=r"no token called <stop>.*eos_token"):
+        make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
+
+
+def test_a_fingerprint_is_of_the_content_and_not_of_the_place(files, bpe_files, tmp_path):
+    prints = {make(kind, options).fingerprint for kind, options in files.items()}
+    assert len(prints) == len(files)
+    for name, path in zip(("v", "m"), bpe_files):
+        (tmp_path / name).write_bytes(Path(path).read_bytes())
+    moved = GPT2BPETokenizer(str(tmp_path / "v"), str(tmp_path / "m"))
+    assert moved.fingerprint == GPT2BPETokenizer(*bpe_files).fingerprint
+    (tmp_path / "m").write_text("".join(Path(bpe_files[1]).read_text().splitlines(keepends=True)[:-1]))
+    assert GPT2BPETokenizer(str(tmp_path / "v"), str(tmp_path / "m")).fingerprint != moved.fingerprint
+
+
+JUNK = [b"", b"\x80\x04\x95", b"{", b"\xff\xfe", b'{"a": -1}', b'{"<unk>": 0, "<|endoftext|>": 0}', b"[" * 100000]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if KINDS[k].needs not in ((), ("vocab_size",))])
+def test_files_that_are_no_vocabulary_are_refused(kind, tmp_path):
+    path = tmp_path / "file"
+    options = {name: str(path) for name in KINDS[kind].needs}
+    with pytest.raises(ConfigError, match="does not exist"):
+        make(kind, options)
+    with pytest.raises(ConfigError, match="needs --"):
+        make(kind, {})
+    for junk in JUNK:
+        path.write_bytes(junk)
+        with pytest.raises(ConfigError) as caught:
+            make(kind, options)
+        assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_vocabulary_of_words_needs_its_two_special_words(tmp_path):
+    (tmp_path / "v.json").write_text('{"<unk>": 0}')
+    with pytest.raises(ConfigError, match=r"no <\|endoftext\|>"):
+        WhitespaceTokenizer(str(tmp_path / "v.json"))

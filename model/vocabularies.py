@@ -1,0 +1,211 @@
+"""The tokenizers that libraries provide, under Megatron's names and with Megatron's special ids.
+
+Vocabularies are files of the user's; a file that is none gives a ConfigError. Sizes are the largest id + 1, so a
+vocabulary with holes is safe too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import ConfigError
+from .tokenizer import Tokenizer, read_file
+
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""What models call the end of a text, if no tokenizer_config.json says it."""
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's byte-level BPE from a vocab.json and a merges.txt; <|endoftext|> ends a document."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        from tokenizers import ByteLevelBPETokenizer
+
+        self.content = read_file(vocab_file) + b"\0" + read_file(merge_file)
+        try:
+            self._bpe = ByteLevelBPETokenizer(vocab_file, merge_file)
+        except Exception as error:
+            raise ConfigError(f"{vocab_file} and {merge_file} are no GPT-2 vocabulary: {_line(error)}") from None
+        eod = self._bpe.token_to_id("<|endoftext|>")
+        if eod is None:
+            raise ConfigError(f"{vocab_file} has no <|endoftext|> to end documents with")
+        self.vocab_size, self.eod = _size(self._bpe.get_vocab()), int(eod)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._bpe.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._bpe.decode(list(ids)))
+
+
+class _BertWordPiece(Tokenizer):
+    """BERT's WordPiece from a vocab.txt. As in Megatron, [BOS], [EOS] and <extra_id_N> are appended to the vocabulary
+    where it lacks them, and [EOS] ends a document."""
+
+    lower = True
+
+    def __init__(self, vocab_file: str, vocab_extra_ids: int = 0) -> None:
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import decoders, normalizers, pre_tokenizers
+        from tokenizers.models import WordPiece
+
+        self.content = read_file(vocab_file)
+        try:
+            vocabulary = dict(WordPiece.read_file(vocab_file))
+            known = len(vocabulary)
+            size = _size(vocabulary)
+            for token in ("[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(vocab_extra_ids))):
+                if token not in vocabulary:
+                    vocabulary[token], size = size, size + 1
+            if "[UNK]" not in vocabulary or known < 2:
+                raise ValueError("no [UNK] among its lines")
+            # 200 is BERT's and Megatron's limit; the library's is 100.
+            self._pipeline = Pipeline(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=200))
+        except Exception as error:
+            raise ConfigError(f"{vocab_file} is no WordPiece vocabulary: {_line(error)}") from None
+        self._pipeline.normalizer = normalizers.BertNormalizer(lowercase=self.lower, strip_accents=self.lower)
+        self._pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._pipeline.decoder = decoders.WordPiece()
+        self.vocab_size, self.eod = size, vocabulary["[EOS]"]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._pipeline.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._pipeline.decode(list(ids)))
+
+
+class BertWordPieceLowerCase(_BertWordPiece):
+    """Lower-cased, without accents."""
+
+
+class BertWordPieceCase(_BertWordPiece):
+    """As written."""
+
+    lower = False
+
+
+class GPTSentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; its own </s> ends a document."""
+
+    prefix: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer_model: str) -> None:
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError as error:
+            raise ConfigError(f"SentencePiece needs its package ({error}); pip install 'torch-hal[train]'") from None
+        self.content = read_file(tokenizer_model)
+        self._pieces = SentencePieceProcessor()
+        try:
+            self._pieces.LoadFromSerializedProto(self.content)
+            count = self._pieces.get_piece_size()
+        except Exception as error:
+            raise ConfigError(f"{tokenizer_model} is no SentencePiece model: {_line(error)}") from None
+        if count == 0:
+            raise ConfigError(f"{tokenizer_model} is no SentencePiece model: it has no pieces")
+        self.count = count
+        self.vocab_size, self.eod = self._ends(tokenizer_model)
+
+    def _ends(self, path: str) -> tuple[int, int]:
+        eos = self._pieces.eos_id()
+        if eos < 0:
+            raise ConfigError(f"{path} has no </s> to end documents with; use --tokenizer-type SentencePieceTokenizer")
+        return self.count, eos
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.prefix, *self._pieces.encode(text, out_type=int)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._pieces.decode([i for i in map(int, ids) if i < self.count]))
+
+
+class SentencePieceTokenizer(GPTSentencePieceTokenizer):
+    """A SentencePiece model, with Megatron's <CLS>, <SEP>, <EOD>, <MASK>, padding, begin, end and <extra_id_N>
+    appended where it lacks them; <EOD> ends a document."""
+
+    def __init__(self, tokenizer_model: str, vocab_extra_ids: int = 0) -> None:
+        self._extra = vocab_extra_ids
+        super().__init__(tokenizer_model)
+
+    def _ends(self, path: str) -> tuple[int, int]:
+        sp, ids = self._pieces, {self._pieces.id_to_piece(i): i for i in range(self.count)}
+        own = {"<PAD>": sp.pad_id(), "<BOS>": sp.bos_id(), "<EOS>": sp.eos_id()}
+        names = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+        names += [sp.id_to_piece(i) if i >= 0 else name for name, i in own.items()]
+        names += [f"<extra_id_{n}>" for n in range(self._extra)]
+        size = self.count
+        for name in names:
+            if name not in ids:
+                ids[name], size = size, size + 1
+        return size, ids["<EOD>"]
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """Llama's SentencePiece model: a text begins with <s>, </s> ends a document."""
+
+    def _ends(self, path: str) -> tuple[int, int]:
+        if self._pieces.bos_id() < 0:
+            raise ConfigError(f"{path} has no <s> to begin texts with; use --tokenizer-type GPTSentencePieceTokenizer")
+        self.prefix = (self._pieces.bos_id(),)
+        return super()._ends(path)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Any tokenizer.json, or a folder that has one. Documents end with the `eos_token` of the tokenizer_config.json
+    beside it, else with a usual name for that."""
+
+    def __init__(self, tokenizer_model: str) -> None:
+        from tokenizers import Tokenizer as Pipeline
+
+        path = Path(tokenizer_model)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        self.content = read_file(str(path))
+        try:
+            self._pipeline = Pipeline.from_buffer(self.content)
+            self._pipeline.no_truncation()
+            self._pipeline.no_padding()
+            self._pipeline.encode_special_tokens = True
+            self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
+        except Exception as error:
+            raise ConfigError(f"{path} is no tokenizer.json: {_line(error)}") from None
+        named = _eos_token(path.with_name("tokenizer_config.json"))
+        ends = [self._pipeline.token_to_id(name) for name in ((named,) if named else _END_NAMES)]
+        found = [i for i in ends if i is not None]
+        if not found:
+            raise ConfigError(
+                f"{path} has no token called {named or ' or '.join(_END_NAMES)} to end documents with; write its name "
+                f'as "eos_token" into a tokenizer_config.json beside it'
+            )
+        self.eod = int(found[0])
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._pipeline.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._pipeline.decode(list(ids)))
+
+
+def _eos_token(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        token: Any = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token)
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _size(vocabulary: dict[str, int]) -> int:
+    if not vocabulary:
+        raise ValueError("the vocabulary is empty")
+    return max(vocabulary.values()) + 1
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
