@@ -8,7 +8,7 @@ G key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from .draws import Draws
 from .layers import ColumnParallelLinear, Init, RowParallelLinear
 from .parallel.context import Ring, ring_attention, ulysses
 from .recompute import recompute
+
+if TYPE_CHECKING:
+    from .cache import KeyValueCache
 
 
 class SelfAttention(nn.Module):
@@ -50,7 +53,13 @@ class SelfAttention(nn.Module):
         self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
         self.recompute, self.interleaved = config.recompute_granularity == "selective", config.rotary_interleaved
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        draws: Draws | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
@@ -59,6 +68,8 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if rotation is not None:
             q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
+        if cache is not None:
+            k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
         context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, draws, on=self.recompute)
         return self.linear_proj(context)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ from .layers import Init, Norm, Parallel, Shard, VocabParallelEmbedding, column_
 from .mlp import MLP
 from .recompute import recompute
 
+if TYPE_CHECKING:
+    from .cache import KeyValueCache
+
 
 class Embedding(nn.Module):
-    """tokens [b, s] int64 -> [s, b, h]: word plus learned position, with dropout."""
+    """tokens [b, s] int64 -> [s, b, h]: word plus learned position (of `start` and on), with dropout."""
 
     def __init__(self, config: Config, init: Init) -> None:
         super().__init__()
@@ -40,11 +44,11 @@ class Embedding(nn.Module):
             )
         self.p, self.parallel = config.hidden_dropout, init.parallel
 
-    def forward(self, tokens: Tensor, draws: Draws | None) -> Tensor:
+    def forward(self, tokens: Tensor, draws: Draws | None, start: int = 0) -> Tensor:
         x = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
             rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
-            x = x + rows.take(self.position_embeddings.weight[: rows.full], 0)[:, None]
+            x = x + rows.take(self.position_embeddings.weight[start : start + rows.full], 0)[:, None]
         if draws is not None and self.p > 0.0:
             rng, seen = draws.hidden("embedding", 0, x.shape)
             x = ops.dropout(x.reshape(seen), self.p, rng).view(x.shape)
@@ -71,8 +75,14 @@ class TransformerLayer(nn.Module):
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), turn, draws)
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        draws: Draws | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        attended = self.self_attention(self.input_layernorm(x), turn, draws, cache)
         x = self._add(attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, draws)
         expanded = self.mlp(self.pre_mlp_layernorm(x))
         return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, draws)
@@ -104,13 +114,19 @@ class Decoder(nn.Module):
         self.method = config.recompute_method if config.recompute_granularity == "full" else None
         self.recompute_layers = config.recompute_num_layers or 1
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, draws: Draws | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        draws: Draws | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         layers = list(self.layers.values())
 
         def run(start: int, end: int, x: Tensor, on: bool) -> Tensor:
             def several(x: Tensor) -> Tensor:
                 for layer in layers[start:end]:
-                    x = layer(x, turn, draws)
+                    x = layer(x, turn, draws, cache)
                 return x
 
             return recompute(several, x, on=on)
@@ -155,8 +171,8 @@ class GPT(nn.Module):
             )
         self.last, self._turn = last, None
 
-    def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
-        """draws: dropout of this microbatch; None = no dropout (evaluation).
+    def forward(self, x: Tensor, draws: Draws | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """draws: dropout of this microbatch; None = no dropout (evaluation). cache: of the tokens before these.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
@@ -165,8 +181,11 @@ class GPT(nn.Module):
         if draws is not None:
             draws = replace(draws, rows=self.parallel.hidden_rows(full))
         if self.embedding is not None:
-            x = self.embedding(x, draws)
-        x = self.decoder(x, self._rotation(full, x.device), draws)
+            x = self.embedding(x, draws, 0 if cache is None else cache.length)
+        turn = self._rotation(full, x.device) if cache is None else cache.turn(full)
+        x = self.decoder(x, turn, draws, cache)
+        if cache is not None:
+            cache.advance(full)
         return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
 
     def output_weight(self) -> Tensor:

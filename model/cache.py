@@ -1,0 +1,65 @@
+"""What a stage of the model remembers of the tokens it has seen: the keys and values of its layers.
+
+With it, a forward pass over the next tokens only gives the logits that one over all tokens would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hal import ContractError
+
+from .attention import rotation
+from .config import Config
+from .layers import Parallel
+
+
+class KeyValueCache:
+    """Room for `capacity` tokens of `batch` sequences; `length` of them are filled. One per stage and batch.
+
+    Every sequence of the batch has the same length: the positions of a forward pass are [length, length + s).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layers: Sequence[int],
+        batch: int,
+        capacity: int,
+        parallel: Parallel,
+        device: torch.device,
+    ) -> None:
+        assert config.num_query_groups and config.kv_channels
+        if parallel.sequence or (parallel.cp is not None and parallel.cp.size > 1):
+            raise ContractError(
+                "keys and values are kept for whole sequences: generate without --sequence-parallel and with "
+                "--context-parallel-size 1 (a checkpoint of any layout loads under any other)"
+            )
+        shape = (capacity, batch, config.num_query_groups // parallel.size, config.kv_channels)
+        self.capacity, self.length = capacity, 0
+        self._kv = {
+            n: tuple(torch.empty(shape, dtype=config.params_dtype, device=device) for _ in range(2)) for n in layers
+        }
+        self._angles = rotation(config, capacity, device) if config.position_embedding_type == "rope" else None
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values [s, b, g, d] of the next s tokens; those of all tokens, [length + s, b, g, d]."""
+        end = self.length + k.shape[0]
+        for held, new in zip(self._kv[layer], (k, v)):
+            held[self.length : end] = new
+        keys, values = self._kv[layer]
+        return keys[:end], values[:end]
+
+    def turn(self, count: int) -> tuple[Tensor, Tensor] | None:
+        """The rotary angles of the next `count` positions, if the model has rotary positions."""
+        if self._angles is None:
+            return None
+        cos, sin = self._angles
+        return cos[self.length : self.length + count], sin[self.length : self.length + count]
+
+    def advance(self, count: int) -> None:
+        """Called when all layers have stored `count` more tokens."""
+        self.length += count
