@@ -42,8 +42,8 @@ class T:
     """Description of one tensor argument of a sample call; its repr is the code that makes it.
 
     dist: "normal" (times scale), "int" (low <= x < high), "bool" (True with probability p), "values" (explicit).
-    dtype None means the dtype under test. strided: "rows" leaves gaps between rows, "last" makes the last
-    dimension non-contiguous.
+    dtype None means the dtype under test. strided: "rows" leaves gaps between rows and begins one element into its
+    memory (a pointer that is aligned to the element only), "last" makes the last dimension non-contiguous.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class T:
             wide = list(self.shape)
             wide[-1] = wide[-1] * 2 if self.strided == "last" else wide[-1] + 3
             store = torch.zeros(wide, dtype=want)
-            view = store[..., ::2] if self.strided == "last" else store[..., : self.shape[-1]]
+            view = store[..., ::2] if self.strided == "last" else store[..., 1 : self.shape[-1] + 1]
             return view.copy_(x)
         return x
 
@@ -99,11 +99,11 @@ class Sample:
             if isinstance(value, T):
                 count += 1
                 x = value.build(dtype, seed=count)
-                # A plain .to() would lose the strides the sample asks for.
+                # A plain .to() would lose the strides and the offset that the sample asks for.
                 if torch.device(device).type == "cpu":
                     return x
-                moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-                return moved.copy_(x)
+                store = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=device)
+                return store.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
             if isinstance(value, list):
                 return [make(v) for v in value]
             return value

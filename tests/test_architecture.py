@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import hal
-from hal import ops
-from hal.testing.purity import Rule, check_tree, violations
+from hal.testing.purity import Rule, backend_rule, check_tree, violations
 
 ROOT = Path(hal.__file__).resolve().parent.parent
 
@@ -20,17 +19,8 @@ VENDORS = ("torch_npu", "cupy", "cffi", "torch.cuda", "torch.npu", "triton", "py
 DEVICE_FREE = Rule(forbidden=(*VENDORS, "hal.backends"), devices=True, dynamic=True)
 
 
-def public(name: str) -> bool:
-    """Whether a name below hal is exported: hal.X with X in hal.__all__, or hal.ops.Y with Y in hal.ops.__all__."""
-    _, first, *rest = name.split(".")
-    if first != "ops":
-        return first in hal.__all__ or first == "__version__"
-    return not rest or rest[0] in ops.__all__
-
-
-def backend_rule(name: str) -> Rule:
-    own = f"hal.backends.{name}"
-    return Rule(allowed=lambda n: n == own or n.startswith(own + ".") or public(n))
+def rule_of(name: str) -> Rule:
+    return backend_rule(f"hal.backends.{name}")
 
 
 BACKENDS = sorted(p.name for p in (ROOT / "backends").iterdir() if (p / "__init__.py").exists())
@@ -51,7 +41,16 @@ def test_ops_name_no_device_no_backend_and_no_model():
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_uses_public_names_only(name):
-    report(check_tree(ROOT / "backends" / name, backend_rule(name), package=f"hal.backends.{name}"))
+    report(check_tree(ROOT / "backends" / name, rule_of(name), package=f"hal.backends.{name}"))
+
+
+EXAMPLES = sorted(p.parent for p in (ROOT / "examples").glob("*/setup.cfg"))
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
+def test_an_example_backend_uses_public_names_only(folder):
+    (package,) = [p.parent for p in folder.glob("*/__init__.py") if p.parent.name != "tests"]
+    report(check_tree(package, backend_rule(package.name), package=package.name))
 
 
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
@@ -169,7 +168,7 @@ def test_the_model_rule_leaves_alone(source):
     ],
 )
 def test_the_backend_rule_catches(source):
-    assert violations(source, backend_rule("mine"), package="hal.backends.mine")
+    assert violations(source, rule_of("mine"), package="hal.backends.mine")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_the_backend_rule_catches(source):
     ],
 )
 def test_the_backend_rule_leaves_alone(source):
-    assert violations(source, backend_rule("mine"), package="hal.backends.mine") == []
+    assert violations(source, rule_of("mine"), package="hal.backends.mine") == []
 
 
 def test_a_violation_shows_its_place():

@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "ratios against named peers and against the machine's limits",
     "train": "train a GPT",
     "launch": "run a command on several processes or machines",
+    "new-backend": "write an installable package that adds a backend",
 }
 
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hal: there is no command '{name}'; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(f"hal.cli.{name}").main(rest))
+        return int(importlib.import_module(f"hal.cli.{name.replace('-', '_')}").main(rest))
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -58,6 +58,22 @@ class Rule:
     dynamic: bool = False
 
 
+def public(name: str) -> bool:
+    """Whether a dotted name below hal is exported: hal.X with X in hal.__all__, or hal.ops.Y with Y in hal.ops's."""
+    import hal
+    from hal import ops
+
+    _, first, *rest = name.split(".")
+    if first != "ops":
+        return first in hal.__all__ or first == "__version__"
+    return not rest or rest[0] in ops.__all__
+
+
+def backend_rule(package: str) -> Rule:
+    """The rule of a backend in `package`: of hal, only what `public` says, and its own modules."""
+    return Rule(allowed=lambda name: name == package or name.startswith(package + ".") or public(name))
+
+
 def violations(source: str, rule: Rule, *, package: str = "", file: str = "<source>") -> list[Violation]:
     """Every line of `source` (a module of `package`, which relative imports start from) that breaks the rule."""
     tree = ast.parse(source, file)

@@ -1,0 +1,51 @@
+"""A fresh environment, as a newcomer has one: empty, but it can import what is installed here (no download)."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+
+class Fresh:
+    """`run(command)` runs a shell command in `folder` with the environment's python and hal first in the PATH."""
+
+    def __init__(self, root: Path) -> None:
+        self.bin = root / "venv" / "bin"
+        self.folder = root / "work"
+        self.folder.mkdir()
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / "venv"], check=True)
+        (site,) = (root / "venv" / "lib").glob("python*/site-packages")
+        (site / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+        script = self.bin / "hal"
+        script.write_text(f"#!{self.bin / 'python'}\nimport sys\nfrom hal.cli import main\nsys.exit(main())\n")
+        script.chmod(0o755)
+
+    def run(self, command: str, **kwargs) -> subprocess.CompletedProcess:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("HAL_", "PYTHON", "PYTEST"))}
+        env = {
+            **clean,
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this one the other way round: no isolation
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            **kwargs,
+        )
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    return Fresh(tmp_path)
