@@ -35,7 +35,7 @@ def make_folder(path: Path) -> Path:
     """Makes a folder and its parents; the ones it makes get FOLDER_MODE."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)  # so that it is never more open, not even for a moment
         folder.chmod(FOLDER_MODE)
     return path
 
@@ -55,7 +55,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file's content atomically."""
     new = beside(path, new_token())
-    with open(new, "wb") as file:
+    with open(new, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -65,25 +65,29 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def publish_folder(path: Path, token: int | None = None) -> Iterator[Path]:
+def publish_folder(path: Path) -> Iterator[Path]:
     """A new folder to fill; it appears as `path`, complete, when the block ends without an error.
 
-    It is `beside(path, token)`, for other processes that fill it too. If `path` exists by then (another process was
-    faster), that one stays.
+    If `path` exists by then (another process was faster), that one stays.
     """
-    new = beside(make_folder(path.parent) / path.name, new_token() if token is None else token)
-    new.mkdir()
+    new = beside(make_folder(path.parent) / path.name, new_token())
+    new.mkdir(FOLDER_MODE)
     try:
         yield new
-        settle(new)
         try:
-            new.rename(path)
+            publish(new, path)
         except OSError:
             if not path.is_dir():
                 raise
-        sync_folder(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def publish(new: Path, path: Path) -> None:
+    """Flushes the folder `new`, fixes its permissions, and gives it the name `path`."""
+    settle(new)
+    new.rename(path)
+    sync_folder(path.parent)
 
 
 def new_token() -> int:

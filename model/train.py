@@ -30,6 +30,7 @@ from .gpt import GPT
 from .parallel.plan import make_plan
 from .parallel.trainer import ParallelTrainer
 from .report import Report, Silence
+from .saving import SaveFailed
 from .signals import StopRequest
 from .tokenizer import Tokenizer, build_tokenizer
 from .trainer import Trainer, TrainingFailed
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pins = dict(pin.split("=", 1) for pin in config.pin)
         hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
         train(config)
-    except TrainingFailed as error:
+    except (TrainingFailed, SaveFailed) as error:
         print(f"hal train: {error}", file=sys.stderr)
         return 1
     except (HalError, OSError) as error:
@@ -76,19 +77,25 @@ def train(config: Config) -> Trainer:
         folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
         with Report(config, folder, trainer.iteration) if trainer.lead else Silence() as report:
             _announce(report, trainer)
-            trainer.run(
-                stop=lambda: bool(trainer.agreed(stop.asked is not None)),
-                on_step=report.step,
-                on_evaluation=report.evaluation,
-                on_save=lambda path: report.say(f" saved {path}"),
-            )
-            stopped = trainer.agreed(stop.asked is not None)
             try:
+                trainer.run(
+                    stop=lambda: bool(trainer.agreed(stop.asked is not None)),
+                    on_step=report.step,
+                    on_evaluation=report.evaluation,
+                    on_save=lambda path: report.say(f" saved {path}"),
+                )
+                stopped = trainer.agreed(stop.asked is not None)
                 if stopped or save is not None:
-                    report.say(f" saved {trainer.save(save or folder / 'checkpoints')}")
-            except OSError:
+                    trainer.save(save or folder / "checkpoints")
+                trainer.saver.wait()
+            except (SaveFailed, OSError):
                 report.finish("", "")  # the losses survive a full disk elsewhere
                 raise
+            except TrainingFailed:
+                trainer.saver.wait()  # all ranks are here: what failed is the same on all of them
+                raise
+            for path in trainer.saver.finished():
+                report.say(f" saved {path}")
             if stopped:
                 report.say(f" stopped by {stop.asked} after iteration {trainer.iteration}")
             prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)

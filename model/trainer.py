@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import HalError, Rng
+from hal import Comm, HalError, Rng, Solo
 
 from . import checkpoint
+from .checkpoint import RELEASE
 from .config import Config, ConfigError
 from .data import Split
 from .draws import Draws
 from .gpt import GPT
-from .optimizer import LossScaler, Optimizer
+from .optimizer import LossScaler, Optimizer, local
+from .saving import Saver
 from .schedule import Schedule
 
 
@@ -56,11 +58,24 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.schedule, self.rng = Schedule.of(config), Rng(config.seed)
         self.iteration = self.consumed = self.skipped = 0
+        self.saver = Saver(
+            self.world,
+            background=config.async_save,
+            keep=config.keep_checkpoint_max,
+            timeout=60.0 * config.distributed_timeout_minutes,
+        )
 
     # What many processes do differently.
 
-    lead = True
-    """Whether this process speaks for the run: prints, and writes its report."""
+    @property
+    def world(self) -> Comm:
+        """All processes of the run."""
+        return Solo()
+
+    @property
+    def lead(self) -> bool:
+        """Whether this process speaks for the run: prints, and writes its report."""
+        return self.world.rank == 0
 
     def agreed(self, value: int) -> int:
         """The leading process's `value`."""
@@ -144,15 +159,18 @@ class Trainer:
 
     # Checkpoints.
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint, by Megatron's names, sharing memory with the run."""
+    def tensors(self, *, mine: bool = True) -> Mapping[str, Tensor]:
+        """Every tensor of a checkpoint, by Megatron's names, sharing memory with the run.
+
+        Of many processes each has its pieces, which with `mine` are those that no other process has too.
+        """
         optimizer = self.optimizer
         found = {name: p.detach() for name, p in self.model.named_parameters()}
         kinds = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-        if optimizer.low:
-            kinds["fp32_param"] = optimizer.main
         for kind, tensors in kinds.items():
             found.update({f"optimizer.state.{kind}.{name}": t for name, t in tensors.items()})
+        if optimizer.low:
+            found.update({checkpoint.FP32 + name: t for name, t in optimizer.main.items()})
         return found
 
     def state(self) -> dict[str, Any]:
@@ -168,36 +186,34 @@ class Trainer:
         }
 
     def save(self, root: Path) -> Path:
-        """Writes a checkpoint, makes it the latest of `root`, and removes the oldest beyond keep_checkpoint_max."""
-        folder = self.write(root)
-        if self.config.keep_checkpoint_max is not None and self.lead:
-            checkpoint.prune(root, self.config.keep_checkpoint_max)
-        return folder
+        """Writes a checkpoint, makes it the latest of `root`, and removes the oldest beyond keep_checkpoint_max.
 
-    def write(self, root: Path) -> Path:
-        """Writes a checkpoint and makes it the latest of `root`."""
-        return checkpoint.save(root, self.iteration, self.tensors(), self.state())
-
-    def read(self, root: Path) -> tuple[Path, dict[str, Any]]:
-        """(folder, state) of the latest checkpoint of `root`."""
-        return checkpoint.read_state(root)
+        With async_save that goes on after the return; `saver` tells when it has ended, and how.
+        """
+        return self.saver.save(root, self.iteration, self.tensors(), self.state())
 
     def load_tensors(self, folder: Path, *, moments: bool) -> None:
         """Fills the weights and, with `moments`, the optimizer from a checkpoint's folder."""
-        tensors = self.tensors()
-        checkpoint.load_tensors(folder, {n: t for n, t in tensors.items() if moments or "exp_avg" not in n})
+        tensors = self.tensors(mine=False)
+        checkpoint.load_tensors(folder, checkpoint.sources(tensors, folder, moments=moments))
+        for name, parameter in self.optimizer.model.items():
+            local(parameter).copy_(self.optimizer.main[name])
 
     def load(self, root: Path) -> None:
-        """Continues from the latest checkpoint of `root`, as far as the config's load options say."""
+        """Continues from the latest checkpoint of `root`, as far as the config's load options say.
+
+        Of a release, as with finetune, only the weights are taken.
+        """
         c = self.config
-        folder, state = self.read(root)
-        if tuple(state["rng"]) != self.rng.state() and not (c.no_load_rng or c.finetune):
+        folder, state = checkpoint.read_state(root, self.world)
+        weights_only = c.finetune or folder.name == RELEASE
+        if not (weights_only or c.no_load_rng) and tuple(state["rng"]) != self.rng.state():
             raise ConfigError(
                 f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {c.seed}; the "
                 "same seed continues it exactly, --no-load-rng goes on with the new one"
             )
-        self.load_tensors(folder, moments=not (c.no_load_optim or c.finetune))
-        if c.finetune:
+        self.load_tensors(folder, moments=not (c.no_load_optim or weights_only))
+        if weights_only:
             return
         self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
         self.skipped = state["skipped"]
@@ -218,7 +234,10 @@ class Trainer:
         on_evaluation: Callable[[int, float], None],
         on_save: Callable[[Path], None],
     ) -> None:
-        """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals."""
+        """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
+
+        on_save: called with each checkpoint that has become whole, with async_save maybe some iterations later.
+        """
         c = self.config
         root = Path(c.save) if c.save else None
         while self.iteration < c.train_iters and not stop():
@@ -226,7 +245,9 @@ class Trainer:
             if c.eval_interval and self.iteration % c.eval_interval == 0:
                 on_evaluation(self.iteration, self.evaluate())
             if root and c.save_interval and self.iteration % c.save_interval == 0:
-                on_save(self.save(root))
+                self.save(root)
+            for path in self.saver.finished():
+                on_save(path)
             if c.exit_interval and self.iteration % c.exit_interval == 0:
                 break
 

@@ -57,6 +57,11 @@ class Piece(Tensor):
         for b in self.blocks:
             b.view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.view.shape))])
 
+    def copied(self) -> Piece:
+        """The same places, with copies of the values in host memory."""
+        copies = [Block(b.offsets, torch.empty(b.view.shape, dtype=b.view.dtype).copy_(b.view)) for b in self.blocks]
+        return Piece(self.shape, copies, self.dtype)
+
     # torch.distributed.checkpoint's protocol.
 
     def _chunk(self, block: Block) -> ChunkStorageMetadata:

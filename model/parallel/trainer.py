@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ import hal
 from hal import ops
 from hal.mesh import Mesh
 
+from ..checkpoint import FP32
 from ..config import Config
 from ..data import Split
 from ..draws import Draws
@@ -24,7 +24,6 @@ from ..gpt import GPT
 from ..layers import Parallel, Shard
 from ..optimizer import Optimizer, local
 from ..trainer import Trainer
-from . import checkpoint
 from .pieces import Piece, piece
 from .plan import Plan
 from .reduce import GradientReducer, sum_over
@@ -95,8 +94,8 @@ class ParallelTrainer(Trainer):
         return optimizer
 
     @property
-    def lead(self) -> bool:  # type: ignore[override]
-        return self.mesh.rank == 0
+    def world(self) -> hal.Comm:
+        return self.mesh.world
 
     def agreed(self, value: int) -> int:
         numbers = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -241,11 +240,8 @@ class ParallelTrainer(Trainer):
 
     # Checkpoints.
 
-    def pieces(self, *, mine: bool) -> dict[str, Piece]:
-        """What this rank holds of a checkpoint's tensors, by name; with `mine`, only what it is to write.
-
-        The last stage's copy of a tied weight goes by the weight's own name, and is written by the first.
-        """
+    def tensors(self, *, mine: bool = True) -> dict[str, Piece]:
+        """The last stage's copy of a tied weight goes by the weight's own name, and is written by the first."""
         optimizer, tied = self.optimizer, not self.config.untie_embeddings_and_output_weights
         low = self.config.params_dtype != torch.float32
         kinds = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
@@ -255,10 +251,10 @@ class ParallelTrainer(Trainer):
                 continue
             whole = WORD if tied and name == COPY else name
             if whole != name and whole in optimizer.model:
-                continue  # both ends of the pipeline are here; see _copy_tied
+                continue  # both ends of the pipeline are here; see load_tensors
             values = {whole: local(parameter).to(self.config.params_dtype)}
             if low:
-                values[f"optimizer.state.fp32_param.{whole}"] = optimizer.main[name]
+                values[FP32 + whole] = optimizer.main[name]
             values.update({f"optimizer.state.{kind}.{whole}": held[name] for kind, held in kinds.items()})
             found.update({key: self._piece(name, parameter, held) for key, held in values.items()})
         return found
@@ -269,28 +265,19 @@ class ParallelTrainer(Trainer):
             shard = Shard(0)
         return piece(parameter, held, shard, self.mesh.at["tp"], self.plan.layout.tp, self.replicas.rank)
 
-    def write(self, root: Path) -> Path:
-        return checkpoint.save(root, self.iteration, self.pieces(mine=True), self.state(), self.mesh.world)
-
-    def read(self, root: Path) -> tuple[Path, dict[str, Any]]:
-        return checkpoint.read_state(root, self.mesh.world)
-
     def load_tensors(self, folder: Path, *, moments: bool) -> None:
-        pieces = self.pieces(mine=False)
-        checkpoint.load_tensors(folder, {n: p for n, p in pieces.items() if moments or "exp_avg" not in n})
+        super().load_tensors(folder, moments=moments)
         optimizer = self.optimizer
-        if COPY in optimizer.model and WORD in optimizer.model:
+        if COPY in optimizer.model and WORD in optimizer.model and not self.config.untie_embeddings_and_output_weights:
             for held in (optimizer.main, optimizer.exp_avg, optimizer.exp_avg_sq):
-                if not self.config.untie_embeddings_and_output_weights:
-                    held[COPY].copy_(held[WORD])
-        for name, parameter in optimizer.model.items():
-            local(parameter).copy_(optimizer.main[name])
+                held[COPY].copy_(held[WORD])
+            local(optimizer.model[COPY]).copy_(optimizer.main[COPY])
 
     @torch.no_grad()
     def whole(self) -> GPT:
         """The whole model on every rank, as one process would have it (for sampling at the end of a run)."""
         model = GPT(self.config, self.device, layers=[n for stage in self.plan.layers for n in stage])
-        mine = self.pieces(mine=True)
+        mine = self.tensors()
         for name, parameter in model.named_parameters():
             gathered = torch.zeros_like(parameter, dtype=torch.float32)
             if name in mine:

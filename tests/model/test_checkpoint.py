@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model import checkpoint
+from hal.model import checkpoint, saving
 
 KILL = """
 import os, shutil, signal, sys, pathlib, torch
-from hal.model import checkpoint
+from hal.model import checkpoint, saving
 
 root = pathlib.Path(sys.argv[1])
 old, new = ({"a": torch.full((5, 3), v), "b": torch.full((4,), v)} for v in (1.0, 2.0))
@@ -33,11 +33,13 @@ def die_at(n):
 moments, seen = 0, set()
 while True:
     shutil.rmtree(root, ignore_errors=True)
-    checkpoint.save(root, 10, old, {"iteration": 10})
+    saving.save(root, 10, old, {"iteration": 10})
     child = os.fork()
     if child == 0:
         die_at(moments)
-        checkpoint.save(root, 20, new, {"iteration": 20})
+        saver = saving.Saver(background=sys.argv[2] == "background")
+        saver.save(root, 20, new, {"iteration": 20})
+        saver.wait()
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     folder, state = checkpoint.read_state(root)
@@ -47,7 +49,7 @@ while True:
     assert all(bool((t == value).all()) for t in found.values()), (moments, state)
     seen.add(state["iteration"])
     # whatever was left behind, the next save works
-    checkpoint.save(root, 20, new, {"iteration": 20})
+    saving.save(root, 20, new, {"iteration": 20})
     assert checkpoint.read_state(root)[1]["iteration"] == 20
     assert not list(root.glob(".*")), list(root.iterdir())
     if os.WIFEXITED(status):
@@ -57,8 +59,9 @@ print(moments, sorted(seen))
 """
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save")], capture_output=True, text=True)
+@pytest.mark.parametrize("where", ["foreground", "background"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, where):
+    done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save"), where], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     moments, seen = done.stdout.split(maxsplit=1)
     assert int(moments) >= 10 and seen.strip() == "[10, 20]"
@@ -67,7 +70,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16()}
-    checkpoint.save(tmp_path, 3, tensors, {"iteration": 3, "x": [1, 2.5]})
+    saving.save(tmp_path, 3, tensors, {"iteration": 3, "x": [1, 2.5]})
     return tmp_path, tensors
 
 
