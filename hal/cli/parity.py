@@ -28,11 +28,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--collectives", action="store_true", help="the backend's communication instead of its ops")
     parser.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
     parser.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
+    parser.add_argument(
+        "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
+    )
     arguments = parser.parse_args(argv)
     if arguments.max_examples is not None and arguments.max_examples < 0:
         parser.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
     if arguments.nproc is not None and (arguments.nproc < 1 or not arguments.collectives):
         parser.error("--nproc is a positive number of processes, and needs --collectives")
+    if arguments.todo:
+        return _todo(arguments)
     if arguments.collectives:
         return _collectives(arguments)
     try:
@@ -55,6 +60,16 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         report.write_json(arguments.json)
     return 0 if report.ok and not (arguments.require_all and report.missing) else 1
+
+
+def _todo(arguments: argparse.Namespace) -> int:
+    import hal.ops  # noqa: F401  (defines the ops)
+    from hal.registry import make
+    from hal.testing.todo import measure_needs, todo
+
+    backend = make(arguments.backend, options(arguments))
+    print(todo(backend.name, list(backend.impls), measure_needs()))
+    return 0
 
 
 def _collectives(arguments: argparse.Namespace) -> int:

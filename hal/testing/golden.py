@@ -51,29 +51,27 @@ TOL = {
 }
 
 
-def config(shape: str, dtype: torch.dtype) -> Any:
-    """The training config of a golden run (hal.model.config.Config)."""
+_VOCABULARY = 61
+
+
+def config(shape: str, dtype: torch.dtype, *, vocabulary: int = _VOCABULARY, **sizes: int) -> Any:
+    """The training config of a golden run (hal.model.config.Config); `sizes` replace its numbers."""
     from hal.model.config import Config
 
-    made = Config(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=24,
-        micro_batch_size=2,
-        global_batch_size=4,
-        train_iters=STEPS,
-        lr=1e-2,
-        lr_warmup_iters=2,
-        make_vocab_size_divisible_by=1,
-        bf16=dtype == torch.bfloat16,
-        **SHAPES[shape],
-    )
-    made.set_vocabulary(_VOCABULARY)
+    usual: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 24,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "train_iters": STEPS,
+        "lr_warmup_iters": 2,
+        "make_vocab_size_divisible_by": 1,
+    }
+    made = Config(**{**usual, **sizes}, lr=1e-2, bf16=dtype == torch.bfloat16, **SHAPES[shape])
+    made.set_vocabulary(vocabulary)
     return made
-
-
-_VOCABULARY = 61
 
 
 class _Data:

@@ -1,0 +1,102 @@
+"""hal parity --todo: the order of a training step, and shares that are really measured, forward and backward."""
+
+import time
+
+import pytest
+import torch
+
+import hal
+from hal import ops
+from hal.cli import main
+from hal.testing import Reference
+from hal.testing.todo import Need, Needs, Stopwatch, measure_needs, todo
+
+
+@pytest.fixture(scope="module")
+def needs():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield measure_needs()
+    torch.set_num_threads(threads)
+
+
+def test_the_order_is_that_of_a_step(needs):
+    order = [n.op for n in needs.needs]
+    gpt2 = [n.op for n in needs.needs if "gpt2" in n.calls]
+    assert gpt2[0] == "embedding"
+    assert gpt2.index("linear") < gpt2.index("flash_attention") < gpt2.index("cross_entropy") < gpt2.index("adamw")
+    assert order.index("rotary") > order.index("adamw")  # the first shape does not ask for it
+
+
+def test_calls_are_those_of_one_step(needs):
+    linear = next(n for n in needs.needs if n.op == "linear")
+    # Two micro-batches; two layers of four products each, and the output layer. Full recomputation runs layers twice.
+    assert linear.calls == {"gpt2": 18, "llama": 34, "unfused": 18}
+
+
+def test_shares_are_shares_of_a_whole(needs):
+    for shape in ("gpt2", "llama", "unfused"):
+        shares = [n.shares[shape] for n in needs.needs if shape in n.shares]
+        assert all(0 < s < 1 for s in shares)
+        assert 0.2 < sum(shares) <= 1
+
+
+def test_the_backward_is_counted_too():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.01)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            time.sleep(0.04)
+            return dy
+
+    class Sleepy(hal.Backend):
+        name = "sleepy"
+        probe, device, synchronize, comm = Reference.probe, Reference.device, Reference.synchronize, Reference.comm
+
+    @Sleepy.impl(ops.swiglu, id="sleepy/swiglu")
+    def swiglu(x, bias=None):
+        return ops.swiglu.reference(Slow.apply(x), bias)
+
+    watch = Stopwatch(Sleepy())
+    x = torch.randn(3, 4, requires_grad=True)
+    with hal.activated(watch):
+        y = ops.swiglu(x)
+        forward = watch.seconds["swiglu"]
+        y.sum().backward()
+    assert forward >= 0.01
+    assert watch.seconds["swiglu"] - forward >= 0.04
+    expected = torch.autograd.grad(ops.swiglu.reference(x).sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+NEEDS = Needs("cpu_ref", (Need("linear", {"gpt2": 9}, {"gpt2": 0.5}), Need("rotary", {"llama": 2}, {"llama": 0.1})))
+
+
+def test_the_text_lists_what_is_missing_with_its_share():
+    text = todo("acme", ["rotary"], NEEDS)
+    assert "acme has 1 of the 2 ops that training asks for." in text
+    assert "measured on cpu_ref" in text
+    assert "linear                   50.0%         -         -   9, -, -" in text
+    assert "rotary  " not in text
+    assert "Missing and not asked for by these models: " in text
+    assert "hal train --backend acme --fallback reference" in text
+
+
+def test_a_complete_backend_is_told_so(capsys):
+    assert todo("acme", list(hal.OPS), NEEDS).endswith("Nothing is missing.")
+    assert main(["parity", "--backend", "cuda", "--todo"]) == 0  # needs no device
+    assert "Nothing is missing." in capsys.readouterr().out
+
+
+def test_without_a_compiler_the_times_are_the_references(monkeypatch):
+    from hal.testing import todo as module
+
+    def no_compiler(name):
+        raise hal.BackendUnavailable("no compiler")
+
+    monkeypatch.setattr(module, "make", no_compiler)
+    assert module._complete_backend().name == "reference"
