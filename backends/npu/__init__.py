@@ -3,7 +3,18 @@
 One module per family of ops. Importing this package imports neither torch_npu nor anything of the vendor's.
 """
 
-from . import activation, attention, composed, norm, optimizer, rotary, softmax
+from . import activation, attention, attention_dropout, composed, norm, optimizer, random, rotary, softmax
 from .device import Npu
 
-__all__ = ["Npu", "activation", "attention", "composed", "norm", "optimizer", "rotary", "softmax"]
+__all__ = [
+    "Npu",
+    "activation",
+    "attention",
+    "attention_dropout",
+    "composed",
+    "norm",
+    "optimizer",
+    "random",
+    "rotary",
+    "softmax",
+]

@@ -1,7 +1,7 @@
-"""flash_attention on npu_fusion_attention (see attention_call.py), dense and packed; and its formula, for dropout.
+"""flash_attention on npu_fusion_attention (see attention_call.py), dense and packed, without dropout.
 
 Packed sequences (TND) go to the library in one call where it accepts every one of them, otherwise one at a time.
-Dropout is refused on the fused operator: its backward takes no mask, and its own random numbers are not HAL's.
+Dropout is in attention_dropout.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ HEADS, HEAD_SIZE, TOKENS, BATCH = 256, 768, 1 << 20, 1 << 21
 """Documented limits of aclnnFlashAttentionScore on Atlas A2."""
 
 
+def beyond_limits(q: Tensor, k: Tensor, layout: str, num_heads: int | None) -> list[str]:
+    """Why npu_fusion_attention refuses tensors of these dtypes and sizes; empty = it takes them."""
+    found = reasons(q)
+    batch, heads, length, head_size = ops.layouts.sizes(q, layout, num_heads)
+    keys = k.shape[layout.index("T" if layout == "TND" else "S")]
+    limits = {"heads": (heads, HEADS), "channels per head": (head_size, HEAD_SIZE), "batch entries": (batch, BATCH)}
+    limits["tokens"] = (max(length, keys), TOKENS)
+    return found + [
+        f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in limits.items() if n > most
+    ]
+
+
 def _why_not(
     q: Tensor,
     k: Tensor,
@@ -44,12 +56,7 @@ def _why_not(
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Sequence[str]:
-    found = reasons(q)
-    batch, heads, length, head_size = ops.layouts.sizes(q, layout, num_heads)
-    keys = k.shape[layout.index("T" if layout == "TND" else "S")]
-    limits = {"heads": (heads, HEADS), "channels per head": (head_size, HEAD_SIZE), "batch entries": (batch, BATCH)}
-    limits["tokens"] = (max(length, keys), TOKENS)
-    found += [f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in limits.items() if n > most]
+    found = beyond_limits(q, k, layout, num_heads)
     if dropout_p > 0.0:
         found.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
     return found
@@ -103,22 +110,47 @@ def flash_attention(
         assert cu_seqlens_q is not None and cu_seqlens_k is not None
         ends = packed_ends(cu_seqlens_q, q.shape[0], "q"), packed_ends(cu_seqlens_k, k.shape[0], "k")
         return _packed(q, k, v, *ends, heads, scale, pre_tokens, next_tokens, return_lse)
-    sk = k.shape[layout.index("S")]
-    if not q.numel() or not sk:  # the library computes nothing then
-        out, lse = torch.zeros_like(q), q.new_full((batch, heads, sq), -math.inf, dtype=torch.float32)
+    call, atten_mask = dense_call(q, k, layout, heads, scale, pre_tokens, next_tokens, mask)
+    if call is None:
+        out, lse = nothing(q, batch, heads, sq)
         return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None)
-    chosen = plan(sq, sk, pre_tokens, next_tokens, mask is not None)
+    out, top, total = call.forward(*flat(layout, q, k, v), atten_mask)
+    out = out.view(q.shape)
+    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
+
+
+def dense_call(
+    q: Tensor,
+    k: Tensor,
+    layout: str,
+    heads: int,
+    scale: float,
+    pre: int | None,
+    next: int | None,
+    mask: Tensor | None,
+) -> tuple[Call | None, Tensor | None]:
+    """The call of a dense layout and its atten_mask; no call where there is no query or no key."""
+    batch, _, sq, _ = ops.layouts.sizes(q, layout, heads)
+    sk = k.shape[layout.index("S")]
+    if not q.numel() or not sk:
+        return None, None
+    chosen = plan(sq, sk, pre, next, mask is not None)
     atten_mask = None
     if chosen.mask == "triangle":
         atten_mask = triangle(q.device)
     elif chosen.mask == "full":
-        band = ops.band_mask(sq, sk, pre_tokens, next_tokens, q.device)
-        atten_mask = full_mask(mask, band, batch, heads, sq, sk)
-    call = Call("SBH" if layout == "SBND" else layout, heads, scale, chosen)
-    flat = (x.reshape(*x.shape[:2], -1) for x in (q, k, v)) if layout == "SBND" else (q, k, v)
-    out, top, total = call.forward(*flat, atten_mask)
-    out = out.view(q.shape)
-    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
+        atten_mask = full_mask(mask, ops.band_mask(sq, sk, pre, next, q.device), batch, heads, sq, sk)
+    return Call("SBH" if layout == "SBND" else layout, heads, scale, chosen), atten_mask
+
+
+def flat(layout: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors in a layout that the library has: SBND as SBH."""
+    return [x.reshape(*x.shape[:2], -1) for x in tensors] if layout == "SBND" else tensors
+
+
+def nothing(q: Tensor, batch: int, heads: int, sq: int) -> tuple[Tensor, Tensor]:
+    """out and lse where no query sees a key."""
+    return torch.zeros_like(q), q.new_full((batch, heads, sq), -math.inf, dtype=torch.float32)
 
 
 def packed_ends(cu_seqlens: Tensor, tokens: int, name: str) -> list[int]:
@@ -197,63 +229,3 @@ def _one_by_one_bwd(
         grads = call.backward(*parts)
         dq[rows], dk[columns], dv[columns] = (g[0] for g in grads)
     return dq, dk, dv
-
-
-def _why_not_composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    pre_tokens: int | None = None,
-    next_tokens: int | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    return_lse: bool = False,
-) -> Sequence[str]:
-    return reasons(q)
-
-
-@Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not_composed)
-def flash_attention_composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    pre_tokens: int | None = None,
-    next_tokens: int | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """The formula on torch_npu's operators: forms the matrix of scores, and has HAL's dropout."""
-    return ops.flash_attention.reference(
-        q,
-        k,
-        v,
-        layout=layout,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        mask=mask,
-        scale=scale,
-        dropout_p=dropout_p,
-        rng=rng,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        return_lse=return_lse,
-    )

@@ -90,6 +90,14 @@ def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, 
     return both.expand(b, n, sq, sk).contiguous()
 
 
+def packed_bits(keep: Tensor) -> Tensor:
+    """bool of any shape as the library's dropout mask: uint8, the first element in the lowest bit, 128 bits a step."""
+    bits = torch.zeros(-(-keep.numel() // 128) * 128, dtype=torch.int32, device=keep.device)
+    bits[: keep.numel()] = keep.flatten()
+    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.int32, device=keep.device)
+    return (bits.view(-1, 8) * weights).sum(-1).to(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Call:
     """Everything of a call to the library but its tensors; forward and backward say the same."""
@@ -111,10 +119,16 @@ class Call:
             **(packed if self.q_ends else {}),
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Tensor | None = None, keep_prob: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND).
+
+        drop: keep bits of [b, n, sq, sk] as `packed_bits` makes them; kept probabilities are divided by keep_prob.
+        """
+        dropout = {} if drop is None else {"dropout_mask": drop, "keep_prob": keep_prob}
         results = torch.ops.npu.npu_fusion_attention(
-            q, k, v, self.heads, self.layout, atten_mask=mask, scale=self.scale, **self.options()
+            q, k, v, self.heads, self.layout, atten_mask=mask, scale=self.scale, **dropout, **self.options()
         )
         return results[0], results[1], results[2]
 

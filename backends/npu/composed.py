@@ -1,53 +1,20 @@
 """Ops for which Ascend has no operator of their own: their formula, on torch_npu's operators, on the device.
 
-The formula is the op's readable definition in hal.ops; gradients are torch's. Random bits are Philox computed on the
-device in int64 arithmetic, so dropout masks are those of every other backend; Ascend's own generators differ.
+The formula is the op's readable definition in hal.ops; gradients are torch's. Of flash_attention it takes what the
+fused operator does not (dropout of packed sequences, sizes beyond its limits), and forms the matrix of scores for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from hal import Comm, Rng, ops
 
 from .device import Npu
 from .tensors import reasons
-
-
-def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
-    if device is not None and torch.device(device).type != "npu":
-        return [f"device {device} (npu draws into the NPU's memory)"]
-    return ()
-
-
-@Npu.impl(ops.philox_uniform, id="npu/torch", why_not=_why_not_uniform)
-def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
-    return ops.philox_uniform.reference(shape, rng, device=device)
-
-
-def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
-    return reasons(x)
-
-
-@Npu.impl(ops.dropout, id="npu/torch", why_not=_why_not_dropout)
-def dropout(x: Tensor, p: float, rng: Rng | None) -> Tensor:
-    return ops.dropout.reference(x, p, rng)
-
-
-def _why_not_bda(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Sequence[str]:
-    return reasons(x, bias, residual)
-
-
-@Npu.impl(ops.bias_dropout_add, id="npu/torch", why_not=_why_not_bda)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Tensor:
-    return ops.bias_dropout_add.reference(x, bias, residual, p=p, rng=rng)
 
 
 def _why_not_cross_entropy(
@@ -81,3 +48,62 @@ def _why_not_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Se
 @Npu.impl(ops.linear, id="npu/torch", why_not=_why_not_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.linear.reference(x, weight, bias)
+
+
+def _why_not_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Sequence[str]:
+    return reasons(q)
+
+
+@Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not_attention)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    return ops.flash_attention.reference(
+        q,
+        k,
+        v,
+        layout=layout,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        mask=mask,
+        scale=scale,
+        dropout_p=dropout_p,
+        rng=rng,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        return_lse=return_lse,
+    )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import hal
+from hal import ops
 from hal.backends.npu import Npu
 from hal.testing import run
 
@@ -39,3 +43,26 @@ def test_the_conformance_kit_passes(npu: Npu, name: str) -> None:
     assert report.ok, report.summary()
     declined = {(row.op, row.dtype, row.implementation) for row in report.rows if row.status == "declined"}
     assert declined <= EXPECTED_DECLINES
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_draw_is_the_definitions_whatever_block_it_is(npu: Npu, data: st.DataObject) -> None:
+    full = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    start = [data.draw(st.integers(0, n - 1)) for n in full]
+    shape = [data.draw(st.integers(0, n - i)) for n, i in zip(full, start)]
+    rng = hal.Rng(data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**64 - 1))).block(full, start)
+    expected = ops.philox_uniform.reference(shape, rng, device=torch.device("cpu"))
+    assert torch.equal(ops.philox_uniform(shape, rng).cpu(), expected)
+
+
+def test_dropout_goes_through_the_vendors_mask_argument(npu: Npu) -> None:
+    q = torch.randn(1, 2, 8, 16).npu()
+    here = {"layout": "BNSD", "dropout_p": 0.1, "rng": hal.Rng(1)}
+    assert hal.why(ops.flash_attention, q, q, q, **here).chosen == "npu/fusion_attention_dropout"
+    packed = torch.randn(8, 2, 16).npu()
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32).npu()
+    found = hal.why(
+        ops.flash_attention, packed, packed, packed, **{**here, "layout": "TND"}, cu_seqlens_q=cu, cu_seqlens_k=cu
+    )
+    assert found.chosen == "npu/torch" and "over each sequence" in str(found)
