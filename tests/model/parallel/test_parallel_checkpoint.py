@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from runs import GPT2, LLAMA, on, trainer
 from test_layouts import DROPOUT, PP2, SP, TP2, TP4, ZBV, close
+from torch.distributed.checkpoint import filesystem
 
 import hal
 from hal.model import checkpoint
+from hal.model.saving import SaveFailed
 from hal.testing.processes import run_processes
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -29,6 +32,8 @@ def _save(options: dict[str, Any], root: str) -> None:
     for _ in range(2):
         run.step()
     run.save(Path(root))
+    run.step()  # with async_save, while the state after two steps is being written
+    run.saver.wait()
 
 
 def _continue(options: dict[str, Any], root: str) -> list[tuple[float, float | None]]:
@@ -50,11 +55,13 @@ def _on(world: int, function: Any, *args: Any) -> Any:
         pytest.param("one", "tp2-sp-dp2-distributed-optimizer", LLAMA, marks=pytest.mark.slow),
         pytest.param("dp4-zero3", "pp2-zero-bubble", GPT2, marks=pytest.mark.slow),
         pytest.param("tp2-sp-dp2-distributed-optimizer", "dp4-zero3", LLAMA, marks=pytest.mark.slow),
+        pytest.param("dp4-zero3", "tp2-pp2", {**GPT2, "async_save": True}, marks=pytest.mark.slow),
         pytest.param("pp2-zero-bubble", "one", GPT2),
+        pytest.param("pp2-zero-bubble", "one", {**LLAMA, "async_save": True}, marks=pytest.mark.slow),
     ],
 )
 def test_training_goes_on_under_another_layout(before: str, after: str, base: dict[str, Any], tmp_path: Path) -> None:
-    base = {**base, **DROPOUT}
+    base = {**base, **DROPOUT, "save": str(tmp_path)}
     (w1, o1), (w2, o2) = LAYOUTS[before], LAYOUTS[after]
     _on(w1, _save, {**base, **o1}, str(tmp_path))
     close(_on(w2, _continue, {**base, **o2}, str(tmp_path)), on(1, base, 4)[2:], 1e-5, 1e-4)
@@ -67,6 +74,35 @@ def _damaged(options: dict[str, Any], root: str) -> str:
     with pytest.raises(hal.HalError) as error:
         trainer(options).load(Path(root))
     return str(error.value)
+
+
+def _one_disk_is_full(options: dict[str, Any], root: str) -> tuple[str, list[str], int]:
+    run = trainer({**options, "save": root, "async_save": True})
+    run.step()
+    run.save(Path(root))
+    run.saver.wait()
+    if run.mesh.rank == 1:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        filesystem._write_item = fail
+    run.step()
+    run.save(Path(root))
+    with pytest.raises(SaveFailed) as error:
+        run.saver.wait()
+    run.mesh.world.barrier()  # until rank 0 has cleaned up
+    again = trainer({**options, "load": root})
+    again.load(Path(root))
+    return str(error.value), sorted(os.listdir(root)), again.iteration
+
+
+def test_all_ranks_learn_that_one_could_not_write_in_the_background(tmp_path: Path) -> None:
+    results = run_processes(2, _one_disk_is_full, {**GPT2, **TP2}, str(tmp_path))
+    assert results[0] == results[1]
+    text, names, iteration = results[0]
+    assert "iter_0000002 could not be written" in text and "No space left on device (rank 1)" in text
+    assert names == ["iter_0000001", checkpoint.LATEST] and iteration == 1
 
 
 @pytest.mark.slow

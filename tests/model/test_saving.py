@@ -1,0 +1,202 @@
+"""Saving in the background: what is written is the moment of the call, failures surface, the end of a run waits."""
+
+import errno
+import os
+import stat
+import threading
+
+import pytest
+import torch
+
+from hal.model import checkpoint, saving
+from hal.model import train as command
+from hal.model.checkpoint import RELEASE
+from hal.model.trainer import TrainingFailed
+
+
+@pytest.fixture(autouse=True)
+def backend(cpu_ref):
+    return cpu_ref
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing to disk goes on only when this event is set."""
+    opened, fsync = threading.Event(), os.fsync
+
+    def wait(handle):
+        if threading.current_thread() is not threading.main_thread():
+            assert opened.wait(30)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    yield opened
+    opened.set()
+
+
+def start(config):
+    return command.build(config)[0]
+
+
+def stored(root, names):
+    folder, state = checkpoint.read_state(root)
+    found = {n: torch.zeros_like(t) for n, t in names.items()}
+    checkpoint.load_tensors(folder, found)
+    return state, found
+
+
+def test_training_goes_on_while_the_moment_of_the_call_is_written(tiny, tmp_path, gate):
+    trainer = start(tiny(save=str(tmp_path), async_save=True))
+    trainer.step()
+    before = {n: t.clone() for n, t in trainer.tensors().items()}
+    trainer.save(tmp_path)
+    trainer.step()
+    assert trainer.saver.finished() == [] and checkpoint.latest(tmp_path) is None
+    gate.set()
+    trainer.saver.wait()
+    assert [p.name for p in trainer.saver.finished()] == ["iter_0000001"]
+    state, found = stored(tmp_path, before)
+    assert state["iteration"] == 1 and all(torch.equal(found[n], t) for n, t in before.items())
+    assert any(not torch.equal(t, before[n]) for n, t in trainer.tensors().items())
+
+
+def test_one_save_at_a_time_and_the_oldest_are_removed(tiny, tmp_path):
+    trainer = start(tiny(save=str(tmp_path), async_save=True, keep_checkpoint_max=2))
+    for _ in range(4):
+        trainer.step()
+        trainer.save(tmp_path)
+    trainer.saver.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", checkpoint.LATEST]
+    assert checkpoint.latest(tmp_path) == 4 and len(trainer.saver.finished()) == 4
+
+
+def fail(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("moment", ["fsync", "rename"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_save_surfaces_and_leaves_the_one_before(tmp_path, monkeypatch, moment, background):
+    tensors = {"a": torch.ones(3)}
+    saving.save(tmp_path, 1, tensors, {"iteration": 1})
+    saver = saving.Saver(background=background)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, moment, fail)
+        with pytest.raises(saving.SaveFailed, match=r"iter_0000002 could not be written: .*No space left"):
+            saver.save(tmp_path, 2, tensors, {"iteration": 2})
+            saver.wait()
+    assert stored(tmp_path, tensors)[0] == {"iteration": 1}
+    assert not list(tmp_path.glob(".*")) and saver.finished() == []
+    saver.save(tmp_path, 3, tensors, {"iteration": 3})
+    saver.wait()
+    assert stored(tmp_path, tensors)[0] == {"iteration": 3}
+
+
+def test_a_run_ends_soon_after_a_save_in_the_background_failed(tiny, tmp_path, monkeypatch, capsys):
+    """Also: the numbers of the run so far are kept."""
+    config = tiny(save=str(tmp_path / "save"), async_save=True, save_interval=1, train_iters=200, log_interval=1)
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem, "_write_item", fail)
+    with pytest.raises(saving.SaveFailed, match="No space left"):
+        command.train(config)
+    assert (tmp_path / "run" / "run.json").is_file() and " saved " not in capsys.readouterr().out
+    assert checkpoint.latest(tmp_path / "save") is None
+
+
+def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, monkeypatch):
+    config = tiny(save=str(tmp_path / "save"), async_save=True, save_interval=1)
+    build = command.build
+
+    def broken(config):
+        trainer, tokenizer = build(config)
+        norm = trainer.optimizer.grad_norm
+
+        def grad_norm():
+            if trainer.iteration < 1:
+                return norm()
+            threading.Timer(0.2, gate.set).start()
+            return float("nan")
+
+        trainer.optimizer.grad_norm = grad_norm
+        return trainer, tokenizer
+
+    monkeypatch.setattr(command, "build", broken)
+    with pytest.raises(TrainingFailed):
+        command.train(config)
+    assert checkpoint.latest(tmp_path / "save") == 1
+
+
+def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, capsys):
+    threading.Timer(0.5, gate.set).start()
+    command.train(tiny(save=str(tmp_path / "save"), async_save=True, save_interval=4, train_iters=6, sample_tokens=0))
+    saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" saved ")]
+    assert [line[-1] for line in saved] == ["4", "6"]
+    assert checkpoint.read_state(tmp_path / "save")[1]["iteration"] == 6
+
+
+def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
+    before = start(tiny(seed=3))
+    before.step()
+    weights = {n: p.detach().clone() for n, p in before.model.named_parameters()}
+    saving.save(tmp_path, RELEASE, weights, {"rng": [3, 0]})
+    assert (tmp_path / checkpoint.LATEST).read_text() == "release\n" and (tmp_path / "release").is_dir()
+    for low in ({}, {"bf16": True}):
+        after = start(tiny(load=str(tmp_path), seed=9, **low))
+        after.load(tmp_path)
+        assert (after.iteration, after.consumed, after.optimizer.steps) == (0, 0, 0)
+        for name, parameter in after.model.named_parameters():
+            assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
+            assert torch.equal(after.optimizer.main[name], weights[name]), "float32 weights are not rounded"
+    trained = command.train(tiny(load=str(tmp_path), save=str(tmp_path), train_iters=1, sample_tokens=0))
+    assert trained.iteration == 1 and (tmp_path / checkpoint.LATEST).read_text() == "1\n"
+    assert (tmp_path / "release").is_dir()
+
+
+@pytest.mark.parametrize("there, here", [({}, {"bf16": True}), ({"bf16": True}, {}), ({"bf16": True}, {"bf16": True})])
+def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, there, here):
+    before, after = start(tiny(**there)), start(tiny(**here))
+    before.step()
+    before.save(tmp_path)
+    after.load(tmp_path)
+    for held in ("main", "exp_avg", "exp_avg_sq"):
+        for name, tensor in getattr(before.optimizer, held).items():
+            assert torch.equal(tensor, getattr(after.optimizer, held)[name]), (held, name)
+    for name, parameter in after.model.named_parameters():
+        assert torch.equal(parameter, before.optimizer.main[name].to(parameter.dtype))
+
+
+def test_modes_are_the_same_whatever_the_umask(tmp_path):
+    for umask in (0, 0o077):
+        root = tmp_path / f"deep{umask}" / "save"
+        before = os.umask(umask)
+        try:
+            saving.save(root, 1, {"a": torch.ones(3)}, {})
+        finally:
+            os.umask(before)
+        folders = [root.parent, root, root / "iter_0000001"]
+        files = [p for p in root.rglob("*") if p.is_file()]
+        assert len(files) == 4
+        assert {stat.S_IMODE(p.stat().st_mode) for p in folders} == {0o750}
+        assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o640}
+
+
+def test_a_changed_bit_anywhere_is_noticed_and_the_file_named(tmp_path):
+    saving.save(tmp_path, 1, {"a": torch.ones(3)}, {"iteration": 1, "rng": [5, 0]})
+    for path in (tmp_path / "iter_0000001").iterdir():
+        content = path.read_bytes()
+        for at in range(0, len(content), max(1, len(content) // 40)):
+            changed = bytearray(content)
+            changed[at] ^= 2
+            path.write_bytes(changed)
+            with pytest.raises(checkpoint.HalError) as error:
+                checkpoint.read_state(tmp_path)
+            # A bit of the list of checksums may speak against any file; whatever it hits, nothing is loaded.
+            assert path.name in str(error.value) or path.name == checkpoint.MANIFEST
+        path.write_bytes(content)
+    assert checkpoint.read_state(tmp_path)[1]["iteration"] == 1
+
+
+def test_megatrons_own_files_are_not_taken_for_damage(tmp_path):
+    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / checkpoint.LATEST).write_text("release")
+    with pytest.raises(checkpoint.HalError, match="Megatron's format"):
+        checkpoint.read_state(tmp_path)
