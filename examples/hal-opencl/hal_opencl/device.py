@@ -1,0 +1,97 @@
+"""The opencl backend: any OpenCL 1.2 device, on tensors in host memory.
+
+torch has no OpenCL device, so `device()` is torch's CPU; see memory.py for how kernels reach its tensors. Probing asks the
+drivers what there is and opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+import hal
+
+from . import memory as buffers
+from .engine import Engine, devices, set_engine
+
+MEMORY = ("auto", "zero_copy", "staging")
+
+
+class OpenCL(hal.Backend):
+    """One OpenCL device.
+
+    device_number: which of the devices that `hal info` lists. memory: "zero_copy" (kernels work on the host's memory),
+    "staging" (copies through a pool), or "auto": zero_copy where the device shares memory with the host. lanes, group: the
+    kernels' shape, default what the device prefers. profile: time every kernel, see `kernel_times`.
+    """
+
+    name = "opencl"
+
+    def __init__(
+        self,
+        *,
+        device_number: int = 0,
+        memory: str = "auto",
+        lanes: int | None = None,
+        group: int | None = None,
+        profile: bool = False,
+    ) -> None:
+        if memory not in MEMORY:
+            raise hal.HalError(f"unknown memory mode {memory!r}; choose one of {', '.join(MEMORY)}")
+        self.device_number, self.memory, self.lanes, self.group = device_number, memory, lanes, group
+        self.profile = profile
+        self._engine: Engine | None = None
+        self._memory: buffers.Memory | None = None
+
+    def probe(self) -> hal.Probe:
+        try:
+            found = devices()
+        except hal.BackendUnavailable as error:
+            return hal.Probe(False, 0, str(error))
+        except Exception as error:  # a probe never raises, whatever a broken driver does
+            return hal.Probe(False, 0, f"looking for an OpenCL device failed: {type(error).__name__}: {error}")
+        facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(found)}
+        if not 0 <= self.device_number < len(found):
+            wanted = f"device_number={self.device_number}"
+            return hal.Probe(False, 0, f"{wanted}, but the OpenCL drivers show {len(found)} devices", facts)
+        chosen = found[self.device_number]
+        facts["shares memory with the host"] = "yes" if chosen.host_unified_memory else "no"
+        return hal.Probe(True, 1, f"{chosen.name.strip()} ({chosen.platform.name.strip()})", facts)
+
+    def build(self) -> None:
+        device = devices()[self.device_number]
+        engine = Engine(device, lanes=self.lanes, group=self.group, profile=self.profile)
+        shared = bool(device.host_unified_memory) if self.memory == "auto" else self.memory == "zero_copy"
+        self._engine, self._memory = engine, buffers.Memory(engine, shared)
+        set_engine(engine)
+        buffers.set_memory(self._memory)
+
+    def device(self, index: int = 0) -> torch.device:
+        if index != 0:
+            raise hal.HalError(
+                f"the opencl backend works on one device (index 0); index {index} was asked for. "
+                f"Choose the OpenCL device with the option device_number."
+            )
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        if self._engine is not None:
+            self._engine.finish()
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
+        return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Bytes of OpenCL buffers: "allocated" now (0 between calls), "peak" of any call, "reserved" by the pool."""
+        return {} if self._memory is None else self._memory.stats()
+
+    def reset_peak_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.peak = self._memory.allocated
+
+    def kernel_times(self) -> Mapping[str, tuple[int, float]]:
+        """Kernel name -> (runs, seconds on the device), from OpenCL's profiling events; empty without profile=True."""
+        if self._engine is None:
+            return {}
+        return {name: (count, self._engine.seconds[name]) for name, count in self._engine.calls.items()}

@@ -1,0 +1,12 @@
+// Sums of the pieces that other kernels leave behind, always in the order of the pieces.
+
+// out[c] = sum over pieces of partial[piece][c].
+kernel void column_sum(IN(f32, partial), OUT(T, out), const long pieces, const long width) {
+    global const f32 *partial = TENSOR(partial);
+    global T *out = TENSOR(out);
+    const long c = (long)get_global_id(0) * LANES, n = width - c;
+    if (n <= 0) return;
+    vec sum = 0;
+    for (long piece = 0; piece < pieces; piece++) sum += LOAD_N(f32, partial + piece * width + c, n);
+    STORE_N(T, out + c, sum, n);
+}

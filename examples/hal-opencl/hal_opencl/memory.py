@@ -1,0 +1,206 @@
+"""How a kernel gets at tensors, which live in host memory, since torch has no OpenCL device.
+
+Where the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get the
+tensor's offset in it: tensors that share a storage share a buffer, because OpenCL leaves overlapping buffers undefined.
+Elsewhere (or with memory="staging") the bytes a tensor spans are copied to a buffer from a pool, and back if written.
+Either way a call ends only when its results are in host memory: any torch operation may read them next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hal
+
+from .engine import Engine, engine, translated
+
+
+@dataclass(frozen=True)
+class Out:
+    """Marks a tensor argument that the kernel writes: all of it (default), or parts of what was there (update)."""
+
+    tensor: Tensor
+    update: bool = False
+
+
+@dataclass
+class _Region:
+    """A buffer with host bytes [address, address + size), and what of them has to be brought back."""
+
+    buffer: Any
+    address: int
+    size: int
+    written: list[tuple[int, int]]
+
+
+class Memory:
+    """Buffers of one device and their bookkeeping; `allocated` is what live calls hold, in bytes."""
+
+    def __init__(self, engine: Engine, zero_copy: bool) -> None:
+        cl = engine.cl
+        self.zero_copy = zero_copy
+        with translated("making the buffer pool"):
+            self.pool = cl.tools.MemoryPool(cl.tools.ImmediateAllocator(engine.queue))
+        self.allocated = self.peak = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        """Counts `size` bytes (negative: given back)."""
+        with self._lock:
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+
+    def stats(self) -> Mapping[str, int]:
+        """Bytes: held by buffers now and at most, and kept by the pool."""
+        return {"allocated": self.allocated, "peak": self.peak, "reserved": self.pool.managed_bytes}
+
+
+_memory: Memory | None = None
+
+
+def set_memory(memory: Memory) -> None:
+    """Called by the backend's build()."""
+    global _memory
+    _memory = memory
+
+
+def _host(address: int, size: int) -> Any:
+    return (ctypes.c_ubyte * size).from_address(address)
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from t's first element to the end of its last."""
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))) * t.element_size()
+
+
+class Call:
+    """The kernels of one op call: `with Call() as call: call.run(...)`; at the end the results are where torch sees them."""
+
+    def __init__(self) -> None:
+        self.engine = engine()
+        assert _memory is not None  # set together with the engine
+        self.memory = _memory
+        self._regions: dict[int, _Region] = {}
+        self._scratch: list[Any] = []
+        self._tensors: list[Tensor] = []  # a caller's temporary must outlive the kernels that read it
+        self._held = 0
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._bring_back()
+            self.engine.finish()
+        finally:
+            # Buffers go by reference count; pooled ones return to the pool.
+            self._regions.clear()
+            self._scratch.clear()
+            self._tensors.clear()
+            self.memory.add(-self._held)
+
+    def scratch(self, elements: int) -> Any:
+        """An uninitialised device buffer of `elements` floats, for kernels of this call only."""
+        size = 4 * max(elements, 1)
+        with translated(f"allocating {size} bytes"):
+            buffer = self.memory.pool.allocate(size)
+        self._scratch.append(buffer)
+        self._hold(size)
+        return buffer
+
+    def run(
+        self,
+        file: str,
+        name: str,
+        defines: Mapping[str, torch.dtype | int],
+        grid: Sequence[int],
+        *arguments: Any,
+    ) -> None:
+        """Queues a kernel over a grid of groups.
+
+        arguments: tensors and Out (kernel macros IN and OUT), scratch buffers or (buffer, index of its first element)
+        (the same), None (a missing tensor), int (long), float, or a numpy scalar of the kernel's own type.
+        """
+        flat: list[Any] = []
+        for a in arguments:
+            if isinstance(a, int):
+                flat.append(np.int64(a))
+            elif isinstance(a, float):
+                flat.append(np.float32(a))
+            elif isinstance(a, Tensor):
+                flat.extend(self._place(a, False, True))
+            elif isinstance(a, Out):
+                flat.extend(self._place(a.tensor, True, a.update))
+            elif isinstance(a, np.generic):
+                flat.append(a)
+            else:
+                buffer, index = a if isinstance(a, tuple) else (a, 0)
+                flat.extend((buffer, np.int64(index)))
+        self.engine.enqueue(file, name, defines, grid, flat)
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self.memory.add(size)
+
+    def _place(self, t: Tensor, write: bool, read: bool) -> tuple[Any, np.int64]:
+        """(buffer, index of t's first element in it)."""
+        if not t.numel():
+            return None, np.int64(0)
+        self._tensors.append(t)
+        address, size = t.data_ptr(), _span(t)
+        region = self._wrap(t) if self.memory.zero_copy else self._stage(address, size, read)
+        if write:
+            region.written.append((address - region.address, size))
+        return region.buffer, np.int64((address - region.address) // t.element_size())
+
+    def _wrap(self, t: Tensor) -> _Region:
+        storage = t.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        region = self._regions.get(base)
+        if region is None:
+            cl = self.engine.cl
+            flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
+            with translated(f"wrapping {size} bytes of host memory"):
+                buffer = cl.Buffer(self.engine.context, flags, hostbuf=_host(base, size))
+            region = self._regions[base] = _Region(buffer, base, size, [])
+            self._hold(size)
+        return region
+
+    def _stage(self, address: int, size: int, read: bool) -> _Region:
+        region = self._regions.get(address)
+        if region is not None and region.size >= size:
+            return region
+        if region is not None:
+            raise hal.HalError("two tensors of a call start at one address and differ in size; copy one of them first")
+        cl = self.engine.cl
+        with translated(f"allocating {size} bytes"):
+            buffer = self.memory.pool.allocate(size)
+            if read:
+                cl.enqueue_copy(self.engine.queue, buffer, _host(address, size), is_blocking=False)
+        region = self._regions[address] = _Region(buffer, address, size, [])
+        self._hold(size)
+        return region
+
+    def _bring_back(self) -> None:
+        cl, queue = self.engine.cl, self.engine.queue
+        with translated("bringing results to the host"):
+            for region in self._regions.values():
+                for offset, size in region.written:
+                    if self.memory.zero_copy:
+                        # Mapping is what makes the bytes at the host's own address current.
+                        mapped, _ = cl.enqueue_map_buffer(
+                            queue, region.buffer, cl.map_flags.READ, offset, (size,), np.uint8, is_blocking=False
+                        )
+                        mapped.base.release(queue)
+                    else:
+                        host = _host(region.address + offset, size)
+                        cl.enqueue_copy(queue, host, region.buffer, src_offset=offset, is_blocking=False)

@@ -1,0 +1,128 @@
+"""philox_uniform, dropout and bias_dropout_add (kernels/random.cl). The mask is drawn again in the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hal import Rng, dropout_threshold, ops
+
+from .device import OpenCL
+from .engine import CHUNK
+from .memory import Call, Out
+from .tensors import blocks, column_sum, pieces, reasons
+
+_NO_DRAW = Rng(0)
+
+
+def _draw(rng: Rng, shape: Sequence[int], width: int) -> tuple[tuple[Any, ...], int, int]:
+    """The kernels' DRAW arguments for a draw of `shape` in rows of `width`, and the draw's rows and width."""
+    rows, strides, sizes, first = math.prod(shape) // width, (0, 0, width), (1, 1), 0
+    sizes = (1, rows)
+    if rng.full_shape is not None:
+        first, all_strides = rng.indexing(shape)
+        padded = (1,) * (4 - len(shape)) + tuple(shape)
+        strides = ((0,) * (4 - len(shape)) + all_strides)[:3]
+        rows, width, sizes = math.prod(padded[:3]), padded[3], padded[1:3]
+    return (np.uint64(rng.seed), np.uint64(rng.offset), first, *sizes, *strides), rows, width
+
+
+def _draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
+    if rng is not None and rng.full_shape is not None and len(shape) > 4:
+        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a whole draw may have any number)"]
+    return ()
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    return -(-width // CHUNK), rows
+
+
+def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
+    if device is not None and torch.device(device).type != "cpu":
+        return [f"device {device} (opencl draws into CPU memory)"]
+    return _draw_reasons(rng, shape)
+
+
+@OpenCL.impl(ops.philox_uniform, id="opencl/cl", why_not=_why_not_uniform)
+def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
+    out = torch.empty(tuple(shape), dtype=torch.float32)
+    if out.numel():
+        draw, rows, width = _draw(rng, shape, out.numel())
+        with Call() as call:
+            call.run("random", "philox_uniform", _TYPES, _grid(rows, width), Out(out), *draw, width)
+    return out
+
+
+_TYPES = {"T": torch.float32, "R": torch.float32}
+
+
+def _drop(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype, p: float, rng: Rng | None
+) -> Tensor:
+    """residual + dropout(x + bias), in `dtype`."""
+    x = x.contiguous()
+    y = torch.empty(x.shape, dtype=dtype)
+    if not x.numel():
+        return y
+    draw, rows, width = _draw(rng or _NO_DRAW, x.shape, x.numel() if bias is None else x.shape[-1])
+    with Call() as call:
+        call.run(
+            *("random", "dropout", {"T": x.dtype, "R": dtype}, _grid(rows, width), x),
+            None if bias is None else bias.contiguous(),
+            None if residual is None else residual.contiguous(),
+            *(Out(y), np.uint32(dropout_threshold(p)), 1.0 / (1.0 - p), *draw, width),
+        )
+    return y
+
+
+def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
+    return reasons(x) or _draw_reasons(rng, x.shape)
+
+
+def _dropout_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    p, rng = residuals
+    return (dy if p == 0.0 else _drop(dy, None, None, dy.dtype, p, rng),)
+
+
+@OpenCL.impl(ops.dropout, id="opencl/cl", why_not=_why_not_dropout, bwd=_dropout_bwd)
+def dropout(x: Tensor, p: float, rng: Rng | None) -> tuple[Tensor, tuple[Any, ...]]:
+    if p == 0.0 or rng is None:
+        return x.clone(), (0.0, None)
+    return _drop(x, None, None, x.dtype, p, rng), (p, rng)
+
+
+def _why_not_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
+) -> Sequence[str]:
+    return reasons(x, bias, residual) or _draw_reasons(rng, x.shape)
+
+
+def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    bias, dtype, p, rng = residuals
+    if bias is None:
+        return dy if p == 0.0 and dy.dtype == dtype else _drop(dy, None, None, dtype, p, rng), None, dy
+    rows, dbias = dy.contiguous(), torch.zeros_like(bias)
+    dx = torch.empty(dy.shape, dtype=dtype)
+    if dy.numel():
+        draw, count, width = _draw(rng or _NO_DRAW, dy.shape, dy.shape[-1])
+        with Call() as call:
+            partial = call.scratch(pieces(count) * width)
+            call.run(
+                *("random", "dropout_bwd", {"T": dtype, "R": dy.dtype}, (blocks(width), pieces(count))),
+                *(rows, Out(dx), partial, np.uint32(dropout_threshold(p)), 1.0 / (1.0 - p), *draw, count, width),
+            )
+            column_sum(call, partial, pieces(count), dbias)
+    return dx, dbias, dy
+
+
+@OpenCL.impl(ops.bias_dropout_add, id="opencl/cl", why_not=_why_not_add, bwd=_add_bwd)
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    p = 0.0 if rng is None else p
+    return _drop(x, bias, residual, residual.dtype, p, rng), (bias, x.dtype, p, rng)

@@ -1,0 +1,49 @@
+"""scale_mask_softmax (kernels/softmax.cl). The mask is read through its strides, never expanded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .device import OpenCL
+from .memory import Call, Out
+from .tensors import reasons
+
+
+def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
+    return reasons(x)
+
+
+def _run(name: str, x: Tensor, tensors: Sequence[object], mask: Tensor | None, scale: float, causal: bool) -> None:
+    if not x.numel():
+        return
+    rows = math.prod(x.shape[:3])
+    strides = (0, 0, 0, 0) if mask is None else mask.expand(x.shape).stride()
+    with Call() as call:
+        call.run(
+            *("softmax", name, {"T": x.dtype, "CAUSAL": int(causal)}, (rows,), *tensors, rows, mask),
+            *(float(scale), *x.shape[1:], *strides),
+        )
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    x, stats, mask, scale, causal = residuals
+    dx = torch.empty_like(x)
+    _run("softmax_bwd", x, (x, stats, dy.contiguous(), Out(dx)), mask, scale, causal)
+    return (dx,)
+
+
+@OpenCL.impl(ops.scale_mask_softmax, id="opencl/cl", why_not=_why_not, bwd=_backward)
+def scale_mask_softmax(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> tuple[Tensor, tuple[Any, ...]]:
+    x = x.contiguous()
+    y, stats = torch.empty_like(x), torch.empty(2, math.prod(x.shape[:3]))
+    _run("softmax_fwd", x, (x, Out(y), Out(stats)), mask, scale, causal)
+    return y, (x, stats, mask, scale, causal)
