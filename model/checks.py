@@ -13,7 +13,7 @@ from itertools import chain
 
 from .config import BOUNDS, Config, ConfigError
 from .parallel.plan import problems
-from .tokenizer import KINDS, OPTIONS, missing_options
+from .tokenizer import OPTIONS, missing_options, readers
 
 
 def check(config: Config) -> None:
@@ -131,10 +131,8 @@ def _ignored(c: Config) -> Iterator[str]:
 
 
 def _tokenizer_rules(c: Config) -> Iterator[tuple[str, bool, str]]:
-    here = KINDS[c.tokenizer_type]
     for name in OPTIONS:
-        readers = [kind for kind, spec in KINDS.items() if name in spec.needs + spec.takes]
-        yield name, name in here.needs + here.takes, f"--tokenizer-type {' or '.join(readers)}"
+        yield name, c.tokenizer_type in readers(name), f"--tokenizer-type {' or '.join(readers(name))}"
 
 
 def _parallel(c: Config) -> Iterator[str]:

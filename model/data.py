@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from torch import Tensor
 from .config import Config, ConfigError
 from .corpus import standard_library, text_file
 from .files import cache_dir, make_folder, publish_folder
-from .megatron import gpt_dataset, indexed_dataset
+from .indexed import check_ids, read_index, require_ids
+from .megatron.datasets import gpt_dataset, indexed_dataset
 from .tokenizer import Tokenizer
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
-_SCAN_BYTES = 1 << 28
 SPLITS = ("train", "valid", "test")
 
 
@@ -41,9 +38,8 @@ class Split:
         size = len(self.dataset)
         rows = [self.dataset[n % size] for n in range(first, first + count)]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
-        top = int(max(tokens.max(), labels.max()))
-        if top >= self.vocabulary:
-            raise ConfigError(_too_small(top, self.vocabulary))
+        low, top = (int(t) for t in torch.aminmax(torch.cat((tokens, labels))))
+        require_ids(low, top, self.vocabulary)
         return tokens, labels
 
 
@@ -58,7 +54,9 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
         prefix = text_file(config.text_file, tokenizer)
     else:
         prefix = standard_library(tokenizer)
-    lengths = check_index(prefix, tokenizer.vocab_size)
+    index = read_index(prefix)
+    check_ids(index, tokenizer.vocab_size)
+    lengths = index.lengths
     ranges = _ranges(config.split, len(lengths))
     opened = {}
     for name, count in samples.items():
@@ -74,49 +72,6 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
         dataset = _open_split(config, tokenizer, prefix, name, (begin, end), wanted)
         opened[name] = Split(dataset, tokenizer.vocab_size)
     return opened
-
-
-def check_index(prefix: Path, vocabulary: int) -> numpy.ndarray:
-    """Sequence lengths (int32) of a .bin/.idx pair. Raises ConfigError unless both are whole and ids fit."""
-    idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (idx, bin_):
-        if not path.is_file():
-            hint = " --data-path takes the name without .bin or .idx." if prefix.suffix in (".bin", ".idx") else ""
-            raise ConfigError(f"the data file {path} does not exist.{hint}")
-    content = numpy.fromfile(idx, dtype=numpy.uint8)
-    header = content[:34].tobytes()
-    if len(header) < 34 or header[:9] != _MAGIC:
-        raise ConfigError(f"{idx} is no Megatron index: it does not start with {_MAGIC[:7].decode()}")
-    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
-    if version != 1 or code not in _DTYPES or _DTYPES[code][0] == "f":
-        raise ConfigError(f"{idx} has version {version} and token type {code}; HAL reads version 1 with integer tokens")
-    whole = 34 + sequences * 12 + documents * 8
-    if len(content) not in (whole, whole + sequences):
-        raise ConfigError(f"{idx} is damaged: {sequences} sequences need {whole} bytes, it has {len(content)}")
-    lengths = content[34 : 34 + 4 * sequences].view(numpy.int32)
-    pointers = content[34 + 4 * sequences : 34 + 12 * sequences].copy().view(numpy.int64)
-    dtype = numpy.dtype("<" + _DTYPES[code])
-    size = bin_.stat().st_size
-    ends = pointers + lengths.astype(numpy.int64) * dtype.itemsize
-    if sequences == 0 or lengths.min() < 0 or pointers.min() < 0 or ends.max() > size:
-        needed = int(ends.max()) if sequences else 0
-        raise ConfigError(
-            f"{bin_} does not match {idx.name}: the index speaks of {needed} bytes in {sequences} sequences, the file "
-            f"has {size}; was it cut off?"
-        )
-    # A corpus of many gigabytes is not read twice: beyond this size ids are checked batch by batch.
-    if size <= _SCAN_BYTES:
-        top = int(numpy.fromfile(bin_, dtype=dtype).max())
-        if top >= vocabulary:
-            raise ConfigError(_too_small(top, vocabulary))
-    return lengths
-
-
-def _too_small(top: int, vocabulary: int) -> str:
-    return (
-        f"the vocabulary is too small for the data: the data has token id {top}, the tokenizer {vocabulary} ids; "
-        f"give the tokenizer the data was made with (--tokenizer-type, --vocab-file, --vocab-size)"
-    )
 
 
 def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:

@@ -138,6 +138,11 @@ def options_of(config: Config) -> dict[str, Any]:
     return {"tokenizer_type": config.tokenizer_type, **values}
 
 
+def readers(option: str) -> list[str]:
+    """The types of tokenizer that read an option of OPTIONS."""
+    return [kind for kind, spec in KINDS.items() if option in spec.needs + spec.takes]
+
+
 def missing_options(config: Config) -> str | None:
     """What --tokenizer-type lacks, as a message, or None."""
     needs = KINDS[config.tokenizer_type].needs

@@ -19,6 +19,7 @@ COMMANDS = {
     "why": "which implementation a call would run on, and why not the others",
     "parity": "the conformance kit: every op of a backend against the float64 reference",
     "bench": "ratios against named peers and against the machine's limits",
+    "data": "text into training data, and what such data holds",
     "train": "train a GPT",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",

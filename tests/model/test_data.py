@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model import corpus, data
+from hal.model import corpus, data, indexed
 from hal.model.config import Config, ConfigError
 from hal.model.files import publish_folder
+from hal.model.indexed import read_index
 from hal.model.tokenizer import ByteTokenizer, NullTokenizer
 
 
@@ -98,7 +99,7 @@ def test_other_refusals(prefix, monkeypatch):
         data.open_data(config(data_path=str(prefix), seq_length=4000), NullTokenizer(300), {"train": 5})
     with pytest.raises(ConfigError, match="valid split"):
         data.open_data(config(data_path=str(prefix), split="1,0,0"), NullTokenizer(300), {"valid": 5})
-    monkeypatch.setattr(data, "_SCAN_BYTES", 0)  # data too large to scan at the start is checked batch by batch
+    monkeypatch.setattr(indexed, "_SCAN_BYTES", 0)  # data too large to scan at the start is checked batch by batch
     split = data.open_data(config(data_path=str(prefix)), NullTokenizer(100), {"train": 30})["train"]
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         split.fetch(0, 30)
@@ -107,7 +108,7 @@ def test_other_refusals(prefix, monkeypatch):
 def test_the_built_in_corpus_is_the_standard_library_and_is_made_once(tmp_path, monkeypatch):
     tokenizer = ByteTokenizer()
     prefix = corpus.standard_library(tokenizer)
-    lengths = data.check_index(prefix, tokenizer.vocab_size)
+    lengths = read_index(prefix).lengths
     tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16)
     assert len(lengths) > 300 and len(tokens) == lengths.sum() > 5_000_000
     assert (tokens == tokenizer.eod).sum() == len(lengths)
@@ -132,7 +133,7 @@ def test_a_text_file_comes_back_whole(tmp_path):
     tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16).tolist()
     assert tokens[-1] == 256 and tokens.count(256) == 1
     assert ByteTokenizer().decode(tokens[:-1]) == content
-    assert len(data.check_index(prefix, 257)) > 5  # cut into sequences, so that a split has something to share out
+    assert len(read_index(prefix).lengths) > 5  # cut into sequences, so that a split has something to share out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hal.model import corpus
 from hal.model.config import Config, ConfigError
-from hal.model.data import check_index
+from hal.model.indexed import read_index
 from hal.model.tokenizer import KINDS, ByteTokenizer, NullTokenizer, WhitespaceTokenizer, build_tokenizer
 from hal.model.vocabularies import GPT2BPETokenizer
 
@@ -55,7 +55,7 @@ def test_a_text_file_in_bpe(bpe_files, tmp_path, monkeypatch):
     path.write_text("the cat sat on the mat\n" * 50)
     tokenizer = GPT2BPETokenizer(*bpe_files)
     prefix = corpus.text_file(str(path), tokenizer)
-    assert check_index(prefix, tokenizer.vocab_size).sum() == len(tokenizer.encode(path.read_text())) + 1
+    assert read_index(prefix).lengths.sum() == len(tokenizer.encode(path.read_text())) + 1
     assert corpus.text_file(str(path), ByteTokenizer()) != prefix  # another tokenizer, another cache entry
 
 
