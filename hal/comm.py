@@ -117,43 +117,57 @@ class Comm(ABC):
         op: the reduction, for all_reduce and reduce_scatter. source: the sending rank, for broadcast.
         Raises ContractError for arguments that are wrong everywhere, UnsupportedOp where `why_not` has reasons.
         """
-        self._require(collective in MEANING, f"unknown collective {collective!r}; choose one of {', '.join(MEANING)}")
-        self._require(op in REDUCE_OPS, f"unknown reduction {op!r}; choose one of {', '.join(REDUCE_OPS)}")
-        self._require(0 <= source < self.size, f"source {source} is not a rank of a group of {self.size}")
-        if collective in _DIVIDING:
-            fits = x.ndim > 0 and x.shape[0] % self.size == 0
-            self._require(fits, f"{collective}: {self.size} ranks cannot divide dimension 0 of shape {tuple(x.shape)}")
-        averages = collective in _REDUCING and op == "avg"
-        self._require(not averages or x.dtype != torch.bool, "truth values have no average; use 'max', or a float")
-        self._require(collective != "all_gather" or x.ndim > 0, "all_gather: a scalar has no dimension 0; use x[None]")
+        self._check(collective, x, op, source)
+        return self._start(collective, x.detach(), op, source)
+
+    def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
+        self._check(collective, x, op, source)
+        return self._run_now(collective, x.detach(), op, source)
+
+    def _run_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
+        """`_start` and wait. A transport that has a shorter way where nobody runs on meanwhile overrides this."""
+        return self._start(collective, x, op, source).wait()
+
+    def _check(self, collective: str, x: Tensor, op: str, source: int) -> None:
+        # Messages are made when they are needed: making them costs more than a small collective does.
+        if collective not in MEANING:
+            raise self._wrong(f"unknown collective {collective!r}; choose one of {', '.join(MEANING)}")
+        if op not in REDUCE_OPS:
+            raise self._wrong(f"unknown reduction {op!r}; choose one of {', '.join(REDUCE_OPS)}")
+        if not 0 <= source < self.size:
+            raise self._wrong(f"source {source} is not a rank of a group of {self.size}")
+        if collective in _DIVIDING and (x.ndim == 0 or x.shape[0] % self.size):
+            raise self._wrong(f"{collective}: {self.size} ranks cannot divide dimension 0 of shape {tuple(x.shape)}")
+        if op == "avg" and x.dtype is torch.bool and collective in _REDUCING:
+            raise self._wrong("truth values have no average; use 'max', or a float")
+        if collective == "all_gather" and x.ndim == 0:
+            raise self._wrong("all_gather: a scalar has no dimension 0; use x[None]")
         reasons = self.why_not(collective, x, op if collective in _REDUCING else None)
         if reasons:
             raise UnsupportedOp(f"{collective} on group '{self.name}': " + "; ".join(reasons))
-        return self._start(collective, x.detach(), op, source)
 
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ContractError(f"group '{self.name}': {message}")
+    def _wrong(self, message: str) -> ContractError:
+        return ContractError(f"group '{self.name}': {message}")
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Elementwise reduction over all ranks ("sum", "max", "min", "avg")."""
-        return self.start("all_reduce", x, op=op).wait()
+        return self._now("all_reduce", x, op)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors (of one shape), concatenated along dimension 0 in rank order."""
-        return self.start("all_gather", x).wait()
+        return self._now("all_gather", x)
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """This rank's chunk (along dimension 0, which the group size divides) of the reduction."""
-        return self.start("reduce_scatter", x, op=op).wait()
+        return self._now("reduce_scatter", x, op)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`; every rank passes one of its shape and dtype."""
-        return self.start("broadcast", x, source=source).wait()
+        return self._now("broadcast", x, source=source)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Chunk r of dimension 0 goes to rank r; the result concatenates what arrived, in rank order."""
-        return self.start("all_to_all", x).wait()
+        return self._now("all_to_all", x)
 
     def exchange(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> list[Tensor]:
         """A batch of sends and receives; what was received, in the order of `receives`."""
@@ -161,13 +175,12 @@ class Comm(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.start("barrier", torch.zeros(1, device=self.device)).wait()
+        self._now("barrier", torch.zeros(1, device=self.device))
 
     def _check_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for m in (*sends, *receives):
-            self._require(
-                0 <= m.peer < self.size and m.peer != self.rank, f"rank {self.rank} cannot exchange with {m.peer}"
-            )
+            if not 0 <= m.peer < self.size or m.peer == self.rank:
+                raise self._wrong(f"rank {self.rank} cannot exchange with {m.peer}")
 
 
 class Solo(Comm):

@@ -67,12 +67,14 @@ def torch_comm(
     *,
     timeout: float = 600.0,
     device: torch.device | None = None,
+    kind: type[TorchComm] | None = None,
 ) -> Comm:
     """A communicator over the global `ranks` (None = all); what `Backend.comm` returns on torch.distributed.
 
     The first call joins the world that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
     uses the default process group if there is one). Without those variables the world is this process alone. Only
-    the members of `ranks` may call. timeout: seconds, for every collective.
+    the members of `ranks` may call. timeout: seconds, for every collective. kind: the class of the communicator, for
+    backends that have a better way than the transport between some ranks (default TorchComm).
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -100,7 +102,7 @@ def torch_comm(
         members, datetime.timedelta(seconds=timeout), transport.backend, use_local_synchronization=True
     )
     name = "world" if len(members) == world else "ranks " + ",".join(map(str, members))
-    return TorchComm(group, transport, name=name, timeout=timeout, device=device)
+    return (kind or TorchComm)(group, transport, name=name, timeout=timeout, device=device)
 
 
 def _alone(ranks: Sequence[int] | None) -> Comm:

@@ -17,6 +17,7 @@ import torch
 import hal
 
 from . import build, cpu
+from .comm import SharedMemoryComm
 
 _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"}
 
@@ -26,12 +27,14 @@ class CpuRef(hal.Backend):
 
     keep_memory: freed memory stays with the process for the next tensor (glibc's malloc is told so when the backend is
         taken into use, for the whole process). False, or any MALLOC_* variable set: malloc stays as it is.
+    shared_memory: ranks of one machine communicate through memory that they share; False: through gloo's sockets.
     """
 
     name = "cpu_ref"
 
-    def __init__(self, *, keep_memory: bool = True) -> None:
+    def __init__(self, *, keep_memory: bool = True, shared_memory: bool = True) -> None:
         self.keep_memory = keep_memory
+        self.shared_memory = shared_memory
 
     def probe(self) -> hal.Probe:
         if importlib.util.find_spec("cffi") is None:
@@ -62,7 +65,9 @@ class CpuRef(hal.Backend):
         """Nothing to wait for: kernels return when they are done."""
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
-        return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
+        """Shared memory between ranks of one machine (comm.py), gloo otherwise, or everywhere if it is switched off."""
+        kind = SharedMemoryComm if self.shared_memory else hal.TorchComm
+        return hal.torch_comm(hal.GLOO, ranks, timeout=timeout, kind=kind)
 
     def memory_stats(self) -> Mapping[str, int]:
         """ "allocated": resident bytes of the process now; "peak": their maximum since start or reset_peak_memory."""

@@ -1,0 +1,232 @@
+// Collectives between the processes of one machine, through a segment of memory that all of them map.
+//
+// Every rank owns two slots and two counters. A collective is a number of steps, one per chunk of data; in step s a rank
+//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite,
+//   (2) copies its chunk into slot s % 2 and publishes posted = s + 1,
+//   (3) waits until the peers have posted, copies or reduces their slots into its result, and publishes read = s + 1.
+// Counters only grow and every rank writes its own only, so nothing is ever reset and there is nothing to race for. All
+// ranks reduce everything in the order of ranks: results are bit-equal on every rank and from run to run. Slots are small
+// enough to stay in the second-level caches: memory is read and written once, whatever the size of the tensors.
+//
+// A wait spins for some microseconds, then yields, then sleeps for longer and longer: more ranks than processors make
+// progress. It ends with a fault when the time is up, when a peer has died (its pidfd is readable), when the peer is in
+// another collective (each slot says what it is for), or when this process closes the handle.
+#define _GNU_SOURCE
+#ifndef HAL_BODY
+#include "common.h"
+
+#include "shared_memory_api.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, BARRIER };
+enum { SUM, MAX, MIN, AVG };
+enum { FAULT_TIMEOUT = 1, FAULT_DEAD, FAULT_MISMATCH, FAULT_CLOSED };
+// After the dtypes of common.h. Truth values are reduced as U8: their sum and max are "or", their min is "and".
+enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
+
+enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 1024 };
+
+// One rank's part of the segment. What another core writes often has a cache line of its own (128: lines come in pairs).
+typedef struct {
+    _Alignas(128) uint64_t posted;  // steps whose chunk lies in a slot
+    _Alignas(128) uint64_t read;    // steps that this rank has finished
+    _Alignas(128) uint64_t purpose[2];
+    _Alignas(128) char slot[2][SLOT];
+} member;
+
+typedef struct {
+    member *members;
+    int rank, size, patience, pidfds[MAX_RANKS];
+    double timeout;
+    int closed;
+} group;
+
+int64_t hal_shm_bytes(int size) { return size <= MAX_RANKS ? (int64_t)size * (int64_t)sizeof(member) : 0; }
+
+uintptr_t hal_shm_open(uintptr_t segment, int rank, int size, double timeout, uintptr_t pidfds) {
+    group *g = calloc(1, sizeof *g);
+    if (!g) return 0;
+    g->members = (member *)segment;
+    g->rank = rank;
+    g->size = size;
+    g->timeout = timeout;
+    g->patience = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 4000 : 0;  // spinning keeps the peer from running, if it shares
+    memcpy(g->pidfds, (const int *)pidfds, sizeof(int) * (size_t)size);
+    return (uintptr_t)g;
+}
+
+void hal_shm_close(uintptr_t handle) { __atomic_store_n(&((group *)handle)->closed, 1, __ATOMIC_RELEASE); }
+
+int hal_shm_arrived(uintptr_t handle, int peer) {
+    const group *g = (const group *)handle;
+    const uint64_t mine = __atomic_load_n(&g->members[g->rank].posted, __ATOMIC_RELAXED);
+    return __atomic_load_n(&g->members[peer].posted, __ATOMIC_ACQUIRE) >= mine;
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+HAL_INLINE void breathe(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int has_died(const group *g, int peer) {
+    struct pollfd ended = {.fd = g->pidfds[peer], .events = POLLIN};
+    return ended.fd >= 0 && poll(&ended, 1, 0) == 1 && (ended.revents & POLLIN);
+}
+
+// Waits until *counter >= target; returns 0 or a fault. The fast path is one load.
+static int wait_for(group *g, int peer, const uint64_t *counter, uint64_t target) {
+    for (int i = 0; i <= g->patience; i++) {
+        if (__atomic_load_n(counter, __ATOMIC_ACQUIRE) >= target) return 0;
+        breathe();
+    }
+    const double deadline = now() + g->timeout;
+    for (int64_t round = 0;; round++) {
+        if (__atomic_load_n(counter, __ATOMIC_ACQUIRE) >= target) return 0;
+        if (round < 64) {
+            sched_yield();
+            continue;
+        }
+        if (__atomic_load_n(&g->closed, __ATOMIC_ACQUIRE)) return 256 * FAULT_CLOSED + peer;
+        // A peer may have posted and ended; what it posted counts, hence the second look.
+        if (has_died(g, peer)) return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= target ? 0 : 256 * FAULT_DEAD + peer;
+        if (now() > deadline) return 256 * FAULT_TIMEOUT + peer;
+        const struct timespec pause = {.tv_nsec = (round < 128 ? 20 : 200) * 1000};
+        nanosleep(&pause, NULL);
+    }
+}
+
+#define HAL_SELF "shared_memory.c"
+#include "dtypes.h"
+
+// Integers wrap around (unsigned arithmetic), averages round towards zero.
+#define DEFINE_INTEGER(T, unsigned_t)                                                                           \
+    static void reduce_##T(const void *const *from, int size, T *out, int64_t n, int reduction) {                \
+        for (int64_t i = 0; i < n; i++) {                                                                         \
+            T a = ((const T *)from[0])[i];                                                                        \
+            for (int r = 1; r < size; r++) {                                                                      \
+                const T v = ((const T *)from[r])[i];                                                              \
+                if (reduction == MAX) a = v > a ? v : a;                                                          \
+                else if (reduction == MIN) a = v < a ? v : a;                                                     \
+                else a = (T)((unsigned_t)a + (unsigned_t)v);                                                      \
+            }                                                                                                     \
+            out[i] = reduction == AVG ? (T)(a / (T)size) : a;                                                     \
+        }                                                                                                         \
+    }
+DEFINE_INTEGER(int8_t, uint8_t)
+DEFINE_INTEGER(uint8_t, uint8_t)
+DEFINE_INTEGER(int16_t, uint16_t)
+DEFINE_INTEGER(int32_t, uint32_t)
+DEFINE_INTEGER(int64_t, uint64_t)
+
+static void reduce(int dtype, const void *const *from, int size, char *out, int64_t n, int reduction) {
+    switch (dtype) {
+        case SHM_I8: reduce_int8_t(from, size, (int8_t *)out, n, reduction); break;
+        case SHM_U8: reduce_uint8_t(from, size, (uint8_t *)out, n, reduction); break;
+        case SHM_I16: reduce_int16_t(from, size, (int16_t *)out, n, reduction); break;
+        case SHM_I32: reduce_int32_t(from, size, (int32_t *)out, n, reduction); break;
+        case SHM_I64: reduce_int64_t(from, size, (int64_t *)out, n, reduction); break;
+        default: HAL_DISPATCH(dtype, reduce, from, size, out, n, reduction);
+    }
+}
+
+int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64_t count, int bytes, int dtype,
+                int reduction, int root) {
+    group *g = (group *)handle;
+    const int me = g->rank, size = g->size;
+    member *mine = &g->members[me];
+    const char *in = (const char *)in_;
+    char *out = (char *)out_;
+    const int divides = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
+    const int64_t share = divides ? SLOT / size / 64 * 64 : SLOT;  // of a slot, for one piece
+    const int64_t most = share / bytes;
+    const uint64_t purpose = (uint64_t)count << 16 | (uint64_t)(kind << 12 | dtype << 6 | reduction << 2 | 1);
+    const void *from[MAX_RANKS];
+    int64_t done = 0;
+    do {
+        const int64_t n = count - done < most ? count - done : most, length = n * bytes;
+        const uint64_t step = mine->posted;
+        const int which = step & 1;
+        for (int r = 0; r < size; r++) {
+            const int fault = r == me || step < 2 ? 0 : wait_for(g, r, &g->members[r].read, step - 1);
+            if (fault) return fault;
+        }
+        mine->purpose[which] = purpose;
+        if (divides) {
+            for (int r = 0; r < size; r++)
+                if (r != me) memcpy(mine->slot[which] + r * share, in + (r * count + done) * bytes, (size_t)length);
+        } else if (kind != BARRIER && (kind != BROADCAST || me == root)) {
+            memcpy(mine->slot[which], in + done * bytes, (size_t)length);
+        }
+        __atomic_store_n(&mine->posted, step + 1, __ATOMIC_RELEASE);
+        for (int r = 0; r < size; r++) {
+            from[r] = in + (divides ? me * count + done : done) * bytes;
+            if (r == me || (kind == BROADCAST && r != root)) continue;
+            const int fault = wait_for(g, r, &g->members[r].posted, step + 1);
+            if (fault) return fault;
+            if (g->members[r].purpose[which] != purpose) return 256 * FAULT_MISMATCH + r;
+            from[r] = g->members[r].slot[which] + (divides ? me * share : 0);
+        }
+        switch (kind) {
+            case ALL_REDUCE:
+            case REDUCE_SCATTER: reduce(dtype, from, size, out + done * bytes, n, reduction); break;
+            case BROADCAST: memcpy(out + done * bytes, from[root], (size_t)length); break;
+            case BARRIER: break;
+            default:
+                for (int r = 0; r < size; r++) memcpy(out + (r * count + done) * bytes, from[r], (size_t)length);
+        }
+        __atomic_store_n(&mine->read, step + 1, __ATOMIC_RELEASE);
+        done += n;
+    } while (done < count);
+    return 0;
+}
+
+#else
+
+// out = the reduction of from[0..size), in that order, rounded to T once. A NaN wins every max and min.
+static void NAME(reduce)(const void *const *from, int size, char *out_, int64_t n, int reduction) {
+    T *out = (T *)out_;
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
+        real sum[BLOCK];
+        const T *first = (const T *)from[0] + begin;
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) sum[i] = LOAD(first + i);
+        for (int r = 1; r < size; r++) {
+            const T *next = (const T *)from[r] + begin;
+            if (reduction == MAX) {
+#pragma omp simd
+                for (int64_t i = 0; i < count; i++) {
+                    const real v = LOAD(next + i);
+                    sum[i] = v > sum[i] || v != v ? v : sum[i];
+                }
+            } else if (reduction == MIN) {
+#pragma omp simd
+                for (int64_t i = 0; i < count; i++) {
+                    const real v = LOAD(next + i);
+                    sum[i] = v < sum[i] || v != v ? v : sum[i];
+                }
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < count; i++) sum[i] += LOAD(next + i);
+            }
+        }
+        const real scale = reduction == AVG ? (real)size : 1;
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) STORE(out + begin + i, sum[i] / scale);
+    }
+}
+
+#endif

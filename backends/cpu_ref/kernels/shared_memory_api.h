@@ -1,0 +1,14 @@
+// A group's place in a segment: the segment's address (zeroed before first use), this rank, the number of ranks, seconds
+// until a wait gives up, and one pidfd per rank (or -1) by which a peer's death is noticed. Returns a handle; 0: no memory.
+uintptr_t hal_shm_open(uintptr_t segment, int rank, int size, double timeout, uintptr_t pidfds);
+// Bytes of a segment for `size` ranks.
+int64_t hal_shm_bytes(int size);
+// Lets every wait of this process on the handle return. The handle stays valid: a thread may still be in a call.
+void hal_shm_close(uintptr_t handle);
+// Runs one collective: `count` elements per piece (a piece is the whole input, except for reduce_scatter and all_to_all,
+// whose input has one per rank). kind, reduction, dtype: the enums in shared_memory.c. root: the sender of a broadcast.
+// bytes: of an element. Returns 0, or 256 * fault + peer.
+int hal_shm_run(uintptr_t handle, int kind, uintptr_t in, uintptr_t out, int64_t count, int bytes, int dtype, int reduction,
+                int root);
+// Whether `peer` has posted its part of the step that this rank is in.
+int hal_shm_arrived(uintptr_t handle, int peer);

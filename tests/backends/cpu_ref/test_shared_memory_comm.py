@@ -1,0 +1,182 @@
+"""The communicator over shared memory: the kit's cases, tensors of many chunks, and every way to miss a rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hal
+from hal.backends.cpu_ref import comm as shared_memory
+from hal.comm import run_meaning
+from hal.testing.collectives import check_comm
+from hal.testing.processes import run_processes
+
+SLOT = 256 << 10
+"""Bytes of a slot in kernels/shared_memory.c."""
+
+
+def shared(timeout: float = 30.0, ranks: list[int] | None = None) -> hal.Comm:
+    comm = hal.use("cpu_ref").comm(ranks, timeout=timeout)
+    assert comm.shared
+    return comm
+
+
+def _kit() -> list[str]:
+    return [p for row in check_comm(shared(), torch.device("cpu"), per_kind=3).values() for p in row["problems"]]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_agrees_with_the_meaning(size: int) -> None:
+    assert run_processes(size, _kit) == [[]] * size
+
+
+def _chunks() -> list[str]:
+    """Sizes around a slot's and around one rank's part of it; whole numbers, so that equal is equal."""
+    comm, wrong = shared(), []
+    for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16):
+        whole = SLOT // dtype.itemsize
+        for n in (whole - 1, whole, whole + 1, whole // comm.size + 1, 2 * whole + 3):
+            rows = n * comm.size
+            xs = [torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(r)) for r in range(comm.size)]
+            xs = [x.to(dtype) for x in xs]
+            for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
+                for op in ("sum", "max") if "reduce" in collective else ("sum",):
+                    got = comm.start(collective, xs[comm.rank], op=op, source=1).wait()
+                    want = run_meaning(xs, collective, op=op, source=1)[comm.rank]
+                    if not torch.equal(got, want):
+                        wrong.append(f"{collective} {op} {dtype} {rows}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_tensors_of_several_chunks(size: int) -> None:
+    assert run_processes(size, _chunks) == [[]] * size
+
+
+def _bits_and_nan() -> tuple[bytes, list[float], list[float]]:
+    comm = shared()
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+    holes = torch.tensor([1.0, float("nan"), 3.0]) if comm.rank else torch.tensor([float("nan"), 2.0, 4.0])
+    total = comm.all_reduce(x)
+    return total.numpy().tobytes(), comm.all_reduce(holes, "max").tolist(), comm.all_reduce(holes, "min").tolist()
+
+
+def test_every_rank_has_the_same_bits_and_nan_wins() -> None:
+    results = run_processes(3, _bits_and_nan)
+    assert len({bits for bits, _, _ in results}) == 1
+    for _, largest, smallest in results:
+        assert str(largest[:2]) == str(smallest[:2]) == "[nan, nan]"
+        assert (largest[2], smallest[2]) == (4.0, 3.0)
+
+
+def _started_and_blocking() -> list[float]:
+    comm = shared()
+    pending = [comm.start("all_reduce", torch.full((3,), float(i + comm.rank))) for i in range(20)]
+    blocking = comm.all_reduce(torch.tensor([100.0 + comm.rank]))
+    return [p.wait()[0].item() for p in reversed(pending)] + [blocking.item()]
+
+
+def test_started_collectives_keep_their_order_with_blocking_ones() -> None:
+    assert run_processes(2, _started_and_blocking) == [[2.0 * i + 1 for i in reversed(range(20))] + [201.0]] * 2
+
+
+def _sub_groups() -> float:
+    world = shared()
+    pair = shared(ranks=[0, 2] if world.rank % 2 == 0 else [1, 3])
+    return pair.all_reduce(torch.tensor([float(world.rank)])).item() + world.all_reduce(torch.tensor([0.0])).item()
+
+
+@pytest.mark.slow
+def test_groups_have_segments_of_their_own() -> None:
+    assert run_processes(4, _sub_groups) == [2.0, 4.0, 2.0, 4.0]
+
+
+def _late() -> object:
+    comm = shared(timeout=1.0)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(2.5)
+        return None
+    try:
+        comm.all_gather(torch.ones(1))
+    except hal.CollectiveTimeout as error:
+        with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken
+            comm.barrier()
+        return error.group, error.rank, error.op, error.seq, error.absent
+    return "no timeout"
+
+
+def test_a_rank_that_stays_away_is_named() -> None:
+    assert run_processes(3, _late) == [("world", 0, "all_gather", 2, (1,)), None, ("world", 2, "all_gather", 2, (1,))]
+
+
+def _dies() -> str:
+    comm = shared(timeout=60.0)
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(7)
+    with pytest.raises(hal.HalError) as error:
+        comm.start("all_reduce", torch.ones(1 << 20)).wait()
+    return str(error.value)
+
+
+def test_a_rank_that_dies_is_named_at_once() -> None:
+    began = time.monotonic()
+    message = run_processes(2, _dies, expect_exit=[1])[0]
+    assert "all_reduce #2 on group 'world' failed on rank 0: the process of rank 1 has ended" in message
+    assert time.monotonic() - began < 20
+
+
+def _differ() -> str:
+    comm = shared()
+    with pytest.raises(hal.ContractError) as error:
+        comm.all_reduce(torch.ones(4), "max" if comm.rank else "sum")
+    return str(error.value)
+
+
+def test_ranks_that_call_different_collectives_are_told() -> None:
+    for message in run_processes(2, _differ):
+        assert "runs another collective" in message
+
+
+def _leaves_nothing() -> tuple[bool, list[str]]:
+    before = set(os.listdir("/dev/shm"))
+    comm = shared()
+    comm.barrier()
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "hal-comm" in line]
+    return all("(deleted)" in line for line in maps) and bool(maps), sorted(set(os.listdir("/dev/shm")) - before)
+
+
+def test_a_segment_has_no_name_to_leave_behind() -> None:
+    assert run_processes(2, _leaves_nothing) == [(True, [])] * 2
+
+
+def _elsewhere() -> tuple[bool, float]:
+    if int(os.environ["RANK"]) == 1:
+        shared_memory._machine = lambda: -5  # type: ignore[assignment]
+    comm = hal.use("cpu_ref").comm(timeout=30)
+    return comm.shared, comm.all_reduce(torch.ones(1)).item()
+
+
+def _switched_off() -> tuple[bool, float]:
+    comm = hal.use("cpu_ref", shared_memory=False).comm(timeout=30)
+    return isinstance(comm, shared_memory.SharedMemoryComm), comm.all_reduce(torch.ones(1)).item()
+
+
+def _what_kernels_lack() -> tuple[complex, list[complex]]:
+    comm = shared()
+    z = torch.tensor([1 + 2j]) * (comm.rank + 1)
+    assert comm.why_not("all_reduce", z, "max") and not comm.why_not("all_reduce", z, "sum")
+    assert dist.is_initialized()
+    return comm.all_reduce(z).item(), comm.all_gather(z).tolist()
+
+
+def test_gloo_takes_over_where_no_memory_is_shared() -> None:
+    assert run_processes(2, _elsewhere) == [(False, 2.0)] * 2
+    assert run_processes(2, _switched_off) == [(False, 2.0)] * 2
+    assert run_processes(2, _what_kernels_lack) == [(3 + 6j, [1 + 2j, 2 + 4j])] * 2
