@@ -171,8 +171,11 @@ class GPT(nn.Module):
             )
         self.last, self._turn = last, None
 
-    def forward(self, x: Tensor, draws: Draws | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """draws: dropout of this microbatch; None = no dropout (evaluation). cache: of the tokens before these.
+    def forward(
+        self, x: Tensor, draws: Draws | None = None, cache: KeyValueCache | None = None, *, rows: int | None = None
+    ) -> Tensor:
+        """draws: dropout of this microbatch; None = no dropout (evaluation). cache: of the tokens before these. rows:
+        logits of so many last positions only.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
@@ -186,6 +189,8 @@ class GPT(nn.Module):
         x = self.decoder(x, turn, draws, cache)
         if cache is not None:
             cache.advance(full)
+        if self.last and rows is not None:
+            x = x[-rows:]
         return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
 
     def output_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cache changes nothing: logits of tokens fed in pieces are those of the whole sequence, for every kind of model."""
+"""The cache changes nothing: logits of tokens fed in pieces are those of the whole sequence, for every model."""
 
 import pytest
 import torch

@@ -1,13 +1,16 @@
-"""Generated text: a function of the seed, likeliest tokens at temperature 0, never an id outside the tokenizer."""
+"""Generated text: a function of the seed, likeliest tokens at temperature 0, never an id outside the tokenizer; equal
+with and without the cache, alone and in a batch."""
 
 import pytest
 import torch
 
 import hal
-from hal.model.config import Config
+from hal.model.config import Config, ConfigError
 from hal.model.flops import flops_per_token, visible_pairs
-from hal.model.generate import generate
+from hal.model.generate import complete, context_start, generate, stream
 from hal.model.gpt import GPT
+from hal.model.inference import Engine
+from hal.model.sampling import Sampling
 from hal.model.tokenizer import NullTokenizer
 
 
@@ -58,6 +61,80 @@ def test_an_end_of_document_stops(model):
     model.decoder.final_layernorm.weight.zero_()
     model.decoder.final_layernorm.bias.copy_(table[100])
     assert generate(model, NullTokenizer(100), [1], 9, temperature=0.0, rng=hal.Rng(0)) == []
+
+
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12, "vocab_size": 101}
+ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3, 2, 1]]
+
+
+def an_engine(**options):
+    return Engine(GPT(Config(**SMALL, init_method_std=0.3, **options), torch.device("cpu")).requires_grad_(False), 101)
+
+
+def continued(engine, prompts, count, sampling, *, cached=True, seed=3, **how):
+    rngs = [hal.Rng(seed).fork("prompt", n) for n in range(len(prompts))]
+    return complete(engine, prompts, count, sampling, rngs, eod=100, cached=cached, **how)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, ROPE, {"pre_tokens": 3, "use_flash_attn": False}], ids=["gpt2", "llama", "window"]
+)
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.3, top_k=30, top_p=0.95)], ids=["greedy", "drawn"])
+def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling):
+    engine = an_engine(**options)
+    # 30 tokens: past the context of 12, several times.
+    with_cache, without = (continued(engine, PROMPTS, 30, sampling, cached=c) for c in (True, False))
+    assert [c.ids for c in with_cache] == [c.ids for c in without]
+    assert max(len(c.ids) for c in with_cache) == 30
+    for one, other in zip(with_cache, without):
+        assert [t.logprob for t in one.tokens] == pytest.approx([t.logprob for t in other.tokens], abs=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, ROPE], ids=["gpt2", "llama"])
+def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, options):
+    engine, sampling = an_engine(**options), Sampling(1.2)
+    together = continued(engine, PROMPTS, 20, sampling)
+    for n, prompt in enumerate(PROMPTS):
+        rng = hal.Rng(3).fork("prompt", n)
+        (alone,) = complete(engine, [prompt], 20, sampling, [rng], eod=100)
+        assert alone.ids == together[n].ids and alone.reason == together[n].reason
+
+
+def test_what_is_seen_of_a_long_text():
+    seen = [(n - context_start(n, 8)) for n in range(1, 40)]
+    assert seen[:8] == list(range(1, 9)) and set(seen[8:]) == {5, 6, 7, 8}
+    assert all(context_start(n, 1) == n - 1 for n in range(1, 5))
+    assert context_start(100, 101) == 0
+
+
+def test_a_text_ends_where_it_is_told_to(references):
+    engine = an_engine()
+    free = continued(engine, [[1, 2]], 10, Sampling(0.0))[0]
+    assert free.reason == "length" and len(free.ids) == 10
+    third = free.ids[2]
+    stopped = continued(engine, [[1, 2]], 10, Sampling(0.0), finished=lambda row, ids: ids[-1] == third)[0]
+    assert stopped.reason == "stop" and stopped.ids == free.ids[: free.ids.index(third) + 1]
+    assert continued(engine, [[1]], 0, Sampling(0.0))[0].ids == []
+
+
+def test_logprobs_are_those_of_the_model_whatever_the_sampling(references):
+    engine = an_engine()
+    tokens = list(stream(engine, [[1, 2]], 4, Sampling(0.5, top_k=3), [hal.Rng(0)], eod=None, logprobs=2))
+    ids = [1, 2]
+    for token in tokens:
+        known = torch.log_softmax(engine.model(torch.tensor([ids]))[-1, 0, :101].float(), -1)
+        assert token.logprob == pytest.approx(float(known[token.id]), abs=1e-5)
+        values, best = known.topk(2)
+        assert [i for i, _ in token.top] == best.tolist()
+        assert [p for _, p in token.top] == pytest.approx(values.tolist(), abs=1e-5)
+        ids.append(token.id)
+
+
+def test_prompts_that_cannot_be_continued_are_refused(references):
+    for prompts, text in (([[]], "prompt 0 is empty"), ([[1], [101]], "prompt 1 has the id 101")):
+        with pytest.raises(ConfigError, match=text):
+            continued(an_engine(), prompts, 3, Sampling())
 
 
 @pytest.mark.parametrize("window", [(None, 0), (3, 0), (0, 0), (5, -2), (None, -4)])

@@ -1,0 +1,65 @@
+"""Choosing the next token from logits: greedy, temperature, top-k, top-p, by inverse transform sampling.
+
+A choice is a function of the logits and of one uniform number, so a seed gives the same text on every backend and
+layout (up to ties that rounding decides).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: divides the logits; 0 takes the likeliest token. top_k: only so many likeliest tokens (0: all).
+    top_p: of those, only the fewest likeliest whose probabilities sum to at least this (1: all)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"the temperature must be a number of at least 0; found {self.temperature}")
+        if self.top_k < 0:
+            raise ConfigError(f"top-k must be a number of tokens, or 0 for all; found {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top-p must be in (0, 1]; found {self.top_p}")
+        if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
+            raise ConfigError("temperature 0 takes the likeliest token, so top-k and top-p would be ignored; drop them")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution [v] (float64, CPU) that a token is drawn from, given its logits [v]."""
+        x = logits.detach().cpu().double()
+        if self.greedy:
+            return torch.nn.functional.one_hot(x.argmax(), len(x)).double()
+        p = torch.softmax(x / self.temperature, dim=-1)
+        if self.top_k or self.top_p < 1.0:
+            # Stable, so that of equal probabilities the lower ids are kept, everywhere.
+            order = p.argsort(descending=True, stable=True)
+            if self.top_k:
+                order = order[: self.top_k]
+            if self.top_p < 1.0:
+                kept = p[order] / p[order].sum()
+                order = order[: int((kept.cumsum(0) < self.top_p).sum()) + 1]
+            p = torch.zeros_like(p).index_copy_(0, order, p[order])
+        return p / p.sum()
+
+    def choose(self, logits: Tensor, uniform: float) -> int:
+        """The first id whose cumulative probability exceeds `uniform`, which is in [0, 1)."""
+        if self.greedy:
+            return int(logits.argmax())
+        cumulative = self.probabilities(logits).cumsum(0)
+        at = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
+        # The product may round up to the sum itself; the last id of any probability is meant.
+        return min(at, int(torch.searchsorted(cumulative, float(cumulative[-1]))))

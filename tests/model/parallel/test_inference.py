@@ -1,0 +1,102 @@
+"""Forward passes under any layout: the text and the scores of one process; what a layout cannot do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runs import GPT2, LLAMA
+from test_layouts import CP2, PP2, TP2, ULYSSES
+
+import hal
+from hal.mesh import Mesh
+from hal.model.arguments import build
+from hal.model.checks import world_size
+from hal.model.generate import complete
+from hal.model.inference import Engine
+from hal.model.parallel.plan import make_plan
+from hal.model.sampling import Sampling
+from hal.testing.processes import run_processes
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+
+
+def engine(options: dict[str, Any]) -> Engine:
+    hal.use("cpu_ref")
+    config = build(options)
+    config.set_vocabulary(121)
+    plan = make_plan(config, world_size(config))
+    mesh = Mesh(plan.layout, hal.backend(), timeout=60.0) if plan.layout.world > 1 else None
+    return Engine.build(config, 121, hal.device(), mesh, plan)
+
+
+def texts(options: dict[str, Any]) -> list[Any]:
+    made = engine(options)
+    rngs = [hal.Rng(5).fork(n) for n in range(len(PROMPTS))]
+    return [
+        [(c.reason, [(t.id, round(t.logprob, 4)) for t in c.tokens]) for c in found]
+        for found in (complete(made, PROMPTS, 24, s, rngs, eod=120) for s in (Sampling(0.0), Sampling(1.1, top_p=0.9)))
+    ]
+
+
+def scores(options: dict[str, Any]) -> Any:
+    made = engine(options)
+    draw = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, 121, (2, 3, 13), generator=draw).unbind()
+    counted = torch.rand(3, 13, generator=draw) < 0.7
+    labels[0, :4] = 7
+    return made.total(
+        torch.cat([made.score(*(x[i : i + 1] for x in (tokens, labels, counted))) for i in range(3)])
+    ).tolist()
+
+
+def on(world: int, function: Any, options: dict[str, Any]) -> Any:
+    if world == 1:
+        return function(options)
+    per_rank = run_processes(world, function, options, timeout=180.0)
+    assert all(str(r) == str(per_rank[0]) for r in per_rank), "the ranks disagree"
+    return per_rank[0]
+
+
+GENERATING = {
+    "tp2-llama": (2, LLAMA, TP2),
+    "pp2-gpt2": (2, GPT2, PP2),
+    "tp2-pp2-gpt2": (4, GPT2, {**TP2, **PP2}),
+    "tp2-pp2-llama": (4, LLAMA, {**TP2, **PP2}),
+}
+QUICK = {"tp2-llama", "pp2-gpt2"}
+
+
+def cases(table: dict[str, Any]) -> list[Any]:
+    return [pytest.param(*v, id=k, marks=() if k in QUICK else pytest.mark.slow) for k, v in table.items()]
+
+
+@pytest.mark.parametrize("world, base, layout", cases(GENERATING))
+def test_a_seed_gives_the_same_text_on_every_layout(world: int, base: Any, layout: Any) -> None:
+    got, want = on(world, texts, {**base, **layout}), on(1, texts, base)
+    for greedy_or_drawn in (0, 1):
+        for (reason, tokens), (reason_one, tokens_one) in zip(got[greedy_or_drawn], want[greedy_or_drawn]):
+            assert reason == reason_one and [i for i, _ in tokens] == [i for i, _ in tokens_one]
+            assert [p for _, p in tokens] == pytest.approx([p for _, p in tokens_one], abs=2e-4)
+
+
+SCORING = {**GENERATING, "cp2-llama": (2, LLAMA, CP2), "ulysses-gpt2": (2, GPT2, ULYSSES)}
+
+
+@pytest.mark.parametrize("world, base, layout", cases(SCORING))
+def test_scores_are_those_of_one_process(world: int, base: Any, layout: Any) -> None:
+    got, want = (torch.tensor(on(*how)) for how in ((world, scores, {**base, **layout}), (1, scores, base)))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    assert (got[:, 1:] == want[:, 1:]).all()
+
+
+def _refused(options: dict[str, Any]) -> str:
+    with pytest.raises(hal.ContractError) as error:
+        texts(options)
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_generation_with_sequences_cut_over_ranks_is_refused() -> None:
+    assert "--context-parallel-size 1" in on(2, _refused, {**LLAMA, **CP2})
