@@ -1,45 +1,82 @@
-"""`hal parity`: the conformance kit on one backend. Exit code 0 if nothing failed, 1 if something did.
+"""`hal parity`: the conformance kit, on one backend or on several. Exit code 0 if nothing failed, 1 if something did.
 
 A refused call is shown with its reasons, an op without implementation is listed (and fails the run only with
---require-all).
+--require-all). Several backends run in a process each; results of other environments join through --merge.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hal.errors import HalError
+from hal.registry import load
 
 from .arguments import Parser, add_backend, options
+
+if TYPE_CHECKING:
+    from hal.testing.report import Row
+
+
+def parser() -> Parser:
+    """The options of `hal parity`."""
+    made = Parser("parity", description="Runs the conformance kit: every op of a backend against the references.")
+    add_backend(made, required=False)
+    made.add_argument("--op", action="append", metavar="OP", help="only this op; may be given several times")
+    made.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
+    made.add_argument(
+        "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
+    )
+    made.add_argument("--seed", type=int, default=0, help="seed of the random calls")
+    made.add_argument("--collectives", action="store_true", help="the backend's communication instead of its ops")
+    made.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
+    made.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
+    made.add_argument(
+        "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
+    )
+    group = made.add_argument_group("several backends side by side")
+    group.add_argument(
+        "--backends", metavar="A,B,...", help="run these, each in a process of its own (--simulate: where there is one)"
+    )
+    group.add_argument("--merge", nargs="+", default=[], metavar="FILE", help="take in what --json wrote elsewhere")
+    group.add_argument("--html", metavar="FILE", help="write the table as a page that needs no other file")
+    group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal parity` with these arguments."""
-    parser = Parser("parity", description="Runs the conformance kit: every op of a backend against the references.")
-    add_backend(parser, required=True)
-    parser.add_argument("--op", action="append", metavar="OP", help="only this op; may be given several times")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
-    parser.add_argument(
-        "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random calls")
-    parser.add_argument("--collectives", action="store_true", help="the backend's communication instead of its ops")
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
-    parser.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
-    parser.add_argument(
-        "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
-    )
-    arguments = parser.parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
+    several = arguments.backends is not None or bool(arguments.merge)
+    if not several and arguments.backend is None:
+        made.error("the following arguments are required: --backend")
     if arguments.max_examples is not None and arguments.max_examples < 0:
-        parser.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
+        made.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
     if arguments.nproc is not None and (arguments.nproc < 1 or not arguments.collectives):
-        parser.error("--nproc is a positive number of processes, and needs --collectives")
+        made.error("--nproc is a positive number of processes, and needs --collectives")
+    if several and (arguments.collectives or arguments.todo or arguments.json):
+        made.error("--backends and --merge make a table; --json, --collectives and --todo are about one --backend")
+    if (arguments.collectives or arguments.todo) and (arguments.html or arguments.markdown):
+        made.error("--html and --markdown show the ops' results, not --collectives or --todo")
     if arguments.todo:
         return _todo(arguments)
     if arguments.collectives:
         return _collectives(arguments)
+    if several:
+        return _side_by_side(arguments)
+    return _one(arguments)
+
+
+def _one(arguments: argparse.Namespace) -> int:
     try:
         from hal.testing import EXAMPLES, run_by_name
     except ModuleNotFoundError as error:
@@ -59,7 +96,64 @@ def main(argv: Sequence[str]) -> int:
     print(f"{report.summary()}\n{time.monotonic() - began:.0f} s")
     if arguments.json:
         report.write_json(arguments.json)
+    _write_pages([report.rows], arguments)
     return 0 if report.ok and not (arguments.require_all and report.missing) else 1
+
+
+def _side_by_side(arguments: argparse.Namespace) -> int:
+    from hal.testing.support import absent_row, read
+
+    results = [read(path) for path in arguments.merge]
+    merged = {row.backend for rows in results for row in rows}
+    wanted = [name for name in (arguments.backends or "").split(",") if name and name not in merged]
+    commands = {name: _command(name, arguments) for name in wanted}  # an unknown name ends here, before any has run
+    ran = 0
+    for name, command in commands.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.json"
+            print(f"{name}: {' '.join(command[2:])}", flush=True)
+            done = subprocess.run([*command, "--json", str(path)], stderr=subprocess.PIPE, text=True, check=False)
+            sys.stderr.write(done.stderr)
+            if path.exists():
+                results.append(read(path))
+                ran += 1
+            else:
+                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+                results.append([absent_row(name, lines[-1].removeprefix("hal parity: "))])
+    _write_pages(results, arguments)
+    failed = [row for rows in results for row in rows if row.status == "fail"]
+    for row in failed:
+        print(row)
+    absent = len(commands) - ran
+    print(f"{len(results) - absent} backends, {len(failed)} failures" + (f"; {absent} not run here" if absent else ""))
+    return 1 if failed or len(results) == absent else 0
+
+
+def _command(name: str, arguments: argparse.Namespace) -> list[str]:
+    """The command that runs the kit on one backend, in this environment."""
+    command = [sys.executable, "-m", "hal.cli", "parity", "--backend", name, "--seed", str(arguments.seed)]
+    if arguments.simulate and "simulate" in inspect.signature(load(name)).parameters:
+        command.append("--simulate")
+    else:
+        load(name)
+    if arguments.max_examples is not None:
+        command += ["--max-examples", str(arguments.max_examples)]
+    for op in arguments.op or ():
+        command += ["--op", op]
+    return command
+
+
+def _write_pages(results: Sequence[Sequence[Row]], arguments: argparse.Namespace) -> None:
+    if not (arguments.html or arguments.markdown):
+        return
+    from hal.testing.support import table
+    from hal.testing.support_pages import html, markdown
+
+    support = table(results)
+    for path, render in ((arguments.html, html), (arguments.markdown, markdown)):
+        if path:
+            Path(path).write_text(render(support), encoding="utf-8")
+            print(f"wrote {os.path.relpath(path)}")
 
 
 def _todo(arguments: argparse.Namespace) -> int:

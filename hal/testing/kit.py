@@ -29,6 +29,7 @@ from .randomness import check_order, edge_samples
 from .report import NO_IMPLEMENTATION, Report, Row, shortened
 from .sharded import SHARDED, check_sharded, sharded_samples
 from .subject import Failure, Subject
+from .support import facts
 
 EXAMPLES = 25
 """Random calls per implementation and dtype, on top of the op's directed calls."""
@@ -85,7 +86,7 @@ def run_by_name(
     chosen_ops(names)
     probe = probe_row(name, options)
     backend = hal.use(name, **(options or {}))
-    probe.simulated = backend.simulated
+    probe.simulated, probe.facts = backend.simulated, facts(backend)
     on_row(probe)
     report = run(backend, ops=names, examples=examples, seed=seed, on_row=on_row)
     report.rows.insert(0, probe)

@@ -17,7 +17,8 @@ class Row:
     """What was found about one implementation of one op in one dtype.
 
     samples: calls that ran and were compared. worst_error_in_tolerances: None if none ran. reasons: why calls were
-    declined, or why a waiver is in force. message, code: of a failure, the code repeats it.
+    declined, or why a waiver is in force. message, code: of a failure, the code repeats it. facts: versions and device,
+    in the row of the probe.
     """
 
     op: str
@@ -31,12 +32,14 @@ class Row:
     implementation: str | None = None
     message: str = ""
     code: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The row with an infinite error written as the string "inf", which JSON has no number for."""
         worst = self.worst_error_in_tolerances
         plain = worst if worst is None or worst < float("inf") else "inf"
-        return {**vars(self), "worst_error_in_tolerances": plain}
+        row = {**vars(self), "worst_error_in_tolerances": plain}
+        return row if self.facts else {k: v for k, v in row.items() if k != "facts"}
 
     def __str__(self) -> str:
         status = {"fail": "FAIL"}.get(self.status, self.status)
