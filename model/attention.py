@@ -59,7 +59,9 @@ class SelfAttention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         draws: Draws | None,
         cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
+        """mask: bool [b, 1, s, s] of whole sequences, True = hidden beside what the window hides."""
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
@@ -70,29 +72,31 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, draws, on=self.recompute)
+        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, draws, mask, on=self.recompute)
         return self.linear_proj(context)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, mask: Tensor | None = None) -> Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; s is this rank's rows with context parallelism."""
         if self.cp is None or self.cp.size == 1:
-            return self._whole(q, k, v, draws, self.first_head)
+            return self._whole(q, k, v, draws, self.first_head, mask)
         if self.cp_algorithm == "ulysses":
             first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
-            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, draws, first))
+            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, draws, first, mask))
         draw, full = None, q.shape[0] * self.cp.size
         if draws is not None and self.p > 0.0:
 
             def draw(q_start: int, k_start: int) -> Rng:
                 return draws.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
 
-        return ring_attention(q, k, v, Ring(self.cp, self.window, self.p, draw))
+        return ring_attention(q, k, v, Ring(self.cp, self.window, self.p, draw, mask))
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, first_head: int) -> Tensor:
+    def _whole(
+        self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, first_head: int, mask: Tensor | None
+    ) -> Tensor:
         dropout = self._dropout(q, k, draws, first_head)
-        return self._flash(q, k, v, dropout) if self.flash else self._softmax(q, k, v, dropout)
+        return self._flash(q, k, v, mask, dropout) if self.flash else self._softmax(q, k, v, mask, dropout)
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, dropout: dict[str, Any]) -> Tensor:
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
         pre, next_ = self.window
         out = ops.flash_attention(
             *(_arrange(t, self.layout) for t in (q, k, v)),
@@ -101,11 +105,12 @@ class SelfAttention(nn.Module):
             num_kv_heads=k.shape[2],
             pre_tokens=pre,
             next_tokens=next_,
+            mask=mask,
             **dropout,
         )
         return _restore(out, self.layout)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, dropout: dict[str, Any]) -> Tensor:
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
         s, b, n, d = q.shape
         g = k.shape[2]
         # [b, g, (n/g)*s, d] so that the query heads of a group share its keys without copying them.
@@ -114,7 +119,8 @@ class SelfAttention(nn.Module):
         scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
         pre, next_ = self.window
         causal = next_ == 0
-        mask = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
+        band = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
+        mask = band if mask is None else mask if band is None else mask | band
         probabilities = ops.scale_mask_softmax(scores, mask, 1.0 / math.sqrt(d), causal)
         if dropout:
             probabilities = ops.dropout(probabilities, dropout["dropout_p"], dropout["rng"])

@@ -132,6 +132,9 @@ class Config:
     # data
     data_path: str | None = _opt(None, "prefix of a .bin/.idx pair; default: the built-in corpus")
     text_file: str | None = _opt(None, "a UTF-8 file to train on")
+    reset_position_ids: bool = _opt(False, "count positions anew after every end of a document")
+    reset_attention_mask: bool = _opt(False, "let no token see tokens of an earlier document")
+    eod_mask_loss: bool = _opt(False, "do not train on what follows the end of a document")
     split: str = _opt("969,30,1", "shares of the documents for training, validation and test")
     data_cache_path: str | None = _opt(None, "folder for the data's index maps; default in HAL's cache")
     tokenizer_type: str = _opt("ByteTokenizer", "kind of tokenizer", choices=TOKENIZERS)

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from . import documents
 from .config import Config, ConfigError
 from .corpus import standard_library, text_file
 from .files import cache_dir, make_folder, publish_folder
@@ -32,15 +33,20 @@ class Split:
 
     dataset: Any
     vocabulary: int
+    eod: int
+    mask_loss: bool = False
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Samples first..first+count-1, repeating from the start after the last. Raises ConfigError for alien ids."""
+        """Samples first..first+count-1, repeating from the start after the last. Raises ConfigError for alien ids.
+
+        With mask_loss, the labels of end-of-document tokens are documents.IGNORED.
+        """
         size = len(self.dataset)
         rows = [self.dataset[n % size] for n in range(first, first + count)]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
         low, top = (int(t) for t in torch.aminmax(torch.cat((tokens, labels))))
         require_ids(low, top, self.vocabulary)
-        return tokens, labels
+        return tokens, labels.masked_fill(tokens == self.eod, documents.IGNORED) if self.mask_loss else labels
 
 
 def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> dict[str, Split]:
@@ -70,7 +76,7 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
         # None = one epoch: then every run that needs no more shares one set of index maps and one order.
         wanted = None if count * config.seq_length < tokens else count
         dataset = _open_split(config, tokenizer, prefix, name, (begin, end), wanted)
-        opened[name] = Split(dataset, tokenizer.vocab_size)
+        opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss)
     return opened
 
 

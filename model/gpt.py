@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hal import ops
 
+from . import documents
 from .attention import SelfAttention, rotation
 from .config import Config
 from .draws import Draws
@@ -44,11 +45,18 @@ class Embedding(nn.Module):
             )
         self.p, self.parallel = config.hidden_dropout, init.parallel
 
-    def forward(self, tokens: Tensor, draws: Draws | None, start: int = 0) -> Tensor:
+    def forward(self, tokens: Tensor, draws: Draws | None, start: int = 0, positions: Tensor | None = None) -> Tensor:
+        """positions: int64 [b, s] of whole sequences; default: those from `start` on."""
         x = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
-            rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
-            x = x + rows.take(self.position_embeddings.weight[start : start + rows.full], 0)[:, None]
+            rows, weight = (
+                self.parallel.hidden_rows(self.parallel.full_length(x.shape[0])),
+                self.position_embeddings.weight,
+            )
+            if positions is None:
+                x = x + rows.take(weight[start : start + rows.full], 0)[:, None]
+            else:
+                x = x + ops.embedding(weight, rows.take(positions, 1).t().contiguous())
         if draws is not None and self.p > 0.0:
             rng, seen = draws.hidden("embedding", 0, x.shape)
             x = ops.dropout(x.reshape(seen), self.p, rng).view(x.shape)
@@ -81,8 +89,9 @@ class TransformerLayer(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         draws: Draws | None,
         cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), turn, draws, cache)
+        attended = self.self_attention(self.input_layernorm(x), turn, draws, cache, mask)
         x = self._add(attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, draws)
         expanded = self.mlp(self.pre_mlp_layernorm(x))
         return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, draws)
@@ -120,13 +129,14 @@ class Decoder(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         draws: Draws | None,
         cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         layers = list(self.layers.values())
 
         def run(start: int, end: int, x: Tensor, on: bool) -> Tensor:
             def several(x: Tensor) -> Tensor:
                 for layer in layers[start:end]:
-                    x = layer(x, turn, draws, cache)
+                    x = layer(x, turn, draws, cache, mask)
                 return x
 
             return recompute(several, x, on=on)
@@ -169,13 +179,20 @@ class GPT(nn.Module):
             self.output_layer.weight = init.weight(
                 drawn_as, (config.padded_vocab_size, config.hidden_size), config.init_method_std, Shard(0)
             )
-        self.last, self._turn = last, None
+        self.last, self._turn, self._angles = last, None, None
 
     def forward(
-        self, x: Tensor, draws: Draws | None = None, cache: KeyValueCache | None = None, *, rows: int | None = None
+        self,
+        x: Tensor,
+        draws: Draws | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        rows: int | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """draws: dropout of this microbatch; None = no dropout (evaluation). cache: of the tokens before these. rows:
-        logits of so many last positions only.
+        logits of so many last positions only. starts: where each token's document begins (`documents.starts`), int64
+        [b, s] of whole sequences, for --reset-position-ids and --reset-attention-mask.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
@@ -184,9 +201,10 @@ class GPT(nn.Module):
         if draws is not None:
             draws = replace(draws, rows=self.parallel.hidden_rows(full))
         if self.embedding is not None:
-            x = self.embedding(x, draws, 0 if cache is None else cache.length)
-        turn = self._rotation(full, x.device) if cache is None else cache.turn(full)
-        x = self.decoder(x, turn, draws, cache)
+            x = self.embedding(x, draws, 0 if cache is None else cache.length, self._positions(starts))
+        turn = self._rotation(full, x.device, starts) if cache is None else cache.turn(full)
+        mask = None if starts is None or not self.config.reset_attention_mask else documents.mask(starts)
+        x = self.decoder(x, turn, draws, cache, mask)
         if cache is not None:
             cache.advance(full)
         if self.last and rows is not None:
@@ -199,15 +217,30 @@ class GPT(nn.Module):
         return holder.weight
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s]."""
-        start = self.parallel.rank * logits.shape[-1]
-        per_token = ops.cross_entropy(logits, labels.t().contiguous(), vocab_start=start, comm=self.parallel.tp)
-        return per_token.mean()
+        """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s].
 
-    def _rotation(self, full: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        With --eod-mask-loss, labels of documents.IGNORED do not count; the mean of none is 0.
+        """
+        start = self.parallel.rank * logits.shape[-1]
+        target = labels.t().contiguous()
+        if not self.config.eod_mask_loss:
+            return ops.cross_entropy(logits, target, vocab_start=start, comm=self.parallel.tp).mean()
+        counts = target != documents.IGNORED
+        per_token = ops.cross_entropy(logits, target * counts, vocab_start=start, comm=self.parallel.tp)
+        return (per_token * counts).sum() / counts.sum().clamp(min=1)
+
+    def _positions(self, starts: Tensor | None) -> Tensor | None:
+        return None if starts is None or not self.config.reset_position_ids else documents.positions(starts)
+
+    def _rotation(self, full: int, device: torch.device, starts: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":
             return None
-        rows = self.parallel.context_rows(full)
+        rows, positions = self.parallel.context_rows(full), self._positions(starts)
+        if positions is not None:
+            if self._angles is None or self._angles[0].shape[0] != full:
+                self._angles = rotation(self.config, full, device)
+            cos, sin = self._angles
+            return cos[rows.take(positions, 1)], sin[rows.take(positions, 1)]
         if self._turn is None or self._turn[0].shape[0] != rows.count:
             cos, sin = rotation(self.config, full, device)
             self._turn = rows.take(cos, 0), rows.take(sin, 0)

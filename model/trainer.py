@@ -19,7 +19,7 @@ from torch import Tensor
 import hal
 from hal import Comm, HalError, Rng, Solo
 
-from . import checkpoint
+from . import checkpoint, documents
 from .checkpoint import RELEASE
 from .config import Config, ConfigError
 from .data import Split
@@ -111,12 +111,27 @@ class Trainer:
         stream = self.rng.fork("dropout", self.iteration)
         grad = torch.full((), self.optimizer.scaler.scale / count, device=self.device)
         total = torch.zeros((), device=self.device)
-        for tokens, labels, start in self.microbatches("train", self.consumed):
+        batches = list(self.microbatches("train", self.consumed))
+        for (tokens, labels, start), share in zip(batches, self._shares([b[1] for b in batches])):
             draws = Draws(stream, start, c.global_batch_size) if c.attention_dropout or c.hidden_dropout else None
-            loss = self.model.loss(self.model(tokens, draws), labels)
-            loss.backward(grad)
-            total += loss.detach()
+            logits = self.model(tokens, draws, starts=self.document_starts("train", tokens))
+            loss = self.model.loss(logits, labels)
+            loss.backward(grad * share)
+            total += loss.detach() * share
         return total / count
+
+    def document_starts(self, split: str, tokens: Tensor) -> Tensor | None:
+        """Where each token's document starts, int64 like tokens [b, s], if the model is to know."""
+        if not (self.config.reset_position_ids or self.config.reset_attention_mask):
+            return None
+        return documents.starts(tokens, self.data[split].eod).to(self.device)
+
+    def _shares(self, labels: list[Tensor]) -> list[float]:
+        """What each microbatch's mean weighs in the mean over all tokens that count: 1 on average."""
+        if not self.config.eod_mask_loss:
+            return [1.0] * len(labels)
+        counts = [int((x != documents.IGNORED).sum()) for x in labels]
+        return [n * len(counts) / max(1, sum(counts)) for n in counts]
 
     def step(self) -> StepResult:
         """One iteration. Raises TrainingFailed for a loss or gradient that is not finite (fp16: skips the step)."""
@@ -152,8 +167,10 @@ class Trainer:
         c, total, count = self.config, torch.zeros((), device=self.device), 0
         assert c.global_batch_size
         for batch in range(c.eval_iters):
-            for tokens, labels, _ in self.microbatches(split, batch * c.global_batch_size):
-                total += self.model.loss(self.model(tokens), labels)
+            batches = list(self.microbatches(split, batch * c.global_batch_size))
+            for (tokens, labels, _), share in zip(batches, self._shares([b[1] for b in batches])):
+                logits = self.model(tokens, starts=self.document_starts(split, tokens))
+                total += self.model.loss(logits, labels) * share
                 count += 1
         return float(total) / count
 

@@ -35,13 +35,14 @@ class Ring:
     """What a ring attention needs to know besides q, k and v.
 
     window: (pre_tokens, next_tokens) over the whole sequence. draw(q_start, k_start) gives the dropout stream of a
-    block of probabilities; p is its probability.
+    block of probabilities; p is its probability. mask: bool [b, 1, s, s] of the whole sequence, True = hidden.
     """
 
     comm: Comm
     window: tuple[int | None, int | None]
     p: float = 0.0
     draw: Callable[[int, int], Rng] | None = None
+    mask: Tensor | None = None
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """Numbers of the two chunks of the sequence that `rank` holds (see Rows.balanced)."""
@@ -57,10 +58,12 @@ class Ring:
                 if (next_ is not None and distance + c - 1 + next_ < 0) or (pre is not None and distance - c + 1 > pre):
                     continue
                 # An edge that lies outside the block hides nothing of it.
-                window = {
+                window: dict[str, Any] = {
                     "pre_tokens": None if pre is None or distance + c - 1 <= pre else pre - distance,
                     "next_tokens": None if next_ is None or distance - c + 1 + next_ >= 0 else next_ + distance,
                 }
+                if self.mask is not None:
+                    window["mask"] = self.mask[:, :, a * c : a * c + c, b * c : b * c + c].contiguous()
                 yield slice(i * c, i * c + c), slice(j * c, j * c + c), a * c, b * c, window
 
     def dropout(self, q_start: int, k_start: int) -> dict[str, Any]:

@@ -28,18 +28,18 @@ _SCHEDULES = {
 
 
 class Stage(nn.Module):
-    """A part of the GPT as the engines call it: forward(x, sample), sample int64 [micro batch] on the CPU.
+    """A part of the GPT as the engines call it: forward(x, sample, starts), sample int64 [micro batch] on the CPU.
 
-    x is tokens [b, s] on the first stage, hidden [s, b, h] elsewhere. draws_of(first sample's place in the global
-    batch) gives the microbatch's dropout.
+    x is tokens [b, s] on the first stage, hidden [s, b, h] elsewhere. starts: of documents, as in GPT.forward, or None.
+    draws_of(first sample's place in the global batch) gives the microbatch's dropout.
     """
 
     def __init__(self, model: GPT, index: int, draws_of: Callable[[int], Draws | None]) -> None:
         super().__init__()
         self.model, self.index, self._draws_of = model, index, draws_of
 
-    def forward(self, x: Tensor, sample: Tensor) -> Tensor:
-        y: Tensor = self.model(x, self._draws_of(int(sample[0])))
+    def forward(self, x: Tensor, sample: Tensor, starts: Tensor | None = None) -> Tensor:
+        y: Tensor = self.model(x, self._draws_of(int(sample[0])), starts=starts)
         # The zero-bubble schedule detaches what travels in place, which a view refuses.
         return y.clone() if y._is_view() and not self.model.last else y
 
@@ -72,13 +72,22 @@ class OneStage:
     def __init__(self, stage: Stage, zero: int) -> None:
         self.stage, self.zero = stage, zero
 
-    def run(self, tokens: Tensor, labels: Tensor, sample: Tensor, count: int, loss: Callable[..., Tensor]) -> None:
+    def run(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample: Tensor,
+        starts: Tensor | None,
+        count: int,
+        loss: Callable[..., Tensor],
+    ) -> None:
         """loss(logits, labels) of each of `count` microbatches, and its gradients if they are enabled."""
-        parts = zip(tokens.chunk(count), labels.chunk(count), sample.chunk(count))
-        for i, (x, y, numbers) in enumerate(parts):
+        begins = [None] * count if starts is None else starts.chunk(count)
+        parts = zip(tokens.chunk(count), labels.chunk(count), sample.chunk(count), begins)
+        for i, (x, y, numbers, begin) in enumerate(parts):
             if isinstance(self.stage, FSDPModule) and torch.is_grad_enabled():
                 self._prepare(i + 1 == count)
-            value = loss(self.stage(x, numbers), y)
+            value = loss(self.stage(x, numbers, begin), y)
             if torch.is_grad_enabled():
                 value.backward()
 
@@ -148,7 +157,15 @@ class Pipeline:
             group=group,
         )
 
-    def run(self, tokens: Tensor, labels: Tensor, sample: Tensor, count: int, loss: Callable[..., Tensor]) -> None:
+    def run(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample: Tensor,
+        starts: Tensor | None,
+        count: int,
+        loss: Callable[..., Tensor],
+    ) -> None:
         """As OneStage.run; the ranks of the pipeline call it together, each with the whole replica's microbatches."""
         if count not in self._schedules:
             several = self._plan.schedule != "1f1b"
@@ -162,4 +179,5 @@ class Pipeline:
         schedule = self._schedules[count]
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
         inputs = (tokens,) if self.first else ()
-        step(*inputs, target=labels if self.last else None, sample=sample, return_outputs=False)
+        others = {"sample": sample} if starts is None else {"sample": sample, "starts": starts}
+        step(*inputs, target=labels if self.last else None, **others, return_outputs=False)

@@ -16,6 +16,7 @@ import hal
 from hal import ops
 from hal.mesh import Mesh
 
+from .. import documents
 from ..checkpoint import FP32
 from ..config import Config
 from ..data import Split
@@ -174,17 +175,19 @@ class ParallelTrainer(Trainer):
             return None
         return Draws(self.rng.fork("dropout", self.iteration), first_sample, c.global_batch_size)
 
-    def share(self, split: str, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This replica's (tokens, labels) [samples, rows] of the batch at sample `first`, and the samples' places."""
+    def share(self, split: str, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """This replica's (tokens, labels) [samples, rows] of the batch at sample `first`, the samples' places, and
+        where each token's document starts [samples, s], if that matters."""
         c, dp = self.config, self.plan.layout.dp
         assert c.global_batch_size
         stride = c.micro_batch_size * dp
         starts = range(self.mesh.at["dp"] * c.micro_batch_size, c.global_batch_size, stride)
         parts = [self.data[split].fetch(first + start, c.micro_batch_size) for start in starts]
         rows = self.parallel.context_rows(c.seq_length)
-        tokens, labels = (rows.take(torch.cat(x), 1).to(self.device) for x in zip(*parts))
+        whole, targets = (torch.cat(x) for x in zip(*parts))
+        tokens, labels = (rows.take(x, 1).to(self.device) for x in (whole, targets))
         places = torch.cat([torch.arange(start, start + c.micro_batch_size) for start in starts])
-        return tokens, labels, places
+        return tokens, labels, places, self.document_starts(split, whole)
 
     def _run(self, split: str, first: int, scale: float) -> Tensor:
         """Forward (and backward, if gradients are enabled) of a batch; its mean loss, the same on every rank."""
@@ -192,23 +195,34 @@ class ParallelTrainer(Trainer):
         # Every replica and context rank has the same number of tokens, so the mean of their means is the mean.
         count = self.plan.microbatches * self.plan.layout.dp * self.plan.layout.cp
         total = torch.zeros((), device=self.device)
+        share = self.share(split, first)
+        counted = self._counted(share[1])
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             assert last is not None
             value = last.loss(logits, labels)
+            if counted is not None:
+                # From the mean of the tokens that count here to a share of the mean of all that count.
+                value = value * ((labels != documents.IGNORED).sum() * (count / counted))
             if self.mesh.at["tp"] == 0:
                 total.add_(value.detach())
             return value * (scale / count)
 
-        share = self.share(split, first)
         try:
             self._engine.run(*share, self.plan.microbatches, loss)
         except RuntimeError as error:
-            failure = hal.engine_failure(error, f"step {self.iteration + 1}", self.mesh.timeout)
+            failure = hal.engine_failure(error, "step", self.mesh.timeout, self.iteration + 1)
             if failure is None:
                 raise
             raise failure from error
         return self.mesh.world.all_reduce(total) / count
+
+    def _counted(self, labels: Tensor) -> int | None:
+        """With --eod-mask-loss, how many tokens of the whole batch count; `labels` are this rank's."""
+        if not self.config.eod_mask_loss:
+            return None
+        mine = (labels != documents.IGNORED).sum()
+        return max(1, int(self.replicas.all_reduce(mine)))
 
     def forward_backward(self) -> Tensor:
         loss = self._run("train", self.consumed, self.optimizer.scaler.scale)

@@ -12,13 +12,14 @@ import hal
 from hal.mesh import Mesh
 from hal.model.arguments import build
 from hal.model.checks import world_size
+from hal.model.data import Split
 from hal.model.gpt import GPT
 from hal.model.parallel.plan import make_plan
 from hal.model.parallel.trainer import ParallelTrainer
 from hal.model.trainer import Trainer
 from hal.testing.processes import run_processes
 
-VOCABULARY = 120  # padded to 128
+VOCABULARY, END = 120, 119  # padded to 128
 COMMON = {
     "backend": "cpu_ref",
     "tokenizer_type": "NullTokenizer",
@@ -52,28 +53,32 @@ LLAMA = {
 
 @dataclass
 class Tokens:
-    """A split whose sample n is `length` random tokens drawn from n."""
+    """A dataset whose sample n is `length` random tokens drawn from n; with `ends`, one in six ends a document."""
 
     length: int
+    ends: bool
 
-    def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        rows = [
-            torch.randint(0, VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(n))
-            for n in range(first, first + count)
-        ]
-        ids = torch.stack(rows)
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(n))
+        if self.ends:
+            ids[ids >= VOCABULARY * 5 // 6] = END
+        return {"tokens": ids[:-1], "labels": ids[1:]}
 
 
 def trainer(options: dict[str, Any]) -> Trainer:
     """The trainer of this process: parallel where a launcher described a world."""
     hal.use("cpu_ref")
     config = build(options)
-    data: Any = {name: Tokens(config.seq_length) for name in ("train", "valid")}
+    ends = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
+    split = Split(Tokens(config.seq_length, ends), VOCABULARY, END, config.eod_mask_loss)
+    data = dict.fromkeys(("train", "valid"), split)
     plan = make_plan(config, world_size(config))
     if plan.layout.world == 1:
         return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data)
-    mesh = Mesh(plan.layout, hal.backend(), timeout=60.0)
+    mesh = Mesh(plan.layout, hal.backend(), timeout=min(60.0, 60.0 * config.distributed_timeout_minutes))
     return ParallelTrainer(config, data, mesh, plan, hal.device())
 
 

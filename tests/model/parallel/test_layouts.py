@@ -115,3 +115,24 @@ def test_noop_layers_fill_a_place_in_the_pipeline() -> None:
     """Five layers on two stages of three places: the last place is empty."""
     base = {**GPT2, "num_layers": 6, "noop_layers": ("5",)}
     close(on(2, {**base, **PP2}), one_process(base), 1e-5, 1e-4)
+
+
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+
+def _document_cases() -> list[Any]:
+    cases = []
+    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+        for name in ("tp2-sp", "pp2", "pp2-interleaved", "dp2-zero3", "cp2-ring", "cp2-ulysses", "tp2-sp-cp2"):
+            marks = () if (shape, name) == ("gpt2", "cp2-ring") else pytest.mark.slow
+            cases.append(pytest.param(base, *LAYOUTS[name], id=f"{shape}-{name}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("base, world, layout", _document_cases())
+def test_documents_within_a_sequence_are_told_apart_on_every_layout(
+    base: dict[str, Any], world: int, layout: dict[str, Any]
+) -> None:
+    """The mean over the tokens that count is of the whole batch, so it does not depend on who holds how many."""
+    separate = {**base, **DROPOUT, **DOCUMENTS, "micro_batch_size": 2}
+    close(on(world, {**separate, **layout}, 5), one_process(separate, 5), 1e-5, 1e-4)

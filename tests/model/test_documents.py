@@ -1,0 +1,126 @@
+"""Documents within a sequence: Megatron's masks and positions, and a model for which they are separate."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+
+from hal.model import documents
+from hal.model.arguments import build
+from hal.model.data import Split
+from hal.model.gpt import GPT
+from hal.model.trainer import Trainer
+
+EOD, VOCABULARY = 9, 50
+
+
+def sequences(*shape):
+    """Random ids of which about one in six ends a document, also first, last and doubled."""
+    ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+    ids[torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.17] = EOD
+    ids[0, 0] = ids[0, -1] = ids[0, 5] = ids[0, 6] = EOD
+    return ids
+
+
+def test_positions_and_masks_are_megatrons():
+    from hal.model.megatron.datasets import gpt_dataset
+
+    tokens = sequences(6, 23)
+    starts = documents.starts(tokens, EOD)
+    causal = torch.ones(23, 23, dtype=torch.bool).triu(1)
+    labels = Split([{"tokens": t, "labels": t} for t in tokens], VOCABULARY, EOD, mask_loss=True).fetch(0, 6)[1]
+    for n, row in enumerate(tokens):
+        mask, loss_mask, positions = gpt_dataset()._get_ltor_masks_and_position_ids(row, EOD, True, True, True, True)
+        assert torch.equal(documents.positions(starts)[n], positions)
+        assert torch.equal(documents.mask(starts)[n, 0] | causal, mask[0])
+        assert torch.equal(labels[n] != documents.IGNORED, loss_mask.bool())
+
+
+def model(references, **options):
+    base = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 24,
+        "init_method_std": 0.3,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCABULARY,
+        "data_path": "unused",
+    }
+    config = build({**base, **options})
+    return GPT(config, torch.device("cpu")).eval()
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"position_embedding_type": "rope", "num_query_groups": 1}], ids=["gpt2", "rope"]
+)
+@pytest.mark.parametrize("path", [{}, {"use_flash_attn": False}, {"pre_tokens": 3}], ids=["flash", "softmax", "window"])
+def test_a_document_computes_what_it_would_alone(references, shape, path):
+    made = model(references, reset_position_ids=True, reset_attention_mask=True, **shape, **path)
+    tokens = sequences(2, 24)
+    starts = documents.starts(tokens, EOD)
+    together = made(tokens, starts=starts)
+    assert not torch.allclose(together, made(tokens), atol=1e-3)  # the test can fail
+    for b in range(2):
+        edges = [*starts[b].unique().tolist(), 24]
+        for first, end in itertools.pairwise(edges):
+            alone = made(tokens[b : b + 1, first:end])
+            torch.testing.assert_close(together[first:end, b], alone[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["reset_position_ids", "reset_attention_mask"])
+def test_each_option_does_its_part_alone(references, given):
+    made, both = (
+        model(references, **{given: True}),
+        model(references, reset_position_ids=True, reset_attention_mask=True),
+    )
+    tokens = sequences(1, 24)
+    starts = documents.starts(tokens, EOD)
+    one, plain, all_ = made(tokens, starts=starts), made(tokens), both(tokens, starts=starts)
+    assert not torch.allclose(one, plain, atol=1e-3) and not torch.allclose(one, all_, atol=1e-3)
+
+
+def test_the_loss_is_the_mean_over_what_counts(references):
+    made = model(references, eod_mask_loss=True)
+    tokens = sequences(3, 24)
+    logits = made(tokens)
+    labels = tokens.roll(-1, 1)
+    counted = tokens != EOD
+    per_token = torch.nn.functional.cross_entropy(
+        logits[..., : VOCABULARY + 1 + 77].permute(1, 2, 0), labels, reduction="none"
+    )
+    expected = per_token[counted].mean()
+    torch.testing.assert_close(made.loss(logits, labels.masked_fill(~counted, documents.IGNORED)), expected)
+    assert made.loss(logits, torch.full_like(labels, documents.IGNORED)) == 0.0
+
+
+class Rows:
+    """A dataset in which the first sample of two is mostly ends of documents."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, n):
+        ids = torch.from_numpy(numpy.random.default_rng(n).integers(0, VOCABULARY, 25))
+        ids[: 20 * (n % 2)] = EOD
+        return {"tokens": ids[:-1], "labels": ids[1:]}
+
+
+def test_microbatches_with_few_tokens_that_count_weigh_less(references):
+    """The step is that of one large microbatch, although the means of the small ones have different numbers."""
+    results = []
+    for size in (1, 4):
+        made = model(
+            references,
+            eod_mask_loss=True,
+            micro_batch_size=size,
+            global_batch_size=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        split = Split(Rows(), VOCABULARY, EOD, True)
+        trainer = Trainer(made.config, made, {"train": split, "valid": split})
+        results.append((trainer.evaluate(), *[(s.loss, s.grad_norm) for s in (trainer.step(), trainer.step())]))
+    assert numpy.allclose(results[0][0], results[1][0], rtol=1e-6)
+    numpy.testing.assert_allclose(results[0][1:], results[1][1:], rtol=1e-5)
