@@ -68,7 +68,7 @@ def load(name: str) -> type[Backend]:
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"the backend '{name}' ({source}, {target}) cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -76,9 +76,12 @@ def load(name: str) -> type[Backend]:
         raise PluginError(f"the backend '{name}' ({source}): {target} is {cls!r}, not a subclass of hal.Backend")
     if getattr(cls, "name", None) != name:
         raise PluginError(f"the backend '{name}' ({source}): its class says name = {getattr(cls, 'name', None)!r}")
-    if not API - 1 <= cls.api <= API:
+    if inspect.isabstract(cls):
+        lacking = ", ".join(sorted(cls.__abstractmethods__))
+        raise PluginError(f"the backend '{name}' ({source}): {target} lacks the methods every backend has: {lacking}")
+    if not isinstance(cls.api, int) or not API - 1 <= cls.api <= API:
         raise PluginError(
-            f"the backend '{name}' ({source}) is written for api {cls.api}; this HAL accepts {API - 1} and {API}. "
+            f"the backend '{name}' ({source}) is written for api {cls.api!r}; this HAL accepts {API - 1} and {API}. "
             f"Install a version of it (or of torch-hal) whose numbers match."
         )
     return cls

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hal.cli import COMMANDS
-from hal.cli.launch import _parser as launch_parser
+from hal.cli.launch import parser as launch_parser
 from hal.model.arguments import parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[1]

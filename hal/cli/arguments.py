@@ -6,11 +6,12 @@ Wrong usage is one line with a hint and exit code 2, as everywhere in `hal`.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from typing import Any, NoReturn
 
-from hal.registry import names
+from hal.registry import load, names
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,3 +43,8 @@ def add_backend(parser: Parser, *, required: bool, default_from_environment: boo
 def options(arguments: argparse.Namespace) -> dict[str, object]:
     """Constructor options of the backend, from the command line."""
     return {"simulate": True} if arguments.simulate else {}
+
+
+def takes_simulate(name: str) -> bool:
+    """Whether the backend `name` has a simulator. Raises what loading it raises."""
+    return "simulate" in inspect.signature(load(name)).parameters

@@ -16,27 +16,34 @@ from pathlib import Path
 from .arguments import Parser
 
 
+def parser() -> Parser:
+    """The options of `hal bench`."""
+    from hal.bench import runner
+
+    made = Parser("bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
+    made.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
+    made.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
+    made.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="only cases whose name and shape hold a TEXT"
+    )
+    made.add_argument(
+        "--one-thread",
+        action="store_true",
+        help="one thread, processor time instead of the wall clock: usable on a busy machine (not what goals are for)",
+    )
+    made.add_argument("--json", metavar="F", help="write the rows to F")
+    made.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
+    made.add_argument("--check", action="store_true", help="fail when a goal is missed")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 if --check and a goal is missed or could not be measured; 2 if nothing was measured."""
     from hal import registry
     from hal.bench import machine, report, runner
 
-    parser = Parser("bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
-    parser.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
-    parser.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="only cases whose name and shape hold a TEXT"
-    )
-    parser.add_argument(
-        "--one-thread",
-        action="store_true",
-        help="one thread, processor time instead of the wall clock: usable on a busy machine (not what goals are for)",
-    )
-    parser.add_argument("--json", metavar="F", help="write the rows to F")
-    parser.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
-    parser.add_argument("--check", action="store_true", help="fail when a goal is missed")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     registry.load(options.backend)  # an unknown name fails here, not in a child process
     suites = list(runner.SUITES) if options.suite == "all" else [options.suite]
     found = runner.run(

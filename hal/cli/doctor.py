@@ -1,7 +1,7 @@
 """`hal doctor`: one tiny call per op and backend, forward and backward, against the float64 reference.
 
-Every line is PASS, or the reason and what would help. A backend that cannot run here is a reason, not a crash. Exit
-code 1 if the backend named with --backend has a failure.
+Every line is PASS, or the reason and what would help, and each backend ends with the next thing to do. A backend that
+cannot run here is a reason, not a crash. Exit code 1 if the backend named with --backend has a failure.
 """
 
 from __future__ import annotations
@@ -39,13 +39,19 @@ class Finding:
         return "\n".join(lines)
 
 
+def parser() -> Parser:
+    """The options of `hal doctor`."""
+    made = Parser("doctor", description="One tiny call per op and backend: PASS, or the reason and what would help.")
+    add_backend(made, required=False, default_from_environment=False)
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs `hal doctor` with these arguments."""
-    parser = Parser("doctor", description="One tiny call per op and backend: PASS, or the reason and what would help.")
-    add_backend(parser, required=False, default_from_environment=False)
-    arguments = parser.parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
     if arguments.simulate and not arguments.backend:
-        parser.error("--simulate needs --backend NAME")
+        made.error("--simulate needs --backend NAME")
     if arguments.backend is not None:
         return 0 if _examine(arguments.backend, options(arguments)) else 1
     for name in names():
@@ -57,12 +63,28 @@ def _examine(name: str, given: dict[str, object]) -> bool:
     """Prints what is found about one backend; True if nothing is wrong."""
     if name not in names():
         load(name)  # raises, and says which names there are
-    print(f"{name} ({names().get(name, 'unknown')})" + (", on its simulator" if given else ""), flush=True)
+    print(f"{name} ({_source(name)})" + (", on its simulator" if given else ""), flush=True)
     findings = []
     for finding in diagnose(name, given):
         print(finding, flush=True)
         findings.append(finding)
+    print(f"  next: {_next(name, bool(given), findings)}", flush=True)
     return not any(f.status in ("FAIL", "absent") for f in findings)
+
+
+def _next(name: str, simulated: bool, findings: Sequence[Finding]) -> str:
+    """What to do now: put right what is wrong, in order; then fill what is missing; then use it."""
+    chosen = f"--backend {name}{' --simulate' * simulated}"
+    wrong = [f for f in findings if f.status in ("FAIL", "absent")]
+    missing = [f for f in findings if f.status == "none"]
+    if wrong:
+        return f"{wrong[0].help or 'put right what the line above names'}; then hal doctor {chosen} again"
+    if missing:
+        return (
+            f"hal parity {chosen} --todo says which of the {len(missing)} missing ops to write first; "
+            f"until then --fallback reference runs them, slowly"
+        )
+    return f"hal parity {chosen} runs the whole conformance kit; hal train {chosen} trains"
 
 
 def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
@@ -70,17 +92,22 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
     try:
         backend = make(name, given)
     except HalError as error:
-        yield Finding("FAIL", "load", str(error), "install or update the package that the message names")
+        yield Finding("FAIL", "load", str(error), "install, update or uninstall the package that the message names")
+        return
+    except Exception as error:
+        yield Finding("FAIL", "load", f"{type(error).__name__}: {error}", f"tell the authors of {_source(name)}")
         return
     try:
         probe = backend.probe()
     except Exception as error:
-        yield Finding("FAIL", "probe", f"raised {type(error).__name__}: {error}", "tell the backend's authors")
+        yield Finding(
+            "FAIL", "probe", f"raised {type(error).__name__}: {error}", f"tell the authors of {_source(name)}"
+        )
         return
     if not probe.ok:
         can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters
-        simulator = f"without the device: hal doctor --backend {name} --simulate" if can_simulate else ""
-        yield Finding("absent", "probe", probe.reason, simulator)
+        simulator = f", or without the device: hal doctor --backend {name} --simulate" if can_simulate else ""
+        yield Finding("absent", "probe", probe.reason, f"install what is named above{simulator}")
         return
     yield Finding("PASS", "probe", probe.reason)
     try:
@@ -97,10 +124,14 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         yield _op(backend, op.name)
 
 
+def _source(name: str) -> str:
+    return names().get(name, "the backend")
+
+
 def _op(backend: Backend, op_name: str) -> Finding:
     impls = backend.impls.get(op_name, [])
     if not impls:
-        return Finding("none", op_name, "no implementation", "--fallback reference runs it, slowly")
+        return Finding("none", op_name, "no implementation")
     op = OPS[op_name]
     dtypes = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d in op.tol]
     reasons: list[str] = []

@@ -18,14 +18,20 @@ from .arguments import Parser, add_backend, options
 DISTRIBUTION = "torch-hal"
 
 
+def parser() -> Parser:
+    """The options of `hal info`."""
+    made = Parser("info", description="Backends, what each finds here, and versions. Touches no device.")
+    add_backend(made, required=False, default_from_environment=False)
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs `hal info` with these arguments."""
-    parser = Parser("info", description="Backends, what each finds here, and versions. Touches no device.")
-    add_backend(parser, required=False, default_from_environment=False)
-    arguments = parser.parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
     chosen = [arguments.backend] if arguments.backend else list(names())
     if arguments.simulate and not arguments.backend:
-        parser.error("--simulate needs --backend NAME")
+        made.error("--simulate needs --backend NAME")
     for name in chosen:
         print("\n".join(_backend(name, options(arguments), strict=arguments.backend is not None)))
     print("versions")
@@ -45,14 +51,18 @@ def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]
         yield f"{name} ({source}): broken\n  {type(error).__name__}: {error}"
         return
     simulated = ", simulated" if backend.simulated else ""
-    devices = f"{probe.count} device{'s' * (probe.count != 1)}" if probe.ok else "cannot run here"
+    devices = _many(probe.count, "device") if probe.ok else "cannot run here"
     yield f"{name} ({source}{simulated}): {devices}\n  {probe.reason}"
     for fact, value in probe.facts.items():
         if value not in probe.reason:
             yield f"  {fact}: {value}"
     ops = sorted(backend.impls)
     count = sum(len(i) for i in backend.impls.values())
-    yield f"  {count} implementations of {len(ops)} ops" if ops else "  no implementations"
+    yield f"  {_many(count, 'implementation')} of {_many(len(ops), 'op')}" if ops else "  no implementations"
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -24,9 +24,10 @@ DEVICES = "HAL_DEVICES"
 """Environment variable: comma-separated device numbers of this node's processes, by local rank."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser("launch", description=__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The options of `hal launch`."""
+    made = Parser("launch", description=__doc__)
+    add = made.add_argument
     add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
     add("--simulate", action="store_true", help="the backend's simulator instead of its device (HAL_SIMULATE)")
     add("--nproc-per-node", type=int, help="processes on this machine (default 1, or the hostfile's slots)")
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         help="false: return at once; the job goes on in the background",
     )
     add("command", nargs=argparse.REMAINDER, help="a hal command, -m MODULE, or a script, with its arguments")
-    return parser
+    return made
 
 
 def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
@@ -73,7 +74,7 @@ def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
 
 def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
     """The job that `hal launch ARGV` asks for on this machine, and whether to wait for its end."""
-    options = _parser().parse_args(list(argv))
+    options = parser().parse_args(list(argv))
     found = _with_hosts(options)
     environment = {}
     if found is not None:

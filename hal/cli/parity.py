@@ -7,7 +7,6 @@ A refused call is shown with its reasons, an op without implementation is listed
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hal.errors import HalError
-from hal.registry import load
 
-from .arguments import Parser, add_backend, options
+from .arguments import Parser, add_backend, options, takes_simulate
 
 if TYPE_CHECKING:
     from hal.testing.report import Row
@@ -132,10 +130,8 @@ def _side_by_side(arguments: argparse.Namespace) -> int:
 def _command(name: str, arguments: argparse.Namespace) -> list[str]:
     """The command that runs the kit on one backend, in this environment."""
     command = [sys.executable, "-m", "hal.cli", "parity", "--backend", name, "--seed", str(arguments.seed)]
-    if arguments.simulate and "simulate" in inspect.signature(load(name)).parameters:
+    if takes_simulate(name) and arguments.simulate:
         command.append("--simulate")
-    else:
-        load(name)
     if arguments.max_examples is not None:
         command += ["--max-examples", str(arguments.max_examples)]
     for op in arguments.op or ():

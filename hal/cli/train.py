@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `hal train`."""
+    from hal.model.arguments import parser as made
+
+    return made()
 
 
 def main(argv: Sequence[str]) -> int:

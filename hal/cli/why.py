@@ -1,42 +1,86 @@
 """`hal why OP`: which implementation a call would run on, and why not the others. Runs nothing.
 
-Works without the device: a backend's why_not is pure, and the call is made of meta tensors. Exit code 0 if the call
-would run, 1 if every implementation refuses it.
+Works without the device: a backend's why_not is pure, and the call is made of meta tensors. With --backends the answers
+stand side by side. Exit code 0 if the call would run (on all of them), 1 if every implementation of one refuses it.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 import hal.ops  # noqa: F401  (defines the ops)
-from hal.dispatch import activated, why
-from hal.op import OPS
+from hal.backend import Backend
+from hal.dispatch import Why, activated, why
+from hal.op import OPS, Op
 from hal.registry import make
 
-from .arguments import Parser, add_backend, options
+from .arguments import Parser, add_backend, options, takes_simulate
 from .calls import add_call, call, shown
+
+
+def parser() -> Parser:
+    """The options of `hal why`."""
+    made = Parser("why", description="Which implementation a call would run on, and why not the others.")
+    made.add_argument("op", metavar="OP", help=f"one of: {', '.join(OPS)}")
+    add_backend(made, required=False)
+    made.add_argument("--backends", metavar="A,B,...", help="compare these, side by side")
+    made.add_argument("--fallback", default="error", choices=("error", "reference"))
+    made.add_argument("--pin", metavar="ID", help="the only implementation allowed")
+    add_call(made)
+    return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal why` with these arguments."""
-    parser = Parser("why", description="Which implementation a call would run on, and why not the others.")
-    parser.add_argument("op", metavar="OP", help=f"one of: {', '.join(OPS)}")
-    add_backend(parser, required=True)
-    parser.add_argument("--fallback", default="error", choices=("error", "reference"))
-    parser.add_argument("--pin", metavar="ID", help="the only implementation allowed")
-    add_call(parser)
-    arguments = parser.parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
     if arguments.op not in OPS:
-        parser.error(f"no op is called '{arguments.op}'; ops: {', '.join(OPS)}")
+        made.error(f"no op is called '{arguments.op}'; ops: {', '.join(OPS)}")
+    several = [name for name in (arguments.backends or "").split(",") if name]
+    if arguments.backends is not None and (len(set(several)) < 2 or arguments.pin):
+        made.error("--backends compares two or more, each named once, and takes no --pin")
+    if not several and arguments.backend is None:
+        made.error("the following arguments are required: --backend")
     op = OPS[arguments.op]
     args, kwargs = call(op, arguments)
-    backend = make(arguments.backend, options(arguments))
-    pin = {op.name: arguments.pin} if arguments.pin else {}
-    with activated(backend, fallback=arguments.fallback, pin=pin):
-        answer = why(op, *args, **kwargs)
-    print(f"{shown(args, kwargs, op)}\n{answer}")
-    probe = backend.probe()
-    if not probe.ok:
-        print(f"hal why: backend '{backend.name}' cannot run here: {probe.reason}", file=sys.stderr)
-    return 0 if answer.chosen is not None else 1
+    print(shown(args, kwargs, op))
+    answers = []
+    for name in several or [arguments.backend]:
+        # Side by side, --simulate is for those that have a simulator.
+        given = options(arguments) if not several or takes_simulate(name) else {}
+        backend = make(name, given)
+        answers.append(_ask(backend, op, args, kwargs, arguments.fallback, arguments.pin))
+        probe = backend.probe()
+        if not probe.ok:
+            print(f"hal why: backend '{name}' cannot run here: {probe.reason}", file=sys.stderr)
+    print(side_by_side(answers) if several else answers[0])
+    return 0 if all(a.chosen is not None for a in answers) else 1
+
+
+def _ask(backend: Backend, op: Op[Any, Any], args: Any, kwargs: Any, fallback: str, pin: str | None) -> Why:
+    with activated(backend, fallback=fallback, pin={op.name: pin} if pin else {}):
+        return why(op, *args, **kwargs)
+
+
+def side_by_side(answers: Sequence[Why], width: int | None = None) -> str:
+    """The answers in columns, as wide as the terminal allows. A long reason is wrapped, never cut."""
+    total = width or shutil.get_terminal_size((120, 24)).columns
+    column = max(24, (total - 3 * (len(answers) - 1)) // len(answers))
+    columns = [[line for text in _lines(a) for line in _wrapped(text, column)] for a in answers]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join(" | ".join(f"{cell:<{column}}" for cell in row).rstrip() for row in rows)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="    ", drop_whitespace=True) or [""]
+
+
+def _lines(answer: Why) -> list[str]:
+    head, *rest = str(answer).splitlines()
+    title = f"{answer.backend}: {'runs on ' + answer.chosen if answer.chosen else 'refused'}"
+    return [title, *(line.strip() for line in rest)] if rest else [title, head]

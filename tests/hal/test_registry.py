@@ -9,7 +9,7 @@ import hal
 from hal import registry
 
 GOOD = """
-import torch, hal
+import torch, hal, hal.ops
 
 class Acme(hal.Backend):
     name = "acme"
@@ -83,8 +83,25 @@ def test_an_unknown_name_lists_the_names_and_a_near_miss(install):
         ("Acme = 5", "is 5, not a subclass of hal.Backend"),
         (GOOD.replace('"acme"', '"emca"'), "its class says name = 'emca'"),
         (GOOD.replace('name = "acme"', 'name = "acme"\n    api = 99'), r"api 99; this HAL accepts 0 and 1"),
+        (GOOD.replace('name = "acme"', 'name = "acme"\n    api = "1"'), r"hal-acme 1\.0\) is written for api '1'"),
+        (GOOD.replace("def comm", "def communicator"), r"hal-acme 1\.0\).*lacks the methods every backend has: comm"),
+        ("raise SystemExit(3)", r"hal-acme 1\.0.*cannot be imported: SystemExit: 3"),
+        (
+            GOOD + "\n@Acme.impl(hal.ops.swiglu, id='x')\ndef swiglu(y): ...\n",
+            r"hal-acme 1\.0.*must have the signature of the reference",
+        ),
     ],
-    ids=["import error", "exception", "not a backend", "another name", "another api"],
+    ids=[
+        "import error",
+        "exception",
+        "not a backend",
+        "another name",
+        "another api",
+        "an api of another type",
+        "a method is missing",
+        "an exit",
+        "another signature",
+    ],
 )
 def test_a_broken_plug_in_is_named_and_breaks_no_other(install, source, message):
     install(source)
@@ -92,6 +109,21 @@ def test_a_broken_plug_in_is_named_and_breaks_no_other(install, source, message)
     with pytest.raises(hal.PluginError, match=message):
         registry.load("acme")
     assert registry.load("healthy").name == "healthy"
+
+
+def test_commands_show_a_broken_plug_in_and_go_on_to_the_next(install, monkeypatch, capsys):
+    from hal.cli import main
+
+    monkeypatch.setattr(registry, "IN_TREE", {})
+    install("1 / 0", name="a_broken", dist="hal-broken")
+    install(GOOD.replace("acme", "b_raising").replace("self.lanes = lanes", "1 / 0"), name="b_raising", dist="hal-b")
+    install(GOOD.replace("acme", "healthy"), name="healthy", dist="hal-healthy")
+    for command in ("info", "doctor"):
+        assert main([command]) == 0
+        out = capsys.readouterr().out
+        assert "hal-broken 1.0" in out
+        assert out.count("ZeroDivisionError") == 2
+        assert "an anvil" in out
 
 
 def test_the_previous_api_is_accepted(install):

@@ -1,5 +1,7 @@
 """hal doctor."""
 
+import pytest
+
 import hal
 
 
@@ -27,6 +29,29 @@ def test_a_refusal_is_a_reason(run):
     _, out, _ = run("doctor", "--backend", "wrong")
     assert "refused swiglu                wrong/shy: it is Friday" in out
     assert "what would help: hal why swiglu --backend wrong" in out
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (("healthy",), f"hal parity --backend healthy --todo says which of the {len(hal.OPS) - 1} missing ops"),
+        (("wrong",), "hal parity --backend wrong --op l2norm shows the call; then hal doctor --backend wrong again"),
+        (("absent",), "install what is named above, or without the device: hal doctor --backend absent --simulate"),
+        (("absent", "--simulate"), "hal parity --backend absent --simulate --todo"),
+        (("broken",), "install, update or uninstall the package that the message names; then hal doctor"),
+        (("uncompiled",), "hal info --backend uncompiled shows what is installed; then hal doctor"),
+    ],
+)
+def test_each_backend_ends_with_the_next_thing_to_do(run, argv, text):
+    _, out, _ = run("doctor", "--backend", *argv)
+    last = out.splitlines()[-1]
+    assert last.startswith("  next: ")
+    assert text in last
+
+
+def test_a_complete_and_healthy_backend_is_ready_to_train(run):
+    out = run("doctor", "--backend", "cpu_ref")[1]
+    assert out.splitlines()[-1].endswith("runs the whole conformance kit; hal train --backend cpu_ref trains")
 
 
 def test_a_backend_that_cannot_run_here_is_a_reason_and_not_a_crash(run):

@@ -48,6 +48,39 @@ def test_it_answers_where_the_device_is_absent(run):
     assert "cannot run here: no such card in this machine" in err
 
 
+def test_two_backends_stand_side_by_side(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, err = run("why", "rms_norm", "--backends", "healthy,absent,wrong")
+    assert code == 0
+    call_line, head, first, *_ = out.splitlines()
+    assert call_line.startswith("rms_norm(float32[")
+    names = ("healthy", "absent", "wrong")
+    assert [c.strip() for c in head.split("|")] == [f"{name}: runs on healthy/slow" for name in names]
+    assert first.count("|") == 2
+    assert all(len(line) <= 100 for line in out.splitlines()[1:])
+    assert "absent' cannot run here: no such card" in err
+
+
+def test_a_backend_that_refuses_is_seen_beside_one_that_does_not(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, _ = run("why", "swiglu", "--backends", "wrong,cpu_ref")
+    assert code == 1
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()[1:]]
+    assert rows[0] == ["wrong: refused", "cpu_ref: runs on cpu_ref/c"]
+    assert rows[1] == ["wrong/shy: refuses: it is Friday", "cpu_ref/c: chosen"]
+
+
+def test_simulate_is_for_those_that_have_a_simulator(run):
+    assert run("why", "swiglu", "--backends", "cuda,cpu_ref", "--simulate")[0] == 0
+
+
+@pytest.mark.parametrize("backends", ["healthy", "healthy,healthy", ""])
+def test_one_backend_is_no_comparison(run, backends):
+    code, _, err = run("why", "rms_norm", "--backends", backends)
+    assert code == 2
+    assert "compares two or more" in err
+
+
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
 def test_every_op_has_a_valid_default_call_on_meta_tensors(op):
     made = arguments(op, "--dtype", "bf16")
