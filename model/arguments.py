@@ -151,6 +151,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def add_options(group: Any, names: Sequence[str]) -> None:
+    """Adds the flags of these options to the command line of another command; those not given are left out of it."""
+    for name in names:
+        _add(group, name)
+
+
 def _add(group: Any, name: str) -> None:
     option, kind = _OPTIONS[name], _kind(name)
     meta = option.metadata

@@ -24,6 +24,12 @@ def check(config: Config) -> None:
         raise ConfigError(problem)
 
 
+def check_model(config: Config) -> None:
+    """Raises ConfigError with the first problem of the model's own options, whatever it is used for."""
+    for problem in chain.from_iterable(rule(config) for rule in (_numbers, _shape)):
+        raise ConfigError(problem)
+
+
 def _numbers(c: Config) -> Iterator[str]:
     for option in fields(c):
         bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)

@@ -17,7 +17,7 @@ from hal.mesh import Mesh
 
 from . import checkpoint
 from .cache import KeyValueCache
-from .config import Config
+from .config import Config, ConfigError
 from .gpt import GPT
 from .layers import Parallel
 from .parallel.pieces import Piece, piece
@@ -69,6 +69,15 @@ class Engine:
 
     def _piece(self, name: str, parameter: Tensor) -> Piece:
         return piece(parameter, parameter, self.model.shards.get(name), self.parallel.rank, self.parallel.size, 0)
+
+    def require_one_replica(self, what: str) -> None:
+        """Raises ConfigError if data-parallel ranks would only repeat each other's work."""
+        replicas = 1 if self.mesh is None else self.mesh.layout.dp
+        if replicas > 1:
+            raise ConfigError(
+                f"{what} shares one model among its ranks, but {self.mesh.layout.world} processes hold {replicas} of "
+                "them; start --tensor-model-parallel-size x --pipeline-model-parallel-size processes"
+            )
 
     # Forward passes.
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "ratios against named peers and against the machine's limits",
     "data": "text into training data, and what such data holds",
     "train": "train a GPT",
+    "generate": "continue prompts with a trained model",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",
 }

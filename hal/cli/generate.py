@@ -1,0 +1,109 @@
+"""`hal generate`: continues prompts, from the command line, a file, or the terminal, with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import Parser
+
+if TYPE_CHECKING:
+    from hal.model.pretrained import Pretrained
+    from hal.model.prompting import Request
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal generate` with these arguments."""
+    from hal.model import pretrained
+
+    parser = Parser("generate", description=__doc__)
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a text to continue; may be repeated")
+    add(
+        "--prompt-file", type=Path, metavar="FILE", help='a prompt per line, or .jsonl with a "prompt" (or "text") each'
+    )
+    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="most tokens per text (default 128)")
+    add("--num-samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
+    add("--greedy", action="store_true", help="always the likeliest token")
+    add("--temperature", type=float, metavar="T", help="flattens (above 1) or sharpens the distribution (default 1)")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest likeliest tokens of probability P together")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text before TEXT; may be repeated")
+    add("--no-kv-cache", action="store_true", help="recompute everything for every token (to check the cache)")
+    add("--output-file", type=Path, metavar="FILE.jsonl", help="write prompts and texts there")
+    pretrained.add_arguments(parser, "seed", "micro_batch_size")
+    arguments = parser.parse_args(argv)
+    if arguments.greedy and not arguments.temperature and not arguments.top_k and arguments.top_p is None:
+        arguments.temperature = 0.0
+    elif arguments.greedy:
+        parser.error("--greedy takes the likeliest token, so --temperature, --top-k and --top-p would be ignored")
+    if arguments.num_tokens_to_generate < 1 or arguments.num_samples < 1:
+        parser.error("--num-tokens-to-generate and --num-samples must be at least 1")
+    if arguments.prompt and arguments.prompt_file:
+        parser.error("--prompt and --prompt-file contradict each other; give one")
+    more = ("seed", "micro_batch_size")
+    return pretrained.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *more)
+
+
+def _run(arguments: argparse.Namespace, model: Pretrained) -> int:
+    from hal.model.config import ConfigError
+    from hal.model.files import write_text
+    from hal.model.prompting import Request, answer, encode_prompt, read_prompts
+    from hal.model.sampling import Sampling
+
+    temperature = 1.0 if arguments.temperature is None else arguments.temperature
+    top_p = 1.0 if arguments.top_p is None else arguments.top_p
+    request = Request(
+        arguments.num_tokens_to_generate,
+        Sampling(temperature, arguments.top_k or 0, top_p),
+        model.config.seed,
+        arguments.num_samples,
+        tuple(arguments.stop),
+        not arguments.no_kv_cache,
+    )
+    model.engine.require_one_replica("hal generate")
+    texts = read_prompts(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
+    if not texts:
+        if model.engine.mesh is not None:
+            raise ConfigError("several processes have no terminal; give --prompt or --prompt-file")
+        if sys.stdin.isatty():
+            return _converse(model, request)
+        texts = [sys.stdin.read()]
+    prompts = [encode_prompt(model.tokenizer, text) for text in texts]
+    answers = answer(model.engine, model.tokenizer, prompts, request, batch=model.config.micro_batch_size)
+    if not model.engine.lead:
+        return 0
+    rows = [
+        {"prompt": text, "text": one.text, "finish_reason": one.reason, "tokens": one.tokens}
+        for text, samples in zip(texts, answers)
+        for one in samples
+    ]
+    if arguments.output_file is not None:
+        write_text(arguments.output_file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{len(rows)} texts are in {arguments.output_file}")
+        return 0
+    for row in rows:
+        print(f"{row['prompt']}{row['text']}", end="\n" if len(rows) == 1 else "\n---\n")
+    return 0
+
+
+def _converse(model: Pretrained, request: Request) -> int:
+    """A prompt per line from the terminal, until its end."""
+    from hal.model.prompting import converse, encode_prompt
+
+    print("A line is a prompt; Ctrl-D ends.")
+    number = 0
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return 0
+        for piece, _ in converse(model.engine, model.tokenizer, encode_prompt(model.tokenizer, text), request, number):
+            print(piece, end="", flush=True)
+        print()
+        number += 1
