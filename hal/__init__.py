@@ -5,6 +5,7 @@
 """
 
 from . import autoload  # noqa: F401  before anything that imports torch
+from .accelerator import Accelerator
 from .backend import API, Backend, Impl, Probe
 from .comm import Comm, Message, Pending, Solo
 from .comm_torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
@@ -29,6 +30,7 @@ __all__ = [
     "API",
     "GLOO",
     "OPS",
+    "Accelerator",
     "Backend",
     "BackendNotFound",
     "BackendUnavailable",

@@ -21,6 +21,7 @@ from .op import Op, require_same_signature
 from .signature import define, fragments
 
 if TYPE_CHECKING:
+    from .accelerator import Accelerator
     from .comm import Comm
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,6 +76,8 @@ class Backend(ABC):
     """On a simulator: implementation id -> what runs in place of its kernels, for those the simulator lacks."""
     order_sources: Mapping[str, str] = {}
     """Op name -> where the order of its implementations comes from (what it was measured on); `hal why` prints it."""
+    accelerators: ClassVar[Sequence[Accelerator]] = ()
+    """Kinds of device that `hal plan` can reckon with, the one to assume first."""
     impls: ClassVar[dict[str, list[Impl]]]
     """Implementations by op name, in order of preference (= order of registration)."""
 

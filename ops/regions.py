@@ -30,7 +30,8 @@ def _gather(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def _split(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    return x.chunk(comm.size, dim)[comm.rank].contiguous()
+    # A copy even where the chunk is contiguous: a view would keep all of x alive for as long as its part.
+    return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Tensor:

@@ -31,6 +31,18 @@ class CpuRef(hal.Backend):
     """
 
     name = "cpu_ref"
+    accelerators = (
+        hal.Accelerator(
+            "server-64-cores",
+            memory=512 * 2**30,
+            flops={"fp32": 64 * 64 * 2.5e9, "bf16": 2 * 64 * 64 * 2.5e9},
+            memory_bandwidth=460.8e9,
+            node_link=25e9,
+            network=25e9,
+            per_node=1,
+            source="no product: 64 cores x two 512-bit multiply-adds x 2.5 GHz, 12 channels of DDR5-4800, 200 Gbit/s",
+        ),
+    )
 
     def __init__(self, *, keep_memory: bool = True, shared_memory: bool = True) -> None:
         self.keep_memory = keep_memory

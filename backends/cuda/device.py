@@ -16,6 +16,7 @@ import torch
 import hal
 
 from . import compile, launch
+from .accelerators import ACCELERATORS
 from .comm import NCCL
 from .order import DEFAULT, MEASURED, order_for, source_for
 from .simulator.build import Simulator, find_compiler, library
@@ -27,6 +28,7 @@ class Cuda(hal.Backend):
     """NVIDIA GPUs of compute capability 8.0 and later; simulate=True: their kernels on the CPU."""
 
     name = "cuda"
+    accelerators = ACCELERATORS
 
     def __init__(self, simulate: bool | None = None, deterministic: bool = False) -> None:
         """deterministic: torch's attention kernels add up gradients in a fixed order, which is slower."""

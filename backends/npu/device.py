@@ -18,6 +18,7 @@ import torch
 import hal
 
 from . import environment
+from .accelerators import ACCELERATORS
 from .comm import make_comm
 
 
@@ -32,6 +33,7 @@ class Npu(hal.Backend):
     """Options: simulate (None = HAL_SIMULATE), devices, memory_bytes and poison of the simulator (see docs)."""
 
     name = "npu"
+    accelerators = ACCELERATORS
 
     def __init__(
         self, simulate: bool | None = None, devices: int = 8, memory_bytes: int = 0, poison: bool = False

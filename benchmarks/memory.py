@@ -1,0 +1,55 @@
+"""Exact bytes that torch operations hold: what is alive now, and the most that ever was. No allocator is asked.
+
+A storage counts with its present size from the operation that returned it until nothing refers to it; views share
+theirs. So the figures are the same on every machine and repeatable to the byte. What existed before does not count.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of plain tensors among `values`, by identity; wrappers such as DTensor hold plain ones inside."""
+    plain = (
+        t for t in tree_leaves(values) if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type != "meta"
+    )
+    return {s._cdata: s for s in (t.untyped_storage() for t in plain)}
+
+
+class Tracker(TorchDispatchMode):
+    """`with Tracker() as held: ...`; then `held.now()` and `held.peak`, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __enter__(self) -> Tracker:
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _storages((args, kwargs))
+        result = function(*args, **(kwargs or {}))
+        made = {key: s for key, s in _storages(result).items() if key not in given}
+        if made:
+            self._alive.update({key: StorageWeakRef(s) for key, s in made.items()})
+            self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """Bytes of all storages made inside the context that something still refers to."""
+        self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}
+        # fully_shard frees by resizing to nothing, so the size is asked for every time.
+        storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._alive.values())
+        return sum(s.nbytes() for s in storages if s is not None)

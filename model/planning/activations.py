@@ -1,0 +1,123 @@
+"""Bytes that one microbatch keeps on a rank between its forward and its backward pass.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4, count
+s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks (random numbers
+are values), no matrix of scores (flash attention), and what enters a column-parallel layer kept whole.
+"""
+
+from __future__ import annotations
+
+from .shape import Shape
+
+STATISTIC = 4
+"""Bytes of a norm's or a softmax's statistic, float32 whatever the model's dtype."""
+
+
+def layer_bytes(shape: Shape) -> int:
+    """Kept by one layer without recomputation."""
+    c, b, e = shape.config, shape.config.micro_batch_size, shape.element
+    hidden, gathered = shape.hidden_bytes, shape.rows * b * c.hidden_size * e
+    norm = hidden + _statistics(shape)
+    mlp = shape.rows * b * (shape.gate + 1) * shape.ffn * e
+    sandwich = 2 * norm if c.use_sandwich_norm else 0
+    return 2 * (norm + gathered) + _queries(shape) + _core(shape) + _context(shape) + mlp + sandwich
+
+
+def _statistics(shape: Shape) -> int:
+    per_row = 2 if shape.config.normalization == "LayerNorm" else 1
+    return per_row * STATISTIC * shape.hidden_rows * shape.config.micro_batch_size
+
+
+def _mixed(shape: Shape) -> int:
+    return shape.rows * shape.config.micro_batch_size * (shape.heads + 2 * shape.groups) * shape.element
+
+
+def _queries(shape: Shape) -> int:
+    """Queries, keys and values as attention keeps them."""
+    c, rope = shape.config, shape.config.position_embedding_type == "rope"
+    per_row = shape.config.micro_batch_size * shape.element * shape.rows
+    whole = c.context_parallel_size == 1
+    copied = c.use_flash_attn and (c.shape_order in ("SBH", "BSH") if whole else c.context_parallel_algo == "ulysses")
+    selective = c.recompute_granularity == "selective"
+    if copied and not selective:
+        return _mixed(shape)
+    # Views of the QKV layer's output keep all of it, beside the parts that rotation or grouping have copied.
+    grouped = c.num_query_groups != c.num_attention_heads
+    return _mixed(shape) + per_row * ((shape.heads + shape.groups) if rope else shape.heads if grouped else 0)
+
+
+def _core(shape: Shape) -> int:
+    """Inside of attention, which selective recomputation drops: the log-sum-exp of every row, or the probabilities."""
+    return 0 if shape.config.recompute_granularity == "selective" else _scores(shape)
+
+
+def _scores(shape: Shape) -> int:
+    c, b = shape.config, shape.config.micro_batch_size
+    assert c.kv_channels
+    rows = shape.rows * b * (shape.heads // c.kv_channels)
+    if c.use_flash_attn:
+        return rows * STATISTIC
+    dropped = c.attention_dropout > 0.0
+    narrow = shape.element < 4
+    full = shape.rows * c.context_parallel_size if c.context_parallel_size > 1 else shape.rows
+    return rows * full * shape.element * (1 + dropped + narrow) + rows * STATISTIC * narrow
+
+
+def _context(shape: Shape) -> int:
+    """Attention's output, which is the projection's input."""
+    c, b = shape.config, shape.config.micro_batch_size
+    one = shape.rows * b * shape.heads * shape.element
+    twice = c.context_parallel_size > 1 and c.context_parallel_algo == "ulysses"
+    twice = twice or (c.use_flash_attn and c.shape_order == "BNSD" and c.context_parallel_size == 1)
+    return (2 if twice and c.recompute_granularity != "selective" else 1) * one
+
+
+def stage_bytes(shape: Shape, stage: int) -> int:
+    """Kept by a whole stage: its layers under the config's recomputation, and the ends of the model it holds.
+
+    What a stage receives is the pipeline's buffer (memory.py); what it sends stays until its backward pass.
+    """
+    layers = len(shape.plan.layers[stage])
+    stored, chunks = _recomputed(shape, layers)
+    # The first layer of a later stage reads the pipeline's buffer.
+    received = 0 if shape.first(stage) else min(1, stored + chunks) * shape.hidden_bytes
+    kept = stored * layer_bytes(shape) + chunks * shape.hidden_bytes - received
+    if shape.first(stage):
+        kept += token_bytes(shape)
+    return kept + (head_bytes(shape) if shape.last(stage) else shape.hidden_bytes)
+
+
+def _recomputed(shape: Shape, layers: int) -> tuple[int, int]:
+    """(layers that keep everything, chunks of layers that keep their input only)."""
+    c = shape.config
+    if c.recompute_granularity != "full":
+        return layers, 0
+    count = c.recompute_num_layers or 1
+    if c.recompute_method == "uniform":
+        return 0, -(-layers // count)
+    return max(0, layers - count), min(layers, count)
+
+
+def recomputed_at_once(shape: Shape, stage: int) -> int:
+    """Bytes that the backward pass makes again for one chunk of layers (or one attention) before it can go on."""
+    c, layers = shape.config, len(shape.plan.layers[stage])
+    if c.recompute_granularity is None or not layers:
+        return 0
+    if c.recompute_granularity == "selective":
+        return _mixed(shape) + _context(shape) + _scores(shape)
+    count = min(layers, c.recompute_num_layers or 1) if c.recompute_method == "uniform" else 1
+    return count * layer_bytes(shape)
+
+
+def token_bytes(shape: Shape) -> int:
+    """Kept by the embedding: its row numbers."""
+    return shape.rows * shape.config.micro_batch_size * 8
+
+
+def head_bytes(shape: Shape) -> int:
+    """Kept by the final norm, the output layer and the loss."""
+    c, b = shape.config, shape.config.micro_batch_size
+    gathered = shape.rows * b * c.hidden_size * shape.element
+    logits = shape.rows * b * shape.vocabulary * shape.element
+    labels = shape.rows * b * (8 + STATISTIC)
+    return shape.hidden_bytes + _statistics(shape) + gathered + logits + labels

@@ -1,0 +1,98 @@
+"""How large the pieces of a layout are on one rank: rows, heads, and parameters of each stage.
+
+Counts are those of the model that the trainer builds (gpt.py), to the element; tensor-parallel ranks are all alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Config
+from ..parallel.plan import Plan
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A config on one rank of a plan. rows: positions of a sequence in attention; hidden_rows: between the layers.
+    heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation."""
+
+    config: Config
+    plan: Plan
+    tp: int
+    rows: int
+    hidden_rows: int
+    heads: int
+    groups: int
+    ffn: int
+    vocabulary: int
+    element: int
+
+    @staticmethod
+    def of(c: Config, plan: Plan) -> Shape:
+        """The sizes on any tensor-parallel rank of `plan`."""
+        assert c.num_query_groups and c.kv_channels and c.ffn_hidden_size
+        tp, rows = plan.layout.tp, c.seq_length // plan.layout.cp
+        return Shape(
+            config=c,
+            plan=plan,
+            tp=tp,
+            rows=rows,
+            hidden_rows=rows // tp if c.sequence_parallel else rows,
+            heads=c.num_attention_heads * c.kv_channels // tp,
+            groups=c.num_query_groups * c.kv_channels // tp,
+            ffn=c.ffn_hidden_size // tp,
+            vocabulary=c.padded_vocab_size // tp,
+            element=c.params_dtype.itemsize,
+        )
+
+    @property
+    def gate(self) -> int:
+        """How many matrices the MLP's first layer stacks."""
+        return 2 if self.config.swiglu or self.config.geglu else 1
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the hidden state of one microbatch, as it travels between the layers."""
+        return self.hidden_rows * self.config.micro_batch_size * self.config.hidden_size * self.element
+
+    def first(self, stage: int) -> bool:
+        """Whether a stage holds the embedding."""
+        return stage == 0
+
+    def last(self, stage: int) -> bool:
+        """Whether a stage holds the final norm and the output layer."""
+        return stage == self.plan.stages - 1
+
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        c, h = self.config, self.config.hidden_size
+        norms = (4 if c.use_sandwich_norm else 2) * self._norm()
+        qkv, inner = self.heads + 2 * self.groups, self.gate * self.ffn
+        weights = h * (qkv + self.heads + inner + self.ffn)
+        biases = 0 if c.disable_bias_linear else qkv + inner + 2 * h
+        if c.disable_bias_linear and c.add_qkv_bias:
+            biases = qkv
+        return norms + weights + biases
+
+    def end_parameters(self, stage: int) -> int:
+        """Parameters of a stage besides its layers: embedding, final norm, output layer."""
+        c, table = self.config, self.vocabulary * self.config.hidden_size
+        assert c.max_position_embeddings
+        count = 0
+        if self.first(stage):
+            learned = c.position_embedding_type == "learned_absolute"
+            count += table + (c.max_position_embeddings * c.hidden_size if learned else 0)
+        if self.last(stage):
+            # A last stage without the embedding holds a copy of a tied weight.
+            own_table = c.untie_embeddings_and_output_weights or not self.first(stage)
+            count += self._norm() + (table if own_table else 0)
+        return count
+
+    def parameters(self, pp_rank: int) -> int:
+        """Parameters that a pipeline rank holds, before any sharding over data-parallel ranks."""
+        stages = self.plan.stages_of(pp_rank)
+        layers = sum(len(self.plan.layers[s]) for s in stages)
+        return layers * self.layer_parameters() + sum(self.end_parameters(s) for s in stages)
+
+    def _norm(self) -> int:
+        return self.config.hidden_size * (2 if self.config.normalization == "LayerNorm" else 1)
