@@ -232,8 +232,10 @@ class TorchComm(Comm):
         )
 
 
-def engine_failure(error: RuntimeError, what: str, timeout: float) -> HalError | None:
+def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0) -> HalError | None:
     """What a failure inside one of torch.distributed's engines means, or None if it was not about communication.
+
+    what, seq: what the engine was doing, and for which time, e.g. step 7.
 
     The engines (pipelining, fully_shard) talk through process groups of their own accord, and wrap what they catch.
     """
@@ -249,9 +251,9 @@ def engine_failure(error: RuntimeError, what: str, timeout: float) -> HalError |
     rank, size = dist.get_rank(), dist.get_world_size()
     absent = Progress.of_world().unheard(rank, size, min(5.0, timeout))
     if "imed out" in text or "timeout" in text:
-        return CollectiveTimeout("world", rank, what, 0, absent, timeout)
+        return CollectiveTimeout("world", rank, what, seq, absent, timeout)
     return HalError(
-        f"{what} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not give up too: "
+        f"{what} #{seq} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not give up too: "
         f"{', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
     )
 

@@ -74,7 +74,8 @@ class Saver:
     """Writes checkpoints, one after the other. Every rank of `world` has one and calls its methods alike.
 
     background: `save` returns when the tensors are copied; `finished` and `wait` tell of the rest, and raise SaveFailed
-    if it failed. keep: how many checkpoints stay (None: all). timeout: seconds for a rank to wait for the others.
+    if it failed, CollectiveTimeout if a rank stayed away. keep: how many checkpoints stay (None: all). timeout: seconds
+    for a rank to wait for the others.
     """
 
     def __init__(
@@ -142,6 +143,11 @@ class Saver:
         except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
             if self.world.rank == 0:
                 shutil.rmtree(writer.folder, ignore_errors=True)
+            lost = None
+            if isinstance(error, RuntimeError):
+                lost = hal.engine_failure(error, f"save of {folder.name}", self._timeout)
+            if lost is not None:
+                raise lost from error
             raise SaveFailed(
                 f"the checkpoint {folder} could not be written: {_cause(error)}. The one before it is whole: make room "
                 "(or give another --save) and continue with --load"

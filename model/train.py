@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import hal
-from hal import HalError
+from hal import CollectiveTimeout, HalError
 from hal.launch.agent import Job, run
 from hal.mesh import Mesh
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pins = dict(pin.split("=", 1) for pin in config.pin)
         hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
         train(config)
-    except (TrainingFailed, SaveFailed) as error:
+    except (TrainingFailed, SaveFailed, CollectiveTimeout) as error:
         print(f"hal train: {error}", file=sys.stderr)
         return 1
     except (HalError, OSError) as error:

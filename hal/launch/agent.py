@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from hal.errors import ContractError, HalError
 from .worker import FOLDER, failure_path, log_path
 
 _INTERVAL = 0.1
+_GRACE = 2
+"""Seconds that the others get to end when one failed: they hold nothing worth saving, and stuck ones never end."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,25 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
     class Agent(LocalElasticAgent):
+        ended_here: frozenset[int] = frozenset()
+        """Ranks that still ran when one failed: what ended them is this agent."""
+
+        def _start_workers(self, *args: Any, **kwargs: Any) -> Any:
+            started = super()._start_workers(*args, **kwargs)
+            context: Any = self._pcontext
+            end = context.close
+
+            def close(death_sig: signal.Signals | None = None, timeout: int = _GRACE) -> None:
+                running = {i for i, handler in context.subprocess_handlers.items() if handler.proc.poll() is None}
+                workers = self.get_worker_group().workers
+                self.ended_here |= {w.global_rank for w in workers if w.local_rank in running}
+                end(death_sig, timeout)
+
+            context.close = close
+            return started
+
         def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
-            # Workers hold nothing that a polite end would save, and stuck ones would take the agent's 30 s.
-            self._shutdown(signal.SIGTERM, timeout=2)
+            self._shutdown(signal.SIGTERM, timeout=_GRACE)
 
     spec = WorkerSpec(
         role="hal",
@@ -192,7 +210,8 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
     ranks = [worker.global_rank for worker in agent.get_worker_group().workers]
     if result.state == WorkerState.SUCCEEDED:
         return 0
-    return _explain(folder, ranks, {rank: failure.exitcode for rank, failure in result.failures.items()})
+    exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return _explain(folder, ranks, exit_codes, agent.ended_here)
 
 
 def _rendezvous(job: Job, store: Any) -> Any:
@@ -262,13 +281,12 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int]) -> int:
+def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]) -> int:
     """Prints why the job failed, the first cause first; returns its exit code."""
     records = {r: json.loads(failure_path(folder, r).read_text()) for r in ranks if failure_path(folder, r).exists()}
-    # A process that a signal ended (out of memory, a crash) left no record, and no peer can have caused that. SIGTERM
-    # is what the agent itself ends the others with.
+    # A process that a signal ended (out of memory, a crash) left no record, and no peer can have caused that.
     unrecorded = [r for r in exit_codes if r not in records]
-    killed = [r for r in unrecorded if exit_codes[r] < 0 and exit_codes[r] != -signal.SIGTERM]
+    killed = [r for r in unrecorded if exit_codes[r] < 0 and r not in ended_here]
     recorded = sorted(records, key=lambda r: records[r]["time"])
     order = list(dict.fromkeys([*killed, *recorded, *unrecorded]))
     first = order[0]

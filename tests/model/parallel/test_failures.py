@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from hal.testing.processes import run_processes
 
 def _stops(options: dict[str, Any], folder: str) -> Any:
     run = trainer({**options, "distributed_timeout_minutes": 0.1})
-    run.mesh.timeout = 6.0
     run.step()
     if run.mesh.rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()))
@@ -32,7 +32,7 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
         if run.mesh.rank == 0:
             time.sleep(3)  # others are finding out
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-        return error.absent, "1" in str(error)
+        return error.absent, "1" in str(error), error.seq > 0
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
 def test_a_rank_that_stops_answering_is_named(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     options = {**GPT2, **layout}
     results = run_processes(world, _stops, options, str(tmp_path), expect_exit=[1], timeout=90.0)
-    assert [r for i, r in enumerate(results) if i != 1] == [((1,), True)] * (world - 1)
+    assert [r for i, r in enumerate(results) if i != 1] == [((1,), True, True)] * (world - 1)
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +70,22 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["", "async"])
+def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
+    text: str, tmp_path: Path, saving: list[str]
+) -> None:
     layout = ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*_train(text, whole, *layout), "--run-dir", str(whole)], check=True, capture_output=True)
-    save = ["--save", str(cut / "save"), "--run-dir", str(cut)]
+    save = ["--save", str(cut / "save"), "--run-dir", str(cut), *saving]
     job = subprocess.Popen(
         [*_train(text, cut, *layout), *save],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    tracker = cut / "save" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 60
-    while not tracker.exists():
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    workers = subprocess.run(["pgrep", "-f", str(cut)], capture_output=True, text=True).stdout.split()
-    victim = next(int(p) for p in workers if _environment(int(p)).get("RANK") == "1")
-    os.kill(victim, signal.SIGKILL)
+    tracker = _first_checkpoint(job, cut / "save")
+    os.kill(_worker(1, cut), signal.SIGKILL)
     began = time.monotonic()
     _, stderr = job.communicate(timeout=60)
     assert job.returncode == 1 and time.monotonic() - began < 20
@@ -101,20 +98,55 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(text: str, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(text: str, tmp_path: Path, layout: str) -> None:
+    train = _train(text, tmp_path, layout, "2", "--save", str(tmp_path / "save"), "--run-dir", str(tmp_path))
+    train += ["--train-iters", "100000", "--save-interval", "50", "--distributed-timeout-minutes", "0.1"]
+    launch = [*train[:3], "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
+    job = subprocess.Popen([*launch, *train[3:]], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    _first_checkpoint(job, tmp_path / "save")
+    os.kill(_worker(1, tmp_path), signal.SIGSTOP)
+    began = time.monotonic()
+    _, stderr = job.communicate(timeout=90)
+    assert job.returncode == 1 and time.monotonic() - began < 40, (
+        "6 s of waiting, at most 7 of finding out, and the end"
+    )
+    assert stderr.startswith("hal launch: rank 0 failed first (exit code 1)"), stderr
+    said = re.search(r"hal train: (.+?) #(\d+) on group '(.+?)' timed out after 6 s on rank 0; (.*?)\.", stderr)
+    assert said is not None, stderr
+    op, seq, group, absent = said.groups()
+    assert op in ("all_reduce", "broadcast", "step", "save of iter_0000100") and (int(seq) > 0 or "save" in op)
+    assert group in ("world", "tp", "pp") and absent == "ranks that did not arrive: 1"
+    assert not subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_stop_saves_and_ends_well(text: str, tmp_path: Path) -> None:
     more = ["--nproc-per-node", "2", "--run-dir", str(tmp_path), "--save", str(tmp_path / "save")]
     command = [*_train(text, tmp_path, *more), "--train-iters", "100000"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    tracker = tmp_path / "save" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 60
-    while not tracker.exists():
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    tracker = _first_checkpoint(job, tmp_path / "save")
     job.terminate()
     _, stderr = job.communicate(timeout=60)
     assert job.returncode == 0, stderr
     stopped_at = _losses(tmp_path).keys()
     assert int(tracker.read_text()) == max(stopped_at)
+
+
+def _first_checkpoint(job: subprocess.Popen[str], save: Path) -> Path:
+    """Waits for it; the tracker file."""
+    tracker = save / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 60
+    while not tracker.exists():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return tracker
+
+
+def _worker(rank: int, folder: Path) -> int:
+    """The process of a rank of the job that mentions `folder`."""
+    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
+    return next(int(p) for p in found if _environment(int(p)).get("RANK") == str(rank))
 
 
 def _environment(pid: int) -> dict[str, str]:

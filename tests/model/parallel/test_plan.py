@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "virtual without PP": (1, {"num_layers_per_virtual_pipeline_stage": 1}, "needs --pipeline-model-parallel-size"),
     "virtual leaves one": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}, "that is not interleaving"),
     "virtual not divisible": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 3}, "not divisible"),
+    "microbatches for the stages": (2, {**PP2, "global_batch_size": 1}, "needs at least 2 microbatches"),
     "microbatches": (
         2,
         {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 3},
