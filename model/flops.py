@@ -1,14 +1,17 @@
 """How many floating-point operations the model asks for per token: the figure behind "model FLOP/s".
 
-Counted: the multiplications and additions of matrix products, forward and backward (3 x forward). Not counted:
-recomputation, and attention between positions that the window hides. Padding of the vocabulary counts.
+Counted: the multiplications and additions of matrix products, forward and backward (3 x forward). Not counted: layers
+that do nothing, recomputation, and attention between positions that the window hides. Padding of the vocabulary counts.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .config import Config
 
 
+@lru_cache
 def visible_pairs(length: int, pre: int | None, next_: int) -> int:
     """Number of (query, key) pairs of a sequence that a window shows."""
     total = 0
@@ -25,6 +28,7 @@ def flops_per_token(config: Config) -> float:
     attention = c.num_attention_heads * c.kv_channels
     qkv = c.hidden_size * (attention + 2 * c.num_query_groups * c.kv_channels)
     mlp = c.hidden_size * c.ffn_hidden_size * (3 if c.swiglu or c.geglu else 2)
-    weights = c.num_layers * (qkv + attention * c.hidden_size + mlp) + c.hidden_size * c.padded_vocab_size
+    layers = c.num_layers - len(set(c.noop_layers))
+    weights = layers * (qkv + attention * c.hidden_size + mlp) + c.hidden_size * c.padded_vocab_size
     pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
-    return 6.0 * weights + 12.0 * c.num_layers * attention * pairs
+    return 6.0 * weights + 12.0 * layers * attention * pairs

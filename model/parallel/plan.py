@@ -139,6 +139,11 @@ def _pipeline(c: Config, layout: Layout) -> Iterator[str]:
                 f"interleaving needs a number of microbatches that --pipeline-model-parallel-size {pp} divides; "
                 f"--global-batch-size {c.global_batch_size} makes {microbatches} per replica"
             )
+    elif c.pipeline_schedule == "1f1b" and microbatches < pp:
+        yield (
+            f"--pipeline-model-parallel-size {pp} needs at least {pp} microbatches per replica; --global-batch-size "
+            f"{c.global_batch_size} makes {microbatches}"
+        )
     if c.num_layer_list:
         counts, stages = c.num_layer_list, pp if not virtual else 0
         if _bad_numbers(counts, c.num_layers + 1) or "0" in counts or sum(map(int, counts)) != c.num_layers:

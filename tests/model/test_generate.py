@@ -1,6 +1,8 @@
 """Generated text: a function of the seed, likeliest tokens at temperature 0, never an id outside the tokenizer; equal
 with and without the cache, alone and in a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -158,3 +160,6 @@ def test_flops_are_three_times_the_forwards_products():
     per_layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
     attention = 2 * 2 * 8 * (1 + 2 + 3 + 4) / 4  # two products of 2 flops per pair and channel
     assert flops_per_token(config) == 3 * (2 * (2 * per_layer + 8 * 128) + 2 * attention)
+    padded = replace(config, num_layers=4, noop_layers=("0", "3"))
+    padded.set_vocabulary(128)
+    assert flops_per_token(padded) == flops_per_token(config), "layers that do nothing cost nothing"
