@@ -6,6 +6,7 @@ what the gradient needs once more, reads the output's gradient and writes the in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,12 +280,16 @@ def _loss_backward(rows: int, v: int, function: Callable[[], Function]) -> Call:
     return _loss(rows, v, lambda: torch.from_numpy(values), function())
 
 
+def _ours_in_place() -> Function:
+    return functools.partial(hal.ops.cross_entropy, inplace_backward=True)
+
+
 def _cross_entropy_backward(rows: int, v: int) -> Case:
     return Case(
         "cross_entropy fwd+bwd",
         f"f32 {rows}x{v}",
         {
-            OURS: Candidate(lambda: _loss_backward(rows, v, lambda: hal.ops.cross_entropy), "hal"),
+            OURS: Candidate(lambda: _loss_backward(rows, v, _ours_in_place), "hal"),
             "eager": Candidate(lambda: _loss_backward(rows, v, lambda: _cross_entropy)),
             "compile": Candidate(lambda: _loss_backward(rows, v, lambda: _compiled(_cross_entropy)), "compile"),
         },
@@ -299,7 +304,7 @@ def _cross_entropy_memory(rows: int, v: int) -> Case:
         "cross_entropy memory",
         f"f32 {rows}x{v}",
         {
-            OURS: Candidate(lambda: _loss(rows, v, lambda: _randn(rows, v), hal.ops.cross_entropy), "hal-memory"),
+            OURS: Candidate(lambda: _loss(rows, v, lambda: _randn(rows, v), _ours_in_place()), "hal-memory"),
             "eager": Candidate(lambda: _loss(rows, v, lambda: _randn(rows, v), _cross_entropy), "memory"),
         },
         budgets={"two buffers of logits": 2.0 * 4 * rows * v},

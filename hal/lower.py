@@ -42,7 +42,10 @@ _RNG = (("seed", "int?"), ("offset", "int?"), ("full", "SymInt[]?"), ("start", "
 
 @dataclass(frozen=True)
 class _Parameter:
-    """How a parameter travels: as one value of schema type `type`, or kind "rng" (four values), or "comm" (not)."""
+    """How a parameter travels: as one value of schema type `type`, as four (kind "rng"), or not ("comm", "inplace").
+
+    Compiled code decides by itself which memory is used again, so permissions to overwrite are not passed on.
+    """
 
     name: str
     kind: str
@@ -68,7 +71,7 @@ class Lowered:
         returns = annotation_text(op.signature.return_annotation)
         # An op that returns one tensor or several, depending on an argument, returns a list to torch.
         self.returns = {"None": "()", "Tensor": "Tensor"}.get(returns, "Tensor[]")
-        travelling = [p for p in self.parameters if p.kind != "comm"]
+        travelling = [p for p in self.parameters if p.kind not in ("comm", "inplace")]
         arguments = ", ".join(p.declaration(n) for n, p in enumerate(travelling))
         forward = torch.library.custom_op(
             f"hal::{op.name}", self._forward, mutates_args=op.mutates, schema=f"({arguments}) -> {self.returns}"
@@ -106,6 +109,8 @@ class Lowered:
                         f"{self.op.name}: a lowered op takes no communicator; found {p.name} of {value.size} ranks. "
                         f"Call hal.ops.{self.op.name} outside of the compiled region"
                     )
+            elif p.kind == "inplace":
+                continue
             elif p.kind == "rng":
                 flat += _rng_to_ints(value)
             else:
@@ -117,6 +122,8 @@ class Lowered:
         return {
             p.name: None
             if p.kind == "comm"
+            else False
+            if p.kind == "inplace"
             else _ints_to_rng([next(values) for _ in _RNG])
             if p.kind == "rng"
             else next(values)
@@ -221,6 +228,8 @@ def lower(op: Op[Any, Any]) -> Lowered:
 def _parameter(op: Op[Any, Any], name: str) -> _Parameter:
     text = annotation_text(op.signature.parameters[name].annotation)
     kind = {"Rng": "rng", "Comm": "comm"}.get(text.removesuffix(" | None"), "plain")
+    if name == "inplace_backward":
+        kind = "inplace"
     if kind == "plain" and text not in _TYPES:
         raise HalError(
             f"op '{op.name}' cannot be lowered: torch.library has no type for its parameter '{name}: {text}'. "

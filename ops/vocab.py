@@ -79,7 +79,13 @@ def embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm |
 
 
 def _check_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> None:
     op = "cross_entropy"
     require(logits.ndim >= 1 and logits.shape[-1] > 0, op, "logits of shape [..., v], v > 0", tuple(logits.shape))
@@ -137,13 +143,22 @@ def _samples_cross_entropy() -> SearchStrategy[Sample]:
     grads=("logits",),
 )
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """-log softmax(logits)[target] per token, float32 [...]. logits [..., v_local], target [...] int64 (global ids).
 
     With `comm`, the vocabulary (v classes in all) is sharded over its ranks; every rank gets the loss of every token.
     label_smoothing e (as in Megatron-LM): with e' = e * v / (v - 1), loss = (1 - e') * nll - e' * mean(log softmax).
     A target outside the vocabulary is undefined.
+
+    inplace_backward (as flash-attn names it): the caller needs logits no more, so a backend may write their gradient
+    over them instead of into a second buffer of their size. torch then refuses a second backward pass.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     sharded = comm is not None and comm.size > 1

@@ -20,7 +20,13 @@ from .tensors import CODE, REAL, reasons, rows_of
 
 
 def _why_not_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Sequence[str]:
     return reasons(logits)
 
@@ -52,8 +58,8 @@ def _sharded(
 
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, lse, smoothing, vocab_start, v = residuals
-    dlogits = torch.empty_like(logits)
+    logits, target, lse, smoothing, vocab_start, v, inplace = residuals
+    dlogits = logits if inplace else torch.empty_like(logits)
     if logits.numel():
         dloss = dloss.contiguous()
         lib().hal_cross_entropy_bwd(
@@ -69,12 +75,20 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
             vocab_start,
             v,
         )
+    if inplace:
+        torch.autograd.graph.increment_version(logits)  # whoever needs their values learns that they are gone
     return (dlogits,)
 
 
 @CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     logits, target = logits.contiguous(), target.contiguous()
     v = logits.shape[-1] * (comm.size if comm is not None else 1)
@@ -97,7 +111,7 @@ def cross_entropy(
                 logits.shape[-1],
                 vocab_start,
             )
-    return loss, (logits, target, lse, smoothing, vocab_start, v)
+    return loss, (logits, target, lse, smoothing, vocab_start, v, inplace_backward)
 
 
 def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:

@@ -20,7 +20,13 @@ from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_for
 
 
 def _why_not_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Sequence[str]:
     return reasons(logits)
 
@@ -37,8 +43,8 @@ def _threads(logits: Tensor, vec: bool) -> int:
 
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, lse, smoothing, vocab_start, classes = residuals
-    dlogits, dloss = torch.empty_like(logits), dloss.contiguous()
+    logits, target, lse, smoothing, vocab_start, classes, inplace = residuals
+    dlogits, dloss = logits if inplace else torch.empty_like(logits), dloss.contiguous()
     if logits.numel():
         rows, vec = rows_of(logits), aligned(logits, dlogits)
         launch.run(
@@ -57,12 +63,20 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
             classes,
             int(vec),
         )
+    if inplace:
+        torch.autograd.graph.increment_version(logits)  # whoever needs their values learns that they are gone
     return (dlogits,)
 
 
 @Cuda.impl(ops.cross_entropy, id="cuda/kernel", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     logits, target = logits.contiguous(), target.contiguous()
     rows, width = rows_of(logits), logits.shape[-1]
@@ -90,7 +104,7 @@ def cross_entropy(
         launch.run(
             "cross_entropy_loss", grid, 256, stats.data_ptr(), loss.data_ptr(), lse.data_ptr(), smoothing, rows, classes
         )
-    return loss, (logits, target, lse, smoothing, vocab_start, classes)
+    return loss, (logits, target, lse, smoothing, vocab_start, classes, inplace_backward)
 
 
 def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:

@@ -18,14 +18,26 @@ from .tensors import reasons
 
 
 def _why_not_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Sequence[str]:
     return reasons(logits)
 
 
 @Npu.impl(ops.cross_entropy, id="npu/torch", why_not=_why_not_cross_entropy)
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     return ops.cross_entropy.reference(
         logits, target, label_smoothing=label_smoothing, vocab_start=vocab_start, comm=comm

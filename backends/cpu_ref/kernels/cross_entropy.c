@@ -104,10 +104,11 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
         T *dx = (T *)dlogits + row * v;
         const int64_t target = targets[row] - start;
         const real lse = lses[row], upstream = dloss[row];
+        const int here = target >= 0 && target < v;
+        const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
 #pragma omp simd
         for (int64_t j = 0; j < v; j++) STORE(dx + j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
-        if (target >= 0 && target < v)
-            STORE(dx + target, upstream * (RNAME(exp)(LOAD(x + target) - lse) - uniform - hit));
+        if (here) STORE(dx + target, upstream * (RNAME(exp)(at - lse) - uniform - hit));
     }
 }
 

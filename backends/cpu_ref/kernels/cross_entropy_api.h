@@ -6,6 +6,6 @@ void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uin
 // The same for a vocabulary in one piece, finished: loss = (1 - eps) (lse - x_target) + eps (lse - mean(x)); real [rows].
 void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t lse, double eps,
                            int64_t rows, int64_t v, int64_t start);
-// dlogits = dloss (exp(x - lse) - (1 - eps) [id = target] - eps / total).
+// dlogits = dloss (exp(x - lse) - (1 - eps) [id = target] - eps / total); dlogits may be logits.
 void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t lse, uintptr_t dloss,
                            uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total);

@@ -20,7 +20,13 @@ from .tensors import blocks, reasons, rows_of
 
 
 def _why_not_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> Sequence[str]:
     return reasons(logits)
 
@@ -40,7 +46,13 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
 
 @OpenCL.impl(ops.cross_entropy, id="opencl/cl", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, vocab_start: int = 0, comm: Comm | None = None
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    vocab_start: int = 0,
+    comm: Comm | None = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     logits, target = logits.contiguous(), target.contiguous()
     rows, width = rows_of(logits), logits.shape[-1]

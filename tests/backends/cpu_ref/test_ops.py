@@ -311,3 +311,17 @@ def test_unscale_sees_an_overflow_of_the_product_and_writes_views_back() -> None
     store = torch.ones(4, 6)
     assert ops.unscale_and_check([store[:, ::2]], 3.0).item() == 0.0
     assert store[:, ::2].unique().tolist() == [3.0] and store[:, 1::2].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_may_write_its_gradient_over_the_logits(dtype: torch.dtype) -> None:
+    source = torch.randn(7, 4999, dtype=dtype, requires_grad=True)
+    target = torch.arange(7) * 700
+    dloss = torch.rand(7)
+    (want,) = torch.autograd.grad(ops.cross_entropy(source * 1, target, label_smoothing=0.1), source, dloss)
+    logits = source * 1
+    loss = ops.cross_entropy(logits, target, label_smoothing=0.1, inplace_backward=True)
+    (got,) = torch.autograd.grad(loss, logits, dloss, retain_graph=True)
+    assert torch.equal(got, want) and got.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()

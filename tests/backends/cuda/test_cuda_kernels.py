@@ -127,3 +127,15 @@ def test_vectors_are_used_where_they_can_be():
 def test_wide_launches_stay_within_a_gpus_limits():
     x = torch.zeros(70000, 8, dtype=torch.float16)
     assert not hal.ops.bias_gelu(x).any()
+
+
+def test_cross_entropy_may_write_its_gradient_over_the_logits(simulated):
+    source = torch.randn(5, 1031, dtype=torch.bfloat16, requires_grad=True)
+    target, dloss = torch.arange(5) * 200, torch.rand(5)
+    (want,) = torch.autograd.grad(ops.cross_entropy(source * 1, target), source, dloss)
+    logits = source * 1
+    loss = ops.cross_entropy(logits, target, inplace_backward=True)
+    (got,) = torch.autograd.grad(loss, logits, dloss, retain_graph=True)
+    assert torch.equal(got, want) and got.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
