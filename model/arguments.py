@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,11 @@ def _convert(name: str, value: Any, where: str) -> Any:
                 return value
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
         if kind is tuple:
-            return tuple(str(v) for v in value) if isinstance(value, list) else tuple(str(value).split(","))
+            if isinstance(value, list) and not any(isinstance(v, (list, dict)) for v in value):
+                return tuple(str(v) for v in value)
+            if isinstance(value, (list, dict)):
+                raise ValueError
+            return tuple(shlex.split(str(value)) if _OPTIONS[name].metadata["words"] else str(value).split(","))
         if isinstance(value, bool) or (kind is int and isinstance(value, float)) or isinstance(value, (list, dict)):
             raise ValueError
         converted = kind(value)
@@ -168,7 +173,8 @@ def _add(group: Any, name: str) -> None:
         if meta["no"]:
             group.add_argument(f"--{meta['no']}", action="store_false", dest=name, help="the opposite")
     elif kind is tuple:
-        group.add_argument(*flags, action="append", metavar="X", **how)
+        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if meta["words"] else {"action": "append"}
+        group.add_argument(*flags, **several, metavar="X", **how)
     else:
         choices = meta["choices"] or None
         group.add_argument(

@@ -40,9 +40,9 @@ def _numbers(c: Config) -> Iterator[str]:
         shares = [float(part) for part in c.split.split(",")]
     except ValueError:
         shares = []
-    if len(shares) != 3 or min(shares) < 0 or shares[0] <= 0:
+    if len(shares) != 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
         yield f"--split is three shares such as 969,30,1 with a training share above 0; found {c.split!r}"
-    elif c.eval_interval and shares[1] == 0:
+    elif c.eval_interval and shares[1] == 0 and not c.train_data_path:
         yield f"--eval-interval needs validation data, but --split {c.split} has none"
 
 
@@ -95,12 +95,16 @@ def _training(c: Config) -> Iterator[str]:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if c.recompute_num_layers is not None and c.recompute_num_layers > c.num_layers:
         yield f"--recompute-num-layers {c.recompute_num_layers} exceeds --num-layers {c.num_layers}"
-    if c.data_path is not None and c.text_file is not None:
-        yield "--data-path and --text-file contradict each other; give one"
+    sources = {"--data-path": c.data_path, "--text-file": c.text_file, "--train-data-path": c.train_data_path}
+    given = [name for name, value in sources.items() if value]
+    if len(given) > 1:
+        yield f"{given[0]} and {given[1]} contradict each other; give one"
+    if c.eval_interval and c.train_data_path and not c.valid_data_path:
+        yield "--eval-interval needs validation data; give --valid-data-path beside --train-data-path"
     missing = missing_options(c)
     if missing is not None:
         yield missing
-    if c.tokenizer_type == "NullTokenizer" and c.data_path is None:
+    if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path):
         yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
     for pin in c.pin:
         if "=" not in pin:
@@ -124,7 +128,10 @@ def _ignored(c: Config) -> Iterator[str]:
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),
         *_tokenizer_rules(c),
-        ("eval_iters", c.eval_interval is not None, "--eval-interval"),
+        ("split", not c.train_data_path, "data that all splits share, not --train-data-path"),
+        ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
+        ("valid_data_path eval_iters", c.eval_interval is not None, "--eval-interval"),
+        ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
@@ -132,7 +139,7 @@ def _ignored(c: Config) -> Iterator[str]:
     ]
     for names, read, by in rules:
         for name in names.split():
-            if name in c.given and not read and getattr(c, name) not in (False, None):
+            if name in c.given and not read and getattr(c, name) not in (False, None, ()):
                 yield f"{_flag(name)} would be ignored: it needs {by}. Remove it, or add that"
 
 

@@ -69,9 +69,11 @@ def _opt(
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     no: str = "",
+    words: bool = False,
 ) -> Any:
-    """A field. bounds: what a number must be; aliases: other spellings of the flag; no: the flag for False."""
-    meta = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases, "no": no}
+    """A field. bounds: what a number must be; aliases: other spellings of the flag; no: the flag for False; words: the
+    flag takes several words."""
+    meta = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases, "no": no, "words": words}
     return field(default=default, metadata=meta)
 
 
@@ -130,7 +132,12 @@ class Config:
     make_vocab_size_divisible_by: int = _opt(128, "the vocabulary is padded to a multiple of this")
 
     # data
-    data_path: str | None = _opt(None, "prefix of a .bin/.idx pair; default: the built-in corpus")
+    data_path: tuple[str, ...] = _opt(
+        (), "prefix of a .bin/.idx pair, or several, or WEIGHT PREFIX pairs; default: the built-in corpus", words=True
+    )
+    train_data_path: tuple[str, ...] = _opt((), "the same for training only; --split does not apply", words=True)
+    valid_data_path: tuple[str, ...] = _opt((), "the same for validation only", words=True)
+    test_data_path: tuple[str, ...] = _opt((), "the same for testing only", words=True)
     text_file: str | None = _opt(None, "a UTF-8 file to train on")
     reset_position_ids: bool = _opt(False, "count positions anew after every end of a document")
     reset_attention_mask: bool = _opt(False, "let no token see tokens of an earlier document")
@@ -228,6 +235,9 @@ class Config:
 
     def derive(self) -> None:
         """Fills the defaults that depend on other options. Safe on nonsense values: checks.py reports those later."""
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, (getattr(self, name),))
         gated = self.swiglu or self.geglu
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // max(1, self.num_attention_heads)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .config import ConfigError
-from .files import cache_dir, publish_folder
-from .megatron import indexed_dataset
+from .files import cache_dir, made_once
+from .megatron.datasets import indexed_dataset
 from .tokenizer import Tokenizer
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -78,17 +78,16 @@ def _cached(name: str, documents: Iterable[list[list[int]]], tokenizer: Tokenize
     """documents: each a list of sequences of ids; the last sequence of a document gets the eod id."""
     import numpy
 
-    folder = cache_dir("corpus") / name
-    if not folder.is_dir():
-        with publish_folder(folder) as beside:
-            dtype = numpy.uint16 if tokenizer.vocab_size < 65500 else numpy.int32
-            builder = indexed_dataset().IndexedDatasetBuilder(str(beside / "text.bin"), dtype=dtype)
-            for sequences in documents:
-                sequences[-1].append(tokenizer.eod)
-                ids = numpy.array([i for ids in sequences for i in ids], dtype=dtype)
-                builder.add_document(ids, [len(ids) for ids in sequences])
-            builder.finalize(str(beside / "text.idx"))
-    return folder / "text"
+    def fill(folder: Path) -> None:
+        dtype = numpy.uint16 if tokenizer.vocab_size < 65500 else numpy.int32
+        builder = indexed_dataset().IndexedDatasetBuilder(str(folder / "text.bin"), dtype=dtype)
+        for sequences in documents:
+            sequences[-1].append(tokenizer.eod)
+            ids = numpy.array([i for ids in sequences for i in ids], dtype=dtype)
+            builder.add_document(ids, [len(ids) for ids in sequences])
+        builder.finalize(str(folder / "text.idx"))
+
+    return made_once(cache_dir("corpus") / name, fill) / "text"
 
 
 def _digest(content: bytes) -> str:

@@ -1,12 +1,13 @@
-"""Batches of tokens: megatron-core's GPTDataset over a .bin/.idx, checked before it is used.
+"""Batches of tokens: megatron-core's GPTDataset over .bin/.idx files, checked before they are used; several blended.
 
 Sample n of a split is a function of the data, the seed and the number of samples asked for, so a run continues exactly
-from its count of consumed samples.
+from its count of consumed samples. Index maps are made by one process while the others wait.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ from torch import Tensor
 from . import documents
 from .config import Config, ConfigError
 from .corpus import standard_library, text_file
-from .files import cache_dir, make_folder, publish_folder
-from .indexed import check_ids, read_index, require_ids
-from .megatron.datasets import gpt_dataset, indexed_dataset
+from .files import cache_dir, made_once, make_folder
+from .indexed import check_ids, read_index, read_note, require_ids, require_match
+from .megatron.datasets import gpt_dataset, helpers, indexed_dataset
 from .tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
+_SURPLUS = 0.005
 
 
 @dataclass
@@ -49,35 +51,98 @@ class Split:
         return tokens, labels.masked_fill(tokens == self.eod, documents.IGNORED) if self.mask_loss else labels
 
 
+@dataclass(frozen=True)
+class _Blend:
+    """Where a split comes from. weights: shares that sum to 1, or None: all of each. shared: all splits come from these
+    prefixes, by --split."""
+
+    prefixes: tuple[Path, ...]
+    weights: tuple[float, ...] | None
+    shared: bool
+
+
+class _Mixture:
+    """Samples of several datasets in the order of two maps: which dataset, and which of its samples."""
+
+    def __init__(self, datasets: list[Any], which: numpy.ndarray, sample: numpy.ndarray) -> None:
+        self.datasets, self.which, self.sample = datasets, which, sample
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, n: int) -> Any:
+        return self.datasets[self.which[n]][self.sample[n]]
+
+
 def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> dict[str, Split]:
     """The splits named in `samples` (split -> how many samples the run needs of it).
 
-    Raises ConfigError for unreadable data, ids outside the vocabulary, or a split too small for one sequence.
+    Raises ConfigError for unreadable data, ids outside the vocabulary, data of another tokenizer, or a split too small
+    for one sequence.
     """
-    if config.data_path is not None:
-        prefix = Path(config.data_path)
-    elif config.text_file is not None:
-        prefix = text_file(config.text_file, tokenizer)
-    else:
-        prefix = standard_library(tokenizer)
-    index = read_index(prefix)
-    check_ids(index, tokenizer.vocab_size)
-    lengths = index.lengths
-    ranges = _ranges(config.split, len(lengths))
+    lengths: dict[Path, numpy.ndarray] = {}
     opened = {}
     for name, count in samples.items():
-        begin, end = ranges[name]
-        tokens = int(lengths[begin:end].sum(dtype=numpy.int64))
-        if tokens <= config.seq_length:
-            raise ConfigError(
-                f"the {name} split of {prefix} has {tokens} tokens in {end - begin} sequences, fewer than one sample "
-                f"of --seq-length {config.seq_length} + 1; use more data, a shorter sequence, or another --split"
-            )
-        # None = one epoch: then every run that needs no more shares one set of index maps and one order.
-        wanted = None if count * config.seq_length < tokens else count
-        dataset = _open_split(config, tokenizer, prefix, name, (begin, end), wanted)
+        blend = _blend(config, tokenizer, name)
+        for prefix in blend.prefixes:
+            if prefix not in lengths:
+                lengths[prefix] = _checked_lengths(config, tokenizer, prefix)
+        if len(blend.prefixes) == 1:
+            dataset = _open_one(config, tokenizer, name, blend, blend.prefixes[0], lengths, count)
+        else:
+            dataset = _mix(config, tokenizer, name, blend, lengths, count)
         opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss)
     return opened
+
+
+def parse_blend(words: tuple[str, ...], flag: str) -> tuple[tuple[Path, ...], tuple[float, ...] | None]:
+    """Prefixes and weights of `A`, `A B C` or `0.3 A 0.7 B`, by Megatron's rule. The weights sum to 1."""
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or None in weights:
+        if any(w is not None for w in weights[: len(words) // 2]) and len(words) > 1:
+            raise ConfigError(f"{flag} mixes weights and prefixes; give WEIGHT PREFIX pairs, or prefixes only")
+        return tuple(Path(word) for word in words), None
+    given = [w for w in weights if w is not None]
+    if not all(0 < w < math.inf for w in given):
+        raise ConfigError(
+            f"{flag} has the weight {words[2 * [0 < w < math.inf for w in given].index(False)]}; use one > 0"
+        )
+    return tuple(Path(word) for word in words[1::2]), tuple(w / sum(given) for w in given)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _blend(config: Config, tokenizer: Tokenizer, name: str) -> _Blend:
+    flag, words = "--data-path", config.data_path
+    if config.train_data_path:
+        flag, words = f"--{name}-data-path", getattr(config, f"{name}_data_path")
+        if not words:
+            raise ConfigError(f"there is no {name} data; give {flag} beside --train-data-path")
+    if words:
+        return _Blend(*parse_blend(words, flag), shared=not config.train_data_path)
+    if config.text_file is not None:
+        return _Blend((text_file(config.text_file, tokenizer),), None, shared=True)
+    return _Blend((standard_library(tokenizer),), None, shared=True)
+
+
+def _checked_lengths(config: Config, tokenizer: Tokenizer, prefix: Path) -> numpy.ndarray:
+    index = read_index(prefix)
+    require_match(prefix, tokenizer)
+    check_ids(index, tokenizer.vocab_size)
+    note = read_note(prefix)
+    if note is not None and note.get("append_eod") is False:
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} would do nothing: {prefix} was made without --append-eod, so its "
+                    f"documents have no end"
+                )
+    return index.lengths
 
 
 def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
@@ -87,32 +152,86 @@ def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
     return {name: (edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
 
 
-def _open_split(
-    config: Config, tokenizer: Tokenizer, prefix: Path, name: str, span: tuple[int, int], count: int | None
+def _mix(
+    config: Config, tokenizer: Tokenizer, name: str, blend: _Blend, lengths: dict[Path, numpy.ndarray], count: int
 ) -> Any:
-    module = gpt_dataset()
+    """Megatron's blending: by weight, error-minimising greedy; without weights every sample once."""
+    wanted = [None if blend.weights is None else math.ceil(count * w) for w in blend.weights or blend.prefixes]
+    datasets = [
+        _open_one(config, tokenizer, name, blend, prefix, lengths, None if n is None else math.ceil(n * (1 + _SURPLUS)))
+        for prefix, n in zip(blend.prefixes, wanted)
+    ]
+    sizes = [len(dataset) for dataset in datasets]
+    weights = blend.weights or tuple(float(n) for n in sizes)
+    size = sum(sizes) if blend.weights is None else sum(n for n in wanted if n is not None)
+
+    def build(folder: Path) -> None:
+        which, sample = numpy.zeros(size, dtype=numpy.int16), numpy.zeros(size, dtype=numpy.int64)
+        if blend.weights is None:
+            helpers().build_exhaustive_blending_indices(which, sample, numpy.array(sizes, numpy.int64), len(datasets))
+        else:
+            shares = numpy.array(weights, dtype=numpy.float64)
+            helpers().build_blending_indices(which, sample, shares, len(datasets), size, False)
+        numpy.save(folder / "dataset_index.npy", which)
+        numpy.save(folder / "dataset_sample_index.npy", sample)
+
+    identity = (*(_identity(p) for p in blend.prefixes), weights, sizes, size)
+    folder = _maps(config, name, identity, build)
+    maps = (numpy.load(folder / f"dataset_{kind}.npy", mmap_mode="r") for kind in ("index", "sample_index"))
+    return _Mixture(datasets, *maps)
+
+
+def _identity(prefix: Path) -> tuple[Any, ...]:
+    """Tells data from data that has changed since: megatron-core's own key has only the path."""
     stat = os.stat(f"{prefix}.idx")
-    # The index maps of one key live in one folder that appears complete. Size and time of the data are in the key:
-    # megatron-core's own key has only the path, and would reuse maps of data that has changed since.
-    identity = (
-        str(prefix.absolute()),
-        stat.st_size,
-        stat.st_mtime_ns,
-        tokenizer.unique_identifiers,
-        name,
-        span,
-        count,
-        config.seq_length,
-        config.seed,
-    )
+    return str(prefix.absolute()), stat.st_size, stat.st_mtime_ns
+
+
+def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> Path:
+    """The folder of the index maps of one key, filled by `build(folder)` if it is not there, and safe to open."""
     root = cache_dir("index") if config.data_cache_path is None else make_folder(Path(config.data_cache_path))
-    folder = root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
+    folder = made_once(root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}", build)
+    for path in folder.glob("*.npy"):
+        _require_plain(path)
+    return folder
+
+
+def _require_plain(path: Path) -> None:
+    """Refuses what numpy would unpickle: megatron-core opens its maps with allow_pickle."""
+    try:
+        array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        if array.dtype.hasobject:
+            raise ValueError("it holds objects")
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(f"{path} is no index map ({error}); remove the folder {path.parent}") from None
+
+
+def _open_one(
+    config: Config,
+    tokenizer: Tokenizer,
+    name: str,
+    blend: _Blend,
+    prefix: Path,
+    lengths: dict[Path, numpy.ndarray],
+    count: int | None,
+) -> Any:
+    """One prefix's share of a split. count: samples needed, or None for each once."""
+    span = _ranges(config.split, len(lengths[prefix]))[name] if blend.shared else (0, len(lengths[prefix]))
+    tokens = int(lengths[prefix][slice(*span)].sum(dtype=numpy.int64))
+    if tokens <= config.seq_length:
+        raise ConfigError(
+            f"the {name} split of {prefix} has {tokens} tokens in {span[1] - span[0]} sequences, fewer than one sample "
+            f"of --seq-length {config.seq_length} + 1; use more data, a shorter sequence, or another --split"
+        )
+    # None = one epoch: then every run that needs no more shares one set of index maps and one order.
+    wanted = None if count is None or count * config.seq_length < tokens else count
+    module = gpt_dataset()
 
     def build(cache: Path) -> Any:
         settings = module.GPTDatasetConfig(
             random_seed=config.seed,
             sequence_length=config.seq_length,
-            split=config.split,
+            split="1,1,1",
             path_to_cache=str(cache),
             tokenizer=tokenizer,
             reset_position_ids=False,
@@ -122,10 +241,9 @@ def _open_split(
             blend=([str(prefix)], None),
         )
         low = indexed_dataset().IndexedDataset(str(prefix))
-        indices = numpy.arange(*span, dtype=numpy.int32)
-        return module.GPTDataset(low, str(prefix), indices, count, module.Split[name], settings)
+        return module.GPTDataset(
+            low, str(prefix), numpy.arange(*span, dtype=numpy.int32), wanted, module.Split[name], settings
+        )
 
-    if not folder.is_dir():
-        with publish_folder(folder) as beside:
-            build(beside)
-    return build(folder)
+    key = (*_identity(prefix), tokenizer.unique_identifiers, name, span, wanted, config.seq_length, config.seed)
+    return build(_maps(config, name, key, build))

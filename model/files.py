@@ -6,10 +6,11 @@ A reader sees the old content or the new one, never a part of it, whenever the w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hal import HalError
@@ -88,6 +89,31 @@ def publish(new: Path, path: Path) -> None:
     settle(new)
     new.rename(path)
     sync_folder(path.parent)
+
+
+def made_once(folder: Path, fill: Callable[[Path], object]) -> Path:
+    """`folder`, filled by `fill` unless it is there: one process does it, others that want it at that time wait.
+
+    The lock is on the folder's parent, so nothing is left of it, and the kernel drops it if its holder dies. Where a
+    file system has no locks, several processes may fill; still one whole result appears.
+    """
+    if not folder.is_dir():
+        with _locked(make_folder(folder.parent)):
+            if not folder.is_dir():
+                with publish_folder(folder) as beside:
+                    fill(beside)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def new_token() -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from .config import ConfigError
+from .tokenizer import NullTokenizer, Tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -140,3 +141,23 @@ def read_note(prefix: Path) -> dict[str, Any] | None:
             f"tokenizer"
         ) from None
     return dict(note)
+
+
+def require_match(prefix: Path, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the data's note says that another tokenizer made it.
+
+    A NullTokenizer stands for whatever made the data, as long as it ends documents with the same id.
+    """
+    note = read_note(prefix)
+    if note is None or note["tokenizer"]["fingerprint"] == tokenizer.fingerprint:
+        return
+    if isinstance(tokenizer, NullTokenizer) and note["tokenizer"].get("eod") == tokenizer.eod:
+        return
+    made = note["tokenizer"]
+    same = made["type"] == type(tokenizer).__name__
+    raise ConfigError(
+        f"{prefix} was made with {'another ' if same else ''}{made['type']} (fingerprint {made['fingerprint']}, "
+        f"{made.get('vocab_size')} ids), this run has {type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint}, "
+        f"{tokenizer.vocab_size} ids): its ids would mean other words. Give the tokenizer the data was made with, or "
+        f"preprocess the text again"
+    )

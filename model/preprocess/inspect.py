@@ -10,8 +10,8 @@ import numpy
 
 from hal import HalError
 
-from ..config import Config, ConfigError
-from ..indexed import Index, check_ids, read_index, read_note
+from ..config import Config
+from ..indexed import Index, check_ids, read_index, read_note, require_match
 from ..tokenizer import Tokenizer, build_tokenizer
 
 _BAR, _SHOWN = 40, 300
@@ -55,21 +55,6 @@ def histogram(lengths: numpy.ndarray) -> Iterator[str]:
         low, top = (0, 0) if c == 0 else (1 << (c - 1), (1 << c) - 1)
         bar = "#" * -(-_BAR * int(classes[c]) // int(classes.max()))
         yield f"  {low:>9,} to {top:>9,}  {classes[c]:>9,}  {bar}".rstrip()
-
-
-def require_match(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the data's note says that another tokenizer made it."""
-    note = read_note(prefix)
-    if note is None or note["tokenizer"]["fingerprint"] == tokenizer.fingerprint:
-        return
-    made = note["tokenizer"]
-    same = made["type"] == type(tokenizer).__name__
-    raise ConfigError(
-        f"{prefix} was made with {'another ' if same else ''}{made['type']} (fingerprint {made['fingerprint']}, "
-        f"{made.get('vocab_size')} ids), this run has {type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint}, "
-        f"{tokenizer.vocab_size} ids): its ids would mean other words. Give the tokenizer the data was made with, or "
-        f"preprocess the text again"
-    )
 
 
 def _from_note(made: dict[str, Any]) -> tuple[Tokenizer | None, str]:

@@ -7,8 +7,8 @@ import pytest
 
 from hal.cli import main
 from hal.model.config import ConfigError
-from hal.model.indexed import note_path, read_index
-from hal.model.preprocess.inspect import describe, histogram, require_match
+from hal.model.indexed import note_path, read_index, require_match
+from hal.model.preprocess.inspect import describe, histogram
 from hal.model.tokenizer import ByteTokenizer, NullTokenizer
 
 
@@ -49,6 +49,7 @@ def test_another_tokenizer_is_noticed(prefix):
     with pytest.raises(ConfigError, match=r"made with ByteTokenizer .*this run has NullTokenizer"):
         list(describe(prefix, NullTokenizer(300), 1))
     require_match(prefix, ByteTokenizer())
+    require_match(prefix, NullTokenizer(256))  # ends documents with 256 too
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"tokenizer": 3}', "\x00", "[" * 100000, '{"tokenizer": {"type": 1}}'])

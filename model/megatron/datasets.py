@@ -1,0 +1,40 @@
+"""megatron-core's datasets, imported when they are needed and without their noise.
+
+The import takes some seconds and warns about accelerator packages that datasets do not use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+from hal import HalError
+
+
+def _import(name: str) -> ModuleType:
+    import importlib
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(f"megatron.core.datasets.{name}")
+        except ImportError as error:
+            raise HalError(
+                f"training data needs megatron-core, which cannot be imported ({error}); "
+                f"install it with: pip install 'torch-hal[train]'"
+            ) from None
+
+
+def indexed_dataset() -> ModuleType:
+    """megatron.core.datasets.indexed_dataset."""
+    return _import("indexed_dataset")
+
+
+def gpt_dataset() -> ModuleType:
+    """megatron.core.datasets.gpt_dataset."""
+    return _import("gpt_dataset")
+
+
+def helpers() -> ModuleType:
+    """megatron.core.datasets.helpers."""
+    return _import("helpers")
