@@ -1,0 +1,44 @@
+"""The orders in which formats keep the rows of attention's matrices, and how one becomes the other.
+
+All functions take weights [rows, ...] and biases [rows] alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+    """q [n*d, ...], k and v [g*d, ...] -> Megatron's one matrix: per key/value head [its queries, key, value]."""
+    parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
+    return torch.cat(parts, 1).flatten(0, 1).contiguous()
+
+
+def ungroup_qkv(mixed: Tensor, groups: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of group_qkv, for heads of `head` channels."""
+    per_group = mixed.reshape(groups, -1, *mixed.shape[1:])
+    q, k, v = per_group.split((per_group.shape[1] - 2 * head, head, head), 1)
+    return tuple(x.flatten(0, 1).contiguous() for x in (q, k, v))
+
+
+def pairs_to_halves(x: Tensor, head: int) -> Tensor:
+    """Rows of heads whose rotary pairs are (2i, 2i+1), in the order in which the pairs are (i, i + head/2)."""
+    return x.reshape(-1, head // 2, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def halves_to_pairs(x: Tensor, head: int) -> Tensor:
+    """The inverse of pairs_to_halves."""
+    return x.reshape(-1, 2, head // 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def reorder_legacy_qkv(mixed: Tensor, heads: int, head: int, version: float) -> Tensor:
+    """A QKV matrix of an early Megatron-LM in today's order: version 0 kept [3, n, d], version 1 [n, d, 3] rows."""
+    if version >= 2.0:
+        return mixed
+    rest = mixed.shape[1:]
+    if version < 1.0:
+        ordered = mixed.reshape(3, heads, head, *rest).transpose(0, 1)
+    else:
+        ordered = mixed.reshape(heads, head, 3, *rest).transpose(1, 2)
+    return ordered.flatten(0, 2).contiguous()

@@ -1,0 +1,136 @@
+"""Hugging Face's Llama: q, k, v, gate and up are apart, rotary pairs are (i, i + d/2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from .fields import Fields, ends, in_no_model, unless
+from .layout import group_qkv, pairs_to_halves, ungroup_qkv
+from .weights import OUTPUT, WORD, Weights, require
+
+_LINEAR = [
+    *(f"self_attn.{n}_proj" for n in "qkvo"),
+    *(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
+]
+
+
+def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
+    c.only("hidden_act", ("silu",), "silu")
+    rope = c.get("rope_parameters", None) or {}
+    scaling = (
+        rope.get("rope_type", "default") if rope else (c.get("rope_scaling", None) or {}).get("rope_type", "default")
+    )
+    require(scaling == "default", f"rotary positions scaled by {scaling!r} have no counterpart in HAL's model")
+    bias = bool(c.get("attention_bias", False))
+    require(
+        bias == bool(c.get("mlp_bias", False)), "biases in attention or MLP only have no counterpart in HAL's model"
+    )
+    h, heads, layers = c.count("hidden_size"), c.count("num_attention_heads"), c.count("num_hidden_layers")
+    groups, tied = c.count("num_key_value_heads", heads), bool(c.get("tie_word_embeddings", False))
+    options = {
+        "num_layers": layers,
+        "hidden_size": h,
+        "ffn_hidden_size": c.count("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": c.count("head_dim", h // heads),
+        "seq_length": c.count("max_position_embeddings"),
+        "max_position_embeddings": c.count("max_position_embeddings"),
+        "position_embedding_type": "rope",
+        "rotary_base": float(rope.get("rope_theta") or c.number("rope_theta", 10000.0)),
+        "normalization": "RMSNorm",
+        "norm_epsilon": c.number("rms_norm_eps", 1e-6),
+        "swiglu": True,
+        "disable_bias_linear": not bias,
+        "untie_embeddings_and_output_weights": not tied,
+        "attention_dropout": c.number("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "init_method_std": c.number("initializer_range", 0.02),
+    }
+    found = {
+        WORD: tensors.pop("model.embed_tokens.weight"),
+        "decoder.final_layernorm.weight": tensors.pop("model.norm.weight"),
+    }
+    head_weight = tensors.pop("lm_head.weight", None)
+    if not tied:
+        require(head_weight is not None, "the output weights are not tied, but there is no lm_head.weight")
+        found[OUTPUT] = head_weight
+    for layer in range(layers):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        tensors.pop(f"{theirs}.self_attn.rotary_emb.inv_freq", None)  # a constant that old files hold
+        for part in ("weight", "bias") if bias else ("weight",):
+            t = {name: tensors.pop(f"{theirs}.{name}.{part}") for name in _LINEAR}
+            qkv = (t[f"self_attn.{n}_proj"] for n in "qkv")
+            found[f"{ours}.self_attention.linear_qkv.{part}"] = group_qkv(*qkv, groups)
+            found[f"{ours}.self_attention.linear_proj.{part}"] = t["self_attn.o_proj"]
+            found[f"{ours}.mlp.linear_fc1.{part}"] = torch.cat([t["mlp.gate_proj"], t["mlp.up_proj"]])
+            found[f"{ours}.mlp.linear_fc2.{part}"] = t["mlp.down_proj"]
+        found[f"{ours}.input_layernorm.weight"] = tensors.pop(f"{theirs}.input_layernorm.weight")
+        found[f"{ours}.pre_mlp_layernorm.weight"] = tensors.pop(f"{theirs}.post_attention_layernorm.weight")
+    return Weights(options, found)
+
+
+def reasons_against(c: Config) -> list[str]:
+    return [
+        *in_no_model(c),
+        *unless(c.position_embedding_type == "rope", f"--position-embedding-type {c.position_embedding_type}"),
+        *unless(c.rotary_percent == 1.0, f"--rotary-percent {c.rotary_percent}"),
+        *unless(c.normalization == "RMSNorm", f"--normalization {c.normalization}"),
+        *unless(c.swiglu, "an MLP other than --swiglu"),
+        *unless(not (c.add_qkv_bias and c.disable_bias_linear), "--add-qkv-bias"),
+    ]
+
+
+def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    x, d = weights.tensors, c.kv_channels
+    assert d and c.num_query_groups
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": weights.vocabulary,
+        "max_position_embeddings": c.max_position_embeddings,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.ffn_hidden_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_query_groups,
+        "head_dim": d,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_epsilon,
+        # Both spellings: transformers 5 reads the first, older ones the second.
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
+        "rope_theta": c.rotary_base,
+        "attention_bias": not c.disable_bias_linear,
+        "mlp_bias": not c.disable_bias_linear,
+        "attention_dropout": c.attention_dropout,
+        "initializer_range": c.init_method_std,
+        "tie_word_embeddings": not c.untie_embeddings_and_output_weights,
+        **ends(weights),
+    }
+    found = {"model.embed_tokens.weight": x[WORD], "model.norm.weight": x["decoder.final_layernorm.weight"]}
+    if OUTPUT in x:
+        found["lm_head.weight"] = x[OUTPUT]
+    for layer in range(c.num_layers):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        for part in ("weight",) if c.disable_bias_linear else ("weight", "bias"):
+            q, k, v = ungroup_qkv(x[f"{ours}.self_attention.linear_qkv.{part}"], c.num_query_groups, d)
+            if c.rotary_interleaved:
+                q, k = (pairs_to_halves(t, d) for t in (q, k))
+            gate, up = x[f"{ours}.mlp.linear_fc1.{part}"].chunk(2)
+            rows = {
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+            }
+            rows["self_attn.o_proj"] = x[f"{ours}.self_attention.linear_proj.{part}"]
+            rows["mlp.down_proj"] = x[f"{ours}.mlp.linear_fc2.{part}"]
+            found.update({f"{theirs}.{name}.{part}": t for name, t in rows.items()})
+        found[f"{theirs}.input_layernorm.weight"] = x[f"{ours}.input_layernorm.weight"]
+        found[f"{theirs}.post_attention_layernorm.weight"] = x[f"{ours}.pre_mlp_layernorm.weight"]
+    return fields, found
