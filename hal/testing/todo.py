@@ -70,8 +70,8 @@ class Stopwatch(Spy):
                 outcome = self._timed(op.name, lambda: run(op, call, given, wanted))
             result, kept = outcome.result, (outcome, given[op.grads[0]].detach())
             if isinstance(result, tuple):
-                return tuple(r.detach() for r in result), kept
-            return result.detach(), kept
+                return tuple(r.data for r in result), kept
+            return result.data, kept  # not detach(): who writes over a result must not count as writing to the graph
 
         def bwd(residuals: tuple[Outcome, Tensor], *dys: Tensor) -> tuple[Tensor | None, ...]:
             grads = self._timed(op.name, lambda: backward(residuals[0], dys))
