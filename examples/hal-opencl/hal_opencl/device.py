@@ -1,7 +1,7 @@
 """The opencl backend: any OpenCL 1.2 device, on tensors in host memory.
 
-torch has no OpenCL device, so `device()` is torch's CPU; see memory.py for how kernels reach its tensors. Probing asks the
-drivers what there is and opens nothing.
+torch has no OpenCL device, so `device()` is torch's CPU; see memory.py for how kernels reach its tensors. Probing asks
+the drivers what there is and opens nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ MEMORY = ("auto", "zero_copy", "staging")
 class OpenCL(hal.Backend):
     """One OpenCL device.
 
-    device_number: which of the devices that `hal info` lists. memory: "zero_copy" (kernels work on the host's memory),
-    "staging" (copies through a pool), or "auto": zero_copy where the device shares memory with the host. lanes, group: the
-    kernels' shape, default what the device prefers. profile: time every kernel, see `kernel_times`.
+    device_number: which of the devices that `hal info` lists.
+    memory: "zero_copy" (kernels work on the host's memory), "staging" (copies through a pool), or "auto": zero_copy
+        where the device shares memory with the host.
+    lanes, group: the kernels' shape (see kernels/common.h), default what the device prefers.
+    profile: time every kernel, see `kernel_times`.
     """
 
     name = "opencl"

@@ -1,6 +1,6 @@
-"""One OpenCL device: its context, its in-order queue, the programs built for it, and how often and how long kernels ran.
+"""One OpenCL device: its context, its in-order queue, its programs, and how often and how long kernels ran.
 
-Programs are built when first used, once per file and set of -D options; PyOpenCL and the driver keep the binaries on disk.
+Programs are built when first used, once per file and set of -D options; PyOpenCL and the driver keep the binaries.
 Errors of OpenCL become HAL's: no device or no driver is BackendUnavailable, anything later a HalError that names the
 kernel and says what to do.
 """
@@ -80,7 +80,7 @@ class Engine:
     def __init__(
         self, device: Any, *, lanes: int | None = None, group: int | None = None, profile: bool = False
     ) -> None:
-        """lanes, group: default what the device prefers (a wide vector and 1, or 1 and up to 64). profile: time kernels."""
+        """lanes, group: default what the device prefers (a wide vector and 1, or 1 and up to 64). profile: time it."""
         cl = opencl()
         self.cl, self.device, self.profile = cl, device, profile
         wide = device.preferred_vector_width_float

@@ -1,7 +1,7 @@
 """How a kernel gets at tensors, which live in host memory, since torch has no OpenCL device.
 
-Where the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get the
-tensor's offset in it: tensors that share a storage share a buffer, because OpenCL leaves overlapping buffers undefined.
+Where the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get
+the tensor's offset in it: tensors that share a storage share a buffer, because OpenCL leaves overlaps undefined.
 Elsewhere (or with memory="staging") the bytes a tensor spans are copied to a buffer from a pool, and back if written.
 Either way a call ends only when its results are in host memory: any torch operation may read them next.
 """
@@ -82,7 +82,7 @@ def _span(t: Tensor) -> int:
 
 
 class Call:
-    """The kernels of one op call: `with Call() as call: call.run(...)`; at the end the results are where torch sees them."""
+    """The kernels of one op call: `with Call() as call: call.run(...)`; at its end torch sees the results."""
 
     def __init__(self) -> None:
         self.engine = engine()

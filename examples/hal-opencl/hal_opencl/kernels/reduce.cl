@@ -10,3 +10,13 @@ kernel void column_sum(IN(f32, partial), OUT(T, out), const long pieces, const l
     for (long piece = 0; piece < pieces; piece++) sum += LOAD_N(f32, partial + piece * width + c, n);
     STORE_N(T, out + c, sum, n);
 }
+
+// partial[piece][width] = the column sums of each piece of the rows of x.
+kernel void column_pieces(IN(T, x), OUT(f32, partial), const long rows, const long width) {
+    global const T *x = TENSOR(x);
+    COLUMN_PIECE(c, n, width, row0, row1, rows);
+    if (n <= 0) return;
+    vec sum = 0;
+    for (long row = row0; row < row1; row++) sum += LOAD_N(T, x + row * width + c, n);
+    STORE_N(f32, TENSOR(partial) + get_group_id(1) * width + c, sum, n);
+}

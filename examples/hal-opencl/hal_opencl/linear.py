@@ -1,0 +1,73 @@
+"""linear (kernels/linear.cl): every product of it is a b^T of two strided operands, packed first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+
+from .device import OpenCL
+from .engine import engine
+from .memory import Call, Out
+from .tensors import blocks, column_sum, pieces, reasons, rows_of
+
+_MR, _NV = 8, 2
+"""Rows and vectors of a work-item's tile."""
+
+
+def _pack(call: Call, x: Tensor, tile: int) -> tuple[Any, int]:
+    """x [rows, k] of any strides in panels of `tile` rows, and how many panels."""
+    rows, k = x.shape
+    panels = -(-rows // tile)
+    packed = call.scratch(panels * tile * k)
+    grid = (-(-panels // engine().group),)
+    call.run("linear", "pack", _types(x), grid, x, packed, tile, rows, k, *x.stride())
+    return packed, panels
+
+
+def _types(x: Tensor) -> dict[str, Any]:
+    return {"T": x.dtype, "MR": _MR, "NV": _NV}
+
+
+def _product(call: Call, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -> None:
+    """c [m, n] = a [m, k] b [n, k]^T + bias [n]."""
+    if not c.numel():
+        return
+    (left, rows), (right, columns) = _pack(call, a, _MR), _pack(call, b, _NV * engine().lanes)
+    grid = (-(-rows // engine().group), columns)
+    call.run("linear", "multiply", _types(c), grid, left, right, bias, Out(c), *c.shape, a.shape[1])
+
+
+def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[str]:
+    return reasons(x, weight, bias)
+
+
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, has_bias = residuals
+    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(weight.shape, dtype=x.dtype)
+    db = torch.zeros(weight.shape[0], dtype=x.dtype) if has_bias else None
+    rows = rows_of(dy)
+    dy_rows, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
+    with Call() as call:
+        _product(call, dy_rows, weight.t(), None, dx.view(x_rows.shape))
+        _product(call, dy_rows.t(), x_rows.t(), None, dw)
+        if db is not None and dy.numel():
+            count, width = pieces(rows), db.numel()
+            partial, grid = call.scratch(count * width), (blocks(width), count)
+            call.run("reduce", "column_pieces", {"T": dy.dtype}, grid, dy_rows.contiguous(), partial, rows, width)
+            column_sum(call, partial, count, db)
+    return dx, dw, db
+
+
+@OpenCL.impl(ops.linear, id="opencl/cl", why_not=_why_not, bwd=_backward)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+    rows = rows_of(x)
+    with Call() as call:
+        x_rows = x.reshape(rows, x.shape[-1])
+        _product(call, x_rows, weight, None if bias is None else bias.contiguous(), y.view(rows, weight.shape[0]))
+    return y, (x, weight, bias is not None)
