@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # A second environment: torch-npu changes how torch starts, so it must not be where people work by default.
 SIM := .venv-sim
+DOCS := .venv-docs
+RESULTS := docs/support/results
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow test-simulators gpu sanitize lint check bench clean
+.PHONY: train test test-slow test-simulators gpu sanitize lint check bench support docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -50,5 +52,21 @@ check: lint test  ## what a change must pass
 bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
 	$(BIN)/hal bench all
 
+support: $(READY) $(SIM)/.ready  ## the kit on every backend; writes docs/support/ (a test notices when it is stale)
+	$(BIN)/hal parity --backend cpu_ref --json $(RESULTS)/cpu_ref.json
+	$(SIM)/bin/hal parity --backend npu --simulate --json $(RESULTS)/npu-simulator.json
+	$(SIM)/bin/hal parity --backend cuda --simulate --json $(RESULTS)/cuda-simulator.json
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable examples/hal-opencl
+	$(BIN)/hal parity --backend opencl --json $(RESULTS)/opencl.json
+	$(BIN)/hal parity --merge $(RESULTS)/*.json --html runs/support.html --markdown docs/support/README.md
+
+docs: $(DOCS)/.ready  ## the documentation as a site in build/site, every link checked
+	$(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: mkdocs.yml constraints.txt setup.cfg
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(SIM) build dist *.egg-info runs
+	rm -rf $(VENV) $(SIM) $(DOCS) build dist *.egg-info runs
