@@ -12,7 +12,7 @@ import os
 import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,16 +43,21 @@ _SPELLINGS = {
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
     """The checked Config of a command line. Raises ConfigError; exits for --help."""
+    return build(read(argv, environ))
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Option values by field name, from all three places. Raises ConfigError; exits for --help."""
     namespace = vars(_parse_known(argv))
     path = namespace.pop("config", None)
     values = _environment(os.environ if environ is None else environ)
     if path is not None:
         values.update(read_yaml(path))
     values.update({name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()})
-    return build(values)
+    return values
 
 
-def build(values: Mapping[str, Any]) -> Config:
+def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) -> Config:
     """A checked Config from option values by field name; what is in `values` counts as given by the user."""
     for name in values:
         if name not in _OPTIONS:

@@ -20,10 +20,12 @@ COMMANDS = {
     "parity": "the conformance kit: every op of a backend against the float64 reference",
     "bench": "ratios against named peers and against the machine's limits",
     "data": "text into training data, and what such data holds",
+    "plan": "which layouts of a model fit on N devices, and what each costs",
     "train": "train a GPT",
     "generate": "continue prompts with a trained model",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",
+    "completion": "a script for the shell that completes commands, options, backends and ops",
 }
 
 

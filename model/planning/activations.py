@@ -1,8 +1,8 @@
 """Bytes that one microbatch keeps on a rank between its forward and its backward pass.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4, count
-s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks (random numbers
-are values), no matrix of scores (flash attention), and what enters a column-parallel layer kept whole.
+s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks (random
+numbers are values), no matrix of scores (flash attention), and what enters a column-parallel layer kept whole.
 """
 
 from __future__ import annotations

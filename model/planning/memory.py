@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from ..config import Config
 from ..parallel.plan import Plan
 from .activations import head_bytes, recomputed_at_once, stage_bytes
-from .schedules import order, peak_in_flight
+from .schedules import fullest
 from .shape import Shape
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
@@ -49,10 +49,9 @@ def rank_memory(shape: Shape, rank: int) -> Memory:
     """What pipeline rank `rank` holds when it holds most: in a backward pass, or while gradients are reduced."""
     plan, stages = shape.plan, shape.plan.stages_of(rank)
     weights, gradients, optimizer = _states(shape, rank)
-    # A schedule's first rounds are as full as any later one.
-    rounds = min(plan.microbatches, 4 * plan.layout.pp)
-    actions = order(plan.schedule, plan.layout.pp, len(stages), rounds, rank)
-    activations = peak_in_flight(actions, {s: stage_bytes(shape, s) for s in stages})
+    moments = fullest(plan.schedule, plan.layout.pp, len(stages), plan.microbatches, rank)
+    kept = {s: stage_bytes(shape, s) for s in stages}
+    activations = max(sum(kept[s] * count for s, count in held.items()) for held in moments)
     working = max(_working(shape, s) for s in stages)
     buffers = _pipeline_buffers(shape, stages)
     if plan.zero == 0 and plan.layout.dp * plan.layout.cp > 1:

@@ -1,14 +1,14 @@
 """The order of a pipeline's work under each schedule, and what follows from it: activations in flight, and the bubble.
 
-The orders are those in which torch's schedules run the trainer's stages; `hal bench scaling` compares them with recorded
-runs. Times are in units of one stage's forward pass.
+The orders are those in which torch's schedules run the trainer's stages; `hal bench scaling` compares them with
+recorded runs. Times are in units of one stage's forward pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -82,17 +82,26 @@ def _zbv(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
         yield do("W", down)
 
 
-def peak_in_flight(actions: Sequence[Action], size: Mapping[int, float]) -> float:
-    """The most that microbatches between their forward and the end of their backward pass hold, in units of `size`,
-    which gives what one microbatch holds on a stage."""
-    held = peak = 0.0
+def in_flight(actions: Sequence[Action]) -> list[dict[int, int]]:
+    """How many microbatches each stage of a rank holds, between forward and the end of their backward pass, whenever
+    that is no less than at any other time."""
+    held: dict[int, int] = dict.fromkeys((a.stage for a in actions), 0)
+    fullest: list[dict[int, int]] = []
     for kind, stage, _ in actions:
         if kind == "F":
-            held += size[stage]
-            peak = max(peak, held)
+            held[stage] += 1
+            if not any(all(held[s] <= other[s] for s in held) for other in fullest):
+                fullest = [o for o in fullest if not all(o[s] <= held[s] for s in held)] + [dict(held)]
         elif kind in "BW":
-            held -= size[stage]
-    return peak
+            held[stage] -= 1
+    return fullest
+
+
+@cache
+def fullest(schedule: str, pp: int, chunks: int, microbatches: int, rank: int) -> list[dict[int, int]]:
+    """`in_flight` of a rank. A schedule's first rounds are as full as any later one, so they are all that is looked
+    at."""
+    return in_flight(order(schedule, pp, chunks, min(microbatches, 3 * pp), rank))
 
 
 def bubble(orders: Sequence[Sequence[Action]]) -> float:
@@ -130,8 +139,8 @@ def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
 def bubble_formula(schedule: str, pp: int, chunks: int, microbatches: int) -> float:
     """Idle time / working time of one step, all stages being equal.
 
-    1F1B (p-1)/m and interleaved (p-1)/(v m): Narayanan et al., section 2.2. Zero bubble: what is left of it in a trainer
-    whose ranks wait for each other at the end of a step, (p-1) forward passes of half-sized stages in 6 m.
+    1F1B (p-1)/m and interleaved (p-1)/(v m): Narayanan et al., section 2.2. Zero bubble: what is left of it in a
+    trainer whose ranks wait for each other at the end of a step, (p-1) forward passes of half-sized stages in 6 m.
     """
     if schedule == "none":
         return 0.0

@@ -5,7 +5,9 @@ Counts are those of the model that the trainer builds (gpt.py), to the element; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hal.mesh import Layout
 
 from ..config import Config
 from ..parallel.plan import Plan
@@ -96,3 +98,12 @@ class Shape:
 
     def _norm(self) -> int:
         return self.config.hidden_size * (2 if self.config.normalization == "LayerNorm" else 1)
+
+
+def total_parameters(c: Config) -> int:
+    """Of the whole model, each counted once."""
+    noop = {int(n) for n in c.noop_layers}
+    layers = tuple(n for n in range(c.num_layers) if n not in noop)
+    whole = replace(c, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
+    whole.padded_vocab_size = c.padded_vocab_size
+    return Shape.of(whole, Plan(Layout(), "none", (layers,), 1, 0)).parameters(0)

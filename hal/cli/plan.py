@@ -1,0 +1,109 @@
+"""`hal plan`: which layouts of a model fit on N devices, what each holds and sends, and about how fast it would be.
+
+Runs no model and touches no device: formulas over the data sheet of a kind of device that the backend knows. The
+layouts are those that `hal train` accepts; its options fix a choice (--tensor-model-parallel-size 8), the rest is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hal.accelerator import Accelerator
+from hal.errors import HalError
+from hal.registry import load
+
+from .arguments import Parser, add_backend
+
+_UNITS = {
+    "memory": ("--device-memory", "GiB", 2.0**30),
+    "memory_bandwidth": ("--memory-bandwidth", "GB/s", 1e9),
+    "node_link": ("--node-link", "GB/s", 1e9),
+    "network": ("--network", "GB/s", 1e9),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 1 if no layout fits."""
+    from hal.model.arguments import build, read
+    from hal.model.checks import check_model
+    from hal.model.planning import report
+    from hal.model.planning.search import require_some, search, set_vocabulary
+
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.devices < 1:
+        parser.error(f"--devices must be 1 or more, got {arguments.devices}")
+    if not 0.0 <= arguments.headroom < 1.0:
+        parser.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
+    device = _device(arguments)
+    config = build(read(rest), check_model)
+    set_vocabulary(config)
+    limit = device.memory * (1.0 - arguments.headroom)
+    found = search(config, arguments.devices, device, limit)
+    require_some(found, arguments.devices)
+    shown = report.text(found, config, arguments.devices, device, limit, arguments.top)
+    print(shown, file=sys.stderr if arguments.json == "-" else sys.stdout)
+    if arguments.json:
+        content = json.dumps(report.record(found, config, arguments.devices, device, limit), indent=1) + "\n"
+        sys.stdout.write(content) if arguments.json == "-" else Path(arguments.json).write_text(content)
+    return 0 if found.fits else 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "plan",
+        description=__doc__,
+        epilog="Options of `hal train` describe the model and fix parts of the layout; --config NAME takes a ready one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_backend(parser, required=True)
+    add = parser.add_argument
+    add("--devices", type=int, required=True, metavar="N", help="how many devices there are")
+    add("--accelerator", metavar="NAME", help="kind of device, of those the backend knows (default: its first)")
+    for name, (flag, unit, _) in _UNITS.items():
+        add(flag, type=float, metavar=unit, dest=name, help=f"instead of the accelerator's {name.replace('_', ' ')}")
+    add("--device-flops", type=float, metavar="TFLOP/s", help="instead of the accelerator's peak in the model's dtype")
+    add("--devices-per-node", type=int, metavar="N", help="instead of the accelerator's devices per machine")
+    add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left to everything else (default 0.1)")
+    add("--top", type=int, default=20, metavar="N", help="how many layouts are shown (default 20)")
+    add("--json", metavar="FILE", help="also write every layout to FILE; - is the standard output")
+    return parser
+
+
+def _device(arguments: argparse.Namespace) -> Accelerator:
+    """The accelerator chosen, with what was given on the command line in place of its own figures."""
+    known = {a.name: a for a in load(arguments.backend).accelerators}
+    given = {name: getattr(arguments, name) for name in _UNITS if getattr(arguments, name) is not None}
+    for name, value in (
+        *given.items(),
+        ("device_flops", arguments.device_flops),
+        ("per_node", arguments.devices_per_node),
+    ):
+        if value is not None and value <= 0:
+            raise HalError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    names = ", ".join(known) or "none"
+    if arguments.accelerator is not None and arguments.accelerator not in known:
+        raise HalError(
+            f"backend '{arguments.backend}' knows no accelerator '{arguments.accelerator}'; it knows: {names}"
+        )
+    if known:
+        device = known[arguments.accelerator] if arguments.accelerator else next(iter(known.values()))
+    elif len(given) < len(_UNITS) or arguments.device_flops is None or arguments.devices_per_node is None:
+        flags = ", ".join([*(flag for flag, _, _ in _UNITS.values()), "--device-flops", "--devices-per-node"])
+        raise HalError(f"backend '{arguments.backend}' lists no accelerators; describe the device with {flags}")
+    else:
+        device = Accelerator("device", 0.0, {}, 0.0, 0.0, 0.0, 1, "given on the command line")
+    changes = {name: value * _UNITS[name][2] for name, value in given.items()}
+    if arguments.device_flops is not None:
+        peak = arguments.device_flops * 1e12
+        device = replace(device, flops={"bf16": peak, "fp16": peak, "fp32": peak})
+    if arguments.devices_per_node is not None:
+        device = replace(device, per_node=arguments.devices_per_node)
+    changed = [_UNITS[n][0] for n in changes]
+    source = device.source + (f"; changed: {', '.join(changed)}" if changed and known else "")
+    return replace(device, **changes, source=source)

@@ -1,0 +1,145 @@
+"""A search's result as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from hal import Accelerator
+
+from ..config import Config
+from .memory import Memory, explain, gib
+from .search import Found, Option, best_of_each
+from .shape import total_parameters
+from .traffic import Traffic
+
+_SHOWN = {"activations": "act.", "gradients": "grads", "optimizer": "optim."}
+
+
+def text(found: Found, config: Config, devices: int, device: Accelerator, limit: float, top: int) -> str:
+    """The layouts that fit, fastest first (the best of each TP, CP, PP and DP), and by how much others do not."""
+    assert config.global_batch_size
+    count = _parameters(found)
+    lines = [
+        f"{count / 1e9:.2f} billion parameters, {config.params_dtype}, {config.global_batch_size} sequences of "
+        f"{config.seq_length} per step",
+        f"{devices} x {device.name}, {device.per_node} per machine; {gib(limit):.1f} of {gib(device.memory):.1f} GiB "
+        f"for tensors ({device.source})",
+        f"{len(found.fits)} layouts fit, {len(found.too_large)} do not, {found.refused.total()} more are not legal",
+    ]
+    best = best_of_each(found.fits)
+    if best:
+        shown = best[:top]
+        lines += ["", "The fastest of each TP x CP x PP x DP; GiB per device, GiB sent per device and step:", ""]
+        lines += _columns([_HEAD, *map(_cells, shown)])
+        if len(best) > len(shown):
+            lines.append(f"and {len(best) - len(shown)} more; --top shows them")
+        lines += ["", f"the first as options of hal train: {flags(best[0])}"]
+    short = best_of_each(found.too_large)[:5]
+    if short:
+        lines += ["", "do not fit, least missing first:"]
+        lines += [f"  {name(o)}: {gib(o.memory.total - limit):.1f} GiB too much ({explain(o.memory)})" for o in short]
+    return "\n".join(lines)
+
+
+def record(found: Found, config: Config, devices: int, device: Accelerator, limit: float) -> dict[str, Any]:
+    """The same, complete: every layout that fits, and the 100 that miss by least."""
+    return {
+        "parameters": _parameters(found),
+        "devices": devices,
+        "accelerator": {**asdict(device), "flops": dict(device.flops)},
+        "limit_bytes": limit,
+        "fits": [_row(o) for o in found.fits],
+        "too_large": [{**_row(o), "missing_bytes": o.memory.total - limit} for o in found.too_large[:100]],
+        "not_legal": found.refused.total(),
+    }
+
+
+def name(option: Option) -> str:
+    """A layout in a few words."""
+    plan, c = option.plan, option.config
+    parts = [f"{k.upper()} {n}" for k, n in asdict(plan.layout).items() if n > 1]
+    chunks = plan.stages // plan.layout.pp
+    parts += [f"{plan.schedule} x {chunks}"] if plan.schedule == "interleaved" else []
+    parts += ["zero bubble"] if plan.schedule == "zbv" else []
+    parts += [f"ZeRO {plan.zero}"] if plan.zero else []
+    parts += [f"recompute {recomputation(c)}"] if c.recompute_granularity else []
+    return ", ".join([*parts, f"micro batch {c.micro_batch_size}"])
+
+
+def recomputation(c: Config) -> str:
+    """What is recomputed: "-", "selective", "all", or "block N" (layers per stage)."""
+    if c.recompute_granularity == "full":
+        return "all" if c.recompute_method == "uniform" else f"block {c.recompute_num_layers}"
+    return c.recompute_granularity or "-"
+
+
+def flags(option: Option) -> str:
+    """The layout as options of `hal train`."""
+    c = option.config
+    names = (
+        "tensor_model_parallel_size sequence_parallel context_parallel_size pipeline_model_parallel_size "
+        "pipeline_schedule num_layers_per_virtual_pipeline_stage zero_stage use_distributed_optimizer "
+        "overlap_grad_reduce recompute_granularity recompute_method recompute_num_layers"
+    )
+    plain = Config()
+    words = [f"--micro-batch-size {c.micro_batch_size}"]
+    for option_name in names.split():
+        value = getattr(c, option_name)
+        if value != getattr(plain, option_name):
+            words.append(f"--{option_name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    return " ".join(words)
+
+
+_HEAD = (
+    *("TP", "CP", "PP", "VPP", "DP", "ZeRO", "recompute", "micro"),
+    *(_SHOWN.get(f.name, f.name) for f in fields(Memory)),
+    *("total", "bubble"),
+    *(f.name for f in fields(Traffic)),
+    *("s/step", "tokens/s", "MFU"),
+)
+
+
+def _cells(o: Option) -> tuple[str, ...]:
+    assert o.traffic is not None and o.estimate is not None
+    layout, e = o.plan.layout, o.estimate
+    chunks = "V" if o.plan.schedule == "zbv" else str(o.plan.stages // layout.pp)
+    return (
+        *map(str, (layout.tp, layout.cp, layout.pp, chunks, layout.dp, o.plan.zero)),
+        *(recomputation(o.config), str(o.config.micro_batch_size)),
+        *(f"{gib(getattr(o.memory, f.name)):.1f}" for f in fields(Memory)),
+        *(f"{gib(o.memory.total):.1f}", f"{e.bubble:.1%}"),
+        *(f"{gib(getattr(o.traffic, f.name)):.1f}" for f in fields(Traffic)),
+        *(f"{e.seconds:.2f}", f"{e.tokens_per_second:.3g}", f"{e.mfu:.1%}"),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def _row(o: Option) -> dict[str, Any]:
+    c, layout = o.config, o.plan.layout
+    row: dict[str, Any] = {
+        **asdict(layout),
+        "schedule": o.plan.schedule,
+        "stages_per_rank": o.plan.stages // layout.pp,
+        "sequence_parallel": c.sequence_parallel,
+        "zero_stage": o.plan.zero,
+        "recompute": recomputation(c),
+        "micro_batch_size": c.micro_batch_size,
+        "microbatches": o.plan.microbatches,
+        "memory_bytes": {**asdict(o.memory), "total": o.memory.total},
+        "options": flags(o),
+    }
+    if o.traffic is not None and o.estimate is not None:
+        row["traffic_bytes_per_step"] = {**asdict(o.traffic), "total": o.traffic.total}
+        row["estimate"] = asdict(o.estimate)
+    return row
+
+
+def _parameters(found: Found) -> int:
+    some = (found.fits or found.too_large)[0]
+    return total_parameters(some.config)
