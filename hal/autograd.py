@@ -1,12 +1,14 @@
 """One autograd.Function per implementation, made from a forward and a backward function.
 
 The forward has the op's signature and returns `(output, residuals)`; the backward maps `(residuals, *output_grads)` to
-one gradient per name in `op.grads`. The wrapper adds a positional argument list (what autograd.Function needs) and
-skips autograd altogether when no input asks for a gradient.
+one gradient per name in `op.grads`; if it has a parameter `needs`, it is told which of them are wanted. The wrapper
+adds a positional argument list (what autograd.Function needs) and skips autograd altogether when no input asks for a
+gradient.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,11 @@ def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., 
     return define("call", source, scope, f"{id} for {op.name}")
 
 
+def takes_needs(bwd: Callable[..., Any]) -> bool:
+    """Whether a backward function wants to know which gradients are wanted."""
+    return "needs" in inspect.signature(bwd).parameters
+
+
 def _optional(op: Op[Any, Any], name: str) -> bool:
     return tensor_kind(op.signature.parameters[name].annotation) == "optional"
 
@@ -49,7 +56,7 @@ def _function(
     op: Op[Any, Any], positional: Callable[..., Any], bwd: Callable[..., Any], id: str, names: list[str]
 ) -> type[torch.autograd.Function]:
     slots = [names.index(n) for n in op.grads]
-    n_params, nondiff = len(names), op.nondiff_outputs
+    n_params, nondiff, told = len(names), op.nondiff_outputs, takes_needs(bwd)
 
     class ImplFunction(torch.autograd.Function):
         @staticmethod
@@ -71,7 +78,8 @@ def _function(
             residuals = tuple(next(saved) if r is _TENSOR else r for r in ctx.plain)
             if ctx.diff is not None:
                 output_grads = tuple(output_grads[i] for i in ctx.diff)
-            grads = bwd(residuals, *output_grads)
+            wanted = {"needs": tuple(ctx.needs_input_grad[slot] for slot in slots)} if told else {}
+            grads = bwd(residuals, *output_grads, **wanted)
             if not isinstance(grads, tuple) or len(grads) != len(slots):
                 raise HalError(
                     f"bwd of implementation '{id}' must return a tuple of {len(slots)} gradients, for {op.grads}; "

@@ -141,7 +141,9 @@ class Backend(ABC):
         The function has exactly the reference's signature. Without `bwd` it returns what the reference returns and,
         if the op has gradients, is differentiable by torch. With `bwd` it returns `(output, residuals)`;
         `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in `op.grads`, in that order.
-        Residuals are a tuple of tensors and plain values. Forward and backward are one choice.
+        Residuals are a tuple of tensors and plain values. Forward and backward are one choice. A bwd with a keyword
+        parameter `needs` gets a tuple of bools, one per name in `op.grads`: what it returns where needs is False is
+        dropped, so it may return None there instead of computing it.
 
         why_not(same parameters): reasons why a call is refused, empty = it runs. Pure and cheap; it may be given
             meta tensors and must not touch a device.

@@ -81,15 +81,22 @@ class Outcome:
     differentiable: list[Tensor]
 
 
-def run(op: Op[Any, Any], function: Callable[..., Any], arguments: Mapping[str, Any], with_grad: bool) -> Outcome:
+def run(
+    op: Op[Any, Any],
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    with_grad: bool,
+    wanted: Sequence[str] | None = None,
+) -> Outcome:
     """Calls `function`, recording for autograd if `with_grad`; `backward` is the second half.
 
-    The arguments that have gradients are detached and made leaves; memory is shared with `arguments`.
+    The arguments that have gradients (of these, `wanted`; None = all) are detached and made leaves; memory is shared
+    with `arguments`.
     """
     given = dict(arguments)
     leaves = {}
     if with_grad:
-        for name in op.grads:
+        for name in op.grads if wanted is None else wanted:
             if isinstance(given[name], Tensor) and given[name].is_floating_point():
                 given[name] = leaves[name] = given[name].detach().requires_grad_()
     with torch.set_grad_enabled(with_grad):

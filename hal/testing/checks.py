@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.autograd import takes_needs
 from hal.dispatch import activated
 from hal.errors import UnsupportedOp
 from hal.op import Sample
@@ -63,6 +64,8 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
                 raise subject.fail(f"the gradient of {name} differs in bits when backward runs twice", sample)
         outcome.gradients = _backward(subject, sample, outcome, [scattered(dy) for dy in dys_there])
         worst = max(worst, _compare(subject, sample, outcome, oracle, native, " (upstream gradient not contiguous)"))
+        if subject.impl.bwd is not None and takes_needs(subject.impl.bwd):
+            _must_not_depend_on_needs(subject, sample, arguments, again, dys_there)
     repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False)
     for name, y in outcome.outputs.items():
         if not equal_bits(y, repeated.outputs[name]):
@@ -129,6 +132,15 @@ def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tupl
     return reasons
 
 
+def _must_not_depend_on_needs(
+    subject: Subject, sample: Sample, arguments: Mapping[str, Any], all_: Mapping[str, Any], dys: Sequence[Tensor]
+) -> None:
+    for name, expected in all_.items():
+        alone = _backward(subject, sample, _run(subject, sample, arguments, True, [name]), dys)[name]
+        if expected is not None and (alone is None or not equal_bits(alone, expected)):
+            raise subject.fail(f"the gradient of {name} is another one when it is the only one wanted (needs)", sample)
+
+
 def _must_stay_idle(subject: Subject, sample: Sample, arguments: Mapping[str, Any], reasons: Sequence[str]) -> None:
     calls = subject.calls
     try:
@@ -145,10 +157,16 @@ def _must_stay_idle(subject: Subject, sample: Sample, arguments: Mapping[str, An
         )
 
 
-def _run(subject: Subject, sample: Sample, arguments: Mapping[str, Any], with_grad: bool) -> Outcome:
+def _run(
+    subject: Subject,
+    sample: Sample,
+    arguments: Mapping[str, Any],
+    with_grad: bool,
+    wanted: Sequence[str] | None = None,
+) -> Outcome:
     calls = subject.calls
     try:
-        outcome = run(subject.op, subject.op, arguments, with_grad)
+        outcome = run(subject.op, subject.op, arguments, with_grad, wanted)
         subject.backend.synchronize()
     except Exception as error:
         raise subject.fail(f"accepted the call and raised {type(error).__name__}: {error}", sample) from error

@@ -114,3 +114,19 @@ def test_an_implementation_without_bwd_is_differentiated_by_torch(toy, make_back
         x = torch.ones(3, requires_grad=True)
         toy(x, scale=5.0).sum().backward()
         assert torch.equal(x.grad, torch.full((3,), 5.0))
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("w",), ("x", "w")])
+def test_a_backward_with_needs_is_told_which_gradients_are_wanted(toy, make_backend, wanted):
+    backend, told = make_backend(), []
+
+    def bwd(residuals, dy, *, needs):
+        told.append(needs)
+        return tuple(dy * 3 if need else None for need in needs)
+
+    backend.impl(toy, id="a", bwd=bwd)(lambda x, w=None, *, scale=1.0: (x * 1.0, ()))
+    x, w = (torch.ones(3, requires_grad=name in wanted) for name in ("x", "w"))
+    with hal.activated(backend()):
+        toy(x, w).sum().backward()
+    assert told == [("x" in wanted, "w" in wanted)]
+    assert [t.grad is not None for t in (x, w)] == ["x" in wanted, "w" in wanted]

@@ -81,7 +81,7 @@ def ignores_vocab_start(weight, ids, vocab_start, comm):
     return ops.embedding.reference(weight, ids % weight.shape[0], vocab_start=0, comm=None)
 
 
-def forgets_other_ranks(logits, target, label_smoothing, vocab_start, comm):
+def forgets_other_ranks(logits, target, label_smoothing, vocab_start, comm, inplace_backward):
     if comm is None:
         return ops.cross_entropy.reference(logits, target, label_smoothing=label_smoothing)
     return ops.cross_entropy.reference(logits, target % logits.shape[-1], label_smoothing=label_smoothing)
@@ -186,6 +186,32 @@ def test_a_backward_that_changes_its_residuals_is_caught():
 
     _, messages = verdict(plant(softmax, forward, bwd=bwd), softmax)
     assert "differs in bits when backward runs twice" in messages
+
+
+def linear_forward(x, weight, bias):
+    return ops.linear.reference(x, weight, bias), (x, weight, bias is not None)
+
+
+def linear_backward(residuals, dy, *, needs):
+    x, weight, has_bias = residuals
+    rows = math.prod(x.shape[:-1])
+    dy_rows, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
+    dx = (dy @ weight).reshape(x.shape) if needs[0] else None
+    dweight = dy_rows.t() @ x_rows if needs[1] else None
+    return dx, dweight, dy_rows.sum(0) if has_bias and needs[2] else None
+
+
+def weight_by_the_way(residuals, dy, *, needs):
+    """Computes the weight's gradient only where x's is computed."""
+    dx, dweight, dbias = linear_backward(residuals, dy, needs=(needs[0], needs[0], needs[2]))
+    return dx, dweight, dbias
+
+
+@pytest.mark.parametrize("bwd, ok", [(linear_backward, True), (weight_by_the_way, False)])
+def test_a_gradient_that_depends_on_which_others_are_wanted_is_caught(bwd, ok):
+    report, messages = verdict(plant(ops.linear, linear_forward, bwd=bwd), ops.linear)
+    assert ({r.status for r in report.rows if r.dtype == "float32"} == {"pass"}) is ok
+    assert ok or "the gradient of weight is another one when it is the only one wanted (needs)" in messages
 
 
 def test_a_refusal_that_does_not_hold_is_caught():

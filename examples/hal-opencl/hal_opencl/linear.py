@@ -46,15 +46,20 @@ def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[
     return reasons(x, weight, bias)
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight, has_bias = residuals
-    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(weight.shape, dtype=x.dtype)
-    db = torch.zeros(weight.shape[0], dtype=x.dtype) if has_bias else None
+def _backward(
+    residuals: tuple[Any, ...], dy: Tensor, *, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight = residuals
+    dx = torch.empty(x.shape, dtype=x.dtype) if needs[0] else None
+    dw = torch.empty(weight.shape, dtype=x.dtype) if needs[1] else None
+    db = torch.zeros(weight.shape[0], dtype=x.dtype) if needs[2] else None
     rows = rows_of(dy)
     dy_rows, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
     with Call() as call:
-        _product(call, dy_rows, weight.t(), None, dx.view(x_rows.shape))
-        _product(call, dy_rows.t(), x_rows.t(), None, dw)
+        if dx is not None:
+            _product(call, dy_rows, weight.t(), None, dx.view(x_rows.shape))
+        if dw is not None:
+            _product(call, dy_rows.t(), x_rows.t(), None, dw)
         if db is not None and dy.numel():
             count, width = pieces(rows), db.numel()
             partial, grid = call.scratch(count * width), (blocks(width), count)
@@ -70,4 +75,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tenso
     with Call() as call:
         x_rows = x.reshape(rows, x.shape[-1])
         _product(call, x_rows, weight, None if bias is None else bias.contiguous(), y.view(rows, weight.shape[0]))
-    return y, (x, weight, bias is not None)
+    return y, (x, weight)

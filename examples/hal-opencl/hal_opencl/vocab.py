@@ -32,8 +32,8 @@ def _why_not_cross_entropy(
 
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, lse, smoothing, vocab_start, v = residuals
-    dlogits = torch.empty_like(logits)
+    logits, target, lse, smoothing, vocab_start, v, inplace = residuals
+    dlogits = logits if inplace else torch.empty_like(logits)
     if logits.numel():
         rows, width = rows_of(logits), logits.shape[-1]
         with Call() as call:
@@ -41,6 +41,8 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
                 *("vocab", "cross_entropy_bwd", {"T": logits.dtype}, (rows,), logits, target, lse, dloss.contiguous()),
                 *(Out(dlogits), smoothing, vocab_start, rows, width, v),
             )
+    if inplace:
+        torch.autograd.graph.increment_version(logits)  # whoever needs their values learns that they are gone
     return (dlogits,)
 
 
@@ -60,8 +62,9 @@ def cross_entropy(
     v = width * (comm.size if comm is not None else 1)
     smoothing = label_smoothing * v / (v - 1) if label_smoothing else 0.0
     loss, lse = torch.empty(target.shape), torch.empty(2, rows)
+    residuals = (logits, target, lse, smoothing, vocab_start, v, inplace_backward)
     if not rows:
-        return loss, (logits, target, lse, smoothing, vocab_start, v)
+        return loss, residuals
     types, stats = {"T": logits.dtype}, torch.empty(4, rows)
     with Call() as call:
         shape = (vocab_start, rows, width)
@@ -75,7 +78,7 @@ def cross_entropy(
         stats[1:] = comm.all_reduce(stats[1:])
     with Call() as call:
         call.run("vocab", "cross_entropy_loss", types, grid, stats, Out(loss), Out(lse), smoothing, rows, v)
-    return loss, (logits, target, lse, smoothing, vocab_start, v)
+    return loss, residuals
 
 
 def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:
