@@ -23,7 +23,7 @@ from . import checkpoint
 from .arguments import parse
 from .checks import world_size
 from .config import Config, ConfigError
-from .data import open_data
+from .data import Split, open_data
 from .files import make_folder, require_writable
 from .generate import generate
 from .gpt import GPT
@@ -114,13 +114,17 @@ def build(config: Config) -> tuple[Trainer, Tokenizer]:
     samples = {"train": config.train_iters * config.global_batch_size}
     if config.eval_interval:
         samples["valid"] = config.eval_iters * config.global_batch_size
-    data = open_data(config, tokenizer, samples)
+    # The data first: megatron-core builds its maps on one rank only once there is a world.
+    return make_trainer(config, open_data(config, tokenizer, samples)), tokenizer
+
+
+def make_trainer(config: Config, data: dict[str, Split]) -> Trainer:
+    """The trainer of a config whose vocabulary is known, at iteration 0 on the active backend; joins the world."""
     plan = make_plan(config, world_size(config))
     if plan.layout.world == 1:
-        return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data), tokenizer
-    # After the data is open: megatron-core builds its maps on one rank only once there is a world.
+        return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data)
     mesh = Mesh(plan.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
-    return ParallelTrainer(config, data, mesh, plan, local_device()), tokenizer
+    return ParallelTrainer(config, data, mesh, plan, local_device())
 
 
 def local_device() -> torch.device:
