@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hal import Comm, Rng, ops
 
@@ -131,8 +133,33 @@ class ColumnParallelLinear(nn.Module):
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
     """The product of a column-parallel layer: enters the tensor-parallel region."""
-    enter = regions.all_gather_to_region if parallel.sequence else regions.copy_to_region
-    return ops.linear(enter(x, parallel.tp), weight, bias)
+    if parallel.sequence and parallel.tp is not None and parallel.tp.size > 1:
+        return _GatheredLinear.apply(x, weight, bias, parallel.tp)
+    return ops.linear(regions.copy_to_region(x, parallel.tp), weight, bias)
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """linear(all_gather(x), weight, bias) that keeps this rank's rows for the backward pass, not all of them.
+
+    They are gathered a second time, while the gradient of x is computed (Korthikanti et al., arXiv 2205.05198, section
+    4.2.2: what a layer keeps is then divided by the ranks throughout).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm, ctx.has_bias = comm, bias is not None
+        return ops.linear(comm.all_gather(x), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gathering = ctx.comm.start("all_gather", x)
+        scattering = ctx.comm.start("reduce_scatter", ops.linear(dy, weight.t()))
+        dy_rows, x_rows = dy.flatten(0, -2), gathering.wait().flatten(0, -2)
+        dw = ops.linear(dy_rows.t(), x_rows.t())
+        return scattering.wait(), dw, dy_rows.sum(0) if ctx.has_bias else None, None
 
 
 class RowParallelLinear(nn.Module):
