@@ -3,7 +3,18 @@
 One module per family of ops. Importing this package imports neither torch_npu nor anything of the vendor's.
 """
 
-from . import activation, attention, attention_dropout, composed, norm, optimizer, random, rotary, softmax
+from . import (
+    activation,
+    attention,
+    attention_dropout,
+    composed,
+    low_precision,
+    norm,
+    optimizer,
+    random,
+    rotary,
+    softmax,
+)
 from .device import Npu
 
 __all__ = [
@@ -12,6 +23,7 @@ __all__ = [
     "attention",
     "attention_dropout",
     "composed",
+    "low_precision",
     "norm",
     "optimizer",
     "random",

@@ -62,7 +62,7 @@ def _why_not(
     return found
 
 
-def _bwd(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, mask, out, top, total, how = residuals
     if how is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -76,14 +76,15 @@ def _bwd(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Te
 
 
 _ROUNDED_OUTPUT = "npu_fusion_attention_grad forms its row sums from the 16-bit output, not from what was rounded"
+WAIVERS = {torch.float16: (8.0, _ROUNDED_OUTPUT), torch.bfloat16: (8.0, _ROUNDED_OUTPUT)}
 
 
 @Npu.impl(
     ops.flash_attention,
     id="npu/fusion_attention",
     why_not=_why_not,
-    bwd=_bwd,
-    waivers={torch.float16: (8.0, _ROUNDED_OUTPUT), torch.bfloat16: (8.0, _ROUNDED_OUTPUT)},
+    bwd=backward,
+    waivers=WAIVERS,
 )
 def flash_attention(
     q: Tensor,
@@ -104,15 +105,29 @@ def flash_attention(
     return_lse: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    batch, heads, sq, head_size = ops.layouts.sizes(q, layout, num_heads)
+    _, heads, _, head_size = ops.layouts.sizes(q, layout, num_heads)
     scale = 1.0 / math.sqrt(head_size) if scale is None else scale
     if layout == "TND":
         assert cu_seqlens_q is not None and cu_seqlens_k is not None
         ends = packed_ends(cu_seqlens_q, q.shape[0], "q"), packed_ends(cu_seqlens_k, k.shape[0], "k")
         return _packed(q, k, v, *ends, heads, scale, pre_tokens, next_tokens, return_lse)
     call, atten_mask = dense_call(q, k, layout, heads, scale, pre_tokens, next_tokens, mask)
+    return run_dense(q, k, v, layout, heads, call, atten_mask, return_lse)
+
+
+def run_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    heads: int,
+    call: Call | None,
+    atten_mask: Tensor | None,
+    return_lse: bool,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The result of a dense call, and what `backward` needs of it."""
     if call is None:
-        out, lse = nothing(q, batch, heads, sq)
+        out, lse = nothing(q, layout, heads)
         return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None)
     out, top, total = call.forward(*flat(layout, q, k, v), atten_mask)
     out = out.view(q.shape)
@@ -148,8 +163,9 @@ def flat(layout: str, *tensors: Tensor) -> Sequence[Tensor]:
     return [x.reshape(*x.shape[:2], -1) for x in tensors] if layout == "SBND" else tensors
 
 
-def nothing(q: Tensor, batch: int, heads: int, sq: int) -> tuple[Tensor, Tensor]:
+def nothing(q: Tensor, layout: str, heads: int) -> tuple[Tensor, Tensor]:
     """out and lse where no query sees a key."""
+    batch, _, sq, _ = ops.layouts.sizes(q, layout, heads)
     return torch.zeros_like(q), q.new_full((batch, heads, sq), -math.inf, dtype=torch.float32)
 
 

@@ -108,6 +108,7 @@ class Call:
     plan: Plan
     q_ends: tuple[int, ...] = ()
     k_ends: tuple[int, ...] = ()
+    low_precision: bool = False
 
     def options(self) -> dict[str, Any]:
         packed = {"actual_seq_qlen": self.q_ends, "actual_seq_kvlen": self.k_ends, "softmax_layout": "TND"}
@@ -115,7 +116,7 @@ class Call:
             "pre_tockens": self.plan.pre,
             "next_tockens": self.plan.next,
             "sparse_mode": self.plan.mode,
-            "inner_precise": 2 if self.plan.dead_rows else 0,
+            "inner_precise": 2 if self.plan.dead_rows else int(self.low_precision),
             **(packed if self.q_ends else {}),
         }
 

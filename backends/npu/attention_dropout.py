@@ -95,7 +95,7 @@ def flash_attention(
     scale = 1.0 / math.sqrt(head_size) if scale is None else scale
     call, atten_mask = dense_call(q, k, layout, heads, scale, pre_tokens, next_tokens, mask)
     if call is None:
-        out, lse = nothing(q, batch, heads, sq)
+        out, lse = nothing(q, layout, heads)
     else:
         keep = random.keep_mask((batch, heads, sq, k.shape[layout.index("S")]), dropout_p, rng, q.device)
         out, top, total = call.forward(*flat(layout, q, k, v), atten_mask, packed_bits(keep), 1.0 - dropout_p)

@@ -2,11 +2,12 @@
 
 npu_apply_adam_w multiplies the powers of beta it is given by beta once more, so it is given beta ** (step - 1);
 megatron_npu passed beta ** step until 2023-12-15, which shrinks the first steps (the first one by a quarter).
+In saturation mode (older chips; INF_NAN_MODE_ENABLE=0 with INF_NAN_MODE_FORCE_DISABLE=1 on others) an overflow leaves
+the largest number instead of inf, and the device's overflow flag is what unscale_and_check reports and lowers.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -83,12 +84,18 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _why_not_unscale(grads: Sequence[Tensor], inv_scale: float) -> Sequence[str]:
-    found = reasons(*grads)
-    if os.environ.get("INF_NAN_MODE_ENABLE") == "0":
-        found.append("INF_NAN_MODE_ENABLE=0 (overflow then saturates, so no inf tells of it; unset the variable)")
-    return found
+    return reasons(*grads)
 
 
 @Npu.impl(ops.unscale_and_check, id="npu/torch", why_not=_why_not_unscale)
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
-    return ops.unscale_and_check.reference(grads, inv_scale)
+    found = ops.unscale_and_check.reference(grads, inv_scale)
+    return found if torch.npu.utils.is_support_inf_nan() else torch.maximum(found, _overflow_since_last_asked(found))
+
+
+def _overflow_since_last_asked(like: Tensor) -> Tensor:
+    """1.0 if any operator of this device has overflowed; lowers the flag. For saturation mode, which leaves no inf."""
+    status = torch.ops.npu.npu_get_float_status(like.new_zeros(8))
+    flag = (status[0] != 0).to(torch.float32)
+    torch.ops.npu.npu_clear_float_status(like.new_zeros(8))
+    return flag

@@ -61,6 +61,15 @@ class Operator:
     expression: str
     planned: bool  # the expression runs in phase one and returns the work
 
+    def _operands(self) -> str:
+        """C++ that tells `write` whether an infinite result is an overflow: not if an operand is infinite already."""
+        used = [a for a in self.arguments if a.name != "out" and re.search(rf"\b{a.name}\b", self.expression)]
+        tensors, lists, scalars = (
+            ", ".join(f"{mark}{a.name}" for a in used if a.kind in kinds and not (a.kind == "S" and a.optional))
+            for kinds, mark in (("T", "&"), ("L", "&"), ("Sdf", ""))
+        )
+        return f"Operands operands({{{tensors}}}, {{{lists}}}, {{{scalars}}});"
+
     def source(self) -> str:
         parameters = ", ".join(f"{C_TYPES[a.kind]} {a.name}_raw" for a in self.arguments)
         decoded = "".join(f"    [[maybe_unused]] auto {a.name} = {a.decode(self.name)};\n" for a in self.arguments)
@@ -74,7 +83,7 @@ class Operator:
                 body = f"auto all = {self.expression}; {writes}"
             else:
                 body = f"{self.expression};"
-            work = f"    return [=]() mutable {{ {body} }};\n"
+            work = f"    return [=]() mutable {{ {self._operands()} {body} }};\n"
         return (
             f"aclnnStatus aclnn{self.name}GetWorkspaceSize(\n"
             f"    {parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"

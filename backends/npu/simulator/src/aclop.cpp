@@ -1,4 +1,4 @@
-// The three operators that torch_npu still reaches only through the older aclop path on this chip. libascendcl keeps
+// The operators that torch_npu still reaches only through the older aclop path on this chip. libascendcl keeps
 // the call's arguments and hands them over; an operator that is not here is refused there, by name.
 #include "aclop.h"
 
@@ -17,14 +17,14 @@ Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std
   return at::from_blob(buffer.data, desc.dims, at::TensorOptions().dtype(scalar_type(desc.type)));
 }
 
-using Operands = std::vector<Tensor>;
-using Kernel = std::function<void(const Operands& in, const Operands& out, const aclopAttr& attr)>;
+using Arrays = std::vector<Tensor>;
+using Kernel = std::function<void(const Arrays& in, const Arrays& out, const aclopAttr& attr)>;
 
 double number(const Tensor& x) { return x.item().toDouble(); }
 
 // Inputs var, m, v, beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad; the operator multiplies
 // the powers by beta itself, so a caller passes beta to the power of step - 1.
-void apply_adam_w(const Operands& in, const Operands& out, const aclopAttr& attr) {
+void apply_adam_w(const Arrays& in, const Arrays& out, const aclopAttr& attr) {
   double beta1 = number(in.at(7)), beta2 = number(in.at(8));
   for (int i = 0; i < 3; i++)
     if (out.at(i).data_ptr() != in.at(i).data_ptr()) out[i].copy_(in[i]);
@@ -36,13 +36,15 @@ const std::map<std::string, Kernel>& table() {
   static const std::map<std::string, Kernel> kernels_by_name = {
       {"ApplyAdamW", apply_adam_w},
       {"ScaledMaskedSoftmax",
-       [](const Operands& in, const Operands& out, const aclopAttr& attr) {
+       [](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
          write(out.at(0), kernels::scaled_masked_softmax(in.at(0), in.at(1), attr.real("scale", 1)));
        }},
       {"ScaledMaskedSoftmaxGrad",
-       [](const Operands& in, const Operands& out, const aclopAttr& attr) {
+       [](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
          write(out.at(0), kernels::scaled_masked_softmax_backward(in.at(0), in.at(1), in.at(2), attr.real("scale", 1)));
        }},
+      {"NPUGetFloatStatusV2", [](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }},
+      {"NPUClearFloatStatusV2", [](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }},
   };
   return kernels_by_name;
 }
@@ -50,9 +52,9 @@ const std::map<std::string, Kernel>& table() {
 int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
   auto found = table().find(name);
   if (found == table().end()) return kNotServed;
-  aclopAttr attr = *arguments.attr;
+  aclopAttr attr = arguments.attr ? *arguments.attr : aclopAttr{};
   return launch(name, stream, [&]() -> Work {
-    Operands in, out;
+    Arrays in, out;
     for (size_t i = 0; i < arguments.inputs.size(); i++)
       in.push_back(operand(*arguments.inputs[i], *arguments.input_data[i], name, i));
     for (size_t i = 0; i < arguments.outputs.size(); i++)

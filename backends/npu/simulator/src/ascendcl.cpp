@@ -1,4 +1,5 @@
 // AscendCL: start, devices, contexts, memory, copies and properties, on host memory.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -9,6 +10,7 @@ using halsim::fail;
 
 namespace {
 thread_local int device = -1;
+std::atomic<bool> inf_nan[halsim::kDevices], overflowed[halsim::kDevices];
 int contexts[halsim::kDevices];  // a context is the address of its device's slot
 
 int check_device(int32_t id, const char* call) {
@@ -31,6 +33,10 @@ int check_copy(const void* dst, size_t room, const void* src, size_t bytes, aclr
 namespace halsim {
 int device_count() { return static_cast<int>(setting("devices", 8)); }
 int current_device() { return device; }
+bool saturating() { return !inf_nan[task_device()]; }
+void raise_overflow_flag() { overflowed[task_device()] = true; }
+void lower_overflow_flag() { overflowed[task_device()] = false; }
+bool overflow_flag() { return overflowed[task_device()]; }
 }  // namespace halsim
 
 extern "C" {
@@ -111,8 +117,9 @@ aclError aclsysGetVersionStr(char* package, char* version) {
   return ACL_SUCCESS;
 }
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
-  // The simulated 910B3 computes in INF/NaN mode only, which is what torch_npu selects on this chip.
-  return mode == ACL_RT_OVERFLOW_MODE_INFNAN ? 0 : fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "saturation mode");
+  if (device < 0) return fail(ACL_ERROR_RT_CONTEXT_NULL, "aclrtSetDeviceSatMode: this thread has set no device");
+  inf_nan[device] = mode == ACL_RT_OVERFLOW_MODE_INFNAN;
+  return ACL_SUCCESS;
 }
 aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }

@@ -332,7 +332,7 @@ Work forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ps
         top = top.masked_fill(x.dead, -FLT_MAX);
         total = total.masked_fill(x.dead, FLT_MAX);
       }
-      entry(call, out, b, call.heads, call.sq).copy_(y);
+      write(entry(call, out, b, call.heads, call.sq), y);
       statistics(call, max, softmax_layout, b).copy_(top.expand({-1, -1, 8}));
       statistics(call, sum, softmax_layout, b).copy_(total.expand({-1, -1, 8}));
     }
@@ -365,9 +365,9 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
       Tensor ds = round(p * (dp - (g * y).sum(-1, true)));
       Tensor pv = round(keep_bits.defined() ? p * keep_bits : p);
       auto by_group = [&](const Tensor& gradient) { return gradient.unflatten(0, {call.kv_heads, -1}).sum(1); };
-      entry(call, dq, b, call.heads, call.sq).copy_(at::matmul(ds, x.k) * scale);
-      entry(call, dk, b, call.kv_heads, call.sk).copy_(by_group(at::matmul(ds.transpose(-1, -2), x.q) * scale));
-      entry(call, dv, b, call.kv_heads, call.sk).copy_(by_group(at::matmul(pv.transpose(-1, -2), g)));
+      write(entry(call, dq, b, call.heads, call.sq), at::matmul(ds, x.k) * scale);
+      write(entry(call, dk, b, call.kv_heads, call.sk), by_group(at::matmul(ds.transpose(-1, -2), x.q) * scale));
+      write(entry(call, dv, b, call.kv_heads, call.sk), by_group(at::matmul(pv.transpose(-1, -2), g)));
     }
   };
 }

@@ -223,7 +223,7 @@ void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::
 void unscale(const std::vector<Tensor>& grads, const Tensor& found, const Tensor& scale) {
   for (const Tensor& grad : grads) {
     if (!at::isfinite(grad).all().item<bool>()) found.fill_(1);
-    grad.mul_(scale.reshape({}).to(grad.scalar_type()));
+    write(grad, grad * scale.reshape({}).to(grad.scalar_type()));
   }
 }
 

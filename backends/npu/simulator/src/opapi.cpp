@@ -23,6 +23,12 @@ char letter(at::ScalarType type) {
   }
 }
 
+thread_local bool operands_are_finite = true;
+
+bool finite(const Tensor& t) {
+  return !t.defined() || !at::isFloatingType(t.scalar_type()) || at::isfinite(t).all().item<bool>();
+}
+
 size_t extent(const aclTensor& t, size_t item) {
   int64_t last = 0;
   for (size_t i = 0; i < t.dims.size(); i++) {
@@ -95,8 +101,27 @@ std::vector<bool> booleans(const aclBoolArray* value) { return value ? value->va
 void write(const Tensor& target, const Tensor& value) {
   if (!target.defined() || !value.defined()) return;
   TORCH_CHECK(target.sizes() == value.sizes(), "the result has shape ", value.sizes(), ", its tensor ", target.sizes());
-  target.copy_(value);
+  if (!saturating() || !at::isFloatingType(target.scalar_type()) || !operands_are_finite) {
+    target.copy_(value);
+    return;
+  }
+  Tensor rounded = value.to(target.scalar_type());
+  if (!finite(rounded)) {
+    raise_overflow_flag();
+    rounded = at::nan_to_num(rounded);
+  }
+  target.copy_(rounded);
 }
+
+Operands::Operands(std::initializer_list<const Tensor*> tensors, std::initializer_list<const std::vector<Tensor>*> lists,
+                   std::initializer_list<at::Scalar> scalars) {
+  if (!saturating()) return;
+  for (const Tensor* t : tensors) operands_are_finite &= finite(*t);
+  for (const auto* list : lists)
+    for (const Tensor& t : *list) operands_are_finite &= finite(t);
+  for (const at::Scalar& s : scalars) operands_are_finite &= !s.isFloatingPoint() || std::isfinite(s.toDouble());
+}
+Operands::~Operands() { operands_are_finite = true; }
 
 int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare) {
   try {

@@ -66,8 +66,16 @@ std::optional<at::Scalar> optional_scalar(const aclScalar* value);
 std::vector<int64_t> integers(const aclIntArray* value);
 std::vector<bool> booleans(const aclBoolArray* value);
 
-// target.copy_(value), after checking that the shapes are the same; an undefined target drops the value.
+// target.copy_(value), after checking that the shapes are the same; an undefined target drops the value. In saturation
+// mode a value beyond the range becomes the largest number, NaN becomes 0, and the overflow flag goes up.
 void write(const Tensor& target, const Tensor& value);
+
+// For as long as it lives on this thread, results may be infinite or NaN because an operand is: that is no overflow.
+struct Operands {
+  Operands(std::initializer_list<const Tensor*> tensors, std::initializer_list<const std::vector<Tensor>*> lists,
+           std::initializer_list<at::Scalar> scalars);
+  ~Operands();
+};
 
 // Runs `prepare` (phase one) and hands the work it returns to *executor.
 int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare);

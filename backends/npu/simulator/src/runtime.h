@@ -25,6 +25,15 @@ using Task = std::function<int()>;
 enum class Wait { never, may_block };
 int submit(aclrtStream stream, Task task, Wait wait = Wait::never);
 
+// The device of the stream whose task this thread runs (0 outside of a task).
+int task_device();
+// Saturation mode, which torch_npu leaves on unless it selects INF/NaN mode: results beyond the range become the
+// largest number and raise the device's overflow flag, which stays up until it is lowered.
+bool saturating();
+void raise_overflow_flag();
+void lower_overflow_flag();
+bool overflow_flag();
+
 // True if [address, address + bytes) lies inside one live device allocation.
 bool is_device_memory(const void* address, size_t bytes);
 

@@ -17,6 +17,8 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
+thread_local int running_device = 0;
+
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
@@ -44,6 +46,7 @@ struct Stream {
     int code = error;
     if (!code) {
       lock.unlock();
+      running_device = device;
       code = task();
       lock.lock();
       if (code && !error) {
@@ -147,6 +150,8 @@ const SharedEvent& event_of(aclrtEvent handle) { return *static_cast<SharedEvent
 }  // namespace
 
 namespace halsim {
+
+int task_device() { return running_device; }
 
 int submit(aclrtStream handle, Task task, Wait wait) {
   Stream* stream = find(handle);
