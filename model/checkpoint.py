@@ -23,6 +23,7 @@ from hal import Comm, HalError, Solo
 
 from .config import ConfigError
 from .parallel.pieces import Piece
+from .unpickle import SafeReader
 
 LATEST, MANIFEST, RELEASE = "latest_checkpointed_iteration.txt", "hal.json", "release"
 FP32 = "optimizer.state.fp32_param."
@@ -151,11 +152,11 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
             )
     with torch.no_grad():
         # Each rank reads what it needs on its own: some hold pieces that others do not.
-        dcp.load(dict(tensors), checkpoint_id=folder, no_dist=True)
+        dcp.load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
 
 
 def _stored(folder: Path) -> Mapping[str, Any]:
-    return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return SafeReader(folder).read_metadata().state_dict_metadata
 
 
 def file_checksum(path: Path) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from .. import checkpoint
 from ..config import ConfigError
@@ -14,6 +13,7 @@ from ..pretrained import TOKENIZER, model_options, saved_options
 from ..saving import save
 from ..tokenizer import build_tokenizer
 from ..trainer import options
+from ..unpickle import SafeReader
 from .weights import ConversionError, Weights, shapes
 
 
@@ -28,7 +28,7 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         {n: v for n, v in saved.items() if n in TOKENIZER},
         int(state.get("iteration", 0)),
     )
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = SafeReader(folder).read_metadata().state_dict_metadata
     for name, meta in stored.items():
         if not name.startswith("optimizer."):
             if not hasattr(meta, "size"):

@@ -1,0 +1,107 @@
+"""megatron-core's distributed checkpoints (`torch_dist`), both ways: one folder of any layout, layers stacked.
+
+The index is read by a restricted unpickler and common.pt by torch's weights_only one; tensors are torch's own files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..checkpoint import LATEST, RELEASE, folder_of, tracked
+from ..files import publish_folder, write_text
+from ..unpickle import SafeReader, load_state
+from .megatron_args import args_of, options_of, tokenizer_of
+from .megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
+from .weights import OUTPUT, Weights, common_dtype, require
+
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
+_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+
+
+def find(root: Path) -> Path | None:
+    """The folder with megatron-core's metadata.json: `root` itself, or what its tracker file names; else None."""
+    at = tracked(root)
+    folder = root if at is None else folder_of(root, at)
+    return folder if (folder / "metadata.json").is_file() else None
+
+
+def read(root: Path, *, vocabulary: int | None = None) -> Weights:
+    """The model of a checkpoint. vocabulary: how many rows of the embedding are no padding (default: all).
+
+    Raises ConversionError for other formats and models, UnsafeFile for files that hold more than data.
+    """
+    folder = find(root)
+    require(folder is not None, f"{root} has no metadata.json of megatron-core")
+    assert folder is not None
+    try:
+        backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    except (ValueError, AttributeError, RecursionError):
+        backend = None
+    require(backend == "torch_dist", f"{folder} is stored by {backend!r}; torch_dist can be read")
+    common = load_state(folder / "common.pt")
+    args = common.get("args") if isinstance(common, dict) else None
+    require(args is not None, f"{folder / 'common.pt'} says nothing of the model: it has no args")
+    args = args if isinstance(args, dict) else vars(args)
+    options = options_of(args)
+    tensors: dict[str, Tensor] = {}
+    for name, info in SafeReader(folder).read_metadata().state_dict_metadata.items():
+        if name.startswith(_PREFIXES) and isinstance(info, TensorStorageMetadata):
+            tensors[name] = torch.empty(info.size, dtype=info.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
+    apart = from_megatron_core(unstack_layers(tensors))
+    if not options.get("untie_embeddings_and_output_weights"):
+        apart.pop(OUTPUT, None)
+    weights = Weights(options, common_dtype(apart), tokenizer_of(args), int(common.get("iteration") or 0))
+    weights.check()
+    weights.cut(weights.vocabulary if vocabulary is None else vocabulary)
+    return weights
+
+
+def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
+    """A release in `root` that megatron-core loads under any layout whose tensor-parallel size divides the vocabulary,
+    padded to a multiple of divisible_by."""
+    weights.check()
+    config = weights.config(make_vocab_size_divisible_by=divisible_by)
+    padded = config.padded_vocab_size
+    args = args_of(weights, config, tp=1, pp=1, padded=padded)
+    content: dict[str, Any] = stack_layers(to_megatron_core(weights.padded(padded), fused_norms=True))
+    # Places of Transformer Engine's state, which loading asks for by name; there is none.
+    for layer in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        for n in range(config.num_layers):
+            content[f"decoder.layers.{layer}._extra_state/shard_{n}_{config.num_layers}"] = _nothing()
+    content["output_layer._extra_state/shard_0_1"] = _nothing()
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": weights.iteration}
+    with publish_folder(folder_of(root, RELEASE)) as new:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(content, checkpoint_id=new, planner=_Planner(), no_dist=True)
+        torch.save(common, new / "common.pt")
+        write_text(new / "metadata.json", json.dumps(_FORMAT))
+    write_text(root / LATEST, f"{RELEASE}\n")
+    return folder_of(root, RELEASE)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Writes bytes as they are: megatron-core pickles its objects itself."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+
+
+def _nothing() -> io.BytesIO:
+    """A list with one None, as megatron-core stores an empty state."""
+    content = io.BytesIO()
+    torch.save([None], content)
+    return content

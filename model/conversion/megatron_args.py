@@ -1,0 +1,123 @@
+"""The `args` that Megatron-LM keeps in its checkpoints, as HAL's options, and back.
+
+What they ask for and HAL's model has not is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import Config
+from ..tokenizer import KINDS, OPTIONS
+from .weights import ConversionError, Weights, require
+
+_SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+)
+_FOREIGN = {
+    "num_experts": "experts",
+    "qk_layernorm": "norms of queries and keys",
+    "multi_latent_attention": "multi-latent attention",
+    "squared_relu": "squared relu",
+    "use_rope_scaling": "scaled rotary positions",
+    "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
+    "apply_layernorm_1p": "zero-centred norms",
+    "apply_residual_connection_post_layernorm": "residuals taken after the norm",
+    "window_size": "an attention window",
+    "mtp_num_layers": "layers that predict several tokens",
+    "is_hybrid_model": "state-space layers",
+    "hybrid_layer_pattern": "state-space layers",
+    "hybrid_override_pattern": "state-space layers",
+    "quick_geglu": "quick geglu",
+    "attention_output_gate": "a gate on attention's output",
+    "num_layers_at_start_in_bf16": "layers of several precisions",
+}
+
+
+def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """A Config's model options. Raises ConversionError for what HAL's model has not, or values of a wrong type."""
+    for name, what in _FOREIGN.items():
+        value = args.get(name)
+        neutral = not value or (value == 1 and value is not True)
+        require(neutral, f"the model has {what} ({name} = {value!r}), which HAL's has not")
+    found = {name: args[name] for name in _SAME if args.get(name) is not None}
+    if "norm_epsilon" not in found and args.get("layernorm_epsilon") is not None:
+        found["norm_epsilon"] = args["layernorm_epsilon"]
+    if args.get("group_query_attention"):
+        found["num_query_groups"] = args.get("num_query_groups")
+    rotary = args.get("use_rotary_position_embeddings") or args.get("position_embedding_type") == "rope"
+    found["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
+    found["disable_bias_linear"] = not args.get("add_bias_linear", True)
+    if not found.get("swiglu"):
+        # Megatron computes the exact gelu, except where it fuses it with the bias.
+        approximate = args.get("bias_gelu_fusion", True) or args.get("openai_gelu") or args.get("onnx_safe")
+        found["gelu_approximate"] = "tanh" if approximate else "none"
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        require(isinstance(found.get(name), int), f"the checkpoint's args have no {name}, or no number")
+    for name, value in found.items():
+        good = isinstance(value, (int, float, str))
+        require(good, f"the checkpoint's args have {name} = {value!r}, which is no number or name")
+    return found
+
+
+def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer options that HAL has too."""
+    kind = args.get("tokenizer_type")
+    if kind not in KINDS:
+        return {}
+    read = {*KINDS[kind].needs, *KINDS[kind].takes}
+    found = {name: args.get(name) for name in OPTIONS if name in read and isinstance(args.get(name), (int, str))}
+    return {"tokenizer_type": kind, **found} if set(KINDS[kind].needs) <= set(found) else {}
+
+
+def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) -> argparse.Namespace:
+    """The args of a model in Megatron's checkpoints. Raises ConversionError for what Megatron's model has not."""
+    for name, off in (("use_sandwich_norm", False), ("geglu", False), ("noop_layers", ()), ("window", (None, 0))):
+        if getattr(config, name) != off:
+            raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")
+    require(config.gelu_approximate != "fast" or config.swiglu, "Megatron's GPT has no --gelu-approximate fast")
+    groups = config.num_query_groups
+    return argparse.Namespace(
+        **{name: getattr(config, name) for name in _SAME},
+        position_embedding_type=config.position_embedding_type,
+        use_rotary_position_embeddings=config.position_embedding_type == "rope",
+        group_query_attention=groups != config.num_attention_heads,
+        num_query_groups=groups,
+        add_bias_linear=not config.disable_bias_linear,
+        bias_gelu_fusion=config.gelu_approximate == "tanh" and not config.swiglu,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=weights.dtype,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        num_layers_per_virtual_pipeline_stage=None,
+        virtual_pipeline_model_parallel_size=None,
+        expert_model_parallel_size=1,
+        padded_vocab_size=padded,
+        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+        iteration=weights.iteration,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        transformer_impl="local",
+        **{name: getattr(config, name) for name in OPTIONS},
+        tokenizer_type=config.tokenizer_type,
+    )

@@ -1,0 +1,279 @@
+"""Checkpoints of Megatron load with the logits of megatron-core's own model, and ours load in it, at any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import GPT2, LLAMA, TOKENS, VOCABULARY, hal_logits, random_weights, same
+
+import hal
+from hal import HalError
+from hal.mesh import Layout, Mesh
+from hal.model.config import Config
+from hal.model.conversion import distributed, legacy, own
+from hal.model.conversion.layout import group_qkv, halves_to_pairs, pairs_to_halves, reorder_legacy_qkv, ungroup_qkv
+from hal.testing.processes import run_processes
+
+PADDED = 128
+
+
+def _config(options: dict[str, Any]) -> Config:
+    config = Config(**options)
+    config.set_vocabulary(VOCABULARY)
+    assert config.padded_vocab_size == PADDED
+    return config
+
+
+def _core(options: dict[str, Any], tp: int, pp: int) -> tuple[Any, Mesh]:
+    import torch.distributed as dist
+    from megatron_models import core_model, without_a_gpu
+
+    hal.use("cpu_ref")
+    mesh = Mesh(Layout(tp=tp, pp=pp), hal.backend(), timeout=60.0)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    without_a_gpu()
+    return core_model(_config(options), tp=tp, pp=pp), mesh
+
+
+def _save_theirs(options: dict[str, Any], root: str) -> list[Any]:
+    """One process: a random GPTModel saved in both of Megatron's formats; its logits."""
+    from megatron.core import dist_checkpointing
+    from megatron_models import args_of, logits_of, randomize
+
+    model, _ = _core(options, 1, 1)
+    randomize(model)
+    args = args_of(_config(options), tp=1, pp=1)
+    one = Path(root, "legacy", "iter_0000012", "mp_rank_00")
+    one.mkdir(parents=True)
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": 12, "model": model.state_dict_for_save_checkpoint()}
+    state["rng_state"] = [{"np_rng_state": __import__("numpy").random.get_state()}]
+    torch.save(state, one / "model_optim_rng.pt")
+    (Path(root) / "legacy" / "latest_checkpointed_iteration.txt").write_text("12")
+    many = Path(root, "distributed", "iter_0000012")
+    many.mkdir(parents=True)
+    tree = {"args": args, "iteration": 12, "model": model.sharded_state_dict()}
+    dist_checkpointing.save(tree, str(many))
+    (Path(root) / "distributed" / "latest_checkpointed_iteration.txt").write_text("12")
+    return logits_of(model, TOKENS).tolist()
+
+
+def _load_ours(options: dict[str, Any], root: str, tp: int, pp: int) -> list[Any]:
+    """This rank's parameters after loading our legacy and our distributed checkpoint into megatron-core's model."""
+    from megatron.core import dist_checkpointing
+    from megatron_models import logits_of, randomize
+
+    model, mesh = _core(options, tp, pp)
+    folder = f"mp_rank_{mesh.at['tp']:02d}" + (f"_{mesh.at['pp']:03d}" if pp > 1 else "")
+    path = Path(root, "legacy", "release", folder, "model_optim_rng.pt")
+    model.load_state_dict(torch.load(path, weights_only=False)["model"], strict=True)
+    loaded = {n: p.clone() for n, p in model.named_parameters()}
+    answer = logits_of(model, TOKENS).tolist() if tp * pp == 1 else None
+    randomize(model)
+    tree = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(Path(root, "distributed", "release")))
+    model.load_state_dict(tree["model"], strict=True)
+    return [answer, [n for n, p in model.named_parameters() if not torch.equal(p, loaded[n])]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_what_megatron_wrote_has_its_logits_here(options: dict[str, Any], tmp_path: Path, cpu_ref: Any) -> None:
+    (logits,) = run_processes(1, _save_theirs, options, str(tmp_path))
+    wanted = torch.tensor(logits)[..., :VOCABULARY]
+    for module in (legacy, distributed):
+        name = module.__name__.rsplit(".", 1)[-1]
+        weights = module.read(tmp_path / name, vocabulary=VOCABULARY)
+        assert weights.iteration == 12 and weights.tokenizer == {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
+        own.write(weights, tmp_path / f"{name}-here")
+        torch.testing.assert_close(hal_logits(tmp_path / f"{name}-here"), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options, tp, pp", [(GPT2, 1, 1), (LLAMA, 1, 1), (LLAMA, 2, 2), (GPT2, 2, 1)])
+def test_what_is_written_here_loads_in_megatron_core(
+    options: dict[str, Any], tp: int, pp: int, tmp_path: Path, cpu_ref: Any
+) -> None:
+    weights = random_weights(options)
+    own.write(weights, tmp_path / "ours")
+    legacy.write(weights, tmp_path / "legacy", tp=tp, pp=pp, divisible_by=PADDED // tp)
+    distributed.write(weights, tmp_path / "distributed", divisible_by=PADDED)
+    for answer, different in run_processes(tp * pp, _load_ours, options, str(tmp_path), tp, pp):
+        assert different == []
+        if answer is not None:
+            wanted = torch.tensor(answer)[..., :VOCABULARY]
+            torch.testing.assert_close(hal_logits(tmp_path / "ours"), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_layout_of_files_holds_the_same_model(options: Any, tp: int, pp: int, tmp_path: Path) -> None:
+    weights = random_weights({**options, "num_layers": 4})
+    folder = legacy.write(weights, tmp_path, tp=tp, pp=pp, divisible_by=8)
+    assert len(list(folder.glob("mp_rank_*/model_optim_rng.pt"))) == tp * pp
+    same(legacy.read(tmp_path, vocabulary=VOCABULARY), weights)
+    # The folder itself can be named as well, and without a word on padding nothing is cut.
+    assert legacy.read(folder).vocabulary == -(-VOCABULARY // (8 * tp)) * 8 * tp
+
+
+@pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_distributed_checkpoint_holds_the_same_model(options: Any, tmp_path: Path) -> None:
+    weights = random_weights(options)
+    distributed.write(weights, tmp_path)
+    same(distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
+
+
+def _as_before_core(weights: Any, version: float, tp: int) -> list[dict[str, Any]]:
+    """The ranks' states as Megatron-LM had them before megatron-core, under the names and orders of `version`."""
+    old = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    old |= {"self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense"}
+    old |= {"mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
+    states = []
+    for rank in range(tp):
+        embedding: dict[str, Any] = {}
+        layers: dict[str, Any] = {}
+        for name, whole in weights.tensors.items():
+            t = legacy._share(whole, legacy.shard_of(name, False), rank, tp)
+            if name.startswith("embedding."):
+                embedding[name.split(".")[1]] = {"weight": t}
+            elif name.startswith("decoder.final"):
+                layers[name.removeprefix("decoder.")] = t
+            else:
+                _, _, number, rest = name.split(".", 3)
+                module, part = rest.rsplit(".", 1)
+                if "linear_qkv" in name and version < 2:
+                    heads = t.reshape(weights.options["num_attention_heads"] // tp, 3, -1, *t.shape[1:])
+                    t = heads.transpose(0, 1) if version < 1 else heads.transpose(1, 2)
+                    t = t.flatten(0, 2).contiguous()
+                layers[f"layers.{number}.{old[module]}.{part}"] = t
+        args = __import__("argparse").Namespace(
+            num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16, seq_length=16
+        )
+        args.model_parallel_size, args.padded_vocab_size = tp, weights.vocabulary
+        model = {"language_model": {"embedding": embedding, "transformer": layers}}
+        states.append(
+            {"args": args, "iteration": 5, "model": model, **({"checkpoint_version": version} if version else {})}
+        )
+    return states
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints_of_before_megatron_core(version: float, tp: int, tmp_path: Path) -> None:
+    weights = random_weights(GPT2, vocabulary=104)
+    for rank, state in enumerate(_as_before_core(weights, version, tp)):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        # The older of torch's two file formats, as those files have.
+        path = tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        torch.save(state, path, _use_new_zipfile_serialization=version >= 2)
+    read = legacy.read(tmp_path)
+    assert read.iteration == 5
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(read.tensors[name], tensor), name
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_something_is_not_run(zipped: bool, tmp_path: Path) -> None:
+    weights = random_weights(GPT2)
+    folder, bomb = legacy.write(weights, tmp_path), tmp_path / "ran"
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    for place in ("model", "opt_param_scheduler"):
+        torch.save({**state, place: _Bomb(bomb)}, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(HalError, match=r"could run code: .*open"):
+            legacy.read(tmp_path)
+        assert not bomb.exists()
+
+
+def test_an_index_that_would_run_something_is_not_run(tmp_path: Path) -> None:
+    import pickle
+
+    folder, bomb = distributed.write(random_weights(GPT2), tmp_path), tmp_path / "ran"
+    metadata = folder / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(_Bomb(bomb)))
+    with pytest.raises(HalError, match=r"wants io\.open"):
+        distributed.read(tmp_path)
+    assert not bomb.exists()
+    for content in (b"", whole[: len(whole) // 2], b"text", pickle.dumps([1, 2])):
+        metadata.write_bytes(content)
+        with pytest.raises(HalError, match="is no index of a distributed checkpoint"):
+            distributed.read(tmp_path)
+    index = pickle.loads(whole)
+    for info in index.storage_data.values():
+        object.__setattr__(info, "relative_path", "../../elsewhere")
+    metadata.write_bytes(pickle.dumps(index))
+    with pytest.raises(HalError, match="outside its folder"):
+        distributed.read(tmp_path)
+
+
+def test_incomplete_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    folder = legacy.write(random_weights(GPT2), tmp_path, tp=2, divisible_by=8)
+    path = folder / "mp_rank_01" / "model_optim_rng.pt"
+    whole = path.read_bytes()
+    for content in (b"", whole[:100], whole[:-500], b"\x80\x02."):
+        path.write_bytes(content)
+        with pytest.raises(HalError, match=r"no file of torch\.save|holds no model"):
+            legacy.read(tmp_path)
+    path.unlink()
+    with pytest.raises(HalError, match=r"lacks the files of .* ranks \[\(1, 0\)\]"):
+        legacy.read(tmp_path)
+    path.parent.rmdir()
+    with pytest.raises(HalError, match="has the files of 1 ranks; its args say"):
+        legacy.read(tmp_path)
+    (folder / "mp_rank_00_000_001").mkdir()
+    with pytest.raises(HalError, match="experts"):
+        legacy.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"num_experts": 8}, "the model has experts"),
+        ({"qk_layernorm": True}, "norms of queries and keys"),
+        ({"num_layers": None}, "no num_layers"),
+        ({"num_layers": "many"}, "no num_layers"),
+        ({"num_layers": 10**12}, "fewer than 1000000000000 layers"),
+        ({"hidden_size": 48}, "shape"),
+        ({"swiglu": True}, "shape"),
+        ({"normalization": "RMSNorm"}, "have no place"),
+    ],
+)
+def test_models_that_are_not_hals_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = legacy.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    vars(state["args"]).update(change)
+    torch.save(state, path)
+    with pytest.raises(HalError, match=reason):
+        legacy.read(tmp_path)
+
+
+def test_layouts_that_do_not_divide_the_model_are_refused(tmp_path: Path) -> None:
+    for layout, what in (({"tp": 4}, "query groups"), ({"pp": 3}, "layers")):
+        with pytest.raises(HalError, match=what):
+            legacy.write(random_weights(LLAMA), tmp_path, **layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_orders_of_rows() -> None:
+    rows = torch.arange(4 * 6 * 5.0).view(24, 5)
+    q, k, v = rows, rows[:12] + 1000, rows[:12] + 2000
+    mixed = group_qkv(q, k, v, 2)
+    # Two groups of [two query heads, key, value], six channels each.
+    assert mixed[:, 0].tolist() == [*q[:12, 0], *k[:6, 0], *v[:6, 0], *q[12:, 0], *k[6:, 0], *v[6:, 0]]
+    assert all(torch.equal(a, b) for a, b in zip(ungroup_qkv(mixed, 2, 6), (q, k, v)))
+    halves = pairs_to_halves(rows, 6)
+    assert halves[:6, 0].tolist() == rows[[0, 2, 4, 1, 3, 5], 0].tolist()
+    assert torch.equal(halves_to_pairs(halves, 6), rows)
+    assert reorder_legacy_qkv(torch.arange(12), 2, 2, 0)[:6].tolist() == [0, 1, 4, 5, 8, 9]
+    assert reorder_legacy_qkv(torch.arange(12), 2, 2, 1.0)[:6].tolist() == [0, 3, 1, 4, 2, 5]

@@ -1,0 +1,61 @@
+"""A checkpoint's index is data: whatever else it asks for is refused, and nothing of it runs, for HAL's own as well."""
+
+import pickle
+
+import pytest
+import torch
+
+from hal import HalError
+from hal.model import checkpoint
+from hal.model.saving import save
+from hal.model.unpickle import Inert, UnsafeFile, load_state
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
+    tensors = {"a": torch.arange(6.0).view(2, 3)}
+    folder = save(tmp_path / "ck", 3, tensors, {"config": {}})
+    mine = {"a": torch.zeros(2, 3)}
+    checkpoint.load_tensors(folder, mine)
+    assert torch.equal(mine["a"], tensors["a"])
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    # The checksums tell first; whoever made the file could have made them too.
+    with pytest.raises(HalError, match=r"\.metadata is damaged"):
+        checkpoint.read_state(tmp_path / "ck")
+    with pytest.raises(UnsafeFile, match=r"wants io\.open"):
+        checkpoint.load_tensors(folder, mine)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("module, name", [("builtins", "eval"), ("os", "system"), ("torch", "load"), ("torch", "ops")])
+def test_an_index_may_name_only_what_an_index_needs(tmp_path, module, name):
+    folder = save(tmp_path, 3, {"a": torch.zeros(2)}, {})
+    (folder / ".metadata").write_bytes(f"c{module}\n{name}\n(S'1'\ntR.".encode())
+    with pytest.raises(UnsafeFile, match=rf"wants {module}\.{name}"):
+        checkpoint.load_tensors(folder, {"a": torch.zeros(2)})
+
+
+def test_a_state_is_data_and_foreign_objects_are_inert(tmp_path):
+    import argparse
+    import signal
+
+    path = tmp_path / "state.pt"
+    state = {"args": argparse.Namespace(a=1, exit_signal=signal.SIGTERM), "x": torch.ones(3), "n": [1, "two", None]}
+    torch.save(state, path)
+    read = load_state(path)
+    assert read["args"].a == 1 and read["n"] == state["n"] and torch.equal(read["x"], state["x"])
+    assert isinstance(read["args"].exit_signal, Inert)
+    for wrong in (Bomb(tmp_path / "ran"), torch.nn.Linear(2, 2), test_a_state_is_data_and_foreign_objects_are_inert):
+        torch.save({"model": wrong}, path)
+        with pytest.raises(UnsafeFile, match="could run code"):
+            load_state(path)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "nothing")
