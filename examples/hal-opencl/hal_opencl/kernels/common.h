@@ -17,6 +17,7 @@
 #define VSTORE_HALF(v, p) vstore_half_rte(v, 0, p)
 #define CONVERT(type) convert_##type
 #define AS(type) as_##type
+#define ANY(condition) (condition)
 #else
 #define VECTOR(type) CAT(type, LANES)
 #define VLOAD(p) CAT(vload, LANES)(0, p)
@@ -25,6 +26,7 @@
 #define VSTORE_HALF(v, p) CAT(CAT(vstore_half, LANES), _rte)(v, 0, p)
 #define CONVERT(type) CAT(CAT(convert_, type), LANES)
 #define AS(type) CAT(CAT(as_, type), LANES)
+#define ANY(condition) any(condition)
 #endif
 typedef VECTOR(float) vec;
 typedef VECTOR(int) ivec;

@@ -57,7 +57,7 @@ kernel void unscale(OUT(T, x), OUT(int, found), const float factor, const long s
     int bad = 0;
     FOR_COLUMNS(c, n, CHUNK_BEGIN, CHUNK_END(size)) {
         STORE_N(T, x + c, LOAD_N(T, x + c, n) * factor, n);
-        bad |= any(!isfinite(LOAD_N(T, x + c, n)));
+        bad |= ANY(!isfinite(LOAD_N(T, x + c, n)));
     }
     if (bad) atomic_or(TENSOR(found), as_int(1.0f));
 }
