@@ -32,8 +32,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Config, init: Init) -> None:
         super().__init__()
-        h, std = config.hidden_size, config.init_method_std
-        assert config.max_position_embeddings is not None
+        h, std = config.hidden_size, config.embedding_init_method_std
+        assert config.max_position_embeddings is not None and std is not None
         self.word_embeddings = VocabParallelEmbedding(
             init, "embedding.word_embeddings", config.padded_vocab_size, h, std=std
         )
@@ -176,8 +176,9 @@ class GPT(nn.Module):
             # A last stage without the embedding holds its own copy of a tied weight, drawn under the same name.
             drawn_as = "embedding.word_embeddings.weight" if self.tied else "output_layer.weight"
             self.output_layer = nn.Module()
+            std = config.embedding_init_method_std if self.tied else config.init_method_std
             self.output_layer.weight = init.weight(
-                drawn_as, (config.padded_vocab_size, config.hidden_size), config.init_method_std, Shard(0)
+                drawn_as, (config.padded_vocab_size, config.hidden_size), std, Shard(0)
             )
         self.last, self._turn, self._angles = last, None, None
 
@@ -216,18 +217,19 @@ class GPT(nn.Module):
         holder = self.output_layer if self.output_layer is not None else self.embedding.word_embeddings
         return holder.weight
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
         """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s].
 
-        With --eod-mask-loss, labels of documents.IGNORED do not count; the mean of none is 0.
+        With --eod-mask-loss, labels of documents.IGNORED do not count; the mean of none is 0. inplace_backward: the
+        caller does not look at the logits again, so the backward pass may write over them.
         """
         start = self.parallel.rank * logits.shape[-1]
+        how = {"vocab_start": start, "comm": self.parallel.tp, "inplace_backward": inplace_backward}
         target = labels.t().contiguous()
         if not self.config.eod_mask_loss:
-            return ops.cross_entropy(logits, target, vocab_start=start, comm=self.parallel.tp).mean()
+            return ops.cross_entropy(logits, target, **how).mean()
         counts = target != documents.IGNORED
-        per_token = ops.cross_entropy(logits, target * counts, vocab_start=start, comm=self.parallel.tp)
-        return (per_token * counts).sum() / counts.sum().clamp(min=1)
+        return (ops.cross_entropy(logits, target * counts, **how) * counts).sum() / counts.sum().clamp(min=1)
 
     def _positions(self, starts: Tensor | None) -> Tensor | None:
         return None if starts is None or not self.config.reset_position_ids else documents.positions(starts)

@@ -115,7 +115,7 @@ class Trainer:
         for (tokens, labels, start), share in zip(batches, self._shares([b[1] for b in batches])):
             draws = Draws(stream, start, c.global_batch_size) if c.attention_dropout or c.hidden_dropout else None
             logits = self.model(tokens, draws, starts=self.document_starts("train", tokens))
-            loss = self.model.loss(logits, labels)
+            loss = self.model.loss(logits, labels, inplace_backward=True)
             loss.backward(grad * share)
             total += loss.detach() * share
         return total / count
