@@ -18,6 +18,7 @@ GPT2: dict[str, Any] = {**SIZES}
 LLAMA: dict[str, Any] = {
     **SIZES,
     "swiglu": True,
+    "hidden_dropout": 0.0,  # which Hugging Face has no place for
     "ffn_hidden_size": 48,
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",

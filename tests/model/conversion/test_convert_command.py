@@ -1,0 +1,75 @@
+"""`hal convert` from any format to any other: the same model comes back; nothing is overwritten or ignored silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import GPT2, LLAMA, hal_logits, random_weights, same
+
+from hal.cli.convert import main
+from hal.model.conversion import convert, own
+
+pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
+VIA = ["huggingface", "megatron", "megatron-core", "hal"]
+
+
+@pytest.mark.parametrize("via", VIA)
+@pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cpu_ref: Any, capsys: Any) -> None:
+    here, there, back = (tmp_path / n for n in ("here", "there", "back"))
+    own.write(random_weights(options), here)
+    layout = ["--target-tensor-parallel-size", "2"] if via == "megatron" else []
+    assert main(["--load", str(here), "--save", str(there), "--saver", via, *layout]) == 0
+    assert convert.detect(there) == via
+    true_size = [] if via in ("huggingface", "hal") else ["--true-vocab-size", "101"]
+    assert main(["--load", str(there), "--save", str(back), "--saver", "hal", *true_size]) == 0
+    assert f"{via} -> hal: " in capsys.readouterr().out
+    same(own.read(here), own.read(back))
+    assert torch.equal(hal_logits(here), hal_logits(back))
+    # The files of a converted model are whole and private, as any others.
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_precision_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    own.write(random_weights(GPT2, vocabulary=257), here)
+    chosen = ["--dtype", "bf16", "--tokenizer-type", "ByteTokenizer", "--make-vocab-size-divisible-by", "8"]
+    assert main(["--load", str(here), "--save", str(there), "--saver", "hal", *chosen]) == 0
+    weights = own.read(there)
+    assert weights.dtype == torch.bfloat16 and weights.tokenizer == {} and weights.vocabulary == 257
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--saver", "hal", "--target-tensor-parallel-size", "2"], "is for --saver megatron"),
+        (["--saver", "huggingface", "--tokenizer-type", "ByteTokenizer"], "is for --saver hal"),
+        (["--saver", "huggingface", "--make-vocab-size-divisible-by", "8"], "have no padding"),
+        (["--saver", "hal", "--vocab-size", "5"], "need --tokenizer-type"),
+        (["--saver", "megatron", "--target-pipeline-parallel-size", "0"], "must be at least 1"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(argv: list[str], reason: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), *argv])
+    assert end.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_folders_that_hold_nothing_or_something_else(tmp_path: Path) -> None:
+    import hal
+
+    with pytest.raises(hal.HalError, match="holds no checkpoint"):
+        main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), "--saver", "hal"])
+    with pytest.raises(hal.HalError, match="is no folder"):
+        main(["--load", str(tmp_path / "nothing"), "--save", str(tmp_path / "x"), "--saver", "hal"])
+    own.write(random_weights(GPT2), tmp_path / "here")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    for saver in VIA:
+        with pytest.raises(hal.HalError, match="is not empty"):
+            main(["--load", str(tmp_path / "here"), "--save", str(full), "--saver", saver])
+    assert [p.name for p in full.iterdir()] == ["file"]
