@@ -1,16 +1,25 @@
 """Every error HAL raises on purpose.
 
-Each message says what was asked, what was found, and what to do next. A caller that catches `HalError` catches all of
-them; the two that also are a standard exception (`ContractError`, `UnsupportedOp`) can be caught as that one.
+Each message says what was asked, what was found, and what to do next, and ends with its section of docs/errors.md. A
+caller that catches `HalError` catches all of them; the two that also are a standard exception (`ContractError`,
+`UnsupportedOp`) can be caught as that one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_SEE = re.compile(r" \(see docs/errors\.md#\w+\)")
 
 
 class HalError(Exception):
     """Base of every error below."""
+
+    def __str__(self) -> str:
+        kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
+        # A message that quotes another error keeps one reference, its own.
+        return f"{_SEE.sub('', super().__str__())} (see docs/errors.md#{kind.__name__.lower()})"
 
 
 class BackendNotFound(HalError):

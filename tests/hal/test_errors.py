@@ -1,5 +1,8 @@
 """The taxonomy: what can be caught as what, and what the one built message says."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import hal
@@ -13,6 +16,37 @@ def test_every_error_is_a_hal_error_and_is_exported():
     assert all(c.__doc__ for c in classes)
 
 
+PAGE = Path(hal.__file__).resolve().parents[1] / "docs" / "errors.md"
+TAXONOMY = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)]
+
+
+def test_the_page_has_a_section_for_every_error_and_no_other():
+    sections = re.findall(r"^## (\w+)$", PAGE.read_text(), re.MULTILINE)
+    assert sorted(sections) == sorted(c.__name__ for c in TAXONOMY)
+    parts = re.split(r"^## \w+$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    assert all("**What to do**" in part for part in parts)
+
+
+@pytest.mark.parametrize("kind", TAXONOMY, ids=lambda c: c.__name__)
+def test_every_message_leads_to_its_section(kind):
+    arguments = ("tp", 1, "all_reduce", 7, [0], 60.0) if kind is hal.CollectiveTimeout else ("text",)
+    assert str(kind(*arguments)).endswith(f" (see docs/errors.md#{kind.__name__.lower()})")
+
+
+def test_an_error_defined_elsewhere_leads_to_the_section_of_its_kind():
+    class Mine(hal.ContractError):
+        pass
+
+    assert str(Mine("text")) == "text (see docs/errors.md#contracterror)"
+
+
+def test_a_message_that_quotes_another_keeps_one_reference():
+    inner = hal.ContractError("no softmax")
+    assert (
+        str(hal.PluginError(f"broken: {inner}, sadly")) == "broken: no softmax, sadly (see docs/errors.md#pluginerror)"
+    )
+
+
 def test_two_of_them_are_also_a_standard_exception():
     assert issubclass(hal.ContractError, ValueError)
     assert issubclass(hal.UnsupportedOp, NotImplementedError)
@@ -20,7 +54,10 @@ def test_two_of_them_are_also_a_standard_exception():
 
 def test_require_says_what_was_asked_found_and_to_do():
     hal.require(True, "toy", "nothing", "nothing")
-    with pytest.raises(hal.ContractError, match=r"^toy: expected an even size; found 3\. Pad it\.$"):
+    with pytest.raises(
+        hal.ContractError,
+        match=r"^toy: expected an even size; found 3\. Pad it\. \(see docs/errors\.md#contracterror\)$",
+    ):
         hal.require(False, "toy", "an even size", 3, "Pad it.")
 
 
