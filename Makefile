@@ -18,7 +18,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
-	$(BIN)/hal train --backend cpu_ref --config examples/tiny.yaml --run-dir runs/tiny
+	$(BIN)/hal train --backend cpu_ref --config tiny --run-dir runs/tiny
 
 test: $(READY)  ## the fast suite
 	$(BIN)/python -m pytest -m "not slow"

@@ -1,4 +1,7 @@
-"""From the command line, a YAML file and the environment to a Config: the command line wins, the environment loses.
+"""From the command line, files and the environment to a Config: the command line wins, the environment loses.
+
+A file may also be MindSpeed-Core-MS's, the MindFormers tutorial's or DeepSpeed's (model/configuration); where every
+value came from is kept (`Config.origins`).
 
 YAML keys and environment variables are the flags' names (`num-layers` or `num_layers`; `HAL_NUM_LAYERS`). An unknown
 name is an error that offers the nearest valid one.
@@ -17,8 +20,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .checks import check
+from .checks import check, world_size
 from .config import Config, ConfigError, ready_configuration
+from .configuration import deepspeed, mindspeed, tutorial
+from .configuration.elsewhere import ELSEWHERE
+from .configuration.rules import MICROBATCHES, Reading, flag, translate
+from .configuration.yaml_file import load
+from .parallel.plan import zero_stage
+from .tokenizer import OPTIONS, readers
 
 GROUPS = {
     "backend": "where it runs",
@@ -46,15 +55,96 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Conf
     return build(read(argv, environ))
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Option values by field name, from all three places. Raises ConfigError; exits for --help."""
+class Values(dict[str, Any]):
+    """Option values by field name. origins: where each was given; notes: what was given and has no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        """Values that win over those taken before."""
+        self.update(values)
+        self.origins.update(origins)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Values:
+    """Option values by field name, from all places. Raises ConfigError; exits for --help."""
     namespace = vars(_parse_known(argv))
-    path = namespace.pop("config", None)
-    values = _environment(os.environ if environ is None else environ)
+    path, zero_path = namespace.pop("config", None), namespace.pop("deepspeed_config", None)
+    found, values = _environment(os.environ if environ is None else environ), Values()
+    values.take(found, {name: f"HAL_{name.upper()}" for name in found})
+    microbatches, foreign = [], set()
     if path is not None:
-        values.update(read_yaml(path))
-    values.update({name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()})
+        reading = read_config(path)
+        foreign |= reading.foreign
+        microbatches += _microbatches(reading)
+        values.take(reading.values, {name: f"{reading.file}: {key}" for name, key in reading.origins.items()})
+        values.notes += reading.notes
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()}
+    if values.get("tokenizer_type") != given.get("tokenizer_type", values.get("tokenizer_type")):
+        # The command line's tokenizer replaces the file's, whose options it does not read.
+        for name in OPTIONS:
+            if given["tokenizer_type"] not in readers(name):
+                values.pop(name, None)
+    values.take(given, dict.fromkeys(given, "command line"))
+    if zero_path is not None:
+        reading = _read_deepspeed(zero_path)
+        microbatches += _microbatches(reading)
+        foreign |= reading.foreign - set(values)
+        _agree(reading, values)
+        values.notes += reading.notes
+    for count, where in microbatches:
+        _require_microbatches(values, count, where)
+    _drop_idle(values, foreign - set(given))
     return values
+
+
+def _drop_idle(values: Values, foreign: set[str]) -> None:
+    """Options about the messages of replicated gradients, which other systems' files hold whatever the layout: notes
+    where there are no such messages. Given as options of ours, they are errors there (see parallel/plan.py)."""
+    probe = Config(**values)
+    layout = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
+    alone, zero = world_size(probe) <= layout, zero_stage(probe)
+    for name in {"ddp_bucket_size", "overlap_grad_reduce"} & foreign & set(values):
+        if alone or zero:
+            why = f"with ZeRO stage {zero} a layer is a message" if zero else "one replica has nothing to reduce"
+            values.notes.append(f"{values.origins.pop(name)}: {values.pop(name)!r} has no effect: {why}")
+
+
+def _microbatches(reading: Reading) -> list[tuple[int, str]]:
+    """(microbatches per step and replica, where that is said), if it is said."""
+    count, key = reading.values.pop(MICROBATCHES, None), reading.origins.pop(MICROBATCHES, "")
+    return [] if count is None else [(count, f"{reading.file}: {key}")]
+
+
+def _agree(reading: Reading, values: Values) -> None:
+    """Adds a file's values to those given elsewhere, with which they must agree (but for the environment)."""
+    for name, value in reading.values.items():
+        origin = values.origins.get(name, "")
+        if name in values and values[name] != value and not origin.startswith("HAL_"):
+            raise ConfigError(
+                f"{reading.file}: {reading.origins[name]} and {origin} contradict each other about {flag(name)}: "
+                f"{value!r} and {values[name]!r}; remove one of them"
+            )
+        if name not in values or origin.startswith("HAL_"):
+            values.take({name: value}, {name: f"{reading.file}: {reading.origins[name]}"})
+
+
+def _require_microbatches(values: Values, count: int, where: str) -> None:
+    """Holds the global batch to `count` microbatches per replica, or makes it so."""
+    probe = Config(**values)
+    shared = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size * probe.context_parallel_size
+    replicas = max(1, world_size(probe) // max(1, shared))
+    size = count * probe.micro_batch_size * replicas
+    if values.get("global_batch_size", size) != size:
+        raise ConfigError(
+            f"{where} asks for {count} microbatches of {probe.micro_batch_size} on each of {replicas} replicas, which "
+            f"is {size} and not --global-batch-size {values['global_batch_size']}; remove one of them"
+        )
+    if "global_batch_size" not in values:
+        values.take({"global_batch_size": size}, {"global_batch_size": where})
 
 
 def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) -> Config:
@@ -64,36 +154,69 @@ def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) ->
             raise ConfigError(f"there is no option '{name}'.{_nearest(name)}")
     config = Config(**values)
     config.given = frozenset(values)
+    if isinstance(values, Values):
+        config.origins, config.notes = dict(values.origins), tuple(values.notes)
     check(config)
     return config
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Option values by field name, from a file or the ready configuration of that name.
+    """Option values by field name, from a file or the ready configuration of that name. Raises ConfigError."""
+    return read_config(path).values
 
-    Raises ConfigError for what is not a flat mapping of known options.
+
+def read_config(path: str) -> Reading:
+    """What a --config file says: our options by name, or MindSpeed-Core-MS's sections, or the MindFormers tutorial's.
+
+    Raises ConfigError for what is none of these, for unknown keys and for what cannot be followed.
     """
-    import yaml
-
-    named = Path(path).name == path and not path.endswith((".yaml", ".yml"))
+    named = Path(path).name == path and not path.endswith((".yaml", ".yml", ".json"))
     file = ready_configuration(path) if named else Path(path)
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    content = load(file, f"--config {path}")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
-    values: dict[str, Any] = {}
+    reading = Reading(f"--config {path}", _convert)
+    if any(section in content for section in tutorial.SECTIONS[:2]):
+        front: Any = tutorial
+    elif any(section in content for section in mindspeed.SECTIONS):
+        model = content.get("model_config")
+        front = tutorial if isinstance(model, dict) and "llm" in model else mindspeed
+    else:
+        _read_flat(reading, content)
+        return reading
+    # Options of ours may stand beside the sections: what those systems say on their command lines.
+    ours = {key: value for key, value in content.items() if str(key).replace("_", "-") in _SPELLINGS}
+    translate(reading, {key: value for key, value in content.items() if key not in ours}, front.RULES)
+    front.finish(reading)
+    reading.foreign = set(reading.values)
+    _read_flat(reading, ours)
+    return reading
+
+
+def _read_flat(reading: Reading, content: Mapping[Any, Any]) -> None:
+    spelled_as: dict[str, Any] = {}
     for key, value in content.items():
-        spelled, where = str(key).replace("_", "-"), f"--config {path}: {key}"
+        spelled = str(key).replace("_", "-")
         name = _SPELLINGS.get(spelled)
         if name is None:
-            raise ConfigError(f"--config {path}: there is no option '{key}'.{_nearest(spelled)}")
-        if name in values:
-            raise ConfigError(f"--config {path} sets '{name}' twice")
-        converted = _convert(name, value, where)
-        values[name] = not converted if spelled == _OPTIONS[name].metadata["no"] else converted
-    return values
+            raise ConfigError(f"{reading.file}: there is no option '{key}'.{_nearest(spelled)}")
+        if name in spelled_as:
+            raise ConfigError(f"{reading.file} sets '{name}' twice, as {spelled_as[name]} and as {key}")
+        spelled_as[name] = key
+        if value is not None:
+            value = _convert(name, value, f"{reading.file}: {key}")
+            reading.set(name, not value if spelled == _OPTIONS[name].metadata["no"] else value, str(key))
+
+
+def _read_deepspeed(path: str) -> Reading:
+    reading = Reading(f"--deepspeed-config {path}", _convert)
+    content = deepspeed.without_auto(load(Path(path), reading.file))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{reading.file} must be a JSON object; it is {type(content).__name__}")
+    translate(reading, content, deepspeed.RULES)
+    deepspeed.finish(reading)
+    reading.foreign = set(reading.values)
+    return reading
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -117,15 +240,15 @@ def _convert(name: str, value: Any, where: str) -> Any:
                 return value
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
         if kind is tuple:
-            if isinstance(value, list) and not any(isinstance(v, (list, dict)) for v in value):
+            if isinstance(value, (list, tuple)) and not any(isinstance(v, (list, dict)) for v in value):
                 return tuple(str(v) for v in value)
             if isinstance(value, (list, dict)):
                 raise ValueError
             return tuple(shlex.split(str(value)) if _OPTIONS[name].metadata["words"] else str(value).split(","))
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)) or isinstance(value, (list, dict)):
+        if isinstance(value, (bool, list, dict)):
             raise ValueError
-        converted = kind(value)
-    except (ValueError, KeyError, TypeError):
+        converted = _integer(value) if kind is int else kind(value)
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise ConfigError(f"{where}: expected {kind.__name__}, found {value!r}") from None
     choices = _OPTIONS[name].metadata["choices"]
     if choices and converted not in choices:
@@ -133,7 +256,18 @@ def _convert(name: str, value: Any, where: str) -> Any:
     return converted
 
 
+def _integer(value: Any) -> int:
+    """Also of 5e8, which JSON and YAML do not read as an integer. Raises ValueError."""
+    number = int(value) if isinstance(value, int) or str(value).lstrip("+-").isdecimal() else float(value)
+    if number != int(number) or abs(number) >= 1 << 63:
+        raise ValueError
+    return int(number)
+
+
 def _nearest(name: str) -> str:
+    told = ELSEWHERE.get(name.lstrip("-").replace("_", "-"))
+    if told is not None:
+        return f" {told}"
     close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), _OPTIONS, n=1)
     return f" Did you mean --{close[0].replace('_', '-')}?" if close else " `hal train --help` lists the options."
 
@@ -151,7 +285,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="options by name, or the name of a ready configuration (llama-70b); the command line wins over them",
+        help="options by name, or the name of a ready configuration (llama-70b); the command line wins over them. "
+        "MindSpeed-Core-MS's sections and the MindFormers tutorial's are understood too",
+    )
+    made.add_argument(
+        "--deepspeed-config",
+        "--deepspeed_config",
+        metavar="FILE.json",
+        help="DeepSpeed's batch sizes, precision, ZeRO, optimizer and schedule; what is given elsewhere must agree",
     )
     group: Any = made
     for option in _OPTIONS.values():

@@ -81,6 +81,8 @@ def _training(c: Config) -> Iterator[str]:
     if c.lr_warmup_init > c.lr:
         yield f"--lr-warmup-init {c.lr_warmup_init} is above --lr {c.lr}"
     assert c.lr_decay_iters
+    if {"lr_warmup_fraction", "lr_warmup_iters"} <= c.given:
+        yield "--lr-warmup-fraction and --lr-warmup-iters contradict each other; give one"
     if c.lr_warmup_iters >= c.lr_decay_iters:
         yield f"--lr-warmup-iters {c.lr_warmup_iters} must be below the {c.lr_decay_iters} iterations of the decay"
     if c.lr_decay_style == "WSD":
@@ -122,6 +124,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
         ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
+        ("make_vocab_size_divisible_by", c.pad_vocab_size_to is None, "a vocabulary without --pad-vocab-size-to"),
         ("lr_warmup_init", c.lr_warmup_iters > 0, "--lr-warmup-iters"),
         ("lr_wsd_decay_style lr_wsd_decay_iters", c.lr_decay_style == "WSD", "--lr-decay-style WSD"),
         ("loss_scale", c.fp16, "--fp16"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class Config:
     attention_dropout: float = _opt(0.1, "dropout on attention probabilities", "in [0, 1)")
     hidden_dropout: float = _opt(0.1, "dropout on embeddings and on what each block adds", "in [0, 1)")
     init_method_std: float = _opt(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float | None = _opt(None, "that of the embeddings; default: of all weights")
     use_flash_attn: bool = _opt(True, "attention through flash_attention, not scale_mask_softmax", no="no-flash-attn")
     pre_tokens: int | None = _opt(
         None, "how many tokens back a query sees; default all", "any integer", aliases=("pre-tockens",)
@@ -130,6 +132,7 @@ class Config:
     )
     shape_order: str = _opt("SBH", "layout given to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD"))
     make_vocab_size_divisible_by: int = _opt(128, "the vocabulary is padded to a multiple of this")
+    pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, in place of a multiple")
 
     # data
     data_path: tuple[str, ...] = _opt(
@@ -166,6 +169,9 @@ class Config:
     )
     lr_decay_iters: int | None = _opt(None, "steps until min_lr; default train_iters")
     lr_warmup_iters: int = _opt(0, "steps of linear warm-up", ">= 0")
+    lr_warmup_fraction: float | None = _opt(
+        None, "the warm-up as a share of --lr-decay-iters", "in [0, 1)", aliases=("warmup",)
+    )
     lr_warmup_init: float = _opt(0.0, "learning rate at the first step of the warm-up", ">= 0")
     lr_wsd_decay_style: str = _opt(
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
@@ -230,6 +236,12 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
     """Names of the options that were set by the user, wherever."""
 
+    # No fields: they say nothing about the run.
+    origins = MappingProxyType({})
+    """Where each of those options was set, by name."""
+    notes = ()
+    """What was given and has no effect, in lines to show."""
+
     def __post_init__(self) -> None:
         self.derive()
 
@@ -252,10 +264,19 @@ class Config:
             self.global_batch_size = self.micro_batch_size
         if self.lr_decay_iters is None:
             self.lr_decay_iters = self.train_iters
+        if self.lr_warmup_fraction is not None and not self.lr_warmup_iters:
+            self.lr_warmup_iters = int(self.lr_warmup_fraction * self.lr_decay_iters)
+        if self.embedding_init_method_std is None:
+            self.embedding_init_method_std = self.init_method_std
         self.set_vocabulary(self.vocab_size or 1)
 
     def set_vocabulary(self, size: int) -> None:
         """Pads a vocabulary of `size` ids. The result does not depend on the parallel layout, unlike Megatron's."""
+        if self.pad_vocab_size_to is not None:
+            if size > self.pad_vocab_size_to:
+                raise ConfigError(f"--pad-vocab-size-to {self.pad_vocab_size_to} is less than the {size} ids there are")
+            self.padded_vocab_size = self.pad_vocab_size_to
+            return
         step = self.make_vocab_size_divisible_by
         self.padded_vocab_size = -(-size // step) * step if step > 0 else size
 

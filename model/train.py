@@ -166,6 +166,8 @@ def _announce(report: Report, trainer: Trainer) -> None:
         f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {hal.device()}; "
         f"iterations {trainer.iteration + 1} to {trainer.config.train_iters}"
     )
+    for note in trainer.config.notes:
+        report.say(f" note: {note}")
 
 
 def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:

@@ -1,0 +1,162 @@
+"""What a key of another system's configuration means here. A table of dotted keys and rules is a front end."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import ConfigError
+
+MICROBATCHES = "@microbatches"
+"""A value beside the options: microbatches per step and replica, from which the global batch size follows."""
+
+
+@dataclass
+class Reading:
+    """A file as it is being translated.
+
+    values: options by name (and MICROBATCHES); origins: the key each came from; notes: what has no effect here;
+    foreign: options that another system's keys gave. convert(option, value, where) checks a value's type.
+    """
+
+    file: str
+    convert: Callable[[str, Any, str], Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    foreign: set[str] = field(default_factory=set)
+
+    def set(self, option: str, value: Any, key: str) -> None:
+        """Raises ConfigError if another key of the file said something else."""
+        if value is None:
+            return
+        where = f"{self.file}: {key}"
+        value = int_of(value, where) if option == MICROBATCHES else self.convert(option, value, where)
+        if option in self.values and self.values[option] != value:
+            raise ConfigError(
+                f"{where} and {self.origins[option]} contradict each other about {flag(option)}: {value!r} and "
+                f"{self.values[option]!r}"
+            )
+        self.values[option], self.origins[option] = value, key
+
+    def note(self, key: str, text: str) -> None:
+        """Something the user should know of a key that is taken but changes nothing."""
+        self.notes.append(f"{self.file}: {key}: {text}")
+
+    def refuse(self, key: str, text: str) -> ConfigError:
+        """The error for a key that cannot be followed."""
+        return ConfigError(f"{self.file}: {key}: {text}")
+
+
+Rule = Callable[[Reading, str, Any], None]
+
+
+def to(option: str) -> Rule:
+    """The key is this option."""
+    return lambda reading, key, value: reading.set(option, value, key)
+
+
+def scaled(option: str, table: Mapping[Any, Mapping[str, Any]]) -> Rule:
+    """Each word the key can be, and the options it stands for. Words are compared without regard to case."""
+    words = {_lower(word): options for word, options in table.items()}
+
+    def rule(reading: Reading, key: str, value: Any) -> None:
+        if value is None:
+            return
+        if not isinstance(value, (str, bool, int)) or _lower(value) not in words:
+            raise reading.refuse(key, f"{value!r} is not one of {', '.join(map(str, table))} (it sets {flag(option)})")
+        for name, meant in words[_lower(value)].items():
+            reading.set(name, meant, key)
+
+    return rule
+
+
+def only(*allowed: Any, why: str) -> Rule:
+    """The key may only say what HAL does; anything else is refused, since results would differ."""
+
+    def rule(reading: Reading, key: str, value: Any) -> None:
+        if value is not None and not any(_lower(value) == _lower(a) and type(value) is type(a) for a in allowed):
+            raise reading.refuse(key, f"{value!r} cannot be followed: {why}")
+
+    return rule
+
+
+def noted(text: str, *usual: Any) -> Rule:
+    """The key changes no result here; the user is told so, unless it has a value that HAL follows anyway."""
+
+    def rule(reading: Reading, key: str, value: Any) -> None:
+        if value is not None and value not in usual:
+            reading.note(key, f"{value!r} has no effect: {text}")
+
+    return rule
+
+
+def kept(store: str) -> Rule:
+    """The key is looked at together with others, once the whole file is read."""
+
+    def rule(reading: Reading, key: str, value: Any) -> None:
+        if value is not None:
+            reading.values[f"@{store}"], reading.origins[f"@{store}"] = value, key
+
+    return rule
+
+
+def take(reading: Reading, store: str) -> tuple[Any, str]:
+    """What `kept` kept, and its key; (None, "") if the file did not say it."""
+    return reading.values.pop(f"@{store}", None), reading.origins.pop(f"@{store}", "")
+
+
+def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None:
+    """Applies the rules to every key of a nested mapping. Raises ConfigError for keys without one."""
+    known = set(rules)
+    folders = {key[:at] for key in known for at in range(len(key)) if key[at] == "."}
+
+    def walk(node: Mapping[Any, Any], path: str) -> None:
+        for name, value in node.items():
+            key = f"{path}{name}"
+            if key in known:
+                rules[key](reading, key, value)
+            elif key in folders and (value is None or isinstance(value, dict)):
+                walk(value or {}, f"{key}.")
+            elif key in folders:
+                raise reading.refuse(key, f"holds keys; found {value!r}")
+            else:
+                raise reading.refuse(key, f"there is no such key.{nearest_key(key, known | folders)}")
+
+    walk(content, "")
+
+
+def nearest_key(key: str, known: set[str]) -> str:
+    """A hint to the key that was meant: the same name elsewhere, else a similar one."""
+    last = key.rsplit(".", 1)[-1]
+    same = sorted(k for k in known if k.rsplit(".", 1)[-1] == last)
+    close = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def flag(option: str) -> str:
+    """An option as users type it."""
+    return "--" + option.replace("_", "-")
+
+
+def int_of(value: Any, where: str) -> int:
+    """A positive integer. Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where}: expected a positive integer, found {value!r}")
+    return value
+
+
+def number_of(value: Any, where: str) -> float:
+    """A number; YAML reads 1e-5 as text. Raises ConfigError."""
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: expected a number, found {value!r}") from None
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value

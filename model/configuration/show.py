@@ -1,0 +1,41 @@
+"""`hal config show`: the merged configuration, every value with its origin, as YAML that --config reads back.
+
+What the user gave stands as it is; defaults and derived values are comments, so that reading the text back gives the
+same run without calling them given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from ..config import Config
+
+
+def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
+    """Lines of text. groups: titles by the first option of each group."""
+    options = [f for f in fields(config) if f.init]
+    width = max(len(f.name) for f in options) + 32
+    for option in options:
+        name, value = option.name, getattr(config, option.name)
+        if name in groups:
+            yield f"\n# {groups[name]}" if option is not options[0] else f"# {groups[name]}"
+        if name in config.given:
+            line, origin = f"{name.replace('_', '-')}: {_text(value)}", config.origins.get(name, "given")
+        else:
+            line = f"# {name.replace('_', '-')}: {_text(value)}"
+            origin = "default" if value == option.default else "derived"
+        yield f"{line:<{width}}  # {origin}"
+    if config.notes:
+        yield "\n# taken, and without effect"
+        yield from (f"# {note}" for note in config.notes)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"{value:.1f}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
