@@ -61,11 +61,12 @@ support: $(READY) $(SIM)/.ready  ## the kit on every backend; writes docs/suppor
 	$(BIN)/hal parity --merge $(RESULTS)/*.json --html runs/support.html --markdown docs/support/README.md
 
 docs: $(DOCS)/.ready  ## the documentation as a site in build/site, every link checked
-	$(DOCS)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.ready: mkdocs.yml constraints.txt setup.cfg
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		mkdocs-material "mkdocstrings[python]" ruff
 	touch $@
 
 clean:

@@ -1,0 +1,46 @@
+"""The documentation as a site: it builds with every link checked, and every public name is in its reference."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import hal
+from hal import ops, testing
+
+ROOT = Path(hal.__file__).resolve().parents[1]
+MKDOCS = shutil.which("mkdocs") or shutil.which(ROOT / ".venv-docs" / "bin" / "mkdocs")
+pytestmark = pytest.mark.skipif(MKDOCS is None, reason="mkdocs is not installed: `make docs` installs it in .venv-docs")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build = [MKDOCS, "build", "--strict", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("module", [hal, ops, testing], ids=lambda m: m.__name__)
+def test_every_public_name_is_in_the_reference(site, module):
+    page = (site / "reference" / module.__name__.split(".")[-1] / "index.html").read_text()
+    there = set(re.findall(rf'id="{re.escape(module.__name__)}\.(?:\w+\.)?(\w+)"', page))
+    assert [name for name in module.__all__ if name not in there] == []
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    page = (site / "index.html").read_text()
+    assert not re.search(r'(src|href)="https?://[^"]+\.(js|css|woff2?)"', page)
+
+
+def test_every_error_has_its_anchor(site):
+    page = (site / "errors" / "index.html").read_text()
+    for kind in hal.__all__:
+        thing = getattr(hal, kind)
+        if isinstance(thing, type) and issubclass(thing, hal.HalError):
+            assert f'id="{kind.lower()}"' in page
