@@ -60,9 +60,9 @@ def translated(what: str) -> Iterator[None]:
     cl = opencl()
     try:
         yield
-    except cl.MemoryError as error:
-        raise OutOfDeviceMemory(f"{what}: OpenCL is out of memory ({error}); use a smaller micro batch") from error
     except cl.Error as error:
+        if isinstance(error, cl.MemoryError) or error.code == cl.status_code.INVALID_BUFFER_SIZE:
+            raise OutOfDeviceMemory(f"{what}: OpenCL is out of memory ({error}); use a smaller micro batch") from error
         raise hal.HalError(
             f"{what}: OpenCL reports {error}. If it happens again, start the process anew: the device's context may be "
             f"lost; `hal doctor --backend opencl` tells whether the device works."

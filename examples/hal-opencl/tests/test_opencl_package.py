@@ -1,0 +1,42 @@
+"""The package as a stranger's: public names only, found by its entry point, its README's numbers true."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hal_opencl
+
+import hal
+from hal.testing.purity import backend_rule, check_tree
+
+PACKAGE = Path(hal_opencl.__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
+
+
+def test_it_uses_public_names_only():
+    found = check_tree(PACKAGE, backend_rule("hal_opencl"), package="hal_opencl")
+    assert not found, "\n".join(map(str, found))
+
+
+def test_it_is_found_by_its_entry_point():
+    assert hal.names()["opencl"].startswith("hal-opencl ")
+
+
+def test_importing_it_touches_no_driver():
+    code = "import sys, hal_opencl; print('pyopencl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_kernels_are_shipped_and_each_file_is_used():
+    code = "".join(p.read_text() for p in PACKAGE.glob("*.py"))
+    files = sorted((PACKAGE / "kernels").glob("*.cl"))
+    assert files
+    assert [p.name for p in files if f'"{p.stem}"' not in code] == []
+
+
+def test_the_readme_counts_the_cost_as_it_is():
+    sys.path.insert(0, str(HERE))
+    import cost
+
+    assert cost.table() in (HERE / "README.md").read_text(), "run: python cost.py --write"

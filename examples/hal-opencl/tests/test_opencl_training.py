@@ -1,0 +1,54 @@
+"""A GPT trained on OpenCL has the losses it has on cpu_ref, and a second run has its bits."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import hal
+from hal.testing import golden
+
+
+def losses(backend, where, iterations, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "hal.cli",
+        "train",
+        "--backend",
+        backend,
+        "--config",
+        "tiny",
+        "--run-dir",
+        str(where),
+    ]
+    command += [
+        "--train-iters",
+        str(iterations),
+        "--lr-warmup-iters",
+        "2",
+        "--log-interval",
+        "1",
+        "--eval-interval",
+        "1000",
+    ]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
+
+
+@pytest.mark.slow
+def test_the_readmes_model_trains_with_the_losses_of_cpu_ref(tmp_path):
+    found, expected = (losses(name, tmp_path / name, 20) for name in ("opencl", "cpu_ref"))
+    assert len(found) == len(expected) == 20
+    assert found[-1] < found[0] - 1.0
+    assert found == pytest.approx(expected, abs=2e-5)
+
+
+def test_two_runs_have_the_same_bits(opencl):
+    import torch
+
+    first, second = (golden.train("llama", torch.bfloat16, steps=3) for _ in range(2))
+    assert first == second
+    assert hal.fallbacks() == {}
