@@ -1,0 +1,431 @@
+"""Other systems' files become options of ours, key by key; what cannot be followed is refused, never dropped."""
+
+import json
+
+import pytest
+import yaml
+
+from hal.cli import main
+from hal.model.arguments import parse, read_config
+from hal.model.config import READY, ConfigError
+from hal.model.configuration import deepspeed, elsewhere, mindspeed, tutorial
+from hal.model.gpt import GPT
+
+
+def nested(keys):
+    """{"a.b": 1} as {"a": {"b": 1}}."""
+    tree = {}
+    for key, value in keys.items():
+        node = tree
+        *folders, last = key.split(".")
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[last] = value
+    return tree
+
+
+@pytest.fixture
+def from_file(tmp_path):
+    """The Config of a file of the given dotted keys, with more options."""
+
+    def make(keys, *argv, option="--config", environ=None):
+        path = tmp_path / ("c.yaml" if option == "--config" else "ds.json")
+        path.write_text(yaml.safe_dump(nested(keys)) if option == "--config" else json.dumps(nested(keys)))
+        return parse([option, str(path), *argv], environ or {})
+
+    return make
+
+
+@pytest.fixture
+def problem(from_file):
+    def find(keys, *argv, **how):
+        with pytest.raises(ConfigError) as caught:
+            from_file(keys, *argv, **how)
+        assert "\n" not in str(caught.value).split(" (see ")[0]
+        return str(caught.value)
+
+    return find
+
+
+# MindSpeed-Core-MS
+
+
+def test_the_mapping_has_all_126_arguments_and_each_has_a_rule():
+    arguments = [argument for argument, _, _ in mindspeed.TABLE]
+    assert len(arguments) == len(set(arguments)) == 126
+    assert {key.split(".")[0] for key in mindspeed.RULES} == set(mindspeed.SECTIONS)
+    assert len(mindspeed.RULES) == 125  # both betas are one list
+
+
+DIRECT = {
+    "model_config.hidden_size": (64, "hidden_size", 64),
+    "model_config.num_layers": (2, "num_layers", 2),
+    "model_config.vocab_size": (512, "pad_vocab_size_to", 512),
+    "model_config.attention_dropout_rate": (0.2, "attention_dropout", 0.2),
+    "model_config.use_rotary_embedding": (True, "position_embedding_type", "rope"),
+    "model_config.normalization": ("FusedRMSNorm", "normalization", "RMSNorm"),
+    "model_config.hidden_act": ("swiglu", "swiglu", True),
+    "model_config.compute_dtype": ("bfloat16", "bf16", True),
+    "model_config.use_flash_attention": (False, "use_flash_attn", False),
+    "model_config.fa_config.pre_tokens": (65536, "pre_tokens", 65536),
+    "training_config.training_iters": (7, "train_iters", 7),
+    "training_config.output_dir": ("here", "save", "here"),
+    "dataset_config.batch_size": (2, "micro_batch_size", 2),
+    "dataset_config.eod_mask_loss": (True, "eod_mask_loss", True),
+    "dataset_config.micro_batch_num": (3, "global_batch_size", 12),
+    "optimizer_config.learning_rate": ("1e-5", "lr", 1e-5),
+    "optimizer_config.betas": ([0.8, 0.7], "adam_beta2", 0.7),
+    "optimizer_config.start_weight_decay": (0.3, "weight_decay", 0.3),
+    "parallel_config.recompute": (True, "recompute_granularity", "full"),
+    "parallel_config.select_recompute": (True, "recompute_granularity", "selective"),
+}
+
+
+@pytest.mark.parametrize("key", DIRECT)
+def test_a_key_of_mindspeed_is_an_option(from_file, key):
+    value, option, expected = DIRECT[key]
+    config = from_file({key: value})
+    assert getattr(config, option) == expected
+    assert config.origins[option].endswith(f"c.yaml: {key}")
+
+
+def test_every_key_of_mindspeed_is_taken_or_refused_with_a_reason(tmp_path):
+    """No key of the table is unknown, and none is dropped: what it says makes a difference, a note, or an error."""
+    words = {"shape_order": "SBH", "lr_decay_style": "cosine", "recompute_granularity": "full"}
+    usual = ["adamw", "rope", "RMSNorm", "swiglu", "float32", "ulysses_cp_algo", "constant", 1, True, False, [0.9, 0.9]]
+    for argument, key, _ in mindspeed.TABLE:
+        outcomes = set()
+        for value in [words.get(argument), *usual]:
+            (tmp_path / "c.yaml").write_text(yaml.safe_dump(nested({key: value})))
+            try:
+                reading = read_config(str(tmp_path / "c.yaml"))
+                outcomes.add(repr((reading.values, reading.notes)))
+            except ConfigError as error:
+                assert "there is no such key" not in str(error)
+                outcomes.add(str(error))
+        assert len(outcomes) > 1, f"{key} does the same whatever it says"
+
+
+def test_documented_mismatches(from_file, problem):
+    assert "counts overflows; give that as --hysteresis" in problem({"training_config.loss_scale_factor": 4})
+    assert from_file({"training_config.loss_scale_factor": 2}).hysteresis == 2
+    assert from_file({"model_config.fa_config.input_layout": "BSH"}).shape_order == "BSH"
+    loading = from_file({"training_config.load_checkpoint": "x"})
+    assert not loading.no_load_rng and "MindSpeed-Core-MS would take True" in loading.notes[0]
+    both = from_file({"parallel_config.context_parallel_size": 2, "training_config.seed": 3}, "--nproc-per-node", "2")
+    assert both.context_parallel_algo == "ulysses" and "default" in both.origins["context_parallel_algo"]
+    ring = {"parallel_config.context_parallel_size": 2, "parallel_config.context_parallel_algo": "megatron_cp_algo"}
+    assert from_file(ring, "--nproc-per-node", "2").context_parallel_algo == "ring"
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"add_bias_linear": False}, (True, False)),
+        ({"add_bias_linear": False, "qkv_has_bias": True, "out_proj_has_bias": False}, (True, True)),
+        ({"qkv_has_bias": True, "out_proj_has_bias": True}, (False, False)),
+        ({"add_bias_linear": True, "qkv_has_bias": False}, None),
+        ({"qkv_has_bias": False, "out_proj_has_bias": False}, None),
+    ],
+)
+def test_biases(from_file, problem, keys, expected):
+    keys = {f"model_config.{key}": value for key, value in keys.items()}
+    if expected is None:
+        assert "in all linear layers, in none, or in QKV only" in problem(keys)
+    else:
+        config = from_file(keys)
+        assert (config.disable_bias_linear, config.add_qkv_bias) == expected
+
+
+PIPELINE = {
+    "model_config.num_layers": 8,
+    "parallel_config.pipeline_model_parallel_size": 2,
+    "dataset_config.micro_batch_num": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"num_layer_list": [3, 5]}, {"num_layer_list": ("3", "5")}),
+        ({"virtual_pipeline_model_parallel_size": 2}, {"num_layers_per_virtual_pipeline_stage": 2}),
+        ({"num_layer_list": "[[2,2],[2,2]]"}, {"num_layers_per_virtual_pipeline_stage": 2, "noop_layers": ()}),
+        ({"num_layer_list": [3, 4]}, "7 layers are not the 8 of num_layers"),
+        ({"num_layer_list": [[3, 1], [2, 2]]}, "equal numbers of layers"),
+        ({"num_layer_list": "import os"}, "lists of numbers"),
+        ({"num_layer_list": [[2, 2], [2], [2]]}, "rows"),
+        ({"virtual_pipeline_model_parallel_size": 3}, "do not divide 8 layers"),
+        ({"virtual_pipeline_model_parallel_size": "x"}, "positive integer"),
+    ],
+)
+def test_layers_of_stages(from_file, problem, keys, expected):
+    keys = {**PIPELINE, **{f"parallel_config.{key}": value for key, value in keys.items()}}
+    if isinstance(expected, str):
+        assert expected in problem(keys, "--nproc-per-node", "2")
+    else:
+        config = from_file(keys, "--nproc-per-node", "2")
+        assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"model_config.hiden_size": 3}, "there is no such key. Did you mean model_config.hidden_size?"),
+        ({"training_config.learning_rate": 3}, "Did you mean optimizer_config.learning_rate?"),
+        ({"model_config.hidden_size": "x"}, "expected int, found 'x'"),
+        ({"model_config.hidden_size": 64, "hidden-size": 32}, "contradict each other about --hidden-size"),
+        ({"model_config.use_rotary_embedding": True, "model_config.position_embedding_type": "none"}, "contradict"),
+        ({"training_config.bf16": True, "model_config.compute_dtype": "float16"}, "contradict"),
+        ({"model_config.params_dtype": "float16"}, "computes in float32"),
+        ({"model_config.group_query_attention": True}, "num_query_groups"),
+        ({"model_config.fp16_lm_cross_entropy": True}, "cannot be followed"),
+        ({"optimizer_config.optimizer_type": "SGD"}, "the optimizer is AdamW"),
+        ({"optimizer_config.no_weight_decay_params": ["norm"]}, "cannot be followed"),
+        ({"optimizer_config.betas": 0.9}, "two numbers"),
+        ({"dataset_config.eos_token_id": 5}, "the tokenizer says"),
+        ({"dataset_config.batch_size": 2, "dataset_config.micro_batch_num": 3, "global-batch-size": 4}, "is 6 and not"),
+        ({"training_config.profile": True}, "no profiler option"),
+        ({"training_config": 5}, "holds keys; found 5"),
+        ({"training_config.resume_training": True}, "needs training_config.load_checkpoint"),
+    ],
+)
+def test_what_mindspeed_says_that_cannot_be_followed(problem, keys, words):
+    assert words in problem(keys)
+
+
+def test_options_of_ours_stand_beside_the_sections_and_the_command_line_wins(from_file):
+    keys = {"model_config.hidden_size": 64, "tokenizer-type": "NullTokenizer", "vocab_size": 9, "data-path": "x"}
+    config = from_file(keys, "--hidden-size", "128")
+    assert (config.hidden_size, config.vocab_size) == (128, 9)
+    assert config.origins["hidden_size"] == "command line"
+
+
+def test_buckets_that_a_file_brings_along_are_notes_and_on_the_command_line_errors(from_file, problem):
+    keys = {"training_config.bucket_size": 100, "training_config.overlap_grad_reduce": True}
+    config = from_file(keys)
+    assert "ddp_bucket_size" not in config.given and len(config.notes) == 2
+    two = ("--nproc-per-node", "2", "--global-batch-size", "8")
+    config = from_file(keys, *two)
+    assert config.ddp_bucket_size == 100 and config.overlap_grad_reduce and not config.notes
+    sharded = from_file({**keys, "training_config.use_distributed_optimizer": True}, *two)
+    assert not sharded.overlap_grad_reduce and "with ZeRO stage 1 a layer is a message" in sharded.notes[0]
+    assert "would be ignored" in problem(keys, "--ddp-bucket-size", "5")
+
+
+# The MindFormers tutorial
+
+
+def test_the_tutorials_model(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    config = parse(["--config", "mindformers-38b", "--data-path", "x"], {})
+    # 62 layers on 4 x 4 virtual stages of 4: two places stay empty
+    assert config.num_layers == 64 and config.noop_layers == ("62", "63")
+    assert config.num_layers_per_virtual_pipeline_stage == 4 and config.padded_vocab_size == 165664
+    assert (config.embedding_init_method_std, config.init_method_std) == (0.5, 0.00884)
+    assert (config.num_query_groups, config.attn_post_norm_scale, config.bf16) == (8, 0.0447, True)
+    assert any("not as heads per group" in note for note in config.notes)
+    assert {key.split(".")[0] for key in tutorial.RULES} == set(tutorial.SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("accelerate_config.precision.softmax_compute_dtype", "bfloat16", "in float32 always"),
+        ("accelerate_config.precision.residual-connection", "bfloat16", "dtype of compute_dtype"),
+        ("accelerate_config.precision.fused_operators", "flash_attention, magic", "no operator 'magic'"),
+        ("model_config.llm.attention.head_num", 4, "Did you mean model_config.llm.blocks.attention?"),
+        ("model_config.llm.blocks.attention.attention_type", "MLA", "GQA, MHA or MQA"),
+        ("model_config.llm.blocks.ffn.activation", "relu", "'relu' is not one of swiglu"),
+        ("train_config.ms_training_config.resume_training", True, "Give --load FOLDER"),
+        ("model_config.llm.head.shared_embedding", "maybe", "True or False"),
+    ],
+)
+def test_what_the_tutorial_says_that_cannot_be_followed(problem, key, value, words):
+    assert words in problem({key: value})
+
+
+def test_padding_of_the_tutorial(problem, from_file):
+    sizes = {"model_config.llm.tokenizer.padded_size": 1000, "model_config.llm.tokenizer.divided_by": 16}
+    assert "1000 is not divisible by 16" in problem(sizes)
+    del sizes["model_config.llm.tokenizer.padded_size"]
+    assert from_file(sizes).make_vocab_size_divisible_by == 16
+
+
+# DeepSpeed
+
+
+def ds(**keys):
+    return {key.replace("__", "."): value for key, value in keys.items()}
+
+
+def test_a_deepspeed_configuration(from_file):
+    content = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 20,
+        "wall_clock_breakdown": False,
+        "fp16.enabled": True,
+        "fp16.loss_scale": 0,
+        "fp16.initial_scale_power": 16,
+        "fp16.hysteresis": 2,
+        "fp16.min_loss_scale": 1,
+        "zero_optimization.stage": 2,
+        "zero_optimization.reduce_bucket_size": 5e8,
+        "zero_optimization.contiguous_gradients": True,
+        "zero_optimization.offload_optimizer": {"device": "none"},
+        "optimizer.type": "Adam",
+        "optimizer.params.lr": 3e-4,
+        "optimizer.params.betas": [0.9, 0.95],
+        "optimizer.params.weight_decay": "auto",
+        "scheduler.type": "WarmupDecayLR",
+        "scheduler.params": {
+            "warmup_num_steps": 10,
+            "total_num_steps": 90,
+            "warmup_max_lr": 3e-4,
+            "warmup_type": "linear",
+        },
+    }
+    config = from_file(content, "--nproc-per-node", "2", option="--deepspeed-config")
+    assert (config.global_batch_size, config.micro_batch_size, config.zero_stage) == (16, 2, 2)
+    assert config.fp16 and config.loss_scale is None and config.initial_loss_scale == 65536
+    assert (config.lr, config.adam_beta2, config.clip_grad, config.log_interval) == (3e-4, 0.95, 0.5, 20)
+    assert (config.lr_decay_style, config.lr_warmup_iters, config.lr_decay_iters, config.min_lr) == (
+        "linear",
+        10,
+        90,
+        0,
+    )
+    assert "weight_decay" not in config.given and len(config.notes) == 2
+    assert config.origins["zero_stage"].endswith("ds.json: zero_optimization.stage")
+
+
+def test_buckets_of_replicated_gradients(from_file):
+    keys = ds(
+        zero_optimization__stage=0, zero_optimization__reduce_bucket_size=50000000, zero_optimization__overlap_comm=True
+    )
+    two = ("--nproc-per-node", "2", "--global-batch-size", "8")
+    config = from_file(keys, *two, option="--deepspeed_config")
+    assert config.ddp_bucket_size == 50_000_000 and config.overlap_grad_reduce and not config.notes
+
+
+@pytest.mark.parametrize(
+    "keys, argv, words",
+    [
+        (ds(zero_optimization__stage=2), "--zero-stage 0", "zero_optimization.stage and command line contradict"),
+        (ds(train_batch_size=2048), "--global-batch-size 64", "contradict each other about --global-batch-size"),
+        (ds(optimizer__params__lr=1e-3), "--lr 2e-3", "contradict each other about --lr"),
+        (ds(train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4), "", "is 8 and not"),
+        (ds(fp16__enabled=True), "--bf16", "--fp16 and --bf16 contradict"),
+        (ds(zero_optimisation__stage=2), "", "there is no such key"),
+        (ds(zero_optimization__stag=2), "", "Did you mean zero_optimization.stage?"),
+        (ds(zero_optimization__offload_param={"device": "cpu"}), "", "states stay on the device"),
+        (ds(optimizer__type="Lamb"), "", "the optimizer is AdamW"),
+        (ds(optimizer__params__adam_w_mode=False), "", "decoupled"),
+        (ds(scheduler__type="OneCycle"), "", "is not one of WarmupLR"),
+        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max_lr": 1e-3}), "", 'say "linear"'),
+        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max": 1e-3}), "", "WarmupLR has"),
+        (ds(fp16__initial_scale_power=1e9), "", "0 to 64"),
+        (ds(tensorboard__enabled=True), "", "--run-dir"),
+        (ds(gradient_accumulation_steps=0), "", "positive integer"),
+    ],
+)
+def test_conflicts_with_deepspeed_are_refused(problem, keys, argv, words):
+    assert words in problem(keys, *argv.split(), option="--deepspeed-config")
+
+
+def test_deepspeeds_warm_up_to_a_cosine(from_file):
+    params = {
+        "total_num_steps": 80,
+        "warmup_num_steps": 8,
+        "warmup_min_ratio": 0.1,
+        "cos_min_ratio": 0.01,
+        "warmup_type": "linear",
+    }
+    keys = ds(optimizer__params__lr=1e-3, scheduler__type="WarmupCosineLR", scheduler__params=params)
+    config = from_file(keys, option="--deepspeed-config")
+    assert config.lr_decay_style == "cosine" and config.min_lr == pytest.approx(1e-5)
+    assert config.lr_warmup_init == pytest.approx(1e-4) and config.lr_decay_iters == 80
+
+
+def test_the_environment_gives_way_to_every_file(from_file):
+    config = from_file(ds(optimizer__params__lr=1e-3), option="--deepspeed-config", environ={"HAL_LR": "0.5"})
+    assert config.lr == 1e-3
+
+
+# What they share
+
+
+def test_show_prints_every_value_with_its_origin_and_reads_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HAL_SEED", "77")
+    path = tmp_path / "m.yaml"
+    path.write_text(yaml.safe_dump(nested({"model_config.hidden_size": 64, "model_config.normalization": "RMSNorm"})))
+    argv = ["--config", str(path), "--lr", "1e-4", "--pin", "linear=cpu_ref/c", "--data-path", "0.5", "a", "0.5", "b c"]
+    assert main(["config", "show", *argv]) == 0
+    out = capsys.readouterr().out
+    lines = {line.lstrip("# ").split(":")[0]: line for line in out.splitlines() if ":" in line}
+    assert lines["hidden-size"].endswith(f"# --config {path}: model_config.hidden_size")
+    assert lines["lr"].endswith("# command line") and lines["seed"].endswith("# HAL_SEED")
+    assert lines["num-layers"].startswith("# ") and lines["num-layers"].endswith("# default")
+    assert lines["kv-channels"].endswith("# derived")
+    (tmp_path / "again.yaml").write_text(out)
+    again, first = parse(["--config", str(tmp_path / "again.yaml")], {}), parse(argv)
+    assert again == first and again.data_path == ("0.5", "a", "0.5", "b c")
+
+
+@pytest.mark.parametrize(
+    "argv, code", [([], 2), (["--help"], 0), (["print"], 2), (["show", "--config", "absent.yaml"], 2)]
+)
+def test_wrong_usage_of_show(argv, code, capsys):
+    assert main(["config", *argv]) == code
+
+
+@pytest.mark.parametrize("path", sorted(READY.glob("*.yaml")), ids=lambda p: p.stem)
+def test_ready_configurations_are_whole(path, monkeypatch):
+    cards = {"mindformers-38b": "32"}.get(path.stem)
+    if cards:
+        monkeypatch.setenv("WORLD_SIZE", cards)
+    data_path = [] if path.stem == "tiny" else ["--data-path", "x"]
+    config = parse(["--config", path.stem, *data_path], {})
+    assert config.train_iters and not read_config(path.stem).values.keys() - config.given - {"ddp_bucket_size"}
+
+
+def test_the_command_lines_tokenizer_replaces_that_of_a_file():
+    config = parse(
+        ["--config", "llama-7b", "--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "m", "--data-path", "x"],
+        {},
+    )
+    assert config.tokenizer_model == "m" and config.vocab_size is None
+
+
+@pytest.mark.parametrize("name", elsewhere.ELSEWHERE)
+def test_names_of_other_systems_are_answered(name):
+    with pytest.raises(ConfigError) as caught:
+        parse([f"--{name}", "1"], {})
+    assert elsewhere.ELSEWHERE[name] in str(caught.value)
+
+
+def test_what_elsewhere_points_to_exists():
+    from hal.model.arguments import parser
+
+    flags = {flag for action in parser()._actions for flag in action.option_strings}
+    words = {w.strip(".:") for text in elsewhere.ELSEWHERE.values() for w in text.split() if w.startswith("--")}
+    assert words <= flags and not {f"--{name}" for name in elsewhere.ELSEWHERE} & flags
+    assert set(deepspeed.RULES) & {"zero_optimization.stage", "optimizer.params.lr"}
+
+
+def test_new_options_do_what_they_say(references):
+    config = parse(["--embedding-init-method-std", "0.5", "--pad-vocab-size-to", "512", "--seq-length", "8"], {})
+    config.set_vocabulary(257)
+    import torch
+
+    model = GPT(config, torch.device("cpu"))
+    assert model.embedding.word_embeddings.weight.shape[0] == 512
+    assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(0.5, rel=0.05)
+    with pytest.raises(ConfigError, match="less than the 600 ids"):
+        config.set_vocabulary(600)
+    assert parse(["--lr-warmup-fraction", "0.1", "--lr-decay-iters", "50"], {}).lr_warmup_iters == 5
+    assert parse(["--warmup", ".01"], {}).lr_warmup_iters == 1
+    with pytest.raises(ConfigError, match="contradict"):
+        parse(["--warmup", ".01", "--lr-warmup-iters", "4"], {})
