@@ -6,10 +6,12 @@ READY := $(VENV)/.ready
 # A second environment: torch-npu changes how torch starts, so it must not be where people work by default.
 SIM := .venv-sim
 DOCS := .venv-docs
+# Where the OpenCL backend is installed from its own wheel, beside a HAL wheel, as a stranger would.
+OPENCL := .venv-opencl
 RESULTS := docs/support/results
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow test-simulators gpu sanitize lint check bench support docs clean
+.PHONY: train test test-slow test-simulators test-opencl gpu sanitize lint check bench support docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -33,6 +35,21 @@ $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)
 	$(SIM)/bin/python $(INSTALL) ".[train,test,npu,cuda]"
 	touch $@
+
+test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel; needs an OpenCL driver (pocl-opencl-icd)
+	rm -rf $(OPENCL) build/opencl
+	mkdir -p build/opencl/source
+	# A copy of what belongs to the project: building a wheel in place would pack what earlier builds left there.
+	git ls-files -z --cached --others --exclude-standard | tar --null --files-from - --ignore-failed-read -cf - \
+		| tar -xf - -C build/opencl/source
+	cd build/opencl && $(abspath $(BIN))/python -m pip wheel --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation ./source ./source/examples/hal-opencl
+	$(PYTHON) -m venv $(OPENCL)
+	$(OPENCL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		"$$(echo build/opencl/torch_hal-*.whl)[train,test]" build/opencl/hal_opencl-*.whl
+	cd build/opencl && $(abspath $(OPENCL))/bin/pytest $(CURDIR)/examples/hal-opencl
+	$(OPENCL)/bin/python -m pip uninstall --quiet --yes hal-opencl
+	cd build/opencl && $(abspath $(OPENCL))/bin/python $(CURDIR)/examples/hal-opencl/tests/after_uninstalling.py
 
 gpu: $(SIM)/.ready  ## everything that needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
 	$(SIM)/bin/python -m hal.bench.gpu
@@ -70,4 +87,4 @@ $(DOCS)/.ready: mkdocs.yml constraints.txt setup.cfg
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SIM) $(DOCS) build dist *.egg-info runs
+	rm -rf $(VENV) $(SIM) $(DOCS) $(OPENCL) build dist *.egg-info runs

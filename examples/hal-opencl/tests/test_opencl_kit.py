@@ -1,6 +1,7 @@
 """The conformance kit on this backend, in both memory modes and in the kernels' other shape, and its collectives."""
 
 import pytest
+import torch
 
 import hal
 from hal import ops
@@ -58,8 +59,6 @@ def test_the_collectives_pass():
 
 
 def test_a_refusal_says_what_the_kernels_have(opencl):
-    import torch
-
     x = torch.zeros(1, 1, 2, 257)
     with pytest.raises(hal.UnsupportedOp, match=r"head size 257 \(at most 256"):
         ops.flash_attention(x, x, x, layout="BNSD")

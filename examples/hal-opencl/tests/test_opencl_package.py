@@ -22,9 +22,9 @@ def test_it_is_found_by_its_entry_point():
     assert hal.names()["opencl"].startswith("hal-opencl ")
 
 
-def test_importing_it_touches_no_driver():
+def test_importing_it_touches_no_driver(tmp_path):
     code = "import sys, hal_opencl; print('pyopencl' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "False"
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import hal
 from hal.testing import golden
@@ -33,7 +34,7 @@ def losses(backend, where, iterations, *options):
         "--eval-interval",
         "1000",
     ]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=where.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
 
@@ -47,8 +48,6 @@ def test_the_readmes_model_trains_with_the_losses_of_cpu_ref(tmp_path):
 
 
 def test_two_runs_have_the_same_bits(opencl):
-    import torch
-
     first, second = (golden.train("llama", torch.bfloat16, steps=3) for _ in range(2))
     assert first == second
     assert hal.fallbacks() == {}
