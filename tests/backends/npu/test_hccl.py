@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +60,50 @@ def test_an_absent_rank_ends_in_a_timeout_that_names_it() -> None:
     took, message = run_processes(2, _absent, timeout=120.0, expect_exit=[1])[0]
     assert 3 < took < 9
     assert "all_reduce" in message and "1" in message
+
+
+FAILING = """
+import os, sys, time
+import torch, hal
+comm = hal.use('npu', simulate=True).comm(timeout=600.0)
+x = torch.ones(4, device=hal.device(comm.rank))
+comm.all_reduce(x)
+print('together', flush=True)
+if comm.rank == 1:
+    raise RuntimeError('rank 1 gives up')
+comm.all_reduce(x)
+"""
+
+
+def test_a_failing_rank_ends_the_job_although_its_peer_waits_for_it(tmp_path: Path) -> None:
+    """The peer would wait ten minutes for the collective; the job is over in seconds, and says who failed."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    command = [sys.executable, "-m", "hal.cli", "launch", "--backend", "npu", "--simulate", "--nproc-per-node", "2"]
+    started = time.monotonic()
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300)
+    assert time.monotonic() - started < 120
+    assert done.returncode == 1 and "rank 1 failed first" in done.stderr and "rank 1 gives up" in done.stderr
+    assert "together" in done.stdout
+
+
+def _uneven() -> Any:
+    comm, device, _machine = begin()
+    import torch_npu.distributed as vendor
+
+    sizes = [5, 2]
+    x = torch.arange(7.0, device=device) * (comm.rank + 1)
+    scattered = torch.empty(sizes[comm.rank], device=device)
+    vendor.reduce_scatter_tensor_uneven(scattered, x, sizes)
+    gathered = torch.empty(7, device=device)
+    vendor.all_gather_into_tensor_uneven(gathered, scattered, sizes)
+    return scattered.tolist(), gathered.tolist()
+
+
+def test_uneven_pieces() -> None:
+    """torch_npu's own uneven collectives, which HAL does not need: HcclReduceScatterV and HcclAllGatherV."""
+    total = [3.0 * i for i in range(7)]
+    assert run_processes(2, _uneven) == [(total[:5], total), (total[5:], total)]
 
 
 def _slow() -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 from hal.backends.npu import Npu
 
@@ -164,16 +165,63 @@ def test_mode_0_skips_whole_tiles_only(npu: Npu) -> None:
 
 @pytest.mark.parametrize("layout", ["SBH", "BSH"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("pre, next", [(65536, 0), (2048, 0)])
+@pytest.mark.parametrize("pre, next", [(65536, 65536), (2048, 0)])
+@pytest.mark.parametrize("size", [2177, 2304])
 def test_megatrons_windows_are_exact_beyond_a_tile(
-    npu: Npu, layout: str, dtype: torch.dtype, pre: int, next: int
+    npu: Npu, layout: str, dtype: torch.dtype, pre: int, next: int, size: int
 ) -> None:
-    """The combinations of pre, next, shape order and dtype in megatron_npu's README, on more than 2176 tokens."""
-    size, heads, d = 2304, 2, 8
-    torch.manual_seed(0)
+    """The eight combinations of megatron_npu's README, on more than 2176 tokens, forward and backward."""
+    heads, d = 1, 8
+    torch.manual_seed(size)
     shape = (size, 1, heads * d) if layout == "SBH" else (1, size, heads * d)
-    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+    given = [torch.randn(shape).to(dtype) for _ in range(4)]
     here = {"layout": layout, "num_heads": heads, "pre_tokens": pre, "next_tokens": next}
-    got = ops.flash_attention(q.npu(), k.npu(), v.npu(), **here)
-    exact = ops.flash_attention.reference(q.double(), k.double(), v.double(), **here)
-    assert torch.allclose(got.cpu().double(), exact, atol=4e-3, rtol=1e-2)
+    results = []
+    for attention_op, tensors in (
+        (ops.flash_attention, [x.npu() for x in given]),
+        (ops.flash_attention.reference, [x.double() for x in given]),
+    ):
+        leaves = [x.requires_grad_() for x in tensors[:3]]
+        out = attention_op(*leaves, **here)
+        out.backward(tensors[3])
+        results.append([out, *(x.grad for x in leaves)])
+    for got, exact in zip(*results):
+        assert torch.allclose(got.detach().cpu().double(), exact, atol=8e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["SBH", "BSH"])
+def test_megatrons_causal_mask_with_the_readmes_flags(npu: Npu, layout: str) -> None:
+    """megatron_npu always adds its causal mask: 65536 and 65536 are causal attention then, 2048 and 0 as without it."""
+    size, d = 2177, 8
+    torch.manual_seed(0)
+    shape = (size, 1, d) if layout == "SBH" else (1, size, d)
+    q, k, v = (torch.randn(shape).half().npu() for _ in range(3))
+    causal = torch.ones(size, size, dtype=torch.bool).triu(1).npu()
+    here = {"layout": layout, "num_heads": 1}
+    masked = ops.flash_attention(q, k, v, pre_tokens=65536, next_tokens=65536, mask=causal, **here)
+    assert torch.equal(masked, ops.flash_attention(q, k, v, next_tokens=0, **here))
+    window = ops.flash_attention(q, k, v, pre_tokens=2048, next_tokens=0, mask=causal, **here)
+    assert torch.equal(window, ops.flash_attention(q, k, v, pre_tokens=2048, next_tokens=0, **here))
+    assert not torch.equal(window, masked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2, 32, 32), (2, 3, 64, 96)])
+def test_the_softmax_kernel_within_its_limits(npu: Npu, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Sizes that random calls of the conformance kit rarely hit: multiples of 32."""
+    torch.manual_seed(1)
+    x = torch.randn(shape).to(dtype)
+    mask = torch.rand(shape[0], 1, *shape[2:]) < 0.4
+    mask[0, 0, 3] = True  # a row that sees nothing
+    here = {"mask": mask, "scale": 0.3, "causal": True}
+    there = {**here, "mask": mask.npu()}
+    ours, exact = x.npu().requires_grad_(), x.double().requires_grad_()
+    assert hal.why(ops.scale_mask_softmax, ours, **there).chosen == "npu/scaled_masked_softmax"
+    y, expected = ops.scale_mask_softmax(ours, **there), ops.scale_mask_softmax.reference(exact, **here)
+    dy = torch.randn(shape).to(dtype)
+    y.backward(dy.npu())
+    expected.backward(dy.double())
+    assert ours.grad is not None and exact.grad is not None
+    tol = ops.scale_mask_softmax.tol[dtype]
+    assert torch.allclose(y.detach().cpu().double(), expected.detach(), atol=tol.atol, rtol=tol.rtol)
+    assert torch.allclose(ours.grad.cpu().double(), exact.grad, atol=4 * tol.atol, rtol=4 * tol.rtol)

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "reduce.h"
@@ -186,7 +187,7 @@ bool in_chunks(uint64_t count, size_t room, Step step) {
   return true;
 }
 
-enum Kind : uint32_t { kAllReduce = 1, kBroadcast, kAllGather, kReduceScatter, kReduce, kBarrier };
+enum Kind : uint32_t { kAllReduce = 1, kBroadcast, kAllGather, kReduceScatter, kReduceScatterV, kReduce, kBarrier };
 
 HcclResult reduce_to(const char* call, Kind kind, void* send, void* recv, uint64_t count, HcclDataType type,
                      HcclReduceOp op, uint32_t root, HcclComm handle, aclrtStream stream) {
@@ -428,9 +429,39 @@ HcclResult HcclAllGatherV(void* send, uint64_t send_count, void* recv, const voi
   std::vector<uint64_t> counts(comm->segment->size(), send_count), at(comm->segment->size(), 0);
   return HcclAlltoAllV(send, counts.data(), at.data(), type, recv, recv_counts, recv_at, type, handle, stream);
 }
-HcclResult HcclReduceScatterV(void*, const void*, const void*, void*, uint64_t, HcclDataType, HcclReduceOp, HcclComm,
-                              aclrtStream) {
-  return refuse(HCCL_E_NOT_SUPPORT, "HcclReduceScatterV is not simulated");
+HcclResult HcclReduceScatterV(void* send, const void* counts, const void* starts, void* recv, uint64_t count,
+                              HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+  Shared comm = find(handle);
+  size_t item = item_size(type);
+  if (auto bad = check("HcclReduceScatterV", comm, type, recv, count * item, &op)) return bad;
+  auto numbers = [&](const void* list) {
+    auto* first = static_cast<const uint64_t*>(list);
+    return std::vector<uint64_t>(first, first + comm->segment->size());
+  };
+  std::vector<uint64_t> sizes = numbers(counts), offsets = numbers(starts);
+  if (sizes[comm->segment->rank()] != count)
+    return refuse(HCCL_E_PARA, "HcclReduceScatterV: this rank's piece and its room differ in size");
+  for (size_t r = 0; r < sizes.size(); r++)
+    if (auto bad = check("HcclReduceScatterV", comm, type, static_cast<char*>(send) + offsets[r] * item, sizes[r] * item))
+      return bad;
+  uint64_t total = std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
+  return collective("HcclReduceScatterV", comm, {kReduceScatterV, (uint32_t)type, (uint32_t)op, 0, total}, stream,
+                    [=](Segment& segment, const Deadline& deadline) {
+    size_t room = halsim::kSlotBytes / item / segment.size();
+    return in_chunks(*std::max_element(sizes.begin(), sizes.end()), room, [&](uint64_t at, uint64_t n) {
+      auto left = [&](uint32_t r) { return at < sizes[r] ? std::min(n, sizes[r] - at) : 0; };
+      for (uint32_t r = 0; r < segment.size(); r++)
+        memcpy(segment.slot(segment.rank()) + r * room * item, static_cast<char*>(send) + (offsets[r] + at) * item, left(r) * item);
+      if (!segment.barrier(deadline)) return false;
+      if (uint64_t mine = left(segment.rank())) {
+        char* out = static_cast<char*>(recv) + at * item;
+        memcpy(out, segment.slot(0) + segment.rank() * room * item, mine * item);
+        for (uint32_t r = 1; r < segment.size(); r++)
+          halsim::reduce(out, segment.slot(r) + segment.rank() * room * item, mine, type, op);
+      }
+      return segment.barrier(deadline);
+    });
+  });
 }
 
 }  // extern "C"
