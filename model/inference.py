@@ -70,13 +70,22 @@ class Engine:
     def _piece(self, name: str, parameter: Tensor) -> Piece:
         return piece(parameter, parameter, self.model.shards.get(name), self.parallel.rank, self.parallel.size, 0)
 
+    @property
+    def replicas(self) -> int:
+        """How many data-parallel ranks hold the same part of the model."""
+        return 1 if self.mesh is None else self.mesh.layout.dp
+
+    @property
+    def replica(self) -> int:
+        """Which of them this is."""
+        return 0 if self.mesh is None else self.mesh.at["dp"]
+
     def require_one_replica(self, what: str) -> None:
         """Raises ConfigError if data-parallel ranks would only repeat each other's work."""
-        replicas = 1 if self.mesh is None else self.mesh.layout.dp
-        if replicas > 1:
+        if self.mesh is not None and self.replicas > 1:
             raise ConfigError(
-                f"{what} shares one model among its ranks, but {self.mesh.layout.world} processes hold {replicas} of "
-                "them; start --tensor-model-parallel-size x --pipeline-model-parallel-size processes"
+                f"{what} shares one model among its ranks, but {self.mesh.layout.world} processes hold {self.replicas} "
+                "of them; start --tensor-model-parallel-size x --pipeline-model-parallel-size processes"
             )
 
     # Forward passes.
@@ -86,9 +95,12 @@ class Engine:
         return KeyValueCache(self.config, self.layers, batch, capacity, self.parallel, self.device)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, rows: int | None = None) -> Tensor | None:
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, rows: int | None = None, *, padding: bool = False
+    ) -> Tensor | None:
         """Logits [s or rows, b, v_local] of tokens [b, s] on the last stage's ranks, None elsewhere.
 
+        padding: also the padding ids', which else have none.
         tokens: of whole sequences; with context parallelism each rank computes its share of the rows.
         """
         cp = self.parallel.context_rows(tokens.shape[1])
@@ -99,8 +111,9 @@ class Engine:
             (x,) = self.pp.exchange(receives=[Message(self.pp.rank - 1, empty)])
         x = self.model(x, cache=cache, rows=rows)
         if self.model.last:
-            start = self.parallel.rank * x.shape[-1]
-            x[..., max(0, self.vocabulary - start) :] = torch.finfo(x.dtype).min
+            if not padding:
+                start = self.parallel.rank * x.shape[-1]
+                x[..., max(0, self.vocabulary - start) :] = torch.finfo(x.dtype).min
             return x
         assert self.pp is not None
         self.settle()
@@ -133,15 +146,16 @@ class Engine:
         sent = like if numbers is None else numbers
         return self.mesh.world.broadcast(sent.to(self.device), source).cpu()
 
-    def score(self, tokens: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    def score(self, tokens: Tensor, labels: Tensor, counted: Tensor, *, padding: bool = False) -> Tensor:
         """Per sequence, this rank's share of (negative log-likelihood, labels missed, labels counted), float32 [b, 3].
 
         tokens, labels: int64 [b, s]; counted: bool [b, s], which labels count. A label is missed unless it is the
-        likeliest token. Shares are summed by `total`. Any s: sequences are padded to what the layout can cut.
+        likeliest token. padding: the vocabulary's padding takes part in the softmax, as it does in training. Shares are
+        summed by `total`. Any s: sequences are padded to what the layout can cut.
         """
         tokens, labels, counted = (self._pad(x) for x in (tokens, labels, counted))
         share = torch.zeros(len(tokens), 3, device=self.device)
-        logits = self.forward(tokens)
+        logits = self.forward(tokens, padding=padding)
         if logits is None:
             return share
         rows = self.parallel.context_rows(tokens.shape[1])

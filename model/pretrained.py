@@ -39,18 +39,24 @@ LAYOUT = (
 )
 RUNNING = ("use_flash_attn", "shape_order")
 TOKENIZER = ("tokenizer_type", *tokenizer.OPTIONS)
-DATA = ("data_path", "text_file", "split", "data_cache_path", "seed")
 DTYPES = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+
+
+_SOURCES = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "text_file"}
+Prepare = Callable[[Config, Tokenizer, Mapping[str, Any]], Any]
 
 
 @dataclass
 class Pretrained:
-    """An open checkpoint. iteration: that of its training."""
+    """An open checkpoint. iteration: that of its training. saved: the options of its run. prepared: see
+    open_pretrained."""
 
     config: Config
     engine: Engine
     tokenizer: Tokenizer
     iteration: int
+    saved: Mapping[str, Any]
+    prepared: Any = None
 
 
 def add_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
@@ -61,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
 
 
 def run_command(
-    name: str, argv: Sequence[str], arguments: argparse.Namespace, body: Callable[[Pretrained], int], *more: str
+    name: str,
+    argv: Sequence[str],
+    arguments: argparse.Namespace,
+    body: Callable[[Pretrained], int],
+    *more: str,
+    prepare: Prepare | None = None,
 ) -> int:
     """Opens what `arguments` ask for and runs `body` on it, on --nproc-per-node processes. Returns the exit code."""
     names = {*WHERE, *LAYOUT, *RUNNING, *TOKENIZER, *more}
@@ -74,24 +85,27 @@ def run_command(
     if given.pop("nproc_per_node", 1) > 1 and "WORLD_SIZE" not in os.environ:
         return run(Job([name, *argv], nproc=arguments.nproc_per_node))
     try:
-        return body(open_pretrained(given, getattr(arguments, "dtype", None)))
+        return body(open_pretrained(given, getattr(arguments, "dtype", None), prepare))
     except (HalError, OSError) as error:
         print(f"hal {name}: {error}", file=sys.stderr)
         return 2
 
 
-def open_pretrained(given: Mapping[str, Any], dtype: str | None = None) -> Pretrained:
+def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare: Prepare | None = None) -> Pretrained:
     """The latest checkpoint of given["load"], on the backend and layout of `given` (option values by name).
 
+    prepare: called with the config, the tokenizer and the saved options before the ranks meet (for data, whose maps
+    megatron-core builds on one rank only once there is a world); what it returns is `prepared`.
     Raises ConfigError for what contradicts the checkpoint, HalError for one that is damaged.
     """
     pins = dict(pin.split("=", 1) for pin in given.get("pin", ()))
     simulate = {"simulate": True} if given.get("simulate") or os.environ.get("HAL_SIMULATE") == "1" else {}
     hal.use(given["backend"], fallback=given.get("fallback", "error"), pin=pins, **simulate)
     folder, state = checkpoint.read_state(Path(given["load"]))
-    config = config_of(state, given, dtype, folder)
+    config = config_of(state, given, dtype, folder, data=prepare is not None)
     made = build_tokenizer(config)
     _fit(config, made, state)
+    prepared = None if prepare is None else prepare(config, made, state["config"])
     plan = make_plan(config, world_size(config))
     mesh = None
     if plan.layout.world > 1:
@@ -99,12 +113,17 @@ def open_pretrained(given: Mapping[str, Any], dtype: str | None = None) -> Pretr
     device = local_device() if mesh is not None else hal.device()
     engine = Engine.build(config, made.vocab_size, device, mesh, plan)
     engine.load(folder)
-    return Pretrained(config, engine, made, int(state["iteration"]))
+    return Pretrained(config, engine, made, int(state["iteration"]), state["config"], prepared)
 
 
-def config_of(state: Mapping[str, Any], given: Mapping[str, Any], dtype: str | None, folder: Path) -> Config:
-    """The config of a checkpoint's model under the layout and tokenizer that were asked for."""
-    saved = {n: v for n, v in saved_options(state, folder).items() if n in {*model_options(), *TOKENIZER, *DATA}}
+def config_of(
+    state: Mapping[str, Any], given: Mapping[str, Any], dtype: str | None, folder: Path, *, data: bool
+) -> Config:
+    """The config of a checkpoint's model under the layout and tokenizer that were asked for; with its `data`'s."""
+    wanted = {*model_options(), *TOKENIZER, "seed"}
+    if data:
+        wanted |= set(data_options()) - (_SOURCES if _SOURCES & set(given) else set())
+    saved = {n: v for n, v in saved_options(state, folder).items() if n in wanted}
     if "tokenizer_type" in given:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
     if dtype is not None:
@@ -123,6 +142,12 @@ def config_of(state: Mapping[str, Any], given: Mapping[str, Any], dtype: str | N
 def world_size_of(given: Mapping[str, Any]) -> int:
     """How many processes take part."""
     return int(os.environ.get("WORLD_SIZE", given.get("nproc_per_node", 1)))
+
+
+def data_options() -> list[str]:
+    """Names of the options that say what a run reads."""
+    names = [f.name for f in fields(Config)]
+    return names[names.index("data_path") : names.index("tokenizer_type")]
 
 
 def model_options() -> list[str]:

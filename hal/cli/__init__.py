@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "which layouts of a model fit on N devices, and what each costs",
     "train": "train a GPT",
     "generate": "continue prompts with a trained model",
+    "eval": "cloze accuracy, perplexity and validation loss of a trained model",
     "convert": "checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",

@@ -1,0 +1,152 @@
+"""`hal eval`: LAMBADA's cloze accuracy, WikiText's perplexity, the validation loss, or tasks of lm-evaluation-harness,
+of a trained model, with standard errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import Parser
+
+if TYPE_CHECKING:
+    from hal.model.config import Config
+    from hal.model.pretrained import Pretrained
+    from hal.model.tokenizer import Tokenizer
+
+_TASKS = ("LAMBADA", "WIKITEXT103", "valid", "test", "lm-eval")
+_FOR = {
+    "valid_data": ("LAMBADA", "WIKITEXT103"),
+    "strict_lambada": ("LAMBADA",),
+    "overlapping_eval": ("WIKITEXT103",),
+    "eval_samples": ("valid", "test"),
+    "lm_eval_tasks": ("lm-eval",),
+    "lm_eval_path": ("lm-eval",),
+    "limit": ("lm-eval",),
+}
+"""Which tasks read an option."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal eval` with these arguments."""
+    from hal.model import pretrained
+
+    parser = Parser("eval", description=__doc__)
+    add = parser.add_argument
+    add("--task", required=True, choices=_TASKS, help="what to measure; valid and test are the run's own splits")
+    add("--valid-data", type=Path, metavar="FILE", help='LAMBADA: JSON lines with "text"; WIKITEXT103: the text')
+    add("--strict-lambada", action="store_true", help="the last word, not the last token (LAMBADA)")
+    add("--overlapping-eval", type=int, metavar="N", help="tokens by which windows move (WIKITEXT103, default 32)")
+    add("--eval-samples", type=int, metavar="N", help="samples (valid, test; default those of the run's evaluations)")
+    add("--lm-eval-tasks", nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness (lm-eval)")
+    add("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own (lm-eval)")
+    add("--limit", type=int, metavar="N", help="at most so many documents per task (lm-eval)")
+    add("--output-file", type=Path, metavar="FILE.json", help="write the numbers there")
+    data = pretrained.data_options()
+    pretrained.add_arguments(parser, "seed", "micro_batch_size", *data)
+    arguments = parser.parse_args(argv)
+    for name, tasks in _FOR.items():
+        if getattr(arguments, name) not in (None, False) and arguments.task not in tasks:
+            parser.error(f"--{name.replace('_', '-')} would be ignored: it is for --task {' or '.join(tasks)}")
+    for name in ("seed", *data):
+        if hasattr(arguments, name) and arguments.task not in ("valid", "test"):
+            parser.error(f"--{name.replace('_', '-')} would be ignored: it is for --task valid or test")
+    needed = {"LAMBADA": "valid_data", "WIKITEXT103": "valid_data", "lm-eval": "lm_eval_tasks"}.get(arguments.task)
+    if needed and getattr(arguments, needed) is None:
+        parser.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
+    if arguments.eval_samples is not None and arguments.eval_samples < 1:
+        parser.error("--eval-samples must be at least 1")
+    more = ("seed", "micro_batch_size", *data)
+    prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
+    body = _harness if arguments.task == "lm-eval" else _measure
+    return pretrained.run_command("eval", argv, arguments, lambda m: body(arguments, m), *more, prepare=prepare)
+
+
+def _open_split(arguments: argparse.Namespace) -> Callable[[Config, Tokenizer, Mapping[str, Any]], Any]:
+    from hal.model.data import open_data
+
+    def prepare(config: Config, tokenizer: Tokenizer, saved: Mapping[str, Any]) -> Any:
+        samples = arguments.eval_samples or saved.get("eval_iters", 10) * (saved.get("global_batch_size") or 1)
+        return open_data(config, tokenizer, {arguments.task: samples})[arguments.task], samples
+
+    return prepare
+
+
+def _measure(arguments: argparse.Namespace, model: Pretrained) -> int:
+    from hal.model.evaluation import tasks
+    from hal.model.evaluation.scoring import score
+    from hal.model.evaluation.validation import validation
+
+    engine, batch, length = model.engine, model.config.micro_batch_size, model.config.seq_length
+    if arguments.task in ("valid", "test"):
+        split, samples = model.prepared
+        return _report(arguments, model, validation(engine, split, samples, batch=batch))
+    if arguments.task == "LAMBADA":
+        task = tasks.lambada(arguments.valid_data, model.tokenizer, length, strict=arguments.strict_lambada)
+    else:
+        overlap = arguments.overlapping_eval
+        task = tasks.wikitext(arguments.valid_data, model.tokenizer, length, overlapping_eval=overlap)
+    with _Progress(len(task.examples), shown=engine.lead) as progress:
+        scores = score(engine, task.examples, batch=batch, on_batch=progress)
+    return _report(arguments, model, task.results(scores))
+
+
+def _report(arguments: argparse.Namespace, model: Pretrained, results: Mapping[str, Any]) -> int:
+    """Megatron's line, each number with its standard error, and all of it in --output-file."""
+    from hal.model.files import write_text
+
+    if not model.engine.lead:
+        return 0
+    cells = []
+    for name, value in results.items():
+        if name.endswith("_stderr"):
+            continue
+        error = results.get(f"{name}_stderr")
+        number = f"{value:.4E}" if isinstance(value, float) else str(value)
+        cells.append(f"{name}: {number}" + (f" (+- {error:.1E})" if error is not None else ""))
+    print(f" validation results on {arguments.task} | " + " | ".join(cells) + " |")
+    if arguments.output_file is not None:
+        record = {"task": arguments.task, "iteration": model.iteration, "load": model.config.load, **results}
+        write_text(arguments.output_file, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _harness(arguments: argparse.Namespace, model: Pretrained) -> int:
+    from hal.model.evaluation.harness import run_tasks
+    from hal.model.files import write_text
+
+    table, results = run_tasks(model, arguments.lm_eval_tasks, path=arguments.lm_eval_path, limit=arguments.limit)
+    if model.engine.lead:
+        print(table)
+        if arguments.output_file is not None:
+            write_text(arguments.output_file, json.dumps(results, indent=1, default=str) + "\n")
+    return 0
+
+
+class _Progress:
+    """A bar on a terminal, else nothing."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __call__(self, done: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

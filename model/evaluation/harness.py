@@ -1,0 +1,159 @@
+"""lm-evaluation-harness on a HAL model: its three questions answered, on any parallel layout.
+
+Every rank asks for the same tasks and answers together; the harness itself sees one process. It is imported when used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hal import HalError
+
+from ..config import ConfigError
+from ..pretrained import Pretrained
+from ..prompting import Request, answer, encode_prompt
+from ..sampling import Sampling
+from .scoring import Example, score
+
+
+def _lm_eval() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.api.model
+    except ImportError as error:
+        raise HalError(
+            f"--task lm-eval needs lm-evaluation-harness ({error}); install it with: pip install lm_eval"
+        ) from None
+    return lm_eval
+
+
+class Answers:
+    """What the harness asks of a model, given its requests (each has `args`). Results are in the requests' order."""
+
+    def __init__(self, model: Pretrained) -> None:
+        self.model, self.seed = model, model.config.seed
+        self.batch, self.limit = model.config.micro_batch_size, model.config.seq_length
+        self.generated = 0
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether it is what greedy decoding gives) of (context, continuation).
+
+        A context beyond seq_length loses its beginning. Raises ConfigError for a continuation longer than that.
+        """
+        examples = [self._pair(*request.args) for request in requests]
+        scored = [e for e in examples if e is not None]
+        rows = iter(score(self.model.engine, scored, batch=self.batch).tolist() if scored else [])
+        # Nothing follows with certainty.
+        pairs = [(0.0, True) if e is None else next(rows) for e in examples]
+        return [p if len(p) == 2 else (-p[0], p[1] == 0) for p in pairs]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-probability of each whole text after an end of document, in windows of seq_length that each predict new
+        tokens only, the last with as long a context as fits."""
+        examples, counts = [], []
+        for (text,) in (request.args for request in requests):
+            ids = [self.model.tokenizer.eod, *self._encode(text)]
+            windows = _windows(ids, self.limit)
+            examples += windows
+            counts.append(len(windows))
+        nll = score(self.model.engine, examples, batch=self.batch)[:, 0] if examples else []
+        found, at = [], 0
+        for count in counts:
+            found.append(-float(sum(nll[at : at + count])))
+            at += count
+        return found
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Continuations of (context, settings): until, max_gen_toks, do_sample, temperature, top_k, top_p."""
+        found = []
+        for context, settings in (request.args for request in requests):
+            request = self._request(dict(settings))
+            # What is generated must fit beside what is seen of the context.
+            room = max(1, self.limit - request.count)
+            prompt = encode_prompt(self.model.tokenizer, context)[-room:]
+            ((made,),) = answer(self.model.engine, self.model.tokenizer, [prompt], request, batch=1)
+            found.append(made.text)
+        return found
+
+    def _pair(self, context: str, continuation: str) -> Example | None:
+        # Blanks at the end of the context belong to the first word of the continuation.
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        before = self._encode(context)
+        whole = self._encode(context + continuation)
+        label = whole[len(before) :]
+        if not label:
+            return None
+        if len(label) > self.limit:
+            raise ConfigError(f"a continuation of {len(label)} tokens is longer than --seq-length {self.limit}")
+        tokens = [self.model.tokenizer.eod, *whole] if not before else whole
+        return Example(tuple(tokens[-self.limit - 1 :]), len(label))
+
+    def _encode(self, text: str) -> list[int]:
+        return encode_prompt(self.model.tokenizer, text) if text else []
+
+    def _request(self, settings: dict[str, Any]) -> Request:
+        until = settings.pop("until", None) or []
+        count = settings.pop("max_gen_toks", settings.pop("max_new_tokens", 256))
+        drawn = settings.pop("do_sample", bool(settings.get("temperature")))
+        temperature = settings.pop("temperature", 1.0 if drawn else 0.0)
+        top_k, top_p = settings.pop("top_k", 0) or 0, settings.pop("top_p", 1.0) or 1.0
+        if settings:
+            raise ConfigError(f"the task asks for the generation settings {sorted(settings)}, which HAL has not")
+        sampling = Sampling(temperature, top_k, top_p) if drawn and temperature else Sampling(0.0)
+        self.generated += 1
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        return Request(int(count), sampling, seed=self.seed + self.generated, stop=tuple(s for s in stop if s))
+
+
+def _windows(ids: Sequence[int], limit: int) -> list[Example]:
+    found, end = [], 1
+    while end < len(ids):
+        last = min(len(ids), end + limit)
+        # The first token of a window is only seen; the last window reaches back as far as it can.
+        found.append(Example(tuple(ids[max(0, last - limit - 1) : last]), last - end))
+        end = last
+    return found
+
+
+def language_model(model: Pretrained) -> Any:
+    """An `lm_eval.api.model.LM`. Raises HalError where lm-evaluation-harness is not installed."""
+    base: Any = _lm_eval().api.model.LM
+
+    class HalLM(base):  # type: ignore[misc]
+        """A HAL model as the harness knows one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answers = Answers(model)
+
+        def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            return self.answers.loglikelihood(requests)
+
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+            return self.answers.loglikelihood_rolling(requests)
+
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+            return self.answers.generate_until(requests)
+
+    return HalLM()
+
+
+def run_tasks(
+    model: Pretrained, names: Sequence[str], *, path: str | None = None, limit: int | None = None
+) -> tuple[str, Mapping[str, Any]]:
+    """(a table, the numbers by task) of the harness's tasks. path: a folder with more. limit: documents of each."""
+    library = _lm_eval()
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    manager = TaskManager(include_path=path)
+    unknown = sorted(set(names) - set(manager.all_tasks))
+    if unknown:
+        raise ConfigError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
+    found = library.simple_evaluate(
+        model=language_model(model), tasks=list(names), task_manager=manager, limit=limit, log_samples=False
+    )
+    return str(make_table(found)), found["results"]

@@ -1,0 +1,33 @@
+"""The loss on a run's validation or test split, as the run itself reports it: same samples, padding in the softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Split
+from ..documents import IGNORED
+from ..inference import Engine
+from .scoring import per_token, perplexity
+
+
+def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
+    """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
+    shares = torch.zeros(samples, 3, device=engine.device)
+    for number, first in enumerate(range(0, samples, batch)):
+        if number % engine.replicas != engine.replica:
+            continue
+        tokens, labels = split.fetch(first, min(batch, samples - first))
+        counted: Tensor = labels != IGNORED
+        shares[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True)
+    loss = per_token(engine.total(shares).double())
+    ppl = perplexity(loss)
+    return {
+        "lm loss value": loss.value,
+        "lm loss value_stderr": loss.stderr,
+        "lm loss PPL": ppl.value,
+        "lm loss PPL_stderr": ppl.stderr,
+        "samples": samples,
+    }
