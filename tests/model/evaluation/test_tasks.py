@@ -99,10 +99,11 @@ def test_wikitext_is_scored_as_defined(engine, tmp_path, move):
     [
         (" = = Title = = \n The dogs ' house , ( which is ) red", " == Title ==\nThe dogs' house, (which is) red"),
         (
-            "3 @,@ 000 @.@ 5 a @-@ b \N{DEGREE SIGN} C ; [ x ] : { y } ? ! .",
-            "3,000.5 a-b\N{DEGREE SIGN}C; [x]: {y}?! .",
+            "3 @,@ 000 @.@ 5 a @-@ b \N{DEGREE SIGN} C ; [ x ] : { y } ! z .",
+            "3,000.5 a-b\N{DEGREE SIGN}C; [x]: {y}! z .",
         ),
-        ("It 's \" so \" , 'a ' N x\n", "It's \"so\", 'a' 1 x\n"),
+        ('It \'s " so " , N x ? y\n', 'It\'s "so", 1 x? y\n'),
+        ("an ' odd ' N one", "an 'odd' 1 one"),
     ],
 )
 def test_detokenisation_is_megatrons(text, want):
