@@ -1,0 +1,182 @@
+"""hal_device(): unmodified megatron-core on the active HAL backend.
+
+While the `with` block runs, and never otherwise, the torch names in `CORE` (all that megatron-core's dense GPT training
+and checkpointing use of an NVIDIA device) act on the active backend. Whoever has already replaced one of them is named
+and nothing is touched. On an NVIDIA device nothing needs routing and nothing is routed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hal
+from hal import HalError
+
+from .guards import guarded
+from .place import ASKED_FOR, Place
+
+Make = Callable[[Place, Any], Any]
+"""(place, torch's own object) -> what stands in its place while routed."""
+
+CORE: Mapping[str, Make] = {
+    "torch.cuda.current_device": lambda place, own: place.current,
+    "torch.cuda.synchronize": lambda place, own: place.synchronize,
+    "torch.cuda.get_rng_state": lambda place, own: place.get_rng_state,
+    "torch.cuda.random.get_rng_state": lambda place, own: place.get_rng_state,
+    "torch.cuda.manual_seed": lambda place, own: place.manual_seed,
+    "torch.cuda.default_generators": lambda place, own: place.generators,
+    "torch.cuda._lazy_call": lambda place, own: lambda call, **kwargs: call(),
+    "torch.tensor": lambda place, own: place.factory(own),
+    "torch.zeros": lambda place, own: place.factory(own),
+    "torch.ones": lambda place, own: place.factory(own),
+    "torch.empty": lambda place, own: place.factory(own),
+    "torch.empty_like": lambda place, own: place.factory(own),
+    "torch.Tensor.cuda": lambda place, own: place.move_tensor(own),
+    "torch.Tensor.type": lambda place, own: place.type_name(own),
+}
+"""What megatron-core needs. Each entry is needed: tests drop them one by one."""
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """One replaced name: `name` of `owner` was `before` (own: in the owner itself, not inherited) and is now `now`."""
+
+    owner: Any
+    name: str
+    before: Any
+    own: bool
+    now: Any
+
+    def put(self) -> None:
+        setattr(self.owner, self.name, self.now)
+
+    def take_back(self) -> None:
+        if self.own:
+            setattr(self.owner, self.name, self.before)
+        else:
+            delattr(self.owner, self.name)
+
+
+_active: hal.Backend | None = None
+
+
+@contextlib.contextmanager
+def hal_device(names: Mapping[str, Make] = CORE) -> Iterator[None]:
+    """Routes `names` to the active backend (`hal.use`) for the duration of a `with` block, for the whole process.
+
+    Inside another `hal_device()` of the same backend it does nothing; on an NVIDIA device likewise.
+
+    Raises HalError if a name is already someone else's, if another backend is routed, or, at the end, if someone
+    replaced a name meanwhile (the others are restored).
+    """
+    global _active
+    backend = hal.backend()
+    if backend.device().type == ASKED_FOR or _active is backend:
+        yield
+        return
+    if _active is not None:
+        raise HalError(
+            f"hal_device: the names are routed to backend '{_active.name}'; leave that block before routing them to "
+            f"'{backend.name}'"
+        )
+    place = Place(backend)
+    routed = [_prepare(name, make, place) for name, make in names.items()]
+    for one in routed:
+        one.put()
+    _rebind({id(one.before): one.now for one in routed if callable(one.before)})
+    _active = backend
+    try:
+        with guarded(), _quiet(place):
+            yield
+    finally:
+        _active = None
+        lost = [f"{_spelled(one)} by {_origin(_current(one))}" for one in routed if _current(one) is not one.now]
+        for one in routed:
+            if _current(one) is one.now:
+                one.take_back()
+        _rebind({id(one.now): one.before for one in routed if callable(one.before)})
+        if lost and sys.exc_info()[0] is None:
+            raise HalError(f"hal_device: replaced by others while routed, and left as they are: {', '.join(lost)}")
+
+
+def _prepare(path: str, make: Make, place: Place) -> _Routed:
+    *owners, name = path.split(".")[1:]
+    owner: Any = functools.reduce(getattr, owners, torch)
+    before = getattr(owner, name)
+    if not _is_torchs(before):
+        raise HalError(
+            f"hal_device: {path} is already replaced, by {_origin(before)}. Two layers that route the device do not "
+            "work together: remove the other one (an adaptor such as transfer_to_npu or MindSpeed's, or a shim)."
+        )
+    return _Routed(owner, name, before, name in vars(owner), make(place, before))
+
+
+def _is_torchs(thing: Any) -> bool:
+    """Whether this is what torch shipped: written in C, a tuple, or defined in one of torch's own files."""
+    if isinstance(thing, types.FunctionType):
+        return Path(thing.__code__.co_filename).is_relative_to(Path(torch.__file__).parent)
+    if isinstance(thing, type):
+        return thing.__module__.partition(".")[0] == "torch"
+    return isinstance(thing, types.BuiltinFunctionType | types.MethodDescriptorType | tuple)
+
+
+def _origin(thing: Any) -> str:
+    code = getattr(thing, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else f"a {type(thing).__name__}"
+
+
+def _current(one: _Routed) -> Any:
+    return getattr(one.owner, one.name, None)
+
+
+def _spelled(one: _Routed) -> str:
+    return f"{one.owner.__name__}.{one.name}"
+
+
+def _rebind(exchange: Mapping[int, Any]) -> None:
+    """The same exchange (id -> new object) where modules of megatron hold copies: names that were imported from torch,
+    and defaults of parameters."""
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("megatron.")]
+    for module in modules:
+        if not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if id(value) in exchange:
+                setattr(module, key, exchange[id(value)])
+            elif isinstance(value, types.FunctionType):
+                _rebind_defaults(value, exchange)
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                for method in vars(value).values():
+                    if isinstance(method, types.FunctionType):
+                        _rebind_defaults(method, exchange)
+
+
+def _rebind_defaults(function: types.FunctionType, exchange: Mapping[int, Any]) -> None:
+    if any(id(value) in exchange for value in function.__defaults__ or ()):
+        function.__defaults__ = tuple(exchange.get(id(value), value) for value in function.__defaults__ or ())
+
+
+@contextlib.contextmanager
+def _quiet(place: Place) -> Iterator[None]:
+    """On the host, drops the RNG tracker's warning that the host's generator moved: there it is the device's, too."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("CPU RNG state changed")
+
+    if place.host:
+        logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)

@@ -1,0 +1,169 @@
+"""hal_device(): exactly the names megatron-core needs, only while active, and never over someone else's patch."""
+
+import functools
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from routing_needs import NEEDED_BY, UNUSED, names_in_source
+
+import hal
+from hal import HalError
+from hal.model.megatron import CORE, hal_device
+from hal.model.megatron.guards import refuse_crossed_messages
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA device")
+
+
+def owner_of(path):
+    *owners, name = path.split(".")[1:]
+    return functools.reduce(getattr, owners, torch), name
+
+
+def snapshot():
+    found = {}
+    for path in (*CORE, "torch.cuda._lazy_init", "torch.cuda.device_count"):
+        owner, name = owner_of(path)
+        found[path] = (getattr(owner, name), name in vars(owner))
+    return found
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_what_needs_a_name_works_while_it_is_routed(name, world):
+    with hal_device():
+        NEEDED_BY[name]()
+
+
+@without_cuda
+@pytest.mark.parametrize("name", CORE)
+def test_what_needs_a_name_breaks_without_it(name, world):
+    others = {n: make for n, make in CORE.items() if n != name}
+    with hal_device(others), pytest.raises((AssertionError, TypeError, RuntimeError)):
+        NEEDED_BY[name]()
+
+
+def test_the_names_of_megatron_cores_source_are_routed_or_known_to_be_unused():
+    import megatron.core
+
+    found = names_in_source(Path(megatron.core.__file__).parent)
+    unknown = {name: places for name, places in found.items() if name not in CORE and name not in UNUSED}
+    assert not unknown, f"megatron-core {megatron.core.__version__} uses names that are new to HAL: {unknown}"
+    assert not (set(CORE) | set(UNUSED)) - set(found), "these are no longer used"
+
+
+def test_names_are_torchs_own_before_and_after_and_two_are_never_touched(cpu_ref):
+    import megatron.core.tensor_parallel.random as core_random
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    before, copied, default = snapshot(), core_random._lazy_call, ShardedTensor.init_data.__defaults__
+    with hal_device():
+        during = snapshot()
+        assert core_random._lazy_call is not copied
+        assert ShardedTensor.init_data.__defaults__ != default
+    assert snapshot() == before
+    assert (core_random._lazy_call, ShardedTensor.init_data.__defaults__) == (copied, default)
+    assert {n for n in before if during[n][0] is not before[n][0]} == set(CORE)
+
+
+def test_names_are_restored_after_an_error(cpu_ref):
+    before = snapshot()
+    with pytest.raises(KeyError), hal_device():
+        raise KeyError
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("name", ["torch.cuda.current_device", "torch.zeros", "torch.Tensor.type"])
+def test_someone_elses_patch_is_refused_by_name_and_left_alone(name, cpu_ref, monkeypatch):
+    owner, attribute = owner_of(name)
+    monkeypatch.setattr(owner, attribute, lambda *args: None, raising=False)
+    before = snapshot()
+    with pytest.raises(HalError, match=rf"{name} is already replaced, by .*test_routing.py:\d+"), hal_device():
+        pass
+    assert snapshot() == before
+
+
+def test_a_patch_put_over_ours_is_reported_and_left(cpu_ref):
+    before = torch.zeros
+
+    def mine(*args):
+        return None
+
+    found = r"replaced by others while routed.*torch.zeros by .*test_routing.py"
+    try:
+        with pytest.raises(HalError, match=found), hal_device():
+            torch.zeros = mine
+        assert torch.zeros is mine
+    finally:
+        torch.zeros = before
+    assert torch.tensor(1).item() == 1 and "tensor" in repr(torch.tensor)
+
+
+def test_inside_itself_it_changes_nothing(cpu_ref):
+    with hal_device():
+        during = snapshot()
+        with hal_device():
+            assert snapshot() == during
+        assert snapshot() == during
+
+
+class Nvidia(hal.Backend):
+    """A backend on an NVIDIA device, as far as names go."""
+
+    name = "cuda"
+
+    def probe(self):
+        return hal.Probe(True, 1, "pretended")
+
+    def device(self, index=0):
+        return torch.device("cuda", index)
+
+    def synchronize(self):
+        pass
+
+    def comm(self, ranks=None, *, timeout=600.0):
+        return hal.Solo()
+
+
+def test_on_an_nvidia_device_nothing_is_routed():
+    before = snapshot()
+    with hal.activated(Nvidia()), hal_device():
+        assert snapshot() == before
+
+
+def test_tensors_say_what_megatron_core_compares_with_and_casts_still_work(cpu_ref):
+    with hal_device():
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_the_trackers_false_alarm_on_the_host_is_dropped(world, caplog):
+    with hal_device(), caplog.at_level(logging.WARNING, "megatron.core.tensor_parallel.random"):
+        NEEDED_BY["torch.cuda._lazy_call"]()
+        logging.getLogger("megatron.core.tensor_parallel.random").warning("another")
+    assert [r.getMessage() for r in caplog.records] == ["another"]
+
+
+def test_float16_module_sees_tensors_of_any_device_by_dtype(cpu_ref):
+    from megatron.core.transformer import module
+
+    with hal_device():
+        meta = torch.zeros(2, device="meta", dtype=torch.float16)
+        assert isinstance(meta, module._HALF_TYPES) and not isinstance(meta, module._FLOAT_TYPES)
+
+
+def test_interleaving_over_two_stages_with_crossed_messages_is_refused():
+    with pytest.raises(HalError, match="both go to the same process"):
+        refuse_crossed_messages(2, True, False)
+    refuse_crossed_messages(2, False, True)
+    refuse_crossed_messages(4, True, False)
+
+
+def test_importing_the_package_imports_no_megatron_core():
+    code = "import sys, json, hal.model.megatron\nprint(json.dumps([m for m in sys.modules if m[:8] == 'megatron']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert json.loads(result.stdout) == []
