@@ -71,11 +71,11 @@ class Shard:
     parts: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's part of the full parameter."""
+        """This rank's part of the full parameter; a copy, since a view would keep the whole alive."""
         if size == 1:
             return full
         pieces = [block.chunk(size, self.dim)[rank] for block in full.chunk(self.parts, self.dim)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
 @dataclass
