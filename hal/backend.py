@@ -17,7 +17,7 @@ import torch
 
 from .autograd import make_call
 from .errors import HalError
-from .op import Op, require_same_signature
+from .op import Op, accepting_hints, require_same_signature
 from .signature import define, fragments
 
 if TYPE_CHECKING:
@@ -138,8 +138,9 @@ class Backend(ABC):
     ) -> Callable[[F], F]:
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
-        The function has exactly the reference's signature. Without `bwd` it returns what the reference returns and,
-        if the op has gradients, is differentiable by torch. With `bwd` it returns `(output, residuals)`;
+        The function has exactly the reference's signature; `op.hints` may lack. Without `bwd` it returns what the
+        reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it returns
+        `(output, residuals)`;
         `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in `op.grads`, in that order.
         Residuals are a tuple of tensors and plain values. Forward and backward are one choice. A bwd with a keyword
         parameter `needs` gets a tuple of bools, one per name in `op.grads`: what it returns where needs is False is
@@ -156,16 +157,18 @@ class Backend(ABC):
         def decorate(function: F) -> F:
             where = f"implementation '{id}'"
             require_same_signature(op, function, where)
+            forward, refusals = accepting_hints(op, function), _accepts_all(op)
             if why_not is not None:
                 require_same_signature(op, why_not, f"why_not of {where}")
+                refusals = accepting_hints(op, why_not)
             if bwd is not None and not op.grads:
                 raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
             mine = cls.impls.setdefault(op.name, [])
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
-            call = function if bwd is None else make_call(op, function, bwd, id)
+            call = forward if bwd is None else make_call(op, forward, bwd, id)
             op.candidates[0] = ()  # whatever was looked up before is out of date
-            mine.append(Impl(op, id, call, why_not or _accepts_all(op), function, bwd, dict(waivers or {})))
+            mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {})))
             return function
 
         return decorate

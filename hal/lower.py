@@ -42,7 +42,7 @@ _RNG = (("seed", "int?"), ("offset", "int?"), ("full", "SymInt[]?"), ("start", "
 
 @dataclass(frozen=True)
 class _Parameter:
-    """How a parameter travels: as one value of schema type `type`, as four (kind "rng"), or not ("comm", "inplace").
+    """How a parameter travels: as one value of schema type `type`, as four (kind "rng"), or not ("comm", "hint").
 
     Compiled code decides by itself which memory is used again, so permissions to overwrite are not passed on.
     """
@@ -71,7 +71,7 @@ class Lowered:
         returns = annotation_text(op.signature.return_annotation)
         # An op that returns one tensor or several, depending on an argument, returns a list to torch.
         self.returns = {"None": "()", "Tensor": "Tensor"}.get(returns, "Tensor[]")
-        travelling = [p for p in self.parameters if p.kind not in ("comm", "inplace")]
+        travelling = [p for p in self.parameters if p.kind not in ("comm", "hint")]
         arguments = ", ".join(p.declaration(n) for n, p in enumerate(travelling))
         forward = torch.library.custom_op(
             f"hal::{op.name}", self._forward, mutates_args=op.mutates, schema=f"({arguments}) -> {self.returns}"
@@ -109,7 +109,7 @@ class Lowered:
                         f"{self.op.name}: a lowered op takes no communicator; found {p.name} of {value.size} ranks. "
                         f"Call hal.ops.{self.op.name} outside of the compiled region"
                     )
-            elif p.kind == "inplace":
+            elif p.kind == "hint":
                 continue
             elif p.kind == "rng":
                 flat += _rng_to_ints(value)
@@ -122,8 +122,8 @@ class Lowered:
         return {
             p.name: None
             if p.kind == "comm"
-            else False
-            if p.kind == "inplace"
+            else self.op.signature.parameters[p.name].default
+            if p.kind == "hint"
             else _ints_to_rng([next(values) for _ in _RNG])
             if p.kind == "rng"
             else next(values)
@@ -228,8 +228,8 @@ def lower(op: Op[Any, Any]) -> Lowered:
 def _parameter(op: Op[Any, Any], name: str) -> _Parameter:
     text = annotation_text(op.signature.parameters[name].annotation)
     kind = {"Rng": "rng", "Comm": "comm"}.get(text.removesuffix(" | None"), "plain")
-    if name == "inplace_backward":
-        kind = "inplace"
+    if name in op.hints:
+        kind = "hint"
     if kind == "plain" and text not in _TYPES:
         raise HalError(
             f"op '{op.name}' cannot be lowered: torch.library has no type for its parameter '{name}: {text}'. "

@@ -131,6 +131,7 @@ class Op(Generic[P, R]):
         grads: Sequence[str],
         mutates: Sequence[str],
         nondiff_outputs: Sequence[int],
+        hints: Sequence[str],
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
@@ -142,13 +143,17 @@ class Op(Generic[P, R]):
         self.grads = tuple(grads)
         self.mutates = tuple(mutates)
         self.nondiff_outputs = tuple(nondiff_outputs)
+        self.hints = tuple(hints)
         functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
-        unknown = [p for p in (*self.grads, *self.mutates) if p not in self.signature.parameters]
+        unknown = [p for p in (*self.grads, *self.mutates, *self.hints) if p not in self.signature.parameters]
         if unknown:
             raise HalError(
-                f"op '{self.name}': grads/mutates name {unknown}, which its signature {self.signature} lacks"
+                f"op '{self.name}': grads/mutates/hints name {unknown}, which its signature {self.signature} lacks"
             )
+        for hint in (self.signature.parameters[h] for h in self.hints):
+            if hint.kind is not hint.KEYWORD_ONLY or hint.default is hint.empty:
+                raise HalError(f"op '{self.name}': the hint {hint.name} must be keyword-only and have a default")
 
     if TYPE_CHECKING:  # the real one is generated per op, see _op_class
 
@@ -243,17 +248,28 @@ def _find_op(name: str) -> Op[Any, Any]:
 
 
 def require_same_signature(op: Op[Any, Any], function: Callable[..., Any], what: str) -> None:
-    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order."""
+    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order; hints may lack."""
 
     def shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
         return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
     found = inspect.signature(function)
-    if shape(found) != shape(op.signature):
+    lacking = [h for h in op.hints if h not in found.parameters]
+    if shape(found) != [p for p in shape(op.signature) if p[0] not in lacking]:
         raise HalError(
             f"{what} must have the signature of the reference\n  reference: {op.name}{op.signature}\n"
             f"  found:     {getattr(function, '__name__', function)}{found}\nUse the same names, order and defaults."
         )
+
+
+def accepting_hints(op: Op[Any, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, made to take (and ignore) those of the op's hints that it was written without."""
+    signature = inspect.signature(function)
+    if all(h in signature.parameters for h in op.hints):
+        return function
+    f = fragments(op.signature)
+    source = f"def accepting({f.header}):\n    return function({fragments(signature).passed})\n"
+    return define("accepting", source, {"function": function, **f.scope}, f"hints of {op.name}")
 
 
 def op(
@@ -265,6 +281,7 @@ def op(
     grads: Sequence[str] = (),
     mutates: Sequence[str] = (),
     nondiff_outputs: Sequence[int] = (),
+    hints: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declares an op; decorates its reference function.
 
@@ -276,6 +293,8 @@ def op(
     grads: parameters that have a gradient, in signature order; () = the op is not differentiable.
     mutates: parameters written in place (tensors or lists of tensors).
     nondiff_outputs: indices of outputs (when the result is a tuple) that carry no gradient.
+    hints: keyword-only flags that permit something and never change a result. An implementation may lack them, so a
+        backend written before the op had one goes on working.
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
@@ -288,6 +307,7 @@ def op(
             grads=grads,
             mutates=mutates,
             nondiff_outputs=nondiff_outputs,
+            hints=hints,
         )
         if made.name in OPS:
             raise HalError(

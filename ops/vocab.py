@@ -141,6 +141,7 @@ def _samples_cross_entropy() -> SearchStrategy[Sample]:
     samples=_samples_cross_entropy,
     directed=_directed_cross_entropy,
     grads=("logits",),
+    hints=("inplace_backward",),
 )
 def cross_entropy(
     logits: Tensor,

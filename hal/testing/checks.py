@@ -66,6 +66,7 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
         worst = max(worst, _compare(subject, sample, outcome, oracle, native, " (upstream gradient not contiguous)"))
         if subject.impl.bwd is not None and takes_needs(subject.impl.bwd):
             _must_not_depend_on_needs(subject, sample, arguments, again, dys_there)
+        _must_not_depend_on_hints(subject, sample, again, dys_there)
     repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False)
     for name, y in outcome.outputs.items():
         if not equal_bits(y, repeated.outputs[name]):
@@ -139,6 +140,18 @@ def _must_not_depend_on_needs(
         alone = _backward(subject, sample, _run(subject, sample, arguments, True, [name]), dys)[name]
         if expected is not None and (alone is None or not equal_bits(alone, expected)):
             raise subject.fail(f"the gradient of {name} is another one when it is the only one wanted (needs)", sample)
+
+
+def _must_not_depend_on_hints(
+    subject: Subject, sample: Sample, expected: Mapping[str, Any], dys: Sequence[Tensor]
+) -> None:
+    for hint in subject.op.hints:
+        arguments = {**build(subject.op, sample, subject.dtype, subject.device), hint: True}
+        found = _backward(subject, sample, _run(subject, sample, arguments, True), dys)
+        for name, gradient in expected.items():
+            other = found[name]
+            if gradient is not None and (other is None or not equal_bits(other, gradient)):
+                raise subject.fail(f"the gradient of {name} is another one with {hint}=True, a hint", sample)
 
 
 def _must_stay_idle(subject: Subject, sample: Sample, arguments: Mapping[str, Any], reasons: Sequence[str]) -> None:

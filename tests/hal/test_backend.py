@@ -31,6 +31,68 @@ def test_another_signature_is_refused_and_both_are_shown(toy, make_backend, func
         make_backend().impl(toy, id="a", why_not=function)(toy.reference)
 
 
+@pytest.fixture
+def hinted(isolated):
+    """hinted(x, *, scale=1.0, may_overwrite=False) = scale * x; the last parameter is a hint, added later."""
+
+    def reference(x: torch.Tensor, *, scale: float = 1.0, may_overwrite: bool = False) -> torch.Tensor:
+        return x * scale
+
+    reference.__name__ = "hinted"
+    return hal.op(
+        check=lambda x, *, scale=1.0, may_overwrite=False: None,
+        tol={},
+        samples=lambda: None,
+        grads=("x",),
+        hints=("may_overwrite",),
+    )(reference)
+
+
+def test_an_implementation_from_before_a_hint_goes_on_working(hinted, make_backend):
+    backend = make_backend()
+    backend.impl(
+        hinted,
+        id="old",
+        why_not=lambda x, *, scale=1.0: ["too much"] if scale > 9 else [],
+        bwd=lambda residuals, dy: (dy * residuals[0],),
+    )(lambda x, *, scale=1.0: (x * scale, (scale,)))
+    x = torch.ones(2, requires_grad=True)
+    with hal.activated(backend()):
+        hinted(x, scale=3.0, may_overwrite=True).sum().backward()
+        assert torch.equal(x.grad, torch.full((2,), 3.0))
+        assert hal.why(hinted, x, scale=10.0, may_overwrite=True).reasons == {"old": ("too much",)}
+
+
+def test_an_implementation_that_knows_a_hint_is_given_it(hinted, make_backend):
+    backend, given = make_backend(), []
+
+    def knows(x, *, scale=1.0, may_overwrite=False):
+        given.append(may_overwrite)
+        return x * scale
+
+    backend.impl(hinted, id="new")(knows)
+    with hal.activated(backend()):
+        hinted(torch.ones(1), may_overwrite=True)
+        hinted(torch.ones(1))
+    assert given == [True, False]
+
+
+def test_only_hints_may_lack(hinted, make_backend):
+    with pytest.raises(hal.HalError, match="must have the signature of the reference"):
+        make_backend().impl(hinted, id="a")(lambda x, *, may_overwrite=False: x)
+
+
+def test_a_hint_has_a_default_and_a_name(isolated):
+    def positional(x: torch.Tensor, fast: bool = False) -> torch.Tensor:
+        return x
+
+    declare = {"check": positional, "tol": {}, "samples": lambda: None}
+    with pytest.raises(hal.HalError, match="the hint fast must be keyword-only and have a default"):
+        hal.op(hints=("fast",), **declare)(positional)
+    with pytest.raises(hal.HalError, match=r"grads/mutates/hints name \['slow'\]"):
+        hal.op(hints=("slow",), **declare)(positional)
+
+
 def test_ids_are_unique_per_op_and_reference_is_reserved(toy, make_backend):
     backend = make_backend()
     backend.impl(toy, id="a")(toy.reference)
@@ -94,7 +156,7 @@ def test_an_op_is_defined_once_and_its_declarations_are_checked(toy):
     def another(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    with pytest.raises(hal.HalError, match=r"grads/mutates name \['y'\]"):
+    with pytest.raises(hal.HalError, match=r"grads/mutates/hints name \['y'\]"):
         hal.op(check=lambda x: None, tol={}, samples=lambda: None, grads=("y",))(another)
     with pytest.raises(hal.HalError, match="check of op 'another' must have the signature"):
         hal.op(check=lambda y: None, tol={}, samples=lambda: None)(another)

@@ -214,6 +214,21 @@ def test_a_gradient_that_depends_on_which_others_are_wanted_is_caught(bwd, ok):
     assert ok or "the gradient of weight is another one when it is the only one wanted (needs)" in messages
 
 
+def test_a_hint_that_changes_a_gradient_is_caught():
+    reference = ops.cross_entropy.reference
+
+    def forward(logits, target, label_smoothing, vocab_start, comm, inplace_backward):
+        y = reference(logits, target, label_smoothing=label_smoothing, vocab_start=vocab_start, comm=comm)
+        return y + 0.0 * logits.sum() if inplace_backward else y.clone()
+
+    def doubled(**arguments):
+        y = forward(**arguments)
+        return y * 2 - y.detach() if arguments["inplace_backward"] else y
+
+    _, messages = verdict(plant(ops.cross_entropy, doubled), ops.cross_entropy)
+    assert "the gradient of logits is another one with inplace_backward=True, a hint" in messages
+
+
 def test_a_refusal_that_does_not_hold_is_caught():
     asked = []
 
