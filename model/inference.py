@@ -96,11 +96,17 @@ class Engine:
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, rows: int | None = None, *, padding: bool = False
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        rows: int | None = None,
+        *,
+        padding: bool = False,
+        starts: Tensor | None = None,
     ) -> Tensor | None:
         """Logits [s or rows, b, v_local] of tokens [b, s] on the last stage's ranks, None elsewhere.
 
-        padding: also the padding ids', which else have none.
+        padding: also the padding ids', which else have none. starts: of documents, as in GPT.forward.
         tokens: of whole sequences; with context parallelism each rank computes its share of the rows.
         """
         cp = self.parallel.context_rows(tokens.shape[1])
@@ -109,7 +115,7 @@ class Engine:
             shape = (x.shape[1], x.shape[0], self.config.hidden_size)
             empty = torch.empty(shape, dtype=self.config.params_dtype, device=self.device)
             (x,) = self.pp.exchange(receives=[Message(self.pp.rank - 1, empty)])
-        x = self.model(x, cache=cache, rows=rows)
+        x = self.model(x, cache=cache, rows=rows, starts=starts)
         if self.model.last:
             if not padding:
                 start = self.parallel.rank * x.shape[-1]
@@ -146,7 +152,15 @@ class Engine:
         sent = like if numbers is None else numbers
         return self.mesh.world.broadcast(sent.to(self.device), source).cpu()
 
-    def score(self, tokens: Tensor, labels: Tensor, counted: Tensor, *, padding: bool = False) -> Tensor:
+    def score(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        counted: Tensor,
+        *,
+        padding: bool = False,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """Per sequence, this rank's share of (negative log-likelihood, labels missed, labels counted), float32 [b, 3].
 
         tokens, labels: int64 [b, s]; counted: bool [b, s], which labels count. A label is missed unless it is the
@@ -155,7 +169,7 @@ class Engine:
         """
         tokens, labels, counted = (self._pad(x) for x in (tokens, labels, counted))
         share = torch.zeros(len(tokens), 3, device=self.device)
-        logits = self.forward(tokens, padding=padding)
+        logits = self.forward(tokens, padding=padding, starts=starts)
         if logits is None:
             return share
         rows = self.parallel.context_rows(tokens.shape[1])

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import documents
 from ..data import Split
-from ..documents import IGNORED
 from ..inference import Engine
 from .scoring import per_token, perplexity
 
@@ -16,12 +16,14 @@ from .scoring import per_token, perplexity
 def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
     """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
     shares = torch.zeros(samples, 3, device=engine.device)
+    reset = engine.config.reset_position_ids or engine.config.reset_attention_mask
     for number, first in enumerate(range(0, samples, batch)):
         if number % engine.replicas != engine.replica:
             continue
         tokens, labels = split.fetch(first, min(batch, samples - first))
-        counted: Tensor = labels != IGNORED
-        shares[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True)
+        counted: Tensor = labels != documents.IGNORED
+        starts = documents.starts(tokens, split.eod).to(engine.device) if reset else None
+        shares[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True, starts=starts)
     loss = per_token(engine.total(shares).double())
     ppl = perplexity(loss)
     return {
