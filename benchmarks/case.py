@@ -38,7 +38,8 @@ class Case:
     budgets: name -> seconds (or bytes) that ours may take, as a peer that needs no measuring.
     minus: a candidate whose time is subtracted from ours first; it is no peer.
     series, x: the line of the growth plot this case is a point of, and where.
-    quantity: "seconds" of a call, or "bytes" of memory beyond the inputs that one call needs at its peak.
+    quantity: "seconds" of a call; "bytes" of memory beyond the inputs that one call needs at its peak; "counted bytes"
+        or "counted share" for calls that return the figure themselves.
     """
 
     name: str

@@ -20,6 +20,10 @@ CEILING = "ceiling"
 """The candidate that measures the machine itself; it is interleaved like the others."""
 
 
+UNITS = {"seconds": "s", "bytes": "B", "counted bytes": "B", "counted share": ""}
+"""The unit of a row by its case's quantity."""
+
+
 class Clock(Protocol):
     """Whatever can run candidates: `run(name, n)` makes n calls and returns the seconds they took together."""
 
@@ -163,7 +167,7 @@ def rows(
                 ratio_min=ratios[0],
                 ratio_max=ratios[-1],
                 ours=mine,
-                unit="B" if case.quantity == "bytes" else "s",
+                unit=UNITS[case.quantity],
                 ceiling=case.ceiling,
                 share_of_ceiling=share,
                 goal=goal(peer),

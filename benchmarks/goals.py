@@ -71,6 +71,13 @@ RATIOS = [  # the first that matches counts
     Goal("all_reduce", "1 KB", "budget of 3 us", 1.0),
     Goal("all_reduce", "1 MB", "gloo", 6.0),
     Goal("all_reduce", "64 MB", "gloo", 6.0),
+    # The formulas of `hal plan` may be too high, which leaves memory unused, but hardly too low.
+    Goal("weights between steps", "*", "formula", 0.99),
+    Goal("gradients between steps", "*", "formula", 0.99),
+    Goal("optimizer between steps", "*", "formula", 0.99),
+    Goal("activations of a microbatch", "*", "formula", 0.99),
+    Goal("peak of a step", "*", "formula", 0.94),
+    Goal("bubble", "*", "formula", 0.999),
     Goal("training step", "f32 *", "eager", 2.0, "default", holds=_avx512),
     Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),
     Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),

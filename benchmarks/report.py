@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from .engine import Row, slope
 from .runner import Found
@@ -17,6 +18,8 @@ def quantity(value: float, unit: str) -> str:
     """A time or an amount of memory with a unit that suits its size."""
     if unit == "B":
         return f"{value / 2**20:.4g} MiB"
+    if not unit:
+        return f"{value:.2%}"
     for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= factor:
             return f"{value / factor:.4g} {name}"
@@ -39,6 +42,22 @@ def table(rows: Sequence[Row]) -> str:
     lines = [_HEAD, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def layout(record: Mapping[str, Any]) -> str:
+    """What `hal bench train` measured under a layout."""
+    times = record["seconds_per_step"]
+    simulated = " (simulated)" if record["simulated"] else ""
+    lines = [
+        f"{record['conditions']}; backend {record['backend']}{simulated}",
+        f"{record['parameters']:,} parameters, {record['steps']} steps of "
+        + "..".join(quantity(times[k], "s") for k in ("min", "median", "max")),
+        f"{record['tokens_per_second']:,.0f} tokens/s, {record['model_flops_per_second'] / 1e9:,.2f} model GFLOP/s",
+    ]
+    for rank in record["ranks"]:
+        place = " ".join(f"{k} {n}" for k, n in rank.items() if k not in ("rank", "peak_memory_bytes", "ep"))
+        lines.append(f"rank {rank['rank']}  {place}  peak memory {quantity(rank['peak_memory_bytes'], 'B')}")
+    return "\n".join(lines)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from .ceilings import CEILINGS
 from .engine import CEILING, Absent, Effort, Row, Samples, growth, interleave, rows
 from .worker import Unavailable, Workers
 
-SUITES = {n: f"hal.bench.{n}" for n in ("attention", "ops", "linear", "dispatch", "comm", "train")}
+SUITES = {n: f"hal.bench.{n}" for n in ("attention", "ops", "linear", "dispatch", "comm", "train", "scaling")}
 """Suite -> module with `cases()`."""
 
 
@@ -131,6 +131,8 @@ def _one(
                 gone(name, str(error))
         if case.quantity == "bytes":
             samples = Samples([{n: workers.peak(n) for n in names}], 1, 1)
+        elif case.quantity.startswith("counted"):
+            samples = Samples([{n: workers.count(n) for n in names}], 1, 1)
         else:
             samples = interleave(names, workers, effort)
     except KeyboardInterrupt:

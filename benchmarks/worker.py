@@ -163,6 +163,10 @@ class Workers:
         """Bytes that one call adds to the process's resident memory at its peak."""
         return float(max(self._together(name, do="peak", candidate=name)))
 
+    def count(self, name: str) -> float:
+        """The figure that one call returns (the largest of the ranks')."""
+        return float(max(self._together(name, do="count", candidate=name)))
+
     def _together(self, name: str, **request: Any) -> list[Any]:
         group = self._where[name]
         for worker in group:
@@ -245,6 +249,8 @@ def _serve(stream: IO[str]) -> None:
                 reply = {"value": None}
             elif request["do"] == "peak":
                 reply = {"value": _peak(made[name])}
+            elif request["do"] == "count":
+                reply = {"value": made[name]()}
             else:
                 reply = {"value": timed(made[name], request["n"])}
         except Exception as error:

@@ -3,6 +3,9 @@
 Every candidate runs in a child process under the allocator environment its row names: "default" is glibc as it comes,
 "pooled" is MALLOC_MMAP_MAX_=0 and a huge MALLOC_TRIM_THRESHOLD_. Times mean little on a busy machine; the column of
 clean rounds says how busy it was.
+
+`hal bench train` with options of `hal train` (--nproc-per-node 4 --tensor-model-parallel-size 2 ...) trains under that
+layout instead, on made-up tokens, and reports tokens/s, model FLOP/s and the peak memory of every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +39,7 @@ def parser() -> Parser:
     made.add_argument("--json", metavar="F", help="write the rows to F")
     made.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
     made.add_argument("--check", action="store_true", help="fail when a goal is missed")
+    made.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed, with a layout")
     return made
 
 
@@ -43,8 +48,13 @@ def main(argv: Sequence[str]) -> int:
     from hal import registry
     from hal.bench import machine, report, runner
 
-    options = parser().parse_args(argv)
+    made = parser()
+    options, layout = made.parse_known_args(argv)
     registry.load(options.backend)  # an unknown name fails here, not in a child process
+    if layout and options.suite != "train":
+        made.error(f"unrecognized arguments: {' '.join(layout)}; only `hal bench train` takes the options of hal train")
+    if layout:
+        return _layout(options, layout)
     suites = list(runner.SUITES) if options.suite == "all" else [options.suite]
     found = runner.run(
         suites,
@@ -77,3 +87,26 @@ def main(argv: Sequence[str]) -> int:
         print(f"hal bench: no goals are recorded for this selection on backend {options.backend}", file=sys.stderr)
         return 2
     return 1 if found.interrupted or (options.check and found.misses) else 0
+
+
+def _layout(options: argparse.Namespace, layout: Sequence[str]) -> int:
+    """Runs one job under a layout, and prints speed and the peak memory of every rank."""
+    from hal.bench import layout_run, machine, report
+    from hal.launch.agent import Job, run
+
+    if options.steps < 1:
+        parser().error(f"--steps must be 1 or more, got {options.steps}")
+    argv = [*layout, "--backend", options.backend]
+    config = layout_run.config_of(argv)  # what is wrong with the options is said before anything starts
+    with tempfile.TemporaryDirectory(prefix="hal-bench-") as folder:
+        output = Path(folder) / "record.json"
+        environment = {layout_run.OUTPUT: str(output), layout_run.STEPS: str(options.steps)}
+        command = ["-m", "hal.bench.layout_run", *argv]
+        code = run(Job(command, nproc=config.nproc_per_node, log_dir=Path(folder) / "logs", environment=environment))
+        if code:
+            return 1
+        record = {**json.loads(output.read_text()), "options": list(layout), "conditions": machine.describe()}
+    print(report.layout(record))
+    if options.json:
+        Path(options.json).write_text(json.dumps([record], indent=1) + "\n")
+    return 0

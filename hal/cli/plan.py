@@ -1,7 +1,7 @@
 """`hal plan`: which layouts of a model fit on N devices, what each holds and sends, and about how fast it would be.
 
 Runs no model and touches no device: formulas over the data sheet of a kind of device that the backend knows. The
-layouts are those that `hal train` accepts; its options fix a choice (--tensor-model-parallel-size 8), the rest is tried.
+layouts are those that `hal train` accepts. Those of its options that are given are kept; the rest is tried.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.planning import report
     from hal.model.planning.search import require_some, search, set_vocabulary
 
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    made = parser()
+    arguments, rest = made.parse_known_args(argv)
+    if arguments.simulate:
+        made.error("nothing runs, so there is nothing to --simulate")
     if arguments.devices < 1:
-        parser.error(f"--devices must be 1 or more, got {arguments.devices}")
+        made.error(f"--devices must be 1 or more, got {arguments.devices}")
     if not 0.0 <= arguments.headroom < 1.0:
-        parser.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
+        made.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
     device = _device(arguments)
     config = build(read(rest), check_model)
     set_vocabulary(config)
@@ -54,15 +56,16 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.fits else 1
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    """The options of `hal plan` itself; it takes those of `hal train` besides."""
+    made = Parser(
         "plan",
         description=__doc__,
-        epilog="Options of `hal train` describe the model and fix parts of the layout; --config NAME takes a ready one.",
+        epilog="Options of `hal train` describe the model (--config NAME is a ready one) and fix parts of the layout.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_backend(parser, required=True)
-    add = parser.add_argument
+    add_backend(made, required=True)
+    add = made.add_argument
     add("--devices", type=int, required=True, metavar="N", help="how many devices there are")
     add("--accelerator", metavar="NAME", help="kind of device, of those the backend knows (default: its first)")
     for name, (flag, unit, _) in _UNITS.items():
@@ -72,7 +75,7 @@ def _parser() -> Parser:
     add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left to everything else (default 0.1)")
     add("--top", type=int, default=20, metavar="N", help="how many layouts are shown (default 20)")
     add("--json", metavar="FILE", help="also write every layout to FILE; - is the standard output")
-    return parser
+    return made
 
 
 def _device(arguments: argparse.Namespace) -> Accelerator:

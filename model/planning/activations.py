@@ -2,7 +2,7 @@
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4, count
 s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks (random
-numbers are values), no matrix of scores (flash attention), and what enters a column-parallel layer kept whole.
+numbers are values) and no matrix of scores (flash attention).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ STATISTIC = 4
 
 def layer_bytes(shape: Shape) -> int:
     """Kept by one layer without recomputation."""
-    c, b, e = shape.config, shape.config.micro_batch_size, shape.element
-    hidden, gathered = shape.hidden_bytes, shape.rows * b * c.hidden_size * e
+    c, hidden = shape.config, shape.hidden_bytes
     norm = hidden + _statistics(shape)
-    mlp = shape.rows * b * (shape.gate + 1) * shape.ffn * e
+    mlp = shape.rows * c.micro_batch_size * (shape.gate + 1) * shape.ffn * shape.element
     sandwich = 2 * norm if c.use_sandwich_norm else 0
-    return 2 * (norm + gathered) + _queries(shape) + _core(shape) + _context(shape) + mlp + sandwich
+    return 2 * (norm + hidden) + _queries(shape) + _core(shape) + _context(shape) + mlp + sandwich
 
 
 def _statistics(shape: Shape) -> int:
@@ -116,8 +115,6 @@ def token_bytes(shape: Shape) -> int:
 
 def head_bytes(shape: Shape) -> int:
     """Kept by the final norm, the output layer and the loss."""
-    c, b = shape.config, shape.config.micro_batch_size
-    gathered = shape.rows * b * c.hidden_size * shape.element
-    logits = shape.rows * b * shape.vocabulary * shape.element
-    labels = shape.rows * b * (8 + STATISTIC)
-    return shape.hidden_bytes + _statistics(shape) + gathered + logits + labels
+    tokens = shape.rows * shape.config.micro_batch_size
+    logits, labels = tokens * shape.vocabulary * shape.element, tokens * (8 + STATISTIC)
+    return 2 * shape.hidden_bytes + _statistics(shape) + logits + labels

@@ -48,7 +48,7 @@ def memory(c: Config, plan: Plan) -> Memory:
 def rank_memory(shape: Shape, rank: int) -> Memory:
     """What pipeline rank `rank` holds when it holds most: in a backward pass, or while gradients are reduced."""
     plan, stages = shape.plan, shape.plan.stages_of(rank)
-    weights, gradients, optimizer = _states(shape, rank)
+    weights, gradients, optimizer = _in_a_step(shape, rank)
     moments = fullest(plan.schedule, plan.layout.pp, len(stages), plan.microbatches, rank)
     kept = {s: stage_bytes(shape, s) for s in stages}
     activations = max(sum(kept[s] * count for s, count in held.items()) for held in moments)
@@ -62,12 +62,24 @@ def rank_memory(shape: Shape, rank: int) -> Memory:
     return Memory(weights, gradients, optimizer, activations, buffers, working)
 
 
-def _states(shape: Shape, rank: int) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer) of a rank, in bytes."""
+def states(shape: Shape, rank: int) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer when a backward pass is done and its step is not."""
+    count, low = shape.parameters(rank), shape.element < MASTER
+    if shape.plan.zero == 0:
+        optimizer = (MOMENTS + MASTER * low) * count
+        return {"weights": shape.element * count, "gradients": GRADIENT * count, "optimizer": optimizer}
+    shard = count / (shape.plan.layout.dp * shape.plan.layout.cp)
+    return {"weights": MASTER * shard, "gradients": GRADIENT * shard, "optimizer": MOMENTS * shard}
+
+
+def _in_a_step(shape: Shape, rank: int) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer) of a rank in the midst of a backward pass. Sharded weights are the optimizer's
+    float32 copy, if the model computes with others."""
     plan, count, element = shape.plan, shape.parameters(rank), shape.element
     low = element < MASTER
     if plan.zero == 0:
-        return element * count, GRADIENT * count, (MOMENTS + MASTER * low) * count
+        held = states(shape, rank)
+        return held["weights"], held["gradients"], held["optimizer"]
     shard = count / (plan.layout.dp * plan.layout.cp)
     gathered: float = count
     if plan.zero == 3:
@@ -100,12 +112,13 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
 
 
 def _working(shape: Shape, stage: int) -> float:
-    """Gradients of the widest activations of one layer, or of the logits; the gradient of the largest weight before it
-    is added to the others; and what recomputation brings back."""
+    """Gradients of the widest activations of one layer; the gradient of the largest weight before it is added to the
+    others; and what recomputation brings back."""
     c = shape.config
     rows = shape.rows * c.micro_batch_size * shape.element
     h, inner = c.hidden_size, shape.gate * shape.ffn
-    moved = h * (3 if shape.tp > 1 else 1)  # sums over ranks are made beside what is summed
+    # Sums and gathers over ranks are made beside what they are made of.
+    moved = h * (5 if c.sequence_parallel else 3 if shape.tp > 1 else 1)
     weight = h * inner * shape.element
     if shape.plan.zero >= 2:  # one layer's gradients are whole until they are reduced, and once more as they are sent
         weight = shape.layer_parameters() * (shape.element + GRADIENT)
@@ -113,7 +126,9 @@ def _working(shape: Shape, stage: int) -> float:
     if not shape.last(stage):
         return float(layer)
     # The layers begin when the head has given back what it kept.
-    head = rows * (shape.vocabulary + moved) + shape.vocabulary * h * shape.element
+    # In one process, the loss writes its gradient over the logits.
+    logits = shape.vocabulary if shape.plan.layout.world > 1 else 0
+    head = rows * (logits + moved) + shape.vocabulary * h * shape.element
     return float(max(head, layer - head_bytes(shape)))
 
 

@@ -14,7 +14,7 @@ from hal import Accelerator, HalError
 from ..flops import flops_per_token, visible_pairs
 from .schedules import bubble_formula
 from .shape import Shape
-from .traffic import traffic
+from .traffic import gathered_again, traffic
 
 PRODUCTS, MEMORY, LINKS = 0.72, 0.75, 0.75
 """Shares of the peak FLOP/s, of the memory's bandwidth and of a link's rate that a training step reaches."""
@@ -48,7 +48,7 @@ def estimate(shape: Shape, device: Accelerator) -> Estimate:
     ranks = range(layout.pp)
     compute = count * max(_microbatch(shape, device, peak, r) for r in ranks)
     sent, links = traffic(shape), _Links(device)
-    tensor = sent.tensor / links.rate(1, layout.tp)
+    tensor = (sent.tensor - gathered_again(shape)) / links.rate(1, layout.tp)
     context = sent.context / links.rate(layout.tp, layout.cp)
     # Neighbours in the pipeline talk in pairs, as do the two ends.
     pair = links.rate(layout.world // layout.pp, 2)

@@ -38,7 +38,7 @@ def traffic(shape: Shape) -> Traffic:
     tied = plan.layout.pp > 1 and not c.untie_embeddings_and_output_weights and plan.rank_of(plan.stages - 1) != 0
     table = shape.vocabulary * c.hidden_size
     return Traffic(
-        tensor=count * (layers * (forwards + 1) * tensor_per_pass(shape) + _tensor_ends(shape)),
+        tensor=count * (layers * (forwards + 1) * tensor_per_pass(shape) + _tensor_ends(shape)) + gathered_again(shape),
         context=count * layers * (forwards * context_forward(shape) + context_backward(shape)),
         pipeline=2.0 * count * _hops(shape) * shape.hidden_bytes,
         data=_data(shape),
@@ -51,6 +51,14 @@ def tensor_per_pass(shape: Shape) -> float:
     parallelism two gathers and two reduce-scatters, which send the same."""
     whole = shape.rows * shape.config.micro_batch_size * shape.config.hidden_size * shape.element
     return 2 * 2 * (shape.tp - 1) / shape.tp * whole
+
+
+def gathered_again(shape: Shape) -> float:
+    """With sequence parallelism, the inputs of column-parallel layers for the gradients of their weights: two in each
+    layer's backward pass, sent beside the product for the inputs' gradients."""
+    plan = shape.plan
+    layers = max(sum(len(plan.layers[s]) for s in plan.stages_of(r)) for r in range(plan.layout.pp))
+    return plan.microbatches * layers * tensor_per_pass(shape) / 2 if shape.config.sequence_parallel else 0.0
 
 
 def _tensor_ends(shape: Shape) -> float:
