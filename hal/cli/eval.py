@@ -30,12 +30,12 @@ _FOR = {
 """Which tasks read an option."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `hal eval` with these arguments."""
+def parser() -> Parser:
+    """The options of `hal eval`."""
     from hal.model import pretrained
 
-    parser = Parser("eval", description=__doc__)
-    add = parser.add_argument
+    made = Parser("eval", description=__doc__)
+    add = made.add_argument
     add("--task", required=True, choices=_TASKS, help="what to measure; valid and test are the run's own splits")
     add("--valid-data", type=Path, metavar="FILE", help='LAMBADA: JSON lines with "text"; WIKITEXT103: the text')
     add("--strict-lambada", action="store_true", help="the last word, not the last token (LAMBADA)")
@@ -45,20 +45,28 @@ def main(argv: Sequence[str]) -> int:
     add("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own (lm-eval)")
     add("--limit", type=int, metavar="N", help="at most so many documents per task (lm-eval)")
     add("--output-file", type=Path, metavar="FILE.json", help="write the numbers there")
+    pretrained.add_arguments(made, "seed", "micro_batch_size", *pretrained.data_options())
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal eval` with these arguments."""
+    from hal.model import pretrained
+
+    made = parser()
     data = pretrained.data_options()
-    pretrained.add_arguments(parser, "seed", "micro_batch_size", *data)
-    arguments = parser.parse_args(argv)
+    arguments = made.parse_args(argv)
     for name, tasks in _FOR.items():
         if getattr(arguments, name) not in (None, False) and arguments.task not in tasks:
-            parser.error(f"--{name.replace('_', '-')} would be ignored: it is for --task {' or '.join(tasks)}")
+            made.error(f"--{name.replace('_', '-')} would be ignored: it is for --task {' or '.join(tasks)}")
     for name in ("seed", *data):
         if hasattr(arguments, name) and arguments.task not in ("valid", "test"):
-            parser.error(f"--{name.replace('_', '-')} would be ignored: it is for --task valid or test")
+            made.error(f"--{name.replace('_', '-')} would be ignored: it is for --task valid or test")
     needed = {"LAMBADA": "valid_data", "WIKITEXT103": "valid_data", "lm-eval": "lm_eval_tasks"}.get(arguments.task)
     if needed and getattr(arguments, needed) is None:
-        parser.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
+        made.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
     if arguments.eval_samples is not None and arguments.eval_samples < 1:
-        parser.error("--eval-samples must be at least 1")
+        made.error("--eval-samples must be at least 1")
     more = ("seed", "micro_batch_size", *data)
     prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
     body = _harness if arguments.task == "lm-eval" else _measure

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hal.model.prompting import Request
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `hal generate` with these arguments."""
+def parser() -> Parser:
+    """The options of `hal generate`."""
     from hal.model import pretrained
 
-    parser = Parser("generate", description=__doc__)
-    add = parser.add_argument
+    made = Parser("generate", description=__doc__)
+    add = made.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; may be repeated")
     add(
         "--prompt-file", type=Path, metavar="FILE", help='a prompt per line, or .jsonl with a "prompt" (or "text") each'
@@ -35,16 +35,24 @@ def main(argv: Sequence[str]) -> int:
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text before TEXT; may be repeated")
     add("--no-kv-cache", action="store_true", help="recompute everything for every token (to check the cache)")
     add("--output-file", type=Path, metavar="FILE.jsonl", help="write prompts and texts there")
-    pretrained.add_arguments(parser, "seed", "micro_batch_size")
-    arguments = parser.parse_args(argv)
+    pretrained.add_arguments(made, "seed", "micro_batch_size")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal generate` with these arguments."""
+    from hal.model import pretrained
+
+    made = parser()
+    arguments = made.parse_args(argv)
     if arguments.greedy and not arguments.temperature and not arguments.top_k and arguments.top_p is None:
         arguments.temperature = 0.0
     elif arguments.greedy:
-        parser.error("--greedy takes the likeliest token, so --temperature, --top-k and --top-p would be ignored")
+        made.error("--greedy takes the likeliest token, so --temperature, --top-k and --top-p would be ignored")
     if arguments.num_tokens_to_generate < 1 or arguments.num_samples < 1:
-        parser.error("--num-tokens-to-generate and --num-samples must be at least 1")
+        made.error("--num-tokens-to-generate and --num-samples must be at least 1")
     if arguments.prompt and arguments.prompt_file:
-        parser.error("--prompt and --prompt-file contradict each other; give one")
+        made.error("--prompt and --prompt-file contradict each other; give one")
     more = ("seed", "micro_batch_size")
     return pretrained.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *more)
 
