@@ -3,7 +3,7 @@
     hal launch --backend cpu_ref --nproc-per-node 2 examples/megatron_quickstart.py --save CKPT
     hal launch --backend cpu_ref --nproc-per-node 4 examples/megatron_quickstart.py --load CKPT
 
-Everything between the two `hal` lines is written as for an NVIDIA device, except that the device is asked for once.
+Inside `with hal_device()` it is megatron-core as its documentation shows it.
 `--spec hal` runs the same model on HAL's ops.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import hal
-from hal.model.megatron import hal_device
+from hal.model.megatron import hal_device, join_world
 
 SEQUENCE, VOCABULARY = 64, 100
 
@@ -90,7 +90,7 @@ def main() -> None:
         "--spec", choices=("local", "hal"), default="local", help="whose layers: megatron-core's, HAL's"
     )
     options = parser.parse_args()
-    hal.backend().comm()  # joins the world, over what the backend talks through
+    join_world()
     with hal_device():
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

@@ -14,6 +14,7 @@ _WHERE = {
     "CORE": "routing",
     "hal_device": "routing",
     "hal_ops": "placing",
+    "join_world": "world",
     "HalSpecProvider": "spec",
     "get_gpt_layer_hal_spec": "spec",
     "gpt_block_spec": "spec",
@@ -27,4 +28,4 @@ def __getattr__(name: str) -> Any:
     """The public names, each from its own file: most of them import megatron-core, which takes seconds."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

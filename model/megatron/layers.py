@@ -1,0 +1,93 @@
+"""The other layers of megatron-core's transformer on HAL's ops: norms, MLP, bias-dropout-add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+
+from hal import HalError, ops
+
+from .draws import next_stream
+
+
+class HalNorm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, also under sequence parallelism.
+
+    Parameters `weight` and, for LayerNorm, `bias`; with zero-centered gamma `weight` is gamma - 1.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise HalError(f"normalization {config.normalization!r}: HAL has LayerNorm and RMSNorm")
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            # Each rank normalises its rows of the sequence; megatron-core then sums these gradients over the ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1.0 if self.zero_centered else self.weight
+        if self.bias is None:
+            return ops.rms_norm(x, weight, self.eps)
+        return ops.layer_norm(x, weight, self.bias, self.eps)
+
+
+class HalMLP(MLP):
+    """megatron-core's MLP with HAL's activation: swiglu, geglu or gelu, the bias of the first layer fused in.
+
+    gelu is the tanh form where megatron-core's own fused one is (`bias_activation_fusion`), else the exact form.
+    Raises HalError for another activation.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("ffn_hidden_size", config.ffn_hidden_size)
+        super().__init__(config, *args, **kwargs)
+        self.activation = _activation(config)
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+        if per_token_scale is not None:
+            raise HalError("HAL's MLP is no expert: it takes no per_token_scale")
+        inner, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self.activation(inner, bias))
+
+
+def _activation(config: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+    approximate = "tanh" if config.bias_activation_fusion else "none"
+    if plain and config.activation_func is F.silu and config.gated_linear_unit:
+        return ops.swiglu
+    if plain and config.activation_func is F.gelu:
+        op = ops.geglu if config.gated_linear_unit else ops.bias_gelu
+        return lambda x, bias: op(x, bias, approximate)
+    gated = "gated " if config.gated_linear_unit else ""
+    raise HalError(
+        f"HAL's MLP has swiglu, geglu and gelu, without clamping or offset; not {gated}"
+        f"{getattr(config.activation_func, '__name__', config.activation_func)}. Use megatron-core's MLP in the spec."
+    )
+
+
+def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """megatron-core's function of that name: (x, bias), residual, p -> residual + dropout(x + bias)."""
+
+    def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, p: float) -> Tensor:
+        x, bias = x_with_bias
+        how = {"p": p, "rng": next_stream()} if training and p > 0.0 else {}
+        out: Tensor = ops.bias_dropout_add(x, bias, residual.to(x.dtype), **how)
+        return out
+
+    return bias_dropout_add

@@ -1,0 +1,91 @@
+"""hal_ops(): HAL's ops in the three places where megatron-core takes no spec: final norm, loss and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import HalError, ops
+
+from .comms import comm_of
+from .guards import core, replaced
+
+
+@contextlib.contextmanager
+def hal_ops() -> Iterator[None]:
+    """While the block runs, models and optimizers that megatron-core builds have HAL's final norm, HAL's cross entropy
+    over the sharded vocabulary (fused or not) and HAL's fused AdamW. All of it is undone on exit; a model built inside
+    keeps its norm, an optimizer its arithmetic.
+    """
+    from .layers import HalNorm
+
+    block, optimizer = core("transformer.transformer_block"), core("optimizer")
+    language = core("models.common.language_module.language_module")
+    with replaced(
+        {
+            (block, "LayerNormImpl"): HalNorm,
+            (language, "fused_vocab_parallel_cross_entropy"): cross_entropy,
+            (language.tensor_parallel, "vocab_parallel_cross_entropy"): cross_entropy,
+            (optimizer, "Adam"): HalAdam,
+            (optimizer, "USING_PYTORCH_OPTIMIZER"): False,
+        }
+    ):
+        yield
+
+
+def cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None, *args: Any, label_smoothing: float = 0.0
+) -> Tensor:
+    """Loss per token [s, b], float32, of logits [s, b, v_local] whose vocabulary the ranks of the group share."""
+    if isinstance(tp_group, float):  # vocab_parallel_cross_entropy's third parameter
+        tp_group, label_smoothing = None, tp_group
+    group = core("parallel_state").get_tensor_model_parallel_group() if tp_group is None else tp_group
+    start = group.rank() * vocab_parallel_logits.shape[-1]
+    loss: Tensor = ops.cross_entropy(
+        vocab_parallel_logits, target, label_smoothing=label_smoothing, vocab_start=start, comm=comm_of(group)
+    )
+    return loss
+
+
+class HalAdam(torch.optim.AdamW):
+    """torch's AdamW, its state included (checkpoints are interchangeable), with HAL's op as the step.
+
+    Raises HalError for Adam without decoupled weight decay, which HAL does not have.
+    """
+
+    def __init__(self, params: Any, *args: Any, adam_w_mode: bool = True, **kwargs: Any) -> None:
+        if not adam_w_mode:
+            raise HalError("HAL's optimizer is AdamW; Adam with coupled weight decay is not there (adam_w_mode=False)")
+        super().__init__(params, *args, **kwargs)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise HalError("HAL's AdamW takes no closure")
+        for group in self.param_groups:
+            by_step: dict[int, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("exp_avg", torch.zeros_like(p))
+                state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32) + 1
+                by_step.setdefault(int(state["step"].item()), []).append(p)
+            for number, parameters in by_step.items():
+                ops.adamw(
+                    [p.data for p in parameters],
+                    [p.grad for p in parameters],
+                    [self.state[p]["exp_avg"] for p in parameters],
+                    [self.state[p]["exp_avg_sq"] for p in parameters],
+                    step=number,
+                    lr=float(group["lr"]),
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )

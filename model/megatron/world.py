@@ -1,0 +1,32 @@
+"""Joining the world that a launcher described, over what the active backend talks through."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+import hal
+from hal import HalError
+
+from .place import Place
+
+
+def transport() -> str:
+    """torch.distributed's name for what the active backend's device talks through: gloo, hccl, ..."""
+    device = hal.backend().device().type
+    found = dist.Backend.default_device_backend_map.get(device)
+    if found is None:
+        raise HalError(f"torch.distributed knows no transport for tensors on '{device}'; the backend must register one")
+    return found
+
+
+def join_world(**options: Any) -> None:
+    """torch.distributed.init_process_group for the active backend, each process on the device of its LOCAL_RANK.
+
+    options: of init_process_group, e.g. timeout. The default group is not bound to a device: megatron-core makes gloo
+    groups beside it, which torch then refuses.
+    """
+    Place(hal.backend()).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(transport(), **options)

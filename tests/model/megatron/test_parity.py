@@ -1,0 +1,45 @@
+"""HAL's thin GPT and megatron-core's GPTModel train alike: losses, gradients and gradient norms, step by step."""
+
+import pytest
+from parity_runs import Case, compare, rank_of
+
+from hal.testing.processes import run_processes
+
+WITHIN = 1e-6  # float32: sums in another order
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("spec", ["local", "hal"])
+def test_one_process(model, spec, world):
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    found = compare(Case(model, spec))
+    assert found["losses"] == 6
+    assert max(found["loss"], found["grad"], found["norm"]) <= WITHIN, found
+
+
+def test_a_window_is_the_same_window(world):
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    found = compare(Case("gpt2", "hal", window=(5, 0)))
+    assert max(found["loss"], found["grad"], found["norm"]) <= WITHIN, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", "local", tp=2, pp=2),
+        Case("llama", "hal", tp=2, pp=2, sequence=True),
+        Case("gpt2", "hal", tp=2, pp=2),
+        Case("llama", "hal", cp=2),
+        Case("gpt2", "hal", tp=2, cp=2, sequence=True, cp_comm_type="a2a"),
+    ],
+    ids=str,
+)
+def test_on_many_processes(case):
+    found = run_processes(case.tp * case.pp * case.cp, rank_of, case, timeout=240)
+    assert sum(f["losses"] for f in found) == 6 * case.tp * case.cp
+    assert max(f[key] for f in found for key in ("loss", "grad", "norm")) <= WITHIN, found
