@@ -20,6 +20,7 @@ from torch import Tensor
 from .comm import Comm, Message, Pending, Solo, average
 from .comm_progress import Progress
 from .errors import CollectiveTimeout, ContractError, HalError
+from .network import interface_to
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
 _EMULATIONS = ("avg", "reduce_scatter", "all_to_all")
@@ -85,6 +86,9 @@ def torch_comm(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set; "
                 "start the processes with `hal launch` or torchrun"
             )
+        interface = interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             transport.backend,
             timeout=datetime.timedelta(seconds=timeout),

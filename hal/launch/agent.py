@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hal.errors import ContractError, HalError
+from hal.network import interface_to
 
 from .worker import FOLDER, failure_path, log_path
 
@@ -129,7 +130,7 @@ def _environment(job: Job, folder: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ[FOLDER] = str(folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.nproc)))
-    interface = _interface(job)
+    interface = interface_to(job.master_addr, job.master_port or 9)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.update(job.environment)
@@ -138,27 +139,6 @@ def _environment(job: Job, folder: Path) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _interface(job: Job) -> str | None:
-    """Name of the network interface that leads to node 0: loopback on one node. None if it cannot be found out."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((job.master_addr, job.master_port or 9))  # sends nothing; picks the route
-            mine = probe.getsockname()[0]
-        except OSError:
-            return None
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(reply[20:24]) == mine:
-                    return name
-    return None
 
 
 def _supervise(job: Job, store: Any, folder: Path) -> int:

@@ -154,6 +154,11 @@ def _pipeline(c: Config, layout: Layout) -> Iterator[str]:
         yield f"--num-layers {c.num_layers} is not divisible by {_stages(c)} stages; see --num-layer-list"
     if _bad_numbers(c.noop_layers, c.num_layers):
         yield f"--noop-layers {','.join(c.noop_layers)}: give numbers of layers, 0 to {c.num_layers - 1}"
+    elif empty := [stage for stage, layers in list(enumerate(_split(c)))[1:-1] if not layers]:
+        yield (
+            f"--noop-layers {','.join(c.noop_layers)} leaves nothing on stage {empty[0]} of {_stages(c)}; only the "
+            "first and the last can do without layers"
+        )
     if c.pipeline_schedule == "zbv":
         if zero_stage(c) == 3:
             yield (

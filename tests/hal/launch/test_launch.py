@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -119,35 +118,6 @@ def test_torchrun_starts_the_same_workers(worker: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "rank 1 of 2 sum 1" in done.stdout, done.stderr
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces joined by a cable: hosts with addresses of their own."""
-    if shutil.which("ip") is None:
-        pytest.skip("two simulated hosts need the `ip` command (package iproute2)")
-    a, b = (f"hal{os.getpid()}{side}" for side in "ab")
-    try:
-        _ip("netns", "add", a)
-        _ip("netns", "add", b)
-        _ip("link", "add", a, "type", "veth", "peer", "name", b)
-    except subprocess.CalledProcessError as error:
-        subprocess.run(["ip", "netns", "del", a], capture_output=True)
-        pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
-    try:
-        for side, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
-            _ip("link", "set", side, "netns", side)
-            _ip("-n", side, "addr", "add", address, "dev", side)
-            _ip("-n", side, "link", "set", "lo", "up")
-            _ip("-n", side, "link", "set", side, "up")
-        yield a, b
-    finally:
-        for side in (a, b):
-            subprocess.run(["ip", "netns", "del", side], capture_output=True)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hal.model.arguments import build
 from hal.model.config import ConfigError
 from hal.model.parallel.plan import make_plan
 
-PP2 = {"pipeline_model_parallel_size": 2}
+PP2, PP3, PP4 = ({"pipeline_model_parallel_size": n} for n in (2, 3, 4))
 
 
 def plan(world: int, monkeypatch: pytest.MonkeyPatch, base: dict[str, Any] = GPT2, **options: Any):
@@ -50,6 +50,9 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "layer list": (2, {**PP2, "num_layer_list": ("1", "2")}, "sum to --num-layers 4"),
     "layer list length": (2, {**PP2, "num_layer_list": ("1", "1", "2")}, "one count for each of 2 stages"),
     "layer list without PP": (1, {"num_layer_list": ("4",)}, "needs --pipeline-model-parallel-size"),
+    "noop of a whole stage": (4, {**PP4, "num_layers": 8, "noop_layers": ("2", "3")}, "leaves nothing on stage 1 of 4"),
+    "noop of a virtual stage": (2, {**PP2, "pipeline_schedule": "zbv", "noop_layers": ("0", "2")}, "on stage 2 of 4"),
+    "noop of a listed stage": (3, {**PP3, "num_layer_list": ("1", "1", "2"), "noop_layers": ("1",)}, "stage 1 of 3"),
     "noop": (2, {**PP2, "noop_layers": ("4",)}, "numbers of layers, 0 to 3"),
     "virtual without PP": (1, {"num_layers_per_virtual_pipeline_stage": 1}, "needs --pipeline-model-parallel-size"),
     "virtual leaves one": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}, "that is not interleaving"),
