@@ -1,0 +1,87 @@
+"""`hal serve`: a trained model behind an OpenAI-style completions endpoint, on this machine unless told otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hal.errors import HalError
+
+from .arguments import Parser
+
+if TYPE_CHECKING:
+    from hal.model.pretrained import Pretrained
+
+KEY = "HAL_SERVE_API_KEY"
+"""Environment variable: what clients must present as their API key, if anything."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal serve` with these arguments, until interrupted."""
+    from hal.model import pretrained
+
+    parser = Parser("serve", description=f"{__doc__} Clients must present ${KEY} where that is set.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port to listen on (default 8000; 0: any free one)")
+    add("--model-name", metavar="NAME", help="name that clients use (default: the folder of --load)")
+    add("--max-batch-size", type=int, default=8, metavar="N", help="most prompts x n of a request (default 8)")
+    add("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait; more get 429 (default 16)")
+    add("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="largest request (default 1 MiB)")
+    pretrained.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    for name, least in (("port", 0), ("max_batch_size", 1), ("max_waiting", 0), ("max_body_bytes", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model))
+
+
+def _serve(arguments: argparse.Namespace, model: Pretrained) -> int:
+    try:
+        import uvicorn
+
+        from hal.model.serving.app import LOOPBACK, Limits, build_app
+    except ImportError as error:
+        raise HalError(f"serving needs fastapi and uvicorn ({error}): pip install 'torch-hal[serve]'") from None
+    from hal.model.serving.worker import Worker, follow
+
+    model.engine.require_one_replica("hal serve")
+    model.engine.new_cache(1, 1)  # what cannot generate is refused now
+    if not model.engine.lead:
+        follow(model)
+        return 0
+    worker = Worker(model, arguments.max_waiting)
+    name = arguments.model_name or os.path.basename(os.path.normpath(arguments.load))
+    limits = Limits(arguments.max_body_bytes, arguments.max_batch_size)
+    key, loopback = os.environ.get(KEY) or None, arguments.host in LOOPBACK
+    if not loopback and key is None:
+        print(f"hal serve: anyone who reaches {arguments.host} can use this model; see ${KEY}", file=sys.stderr)
+    app = build_app(worker, name, limits, api_key=key, loopback=loopback)
+
+    class Server(uvicorn.Server):
+        """Says where it listens, once it does."""
+
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup(sockets=sockets)  # type: ignore[arg-type]
+            for server in self.servers if self.started else ():
+                host, port = server.sockets[0].getsockname()[:2]
+                print(f"serving {name} at http://{host}:{port}/v1 (Ctrl-C ends)", flush=True)
+
+    settings = uvicorn.Config(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        log_level="warning",
+        server_header=False,
+        limit_concurrency=arguments.max_waiting + 16,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=10,
+    )
+    server = Server(settings)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    return 0 if server.started else 1

@@ -1,0 +1,159 @@
+"""The one model behind the endpoint: jobs wait in a bounded line and run one after the other, on a thread of its own.
+
+On several ranks, the leader's worker tells the others what to run, and all of them compute every token together.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..checkpoint import told_text
+from ..generate import Token, stream
+from ..pretrained import Pretrained
+from ..prompting import Pieces, rng_of
+from ..sampling import Sampling
+
+_IDLE = "idle"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of choice `index` and the tokens behind it. reason: set on a choice's last piece."""
+
+    index: int
+    text: str
+    tokens: list[Token] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class Job:
+    """prompts: ids; each makes `samples` choices. emit gets every Piece, then None, or the exception that ended it all;
+    it is called on the worker's thread. cancelled: set it when nobody listens any more."""
+
+    prompts: list[list[int]]
+    samples: int
+    count: int
+    sampling: Sampling
+    seed: int
+    stop: tuple[str, ...]
+    logprobs: int
+    emit: Callable[[Piece | Exception | None], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def described(self) -> str:
+        """What the other ranks need to know."""
+        sampling = [self.sampling.temperature, self.sampling.top_k, self.sampling.top_p]
+        return json.dumps([self.prompts, self.samples, self.count, sampling, self.seed, self.stop, self.logprobs])
+
+    @staticmethod
+    def of(text: str) -> Job:
+        """A job as another rank described it; what it makes goes nowhere."""
+        prompts, samples, count, sampling, seed, stop, logprobs = json.loads(text)
+        return Job(prompts, samples, count, Sampling(*sampling), seed, tuple(stop), logprobs, lambda piece: None)
+
+
+class Worker:
+    """Runs jobs. waiting: how many may wait for the one that runs."""
+
+    def __init__(self, model: Pretrained, waiting: int) -> None:
+        self.model = model
+        self._jobs: queue.Queue[Job | None] = queue.Queue(waiting + 1)
+        self._thread = threading.Thread(target=self._run, name="hal-serve", daemon=True)
+        mesh = model.engine.mesh
+        self._world = None if mesh is None or mesh.world.size == 1 else mesh.world
+        # The others wait in a collective, which has a timeout: while idle they are told so.
+        self._idle_seconds = None if self._world is None else mesh.timeout / 4
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    def submit(self, job: Job) -> bool:
+        """Puts a job in line; False if the line is full."""
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in line."""
+        return self._jobs.qsize()
+
+    def stop(self) -> None:
+        """Ends the worker, and the other ranks, after the job that runs."""
+        self._jobs.put(None)
+        self._thread.join(timeout=60.0)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._idle_seconds)
+            except queue.Empty:
+                self._tell(_IDLE)
+                continue
+            self._tell("" if job is None else job.described())
+            if job is None:
+                return
+            try:
+                run(self.model, job)
+                job.emit(None)
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                job.emit(error)
+
+    def _tell(self, text: str) -> None:
+        if self._world is not None:
+            told_text(self._world, text, 0)
+
+
+def follow(model: Pretrained) -> None:
+    """What the ranks that do not lead do: the leader's jobs, until it ends."""
+    assert model.engine.mesh is not None
+    while text := told_text(model.engine.mesh.world, "", 0):
+        if text != _IDLE:
+            run(model, Job.of(text))
+
+
+def run(model: Pretrained, job: Job) -> None:
+    """Generates, and emits pieces as they come."""
+    tokenizer = model.tokenizer
+    rows = [(p, s) for p in range(len(job.prompts)) for s in range(job.samples)]
+    texts = [Pieces(tokenizer, job.stop) for _ in rows]
+    made, held = [0] * len(rows), [[] for _ in rows]
+    alone = model.engine.mesh is None or model.engine.mesh.world.size == 1
+
+    def finished(row: int, ids: list[int]) -> bool:
+        # Ranks must end together, and only the leader knows of a client that left.
+        return texts[row].stopped or (alone and job.cancelled.is_set())
+
+    tokens = stream(
+        model.engine,
+        [job.prompts[p] for p, _ in rows],
+        job.count,
+        job.sampling,
+        [rng_of(job.seed, p, s) for p, s in rows],
+        eod=tokenizer.eod,
+        finished=finished,
+        logprobs=job.logprobs,
+    )
+    for token in tokens:
+        row, end = token.row, token.id == tokenizer.eod
+        made[row] += 1
+        text = "" if end else texts[row].add(token.id)
+        if not end:
+            held[row].append(token)
+        reason = "stop" if end or texts[row].stopped else "length" if made[row] == job.count else None
+        if reason is not None:
+            text += texts[row].rest()
+        if text or reason is not None:
+            job.emit(Piece(row, text, held[row], reason))
+            held[row] = []

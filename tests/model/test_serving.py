@@ -1,0 +1,289 @@
+"""The endpoint as clients see it: OpenAI's own client works, answers are those of `hal generate`, and nothing a client
+sends gets further than its limits."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hal.model.config import Config
+from hal.model.gpt import GPT
+from hal.model.inference import Engine
+from hal.model.pretrained import Pretrained
+from hal.model.prompting import Request, answer
+from hal.model.sampling import Sampling
+from hal.model.tokenizer import ByteTokenizer
+
+uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn (extra: serve)")
+pytest.importorskip("fastapi", reason="needs fastapi (extra: serve)")
+
+from hal.model.serving import worker as worker_module  # noqa: E402
+from hal.model.serving.app import Limits, build_app  # noqa: E402
+from hal.model.serving.protocol import BadRequest, Completion, parse  # noqa: E402
+from hal.model.serving.worker import Worker  # noqa: E402
+
+BYTES, LENGTH = ByteTokenizer(), 48
+
+
+@pytest.fixture
+def model(cpu_ref):
+    config = Config(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=LENGTH, init_method_std=0.3)
+    config.set_vocabulary(257)
+    engine = Engine(GPT(config, torch.device("cpu")).requires_grad_(False), 257)
+    return Pretrained(config, engine, BYTES, 0, {})
+
+
+@pytest.fixture
+def serve(model):
+    """Starts a server in this process; gives its port. Stops all at the end."""
+    running = []
+
+    def start(*, waiting=4, limits=Limits(), api_key=None, loopback=True):
+        app = build_app(Worker(model, waiting), "tiny", limits, api_key=api_key, loopback=loopback)
+        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        running.append((server, thread))
+        return server.servers[0].sockets[0].getsockname()[1]
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def post(port, body, *, path="/v1/completions", headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    content = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+    connection.request("POST" if content is not None else "GET", path, content, headers or {})
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, json.loads(text) if text[:1] == b"{" else text.decode()
+
+
+def test_openais_client_works(serve, model):
+    openai = pytest.importorskip("openai", reason="needs openai's client (extra: test)")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{serve()}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    asked = {"model": "tiny", "max_tokens": 12, "seed": 5, "temperature": 0.9, "top_p": 0.95}
+    made = client.completions.create(prompt=["to be", "or"], n=2, logprobs=1, **asked)
+    prompts = [list(b"to be"), list(b"or")]
+    request = Request(12, Sampling(0.9, 0, 0.95), seed=5, samples=2)
+    want = [one for samples in answer(model.engine, BYTES, prompts, request, batch=8) for one in samples]
+    assert [c.text for c in made.choices] == [one.text for one in want]
+    assert [c.finish_reason for c in made.choices] == [one.reason for one in want]
+    assert [c.index for c in made.choices] == [0, 1, 2, 3]
+    assert made.usage.prompt_tokens == 7 and made.usage.completion_tokens == sum(one.tokens for one in want)
+    logprobs = made.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == want[0].tokens
+    assert all(max(top.values()) >= own for top, own in zip(logprobs.top_logprobs, logprobs.token_logprobs))
+    events = list(
+        client.completions.create(prompt="to be", stream=True, stream_options={"include_usage": True}, **asked)
+    )
+    assert "".join(e.choices[0].text for e in events[:-1]) == made.choices[0].text
+    assert [e.choices[0].finish_reason for e in events[:-1]][-1] == want[0].reason and len(events) > 5
+    assert events[-1].choices == [] and events[-1].usage.completion_tokens == want[0].tokens
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
+        client.completions.create(prompt="x", logit_bias={"3": 1.0}, **asked)
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+        client.completions.create(prompt="x", **{**asked, "model": "gpt-4"})
+
+
+def test_stop_texts_echo_and_ids(serve):
+    port = serve()
+    body = {"prompt": "to be", "max_tokens": 12, "seed": 5, "temperature": 0.0}
+    _, free = post(port, body)
+    text = free["choices"][0]["text"]
+    _, again = post(port, {**body, "prompt": list(b"to be"), "echo": True, "stop": None, "user": "someone"})
+    assert again["choices"][0]["text"] == "to be" + text
+    at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
+    _, stopped = post(port, {**body, "stop": ["never", text[at]]})
+    assert stopped["choices"][0] == {"text": text[:at], "index": 0, "logprobs": None, "finish_reason": "stop"}
+    # Without a seed, two answers differ.
+    free = {"prompt": "", "max_tokens": 20, "temperature": 1.5}
+    assert post(port, free)[1]["choices"] != post(port, free)[1]["choices"]
+
+
+REFUSED = [
+    (b"", 400, "no JSON"),
+    (b"\xff\xfe", 400, "no JSON"),
+    (b"[" * 100_000, 400, "no JSON"),
+    ([1], 400, "the body"),
+    ({"promt": "x"}, 400, "promt: Extra inputs"),
+    ({"prompt": {"a": 1}}, 400, "prompt"),
+    ({"prompt": ["a", 1]}, 400, "prompt"),
+    ({"prompt": [300]}, 400, "ids go from 0 to 256"),
+    ({"prompt": [-1]}, 400, "ids go from 0 to 256"),
+    ({"prompt": "\ud800"}, 400, "cannot encode|surrogates"),
+    ({"prompt": "x" * LENGTH}, 400, "more than the model's context of 48"),
+    ({"prompt": "x", "max_tokens": 10**12}, 400, "more than the model's context"),
+    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "x", "n": 9}, 400, "more than the 8"),
+    ({"prompt": ["x"] * 1000}, 400, "more than the 8"),
+    ({"prompt": "x", "temperature": "1"}, 400, "temperature"),
+    (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+    ({"prompt": "x", "top_p": 0.0}, 400, "top_p"),
+    ({"prompt": "x", "logprobs": 6}, 400, "logprobs"),
+    ({"prompt": "x", "logprobs": 1, "echo": True}, 400, "echo with logprobs"),
+    ({"prompt": "x", "best_of": 3}, 400, "best_of is not supported"),
+    ({"prompt": "x", "presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+    ({"prompt": "x", "stop": ["a", ""]}, 400, "none of them empty"),
+    ({"prompt": "x", "stop": list("abcde")}, 400, "at most 4"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"prompt": "x", "seed": -1}, 400, "seed"),
+]
+
+
+def test_what_is_wrong_or_not_supported_is_refused_by_name(serve):
+    port = serve()
+    for body, status, reason in REFUSED:
+        got, answer = post(port, body)
+        assert got == status and re.search(reason, answer["error"]["message"]), (body, answer)
+        assert answer["error"]["type"] == "invalid_request_error"
+    assert post(port, None, path="/v1/nothing")[0] == 404
+    assert post(port, None, path="/docs")[0] == 404
+    assert post(port, None, path="/health") == (200, {"status": "ok", "waiting": 0})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.dictionaries(st.sampled_from(sorted(Completion.model_fields)), JSON, max_size=4) | JSON | st.binary())
+def test_any_body_is_a_request_or_a_bad_one(content):
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    try:
+        asked = parse(body)
+        assert isinstance(asked, Completion) and asked.sampling and asked.count >= 1 and asked.samples >= 1
+    except BadRequest as error:
+        assert error.status == 400 and error.message
+
+
+def test_bodies_are_bounded_in_size_and_time(serve):
+    port = serve(limits=Limits(body=1000, seconds=0.5))
+    assert post(port, b"x" * 1001)[0] == 413
+    # The length is only claimed, or not even that.
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/v1/completions", iter([b"y" * 600] * 3), encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", "500")
+    connection.endheaders(b"only the beginning")
+    response = connection.getresponse()
+    assert response.status == 408 and b"did not arrive" in response.read()
+    connection.close()
+
+
+def test_only_names_of_this_machine_and_only_with_the_key(serve):
+    port = serve(api_key="secret")
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Bearer secret"}, 200),
+        ({"Authorization": "Bearer secret", "Host": "attacker.example"}, 400),
+        ({"Authorization": "Bearer secret", "Host": f"localhost:{port}"}, 200),
+    ):
+        assert post(port, None, path="/v1/models", headers=headers)[0] == status
+    assert post(port, {"prompt": "x"})[0] == 401
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_full_line_refuses_and_a_client_that_leaves_frees_it(serve, monkeypatch):
+    started, seen = threading.Event(), []
+
+    def endless(model, job):
+        seen.append(job)
+        started.set()
+        assert job.cancelled.wait(15)
+
+    monkeypatch.setattr(worker_module, "run", endless)
+    port = serve(waiting=0)
+    connections = []
+    for stream in (False, True):  # one runs, one waits in the line's only place
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        body = json.dumps({"prompt": "x", "stream": stream})
+        connection.request("POST", "/v1/completions", body)
+        connections.append(connection)
+        assert started.wait(10)
+        until(lambda n=len(connections): len(seen) + post(port, None, path="/health")[1]["waiting"] == n)
+    status, answer = post(port, {"prompt": "x"})
+    assert status == 429 and "too many requests are waiting" in answer["error"]["message"]
+    connections[0].close()
+    until(lambda: seen[0].cancelled.is_set() and len(seen) == 2)
+    assert post(port, None, path="/health")[1]["waiting"] == 0
+    connections[1].close()
+    until(lambda: seen[1].cancelled.is_set())
+
+
+def test_a_model_that_fails_is_a_servers_error_and_the_next_request_works(serve, monkeypatch, capsys):
+    whole = worker_module.run
+
+    def fails(model, job):
+        monkeypatch.setattr(worker_module, "run", whole)
+        raise RuntimeError("a secret of the machine")
+
+    monkeypatch.setattr(worker_module, "run", fails)
+    port = serve()
+    status, answer = post(port, {"prompt": "x"})
+    assert status == 500 and answer["error"]["type"] == "server_error" and "secret" not in answer["error"]["message"]
+    assert post(port, {"prompt": "x"})[0] == 200
+    assert "a secret of the machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["--nproc-per-node", "2", "--tensor-model-parallel-size", "2"]])
+def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_path, cpu_ref):
+    from hal.model.conversion import own
+    from hal.model.conversion.weights import Weights
+
+    options = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
+    config = Config(**options, init_method_std=0.3, make_vocab_size_divisible_by=1)
+    config.set_vocabulary(257)
+    tensors = {n: p.detach() for n, p in GPT(config, torch.device("cpu")).named_parameters()}
+    own.write(Weights(options, tensors, {"tokenizer_type": "ByteTokenizer"}), tmp_path / "tiny")
+    command = [sys.executable, "-m", "hal.cli", "serve", "--backend", "cpu_ref", "--load", str(tmp_path / "tiny")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--port", "0", *layout], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"serving tiny at http://127\.0\.0\.1:(\d+)/v1", line)
+        assert found, line
+        answers = [post(int(found[1]), {"prompt": "to be", "seed": 1, "max_tokens": 9})[1] for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"]["completion_tokens"] > 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.stdout.close()
+    if not layout:
+        assert process.returncode == 0
