@@ -147,15 +147,20 @@ def _probe_device() -> hal.Probe:
     simulate = "simulate=True (--simulate) runs the kernels on the CPU"
     facts = {"torch": torch.__version__}
     if torch.version.cuda is None:
-        return hal.Probe(False, 0, f"this torch ({torch.__version__}) is built without CUDA; {simulate}", facts)
+        return hal.Probe(
+            False,
+            0,
+            f"this torch ({torch.__version__}) is built without CUDA; install one built with it, or {simulate}",
+            facts,
+        )
     facts["torch's CUDA"] = torch.version.cuda
     if not _has_driver():
-        return hal.Probe(False, 0, f"no NVIDIA driver (libcuda) on this machine; {simulate}", facts)
+        return hal.Probe(False, 0, f"no NVIDIA driver (libcuda) here; install it, or {simulate}", facts)
     count = torch.cuda.device_count()
     if count == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-        return hal.Probe(False, 0, f"the NVIDIA driver shows no device{hint}; {simulate}", facts)
+        return hal.Probe(False, 0, f"the NVIDIA driver shows no device{hint}; see nvidia-smi, or {simulate}", facts)
     if compile.missing():
         return hal.Probe(False, 0, compile.missing(), facts)
     facts["attention order"] = f"{', '.join(DEFAULT)} where no device was measured: {', '.join(MEASURED) or 'none yet'}"
