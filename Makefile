@@ -73,9 +73,10 @@ support: $(READY) $(SIM)/.ready  ## the kit on every backend; writes docs/suppor
 	$(BIN)/hal parity --backend cpu_ref --json $(RESULTS)/cpu_ref.json
 	$(SIM)/bin/hal parity --backend npu --simulate --json $(RESULTS)/npu-simulator.json
 	$(SIM)/bin/hal parity --backend cuda --simulate --json $(RESULTS)/cuda-simulator.json
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable examples/hal-opencl
-	$(BIN)/hal parity --backend opencl --json $(RESULTS)/opencl.json
-	$(BIN)/hal parity --merge $(RESULTS)/*.json --html runs/support.html --markdown docs/support/README.md
+	$(SIM)/bin/python $(INSTALL) examples/hal-opencl
+	$(SIM)/bin/hal parity --backend opencl --json $(RESULTS)/opencl.json
+	mkdir -p build
+	$(BIN)/hal parity --merge $(RESULTS)/*.json --html build/support.html --markdown docs/support/README.md
 
 docs: $(DOCS)/.ready  ## the documentation as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
