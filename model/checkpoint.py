@@ -104,7 +104,7 @@ def _manifest(root: Path) -> tuple[Path, dict[str, Any]]:
     folder = folder_of(root, at)
     path = folder / MANIFEST
     if folder.is_dir() and not path.exists() and any(folder.glob("mp_rank_*")):
-        raise ConfigError(f"the checkpoint {folder} is in Megatron's format, one file per rank; HAL loads its own only")
+        raise ConfigError(f"the checkpoint {folder} is in Megatron's format; `hal convert` makes one of HAL's from it")
     try:
         manifest = json.loads(path.read_text())
         whole = manifest["sha256"][MANIFEST] == state_checksum(manifest["state"])

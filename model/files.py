@@ -32,6 +32,17 @@ def cache_dir(*parts: str) -> Path:
         raise HalError(f"the cache folder {root} cannot be made ({error.strerror}); {hint}") from None
 
 
+@contextlib.contextmanager
+def private() -> Iterator[None]:
+    """Within it, files that others write for us (events, logs) are no more open than FILE_MODE and FOLDER_MODE."""
+    before = os.umask(0o777)
+    os.umask(before | (0o777 & ~FOLDER_MODE))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def make_folder(path: Path) -> Path:
     """Makes a folder and its parents; the ones it makes get FOLDER_MODE."""
     missing = [p for p in (path, *path.parents) if not p.exists()]

@@ -24,7 +24,7 @@ from .arguments import parse
 from .checks import world_size
 from .config import Config, ConfigError
 from .data import Split, open_data
-from .files import make_folder, require_writable
+from .files import make_folder, private, require_writable
 from .generate import generate
 from .gpt import GPT
 from .parallel.plan import make_plan
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _launch(config, sys.argv[1:] if argv is None else argv)
         pins = dict(pin.split("=", 1) for pin in config.pin)
         hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
-        train(config)
+        with private():
+            train(config)
     except (TrainingFailed, SaveFailed, CollectiveTimeout) as error:
         print(f"hal train: {error}", file=sys.stderr)
         return 1
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(config: Config, argv: Sequence[str]) -> int:
     """Runs this command on --nproc-per-node processes of this machine."""
     logs = None if config.run_dir is None else make_folder(Path(config.run_dir)) / "logs"
-    return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
+    with private():
+        return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
 
 
 def train(config: Config) -> Trainer:

@@ -108,6 +108,7 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
 def main(argv: Sequence[str]) -> int:
     """Runs the job; the exit code is that of the worker that failed first."""
     job, join = job_of(argv)
+    os.umask(os.umask(0o027) | 0o027)  # logs, and what the workers write, are not for everybody
     if join:
         return run(job)
     assert job.log_dir is not None

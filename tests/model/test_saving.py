@@ -179,6 +179,21 @@ def test_modes_are_the_same_whatever_the_umask(tmp_path):
         assert {stat.S_IMODE(p.stat().st_mode) for p in files} == {0o640}
 
 
+def test_a_run_leaves_nothing_open_under_umask_0(tiny, tmp_path, monkeypatch):
+    """TensorBoard's events too, which HAL does not write itself."""
+    config = tiny(save=str(tmp_path / "save"), train_iters=1, sample_tokens=0)
+    monkeypatch.setattr(command, "parse", lambda argv: config)
+    config.backend, before = "cpu_ref", os.umask(0)
+    try:
+        assert command.main([]) == 0 and os.umask(0) == 0
+    finally:
+        os.umask(before)
+    made = [p for root in ("run", "save") for p in (tmp_path / root, *(tmp_path / root).rglob("*"))]
+    assert any("tfevents" in p.name for p in made)
+    modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in made}
+    assert modes == {(True, 0o750), (False, 0o640)}
+
+
 def test_a_changed_bit_anywhere_is_noticed_and_the_file_named(tmp_path):
     saving.save(tmp_path, 1, {"a": torch.ones(3)}, {"iteration": 1, "rng": [5, 0]})
     for path in (tmp_path / "iter_0000001").iterdir():
@@ -198,5 +213,5 @@ def test_a_changed_bit_anywhere_is_noticed_and_the_file_named(tmp_path):
 def test_megatrons_own_files_are_not_taken_for_damage(tmp_path):
     (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / checkpoint.LATEST).write_text("release")
-    with pytest.raises(checkpoint.HalError, match="Megatron's format"):
+    with pytest.raises(checkpoint.HalError, match="`hal convert`"):
         checkpoint.read_state(tmp_path)
