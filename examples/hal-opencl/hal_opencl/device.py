@@ -6,6 +6,7 @@ the drivers what there is and opens nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ import torch
 import hal
 
 from . import memory as buffers
-from .engine import Engine, devices, set_engine
+from .engine import Engine, devices, set_engine, unfit
 
 MEMORY = ("auto", "zero_copy", "staging")
 
@@ -21,7 +22,8 @@ MEMORY = ("auto", "zero_copy", "staging")
 class OpenCL(hal.Backend):
     """One OpenCL device.
 
-    device_number: which of the devices that `hal info` lists.
+    device_number: which of the devices that `hal info` lists; default by LOCAL_RANK, so that the processes of a machine
+        share its devices out.
     memory: "zero_copy" (kernels work on the host's memory), "staging" (copies through a pool), or "auto": zero_copy
         where the device shares memory with the host.
     lanes, group: the kernels' shape (see kernels/common.h), default what the device prefers.
@@ -33,7 +35,7 @@ class OpenCL(hal.Backend):
     def __init__(
         self,
         *,
-        device_number: int = 0,
+        device_number: int | None = None,
         memory: str = "auto",
         lanes: int | None = None,
         group: int | None = None,
@@ -54,15 +56,26 @@ class OpenCL(hal.Backend):
         except Exception as error:  # a probe never raises, whatever a broken driver does
             return hal.Probe(False, 0, f"looking for an OpenCL device failed: {type(error).__name__}: {error}")
         facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(found)}
-        if not 0 <= self.device_number < len(found):
-            wanted = f"device_number={self.device_number}"
-            return hal.Probe(False, 0, f"{wanted}, but the OpenCL drivers show {len(found)} devices", facts)
-        chosen = found[self.device_number]
+        if not found:
+            return hal.Probe(False, 0, "the OpenCL drivers show no device")
+        number = self._number(len(found))
+        if not 0 <= number < len(found):
+            wanted = f"device_number={number}"
+            return hal.Probe(False, 0, f"{wanted}, but the OpenCL drivers show {len(found)} device(s)", facts)
+        chosen = found[number]
+        if unfit(chosen):
+            return hal.Probe(False, 0, f"{chosen.name.strip()}: {unfit(chosen)}", facts)
         facts["shares memory with the host"] = "yes" if chosen.host_unified_memory else "no"
         return hal.Probe(True, 1, f"{chosen.name.strip()} ({chosen.platform.name.strip()})", facts)
 
+    def _number(self, count: int) -> int:
+        if self.device_number is not None:
+            return self.device_number
+        return int(os.environ.get("LOCAL_RANK", "0")) % count
+
     def build(self) -> None:
-        device = devices()[self.device_number]
+        found = devices()
+        device = found[self._number(len(found))]
         engine = Engine(device, lanes=self.lanes, group=self.group, profile=self.profile)
         shared = bool(device.host_unified_memory) if self.memory == "auto" else self.memory == "zero_copy"
         self._engine, self._memory = engine, buffers.Memory(engine, shared)

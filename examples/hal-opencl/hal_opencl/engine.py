@@ -54,6 +54,16 @@ def devices() -> list[Any]:
         ) from error
 
 
+def unfit(device: Any) -> str:
+    """Why this device cannot run the kernels ("" if it can): they need a compiler, OpenCL C 1.2 and 64-bit integers."""
+    if not device.available or not device.compiler_available:
+        return "the driver says that the device or its compiler is not available"
+    if device.profile != "FULL_PROFILE":
+        return f"{device.profile}; the kernels need the full profile (64-bit integers)"
+    numbers = [int(n) for n in device.version.split()[1].split(".")]
+    return "" if numbers >= [1, 2] else f"{device.version.strip()}; the kernels need OpenCL 1.2"
+
+
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
     """Turns OpenCL's errors into HAL's; `what` was being done."""
@@ -147,6 +157,7 @@ class Engine:
         with self._lock:
             done, self._pending = self._pending, []
             for name, event in done:
+                event.wait()  # another thread may have queued it after the queue was seen to be empty
                 self.calls[name] += 1
                 self.seconds[name] += (event.profile.end - event.profile.start) * 1e-9
 

@@ -2,11 +2,12 @@
 
 import gc
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hal_opencl import engine, memory
+from hal_opencl import OpenCL, engine, memory
 
 import hal
 from hal import ops
@@ -144,8 +145,6 @@ def test_what_the_constructor_refuses():
 
 def test_without_pyopencl_the_probe_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyopencl", None)
-    from hal_opencl import OpenCL
-
     found = OpenCL().probe()
     assert not found.ok
     assert "pip install pyopencl" in found.reason
@@ -158,11 +157,39 @@ def test_without_a_driver_the_probe_says_so(monkeypatch):
         raise pyopencl.LogicError("clGetPlatformIDs", -1001, "")
 
     monkeypatch.setattr(pyopencl, "get_platforms", no_platforms)
-    from hal_opencl import OpenCL
-
     found = OpenCL().probe()
     assert not found.ok
     assert "pocl-opencl-icd" in found.reason
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"available": False}, "not available"),
+        ({"compiler_available": False}, "not available"),
+        ({"profile": "EMBEDDED_PROFILE"}, "need the full profile"),
+        ({"version": "OpenCL 1.1 Old"}, "need OpenCL 1.2"),
+        ({"version": "OpenCL 1.10 New"}, ""),
+    ],
+)
+def test_a_device_that_cannot_run_the_kernels_is_refused(opencl, monkeypatch, change, reason):
+    real = engine.engine().device
+    names = ("available", "compiler_available", "profile", "version", "name", "platform", "host_unified_memory")
+    device = SimpleNamespace(**{**{n: getattr(real, n) for n in names}, **change})
+    monkeypatch.setattr("hal_opencl.device.devices", lambda: [device])
+    found = OpenCL().probe()
+    assert found.ok == (not reason)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("rank, number", [(None, 0), ("0", 0), ("1", 1), ("2", 0)])
+def test_the_processes_of_a_machine_share_its_devices_out(monkeypatch, rank, number):
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert OpenCL()._number(2) == number
+    assert OpenCL(device_number=1)._number(2) == 1
 
 
 def test_an_unbuilt_backend_says_what_to_do(monkeypatch):
