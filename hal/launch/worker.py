@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import ctypes
 import importlib
 import json
@@ -56,9 +58,30 @@ def _run(argv: Sequence[str]) -> int:
     if argv[0].endswith(".py"):
         sys.argv = list(argv)
         sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        runpy.run_path(argv[0], run_name="__main__")
+        with _surroundings(argv):
+            runpy.run_path(argv[0], run_name="__main__")
         return 0
     return int(importlib.import_module(f"hal.cli.{argv[0]}").main(list(argv[1:])))
+
+
+def _surroundings(argv: Sequence[str]) -> contextlib.AbstractContextManager[object]:
+    """What a script runs in: one that imports megatron.training, on a chosen backend, has its device names routed."""
+    if "HAL_BACKEND" not in os.environ or not imports(Path(argv[0]), "megatron.training"):
+        return contextlib.nullcontext()
+    scripts = importlib.import_module("hal.model.megatron.scripts")
+    surroundings: contextlib.AbstractContextManager[object] = scripts.running_script(argv)
+    return surroundings
+
+
+def imports(script: Path, package: str) -> bool:
+    """Whether the source of `script` imports `package` or something of it."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return any(f"{name}.".startswith(f"{package}.") for name in names)
 
 
 def main(argv: Sequence[str]) -> int:

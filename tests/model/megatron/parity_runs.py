@@ -60,7 +60,7 @@ def thin_config(case):
             "num_attention_heads": 4,
             "seq_length": LENGTH,
             "micro_batch_size": 2,
-            "global_batch_size": 4,
+            "global_batch_size": 8,  # of a whole world, as its check sees it
             "train_iters": 10,
             "lr": LR,
             "adam_eps": EPS,
