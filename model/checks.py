@@ -135,6 +135,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
         ("valid_data_path eval_iters", c.eval_interval is not None, "--eval-interval"),
         ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
+        ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),

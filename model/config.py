@@ -228,6 +228,8 @@ class Config:
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation")
     log_interval: int = _opt(10, "steps between log lines")
+    wandb_project: str | None = _opt(None, "project of Weights & Biases to send the run's numbers to")
+    wandb_exp_name: str | None = _opt(None, "name of the run there; default that of its folder")
     sample_tokens: int = _opt(400, "length of the text generated at the end, in tokens", ">= 0")
     sample_temperature: float = _opt(0.8, "temperature of that text; 0 takes the likeliest token", ">= 0")
 

@@ -22,6 +22,7 @@ from hal import HalError
 from .config import Config
 from .files import make_folder, write_bytes, write_text
 from .flops import flops_per_token
+from .tracking import trackers
 from .trainer import StepResult, options, peak_memory_bytes
 
 
@@ -59,6 +60,7 @@ class Report:
         self.losses: list[list[Any]] = []
         self.grad_norms: list[list[Any]] = []
         self.evaluations: list[list[Any]] = []
+        self.step_seconds: list[list[Any]] = []
         if start:
             self._continue(start)
         assert config.global_batch_size
@@ -66,7 +68,7 @@ class Report:
         self.flops_per_token = flops_per_token(config)
         self._since_log: list[StepResult] = []
         self._seconds: list[float] = []
-        self._events = _event_writer(self.folder)
+        self._trackers = trackers(config, self.folder, options(config))
         self._bar = _Bar(start, config.train_iters) if sys.stdout.isatty() else None
 
     def __enter__(self) -> Report:
@@ -75,7 +77,8 @@ class Report:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def say(self, text: str) -> None:
         """One line on the terminal, above the progress bar if there is one."""
@@ -89,6 +92,7 @@ class Report:
         self.losses.append([result.iteration, result.loss])
         self.grad_norms.append([result.iteration, result.grad_norm])
         self._since_log.append(result)
+        self.step_seconds.append([result.iteration, result.seconds])
         self._seconds.append(result.seconds)
         tokens_per_second = self.tokens_per_step / result.seconds
         self._scalars(
@@ -150,9 +154,9 @@ class Report:
         return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
 
     def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._events.add_scalar(name, value, iteration)
+        known = {name: value for name, value in values.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.scalars(iteration, known)
 
     def _record(self) -> dict[str, Any]:
         backend = hal.backend()
@@ -174,6 +178,7 @@ class Report:
             "losses": [[n, _finite(v)] for n, v in self.losses],
             "grad_norms": [[n, _finite(v)] for n, v in self.grad_norms],
             "evaluations": self.evaluations,
+            "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second(),
             "model_flops_per_second": self.tokens_per_second() * self.flops_per_token,
             "peak_memory_bytes": peak_memory_bytes(),
@@ -186,9 +191,10 @@ class Report:
             return
         try:
             record = json.loads(path.read_text())
-            for name in ("losses", "grad_norms", "evaluations"):
+            record.setdefault("step_seconds", [])
+            for name in ("losses", "grad_norms", "evaluations", "step_seconds"):
                 setattr(self, name, [row for row in record[name] if row[0] <= start])
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise HalError(f"{path} is not a run's record ({error}); remove it or use another --run-dir") from None
 
 
@@ -201,14 +207,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _event_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HalError(f"events need tensorboard ({error}); install it with: pip install 'torch-hal[train]'") from None
-    return SummaryWriter(str(folder))
 
 
 def _plot(path: Path, losses: list[list[Any]], evaluations: list[list[Any]]) -> None:
