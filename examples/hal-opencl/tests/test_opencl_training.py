@@ -51,3 +51,14 @@ def test_two_runs_have_the_same_bits(opencl):
     first, second = (golden.train("llama", torch.bfloat16, steps=3) for _ in range(2))
     assert first == second
     assert hal.fallbacks() == {}
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_on_cpu_ref(tmp_path):
+    """Tensor and sequence parallel, with dropout: a sharded vocabulary, blocks of draws, collectives."""
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --lr 1e-3"
+    parallel = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    options = f"{model} --hidden-dropout 0.1 --attention-dropout 0.1 {parallel}".split()
+    found, expected = (losses(name, tmp_path / name, 5, *options) for name in ("opencl", "cpu_ref"))
+    assert len(found) == 5
+    assert found == pytest.approx(expected, abs=2e-5)
