@@ -28,4 +28,6 @@ def __getattr__(name: str) -> Any:
     """The public names, each from its own file: most of them import megatron-core, which takes seconds."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    # Kept, for megatron-core's --spec looks into the module's dictionary after asking for the name.
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return value

@@ -225,8 +225,8 @@ class Core:
                 whole = mean.detach().clone()
                 if self.case.cp > 1:
                     dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-                # The data-parallel average of gradients is over context-parallel ranks, too.
-                return mean, {"loss": (whole / self.case.cp).item()}
+                # This rank's share of the mean; the schedule multiplies by cp, the average of gradients divides by it.
+                return mean / self.case.cp, {"loss": (whole / self.case.cp).item()}
 
             return output, loss
 

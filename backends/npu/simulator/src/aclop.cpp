@@ -32,6 +32,18 @@ void apply_adam_w(const Arrays& in, const Arrays& out, const aclopAttr& attr) {
                  beta1, beta2, number(in.at(6)), number(in.at(9)), attr.flag("amsgrad"), attr.flag("maximize"));
 }
 
+// Inputs x, the rows before and after each dimension (int, flat), and the value to pad with (0 if left out).
+void pad(const Arrays& in, const Arrays& out, const aclopAttr&) {
+  Tensor amounts = in.at(1).to(at::kLong).flatten(), inside = out.at(0);
+  if (in.size() > 2 && in[2].defined())
+    inside.fill_(in[2].item());
+  else
+    inside.zero_();
+  for (int64_t d = 0; d < in.at(0).dim(); d++)
+    inside = inside.narrow(d, amounts[2 * d].item<int64_t>(), in[0].size(d));
+  inside.copy_(in[0]);
+}
+
 const std::map<std::string, Kernel>& table() {
   static const std::map<std::string, Kernel> kernels_by_name = {
       {"ApplyAdamW", apply_adam_w},
@@ -43,6 +55,9 @@ const std::map<std::string, Kernel>& table() {
        [](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
          write(out.at(0), kernels::scaled_masked_softmax_backward(in.at(0), in.at(1), in.at(2), attr.real("scale", 1)));
        }},
+      // Inputs the dimensions and the value. These two serve object collectives, whose tensors are of odd sizes.
+      {"Fill", [](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }},
+      {"PadV3", pad},
       {"NPUGetFloatStatusV2", [](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }},
       {"NPUClearFloatStatusV2", [](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }},
   };

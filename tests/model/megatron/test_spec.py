@@ -1,0 +1,226 @@
+"""megatron-core's layers on HAL's ops, against its own: values, gradients, checkpoints, and what is refused."""
+
+import types
+
+import pytest
+import torch
+
+from hal import HalError
+from hal.model.megatron import hal_device, hal_ops
+
+
+def config(**given):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    base = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+    return TransformerConfig(**{**base, **given})
+
+
+@pytest.fixture
+def routed(world):
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with hal_device():
+        model_parallel_cuda_manual_seed(7)
+        yield
+
+
+def test_the_provider_offers_what_megatron_core_asks_of_one():
+    from megatron.core.models.backends import BackendSpecProvider
+
+    from hal.model.megatron import HalSpecProvider
+
+    asked = {n for n, v in vars(BackendSpecProvider).items() if getattr(v, "__isabstractmethod__", False)}
+    assert asked <= set(dir(HalSpecProvider))
+    provider = HalSpecProvider()
+    assert provider.core_attention().__name__ == "HalCoreAttention"
+    assert provider.layer_norm(rms_norm=True).__name__ == provider.layer_norm(for_qk=True).__name__ == "HalNorm"
+    with pytest.raises(HalError, match="dense models"):
+        provider.grouped_mlp_modules(False, False)
+
+
+def test_the_spec_option_finds_a_module_spec():
+    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+    assert isinstance(import_module(("hal.model.megatron", "gpt_layer_spec")), ModuleSpec)
+
+
+def attention(**given):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from hal.model.megatron.attention import HalCoreAttention
+
+    mask_type = given.pop("mask_type", AttnMaskType.causal)
+    return HalCoreAttention(config(**given), 1, mask_type, "self")
+
+
+def qkv(groups=4, length=6):
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(length, 2, n, 4, generator=draw, requires_grad=True) for n in (4, groups, groups)]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_core_attention_is_megatron_cores_with_grouped_heads_and_its_gradients(groups, routed):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    made = config(num_query_groups=groups)
+    theirs = DotProductAttention(made, 1, AttnMaskType.causal, "self")
+    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)[None, None]
+    found = []
+    for module, given in ((theirs, mask), (attention(num_query_groups=groups), None)):
+        inputs = qkv(groups)
+        out = module(*inputs, given)
+        found.append([out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs)])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("window", [(2, 0), (0, 0), (3, 1), (-1, 1)])
+def test_windows_hide_what_lies_outside(window, routed):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    pre, next_ = window
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    hidden = (j > i + next_) | ((j < i - pre) if pre >= 0 else torch.zeros(6, 6, dtype=torch.bool))
+    windowed = attention(window_size=window, mask_type=AttnMaskType.no_mask)
+    masked = attention(mask_type=AttnMaskType.no_mask)
+    torch.testing.assert_close(windowed(*qkv(), None), masked(*qkv(), hidden))
+    causal = attention(window_size=window)
+    torch.testing.assert_close(causal(*qkv(), None), masked(*qkv(), hidden | (j > i)))
+
+
+def test_a_given_mask_hides_beyond_the_causal_one(routed):
+    documents = torch.zeros(1, 1, 6, 6, dtype=torch.bool)
+    documents[..., 3:, :3] = True
+    out = attention()(*qkv(), documents)
+    q, k, v = (x[3:] for x in qkv())
+    torch.testing.assert_close(out[3:], attention()(q, k, v, None))
+
+
+def test_packed_sequences_are_attended_apart(routed):
+    q, k, v = (x[:, 0] for x in qkv())
+    cu = torch.tensor([0, 2, 6])
+    packed = types.SimpleNamespace(cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=None)
+    out = attention()(q, k, v, None, packed_seq_params=packed)
+    for part in (slice(0, 2), slice(2, 6)):
+        alone = attention()(*(x[part, None] for x in (q, k, v)), None)
+        torch.testing.assert_close(out[part], alone[:, 0])
+
+
+def test_dropout_follows_megatron_cores_generator(routed):
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    module = attention(attention_dropout=0.5)
+    states = get_cuda_rng_tracker().get_states()
+    first, second = module(*qkv(), None), module(*qkv(), None)
+    assert not torch.equal(first, second)
+    get_cuda_rng_tracker().set_states(states)
+    assert torch.equal(module(*qkv(), None), first)
+    module.eval()
+    torch.testing.assert_close(module(*qkv(), None), attention()(*qkv(), None))
+
+
+def test_what_attention_lacks_is_refused(routed):
+    with pytest.raises(HalError, match="attention_bias"):
+        attention()(*qkv(), None, attention_bias=torch.zeros(1))
+    with pytest.raises(HalError, match="softmax_type='learnable'"):
+        attention(softmax_type="learnable")
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_are_torchs_and_mark_sequence_parallel_parameters(kind, routed):
+    from hal.model.megatron.layers import HalNorm
+
+    x = torch.randn(3, 2, 16)
+    torch.testing.assert_close(HalNorm(config(normalization=kind), 16)(x), getattr(torch.nn, kind)(16, eps=1e-5)(x))
+    zero = HalNorm(config(normalization=kind, layernorm_zero_centered_gamma=True), 16)
+    torch.testing.assert_close(zero(x), HalNorm(config(normalization=kind), 16)(x))
+    assert not zero.weight.any() and zero.weight.sequence_parallel is False
+    with pytest.raises(HalError, match="'L2Norm'"):
+        HalNorm(types.SimpleNamespace(normalization="L2Norm"), 16)
+
+
+@pytest.mark.parametrize("activation, gated", [("silu", True), ("gelu", True), ("gelu", False)])
+def test_the_mlp_is_megatron_cores(activation, gated, routed):
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    from hal.model.megatron.layers import HalMLP
+
+    made = config(activation_func=getattr(torch.nn.functional, activation), gated_linear_unit=gated)
+    local = LocalSpecProvider()
+    parts = MLPSubmodules(linear_fc1=local.column_parallel_linear(), linear_fc2=local.row_parallel_linear())
+    theirs, ours = MLP(made, parts, ffn_hidden_size=made.ffn_hidden_size), HalMLP(made, parts)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 2, 16)
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0])
+
+
+def test_an_activation_hal_has_not_is_refused(routed):
+    from hal.model.megatron.layers import _activation
+
+    with pytest.raises(HalError, match="not relu"):
+        _activation(config(activation_func=torch.nn.functional.relu))
+    with pytest.raises(HalError, match="clamping"):
+        _activation(config(gated_linear_unit=True, activation_func_clamp_value=1.0))
+
+
+def test_bias_dropout_add_drops_while_training_only(routed):
+    from hal.model.megatron.layers import get_bias_dropout_add
+
+    x, bias, residual = torch.randn(4, 2, 16), torch.randn(16), torch.randn(4, 2, 16)
+    torch.testing.assert_close(get_bias_dropout_add(False, True)((x, bias), residual, 0.5), residual + x + bias)
+    dropped = get_bias_dropout_add(True, True)((x, bias), residual, 0.5) - residual
+    kept = dropped.abs() > 1e-6
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(dropped[kept], (2 * (x + bias))[kept])
+
+
+def test_hal_ops_stand_only_inside(routed):
+    from megatron.core import optimizer
+    from megatron.core.transformer import transformer_block
+
+    before = transformer_block.LayerNormImpl, optimizer.Adam
+    with hal_ops():
+        assert transformer_block.LayerNormImpl.__name__ == "HalNorm" and optimizer.Adam.__name__ == "HalAdam"
+    assert (transformer_block.LayerNormImpl, optimizer.Adam) == before
+
+
+def test_the_loss_is_megatron_cores(routed):
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from hal.model.megatron.placing import cross_entropy
+
+    logits, target = torch.randn(5, 2, 32), torch.randint(0, 32, (5, 2))
+    torch.testing.assert_close(cross_entropy(logits.clone(), target), vocab_parallel_cross_entropy(logits, target))
+
+
+def test_adamw_steps_as_torchs_and_its_state_is_interchangeable(cpu_ref):
+    from hal.model.megatron.placing import HalAdam
+
+    start = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
+    ours, theirs = HalAdam([a], **options), torch.optim.AdamW([b], **options)
+    for step in range(4):
+        if step == 2:  # halfway they change states
+            mine, other = ours.state_dict(), theirs.state_dict()
+            ours.load_state_dict(other)
+            theirs.load_state_dict(mine)
+        a.grad = b.grad = torch.sin(start + step)
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(a, b)
+    with pytest.raises(HalError, match="coupled weight decay"):
+        HalAdam([a], adam_w_mode=False)
