@@ -134,7 +134,9 @@ def _schedule(reading: Reading, given: Any) -> None:
     cos_min_ratio of the optimizer's rate. All warm up logarithmically unless told otherwise, which HAL does not."""
     if not isinstance(given, dict) or set(given) - {"type", "params"}:
         raise reading.refuse("scheduler", "holds type and params")
-    kind, params = given.get("type"), given.get("params") or {}
+    kind, params = str(given.get("type")), given.get("params") or {}
+    if not isinstance(params, dict):
+        raise reading.refuse("scheduler.params", f"holds keys; found {params!r}")
     if kind not in _PARAMS:
         raise reading.refuse("scheduler.type", f"{kind!r} is not one of {', '.join(_PARAMS)}")
     for name in params:

@@ -32,8 +32,8 @@ def _float32(what: str) -> Rule:
 
 def _operators(fused: bool) -> Rule:
     def rule(reading: Reading, key: str, value: Any) -> None:
-        names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value or []
-        for name in names:
+        names = value if isinstance(value, list) else str(value or "").split(",")
+        for name in (str(n).strip() for n in names if n):
             if name == "flash_attention":
                 reading.set("use_flash_attn", fused, key)
             elif name == "masked_softmax":
@@ -108,7 +108,7 @@ def finish(reading: Reading) -> None:
         reading.set("untie_embeddings_and_output_weights", not shared, key)
     _groups(reading)
     residual, key = take(reading, "residual")
-    if key and PRECISIONS.get(residual) != {name: values.get(name, False) for name in ("bf16", "fp16")}:
+    if key and PRECISIONS.get(str(residual)) != {name: values.get(name, False) for name in ("bf16", "fp16")}:
         raise reading.refuse(key, f"{residual!r}, but the residual stream has the dtype of compute_dtype")
     divided, key = take(reading, "divided_by")
     if key and values.get("pad_vocab_size_to", 0) % int_of(divided, f"{reading.file}: {key}"):
