@@ -1,0 +1,84 @@
+"""`hal plan`: text and JSON say the same, the accelerator's figures can be replaced, and wrong usage is one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hal.cli import main
+
+SMALL = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "1024",
+    "--num-attention-heads",
+    "16",
+    "--global-batch-size",
+    "64",
+    "--bf16",
+]
+
+
+def test_llama_70b_on_a_thousand_devices(capsys, tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    options = ["--tensor-model-parallel-size", "8", "--micro-batch-size", "1"]
+    assert (
+        main(["plan", "--config", "llama-70b", "--devices", "1024", "--backend", "cuda", *options, "--json", str(file)])
+        == 0
+    )
+    text, record = capsys.readouterr().out, json.loads(file.read_text())
+    assert "68.98 billion parameters" in text and "NVIDIA H100" in text and "do not fit, least missing first" in text
+    assert record["parameters"] == 68_976_648_192 and record["devices"] == 1024
+    for row in record["fits"]:
+        assert row["tp"] == 8 and row["tp"] * row["cp"] * row["pp"] * row["dp"] == 1024
+        assert row["memory_bytes"]["total"] <= record["limit_bytes"]
+        assert 0 < row["estimate"]["mfu"] < 1
+    assert f"the first as options of hal train: {record['fits'][0]['options']}" in text
+    assert all(row["missing_bytes"] > 0 for row in record["too_large"])
+
+
+def test_json_on_the_standard_output_is_nothing_but_json(capsys) -> None:
+    assert main(["plan", *SMALL, "--devices", "4", "--backend", "npu", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["accelerator"]["name"] == "910b2" and "layouts fit" in err
+
+
+def test_nothing_fits(capsys) -> None:
+    assert main(["plan", *SMALL, "--devices", "2", "--backend", "cuda", "--device-memory", "0.5"]) == 1
+    out = capsys.readouterr().out
+    assert "0 layouts fit" in out and "GiB too much" in out and "changed: --device-memory" in out
+
+
+def test_figures_of_the_device_can_be_given(capsys) -> None:
+    def mfu(*options: str) -> float:
+        assert main(["plan", *SMALL, "--devices", "8", "--backend", "cuda", "--json", "-", *options]) == 0
+        return json.loads(capsys.readouterr().out)["fits"][0]["estimate"]["mfu"]
+
+    assert mfu("--device-flops", "100") > mfu() > mfu("--memory-bandwidth", "300")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--devices", "8"], "no backend was chosen"),
+        (["--devices", "0", "--backend", "cuda"], "--devices must be 1 or more"),
+        (["--devices", "8", "--backend", "cuda", "--headroom", "1.5"], "--headroom is a share"),
+        (["--devices", "8", "--backend", "cuda", "--accelerator", "tpu"], "it knows: h100, h200, a100, a100-40gb"),
+        (["--devices", "8", "--backend", "cuda", "--network", "-1"], "--network must be above 0"),
+        (["--devices", "8", "--backend", "cuda", "--simulate"], "nothing to --simulate"),
+        (["--devices", "8", "--backend", "cuda", "--hiden-size", "8"], "Did you mean --hidden-size?"),
+        (["--devices", "8", "--backend", "npu"], "no fp32 peak is known for 910b2"),
+        (["--devices", "7", "--backend", "cuda", "--config", "llama-70b"], "no layout of this model on 7 devices"),
+        (["--devices", "8", "--backend", "nobody"], "nobody"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, monkeypatch, argv, words) -> None:
+    monkeypatch.delenv("HAL_BACKEND", raising=False)
+    try:
+        code = main(["plan", *argv])
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2 and words in error and error.count("\n") == 1

@@ -1,0 +1,148 @@
+"""The bytes the planner foresees are those the trainer holds: parameters to the element, the rest within a few percent.
+
+In one process here; `hal bench scaling --check` does the same for every kind of layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hal
+from hal.bench import held, scaling
+from hal.bench.scaling import BF16, GPT, LLAMA, SP, TP2, UNIFORM, plan_of
+from hal.model.gpt import GPT as Model
+from hal.model.planning.activations import stage_bytes
+from hal.model.planning.memory import memory, rank_memory, states
+from hal.model.planning.shape import Shape, total_parameters
+from hal.testing.processes import run_processes
+
+SANDWICH = {"use_sandwich_norm": True}
+GROUPED = {"num_query_groups": 2}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+NAIVE = {"use_flash_attn": False}
+
+
+@pytest.fixture(autouse=True)
+def backend() -> None:
+    hal.use("cpu_ref")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [GPT, LLAMA, {**GPT, **SANDWICH}, {**LLAMA, **GROUPED, "add_qkv_bias": True}, {**GPT, "noop_layers": ("0",)}],
+)
+def test_parameters_to_the_element(options) -> None:
+    config, plan = plan_of(options, 1)
+    model = Model(config, torch.device("cpu"), layers=plan.layers[0])
+    count = sum(p.numel() for p in model.parameters())
+    assert Shape.of(config, plan).parameters(0) == total_parameters(config) == count
+
+
+@pytest.mark.parametrize("options", [GPT, {**LLAMA, **scaling.ZBV}])
+def test_parameters_of_every_stage(options) -> None:
+    config, plan = plan_of({**options, **scaling.PP2, "global_batch_size": 4}, 2)
+    for rank in range(2):
+        stages = [
+            Model(config, torch.device("cpu"), layers=plan.layers[s], first=s == 0, last=s == plan.stages - 1)
+            for s in plan.stages_of(rank)
+        ]
+        assert Shape.of(config, plan).parameters(rank) == sum(p.numel() for m in stages for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GPT,
+        LLAMA,
+        {**GPT, "micro_batch_size": 2},
+        {**GPT, **SANDWICH},
+        {**GPT, **DROPOUT},
+        {**LLAMA, **GROUPED},
+        {**LLAMA, "shape_order": "SBND"},
+        {**GPT, "shape_order": "BNSD"},
+        {**GPT, **NAIVE},
+        {**GPT, **NAIVE, **DROPOUT},
+        {**GPT, **NAIVE, **BF16},
+        {**GPT, **NAIVE, **DROPOUT, "recompute_granularity": "selective"},
+        {**LLAMA, "recompute_granularity": "selective"},
+        {**GPT, **UNIFORM},
+        {**GPT, **UNIFORM, "recompute_num_layers": 3},
+        {**LLAMA, **scaling.BLOCK, "recompute_num_layers": 3},
+    ],
+)
+def test_activations_of_a_microbatch(options) -> None:
+    config, plan = plan_of(options, 1)
+    assert held.activation_bytes(options) == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
+
+
+def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out() -> None:
+    options = {**GPT, **BF16}
+    config, plan = plan_of(options, 1)
+    rest = 4 * 64 * 64 * 2  # layers, positions, channels, bytes
+    assert held.activation_bytes(options) - rest == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
+
+
+@pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}])
+def test_state_between_steps(options) -> None:
+    config, plan = plan_of(options, 1)
+    assert held.state_bytes(options) == states(Shape.of(config, plan), 0)
+
+
+@pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}, {**LLAMA, **UNIFORM}, {**GPT, **NAIVE}])
+def test_the_most_that_a_step_ever_holds(options) -> None:
+    config, plan = plan_of(options, 1)
+    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
+
+
+def _measured(options: dict[str, Any]) -> tuple[float | None, float]:
+    hal.use("cpu_ref")
+    # What fully_shard gathers lives within its own forward pass, so activations cannot be looked at alone.
+    return None if options.get("zero_stage") else held.activation_bytes(options), held.peak_bytes(options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{**GPT, **TP2, **SP}, {**LLAMA, **TP2, **SP, **UNIFORM}, {**GPT, **scaling.CP2}, {**GPT, "zero_stage": 2}],
+)
+def test_two_ranks(options) -> None:
+    config, plan = plan_of(options, 2)
+    shape = Shape.of(config, plan)
+    for kept, peak in run_processes(2, _measured, options):
+        if kept is not None:
+            assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.02)
+        assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.08)
+
+
+def _whole(count: int, **options: Any) -> dict[str, float]:
+    config, plan = plan_of({**GPT, "global_batch_size": 64, **options}, count)
+    return states(Shape.of(config, plan), 0)
+
+
+def test_optimizer_state_falls_as_one_over_the_replicas() -> None:
+    alone = _whole(1)["optimizer"]
+    for dp in (2, 4, 8, 64):
+        assert _whole(dp, use_distributed_optimizer=True)["optimizer"] == alone / dp
+    assert _whole(4)["optimizer"] == alone, "replicated without it"
+
+
+def test_sequence_parallelism_divides_all_that_tensor_parallelism_leaves_whole() -> None:
+    # Korthikanti et al., section 4.2.2: with both, what a layer keeps is divided by t throughout.
+    def layers(options: dict[str, Any], world: int) -> float:
+        one, two = ({**options, "num_layers": n} for n in (4, 8))
+        (c1, p1), (c2, p2) = plan_of(one, world), plan_of(two, world)
+        return stage_bytes(Shape.of(c2, p2), 0) - stage_bytes(Shape.of(c1, p1), 0)
+
+    assert layers({**GPT, **TP2, **SP}, 2) == layers(GPT, 1) / 2
+    assert layers({**GPT, **TP2}, 2) > layers(GPT, 1) / 2
+    assert layers({**GPT, **UNIFORM}, 1) == 4 * 64 * 64 * 4, "one hidden state per layer: their 2 s b h, in float32"
+
+
+def test_the_suites_cases_are_the_same_in_every_process(monkeypatch) -> None:
+    here = scaling.cases()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert [(c.name, c.shape, c.budgets) for c in scaling.cases()] == [(c.name, c.shape, c.budgets) for c in here]
+    assert {c.name for c in here} >= {"peak of a step", "bubble", "activations of a microbatch"}

@@ -1,0 +1,107 @@
+"""The planner against runs that others have published: parameters, step times, model FLOP/s, and ZeRO's bytes.
+
+Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv
+2104.04473, table 1. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
+2205.05198, tables 3 and 5. Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1. All on A100 80 GB, but ZeRO.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hal.model.config import Config
+from hal.model.parallel.plan import make_plan
+from hal.model.planning.memory import memory
+from hal.model.planning.shape import Shape, total_parameters
+from hal.model.planning.speed import Estimate, estimate
+from hal.registry import load
+
+A100 = next(a for a in load("cuda").accelerators if a.name == "a100")
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+# Billions of parameters, heads, hidden size, layers, TP, PP, GPUs, batch, teraFLOP/s per GPU.
+NARAYANAN = [
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+]
+# Name, heads, hidden, layers, PP, interleaving, GPUs, batch, micro batch; seconds per step with full and with selective
+# recomputation, model FLOP/s utilisation of the latter. TP is 8.
+KORTHIKANTI = [
+    ("22B", 64, 6144, 48, 1, 1, 8, 4, 4, 1.42, 1.10, 0.415),
+    ("175B", 96, 12288, 96, 8, 3, 64, 64, 1, 18.13, 13.75, 0.514),
+    ("530B", 128, 20480, 105, 35, 3, 280, 280, 1, 49.05, 37.83, 0.560),
+    ("1T", 160, 25600, 128, 64, 1, 512, 512, 1, 94.42, 71.49, 0.563),
+]
+
+
+def megatron(heads: int, hidden: int, layers: int, tp: int, pp: int, batch: int, **options: Any) -> Config:
+    """GPT-3's shape without flash attention. Sequence parallelism stands in for Megatron's scatter and gather between
+    stages, which sends as little."""
+    config = Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=2048,
+        global_batch_size=batch,
+        bf16=True,
+        use_flash_attn=False,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        **{"micro_batch_size": 1, **options},
+    )
+    config.set_vocabulary(51200)
+    return config
+
+
+def run(config: Config, gpus: int) -> Estimate:
+    return estimate(Shape.of(config, make_plan(config, gpus)), A100)
+
+
+@pytest.mark.parametrize("row", NARAYANAN, ids=lambda row: f"{row[0]}B")
+def test_megatrons_weak_scaling(row) -> None:
+    billions, heads, hidden, layers, tp, pp, gpus, batch, teraflops = row
+    config = megatron(heads, hidden, layers, tp, pp, batch, **FULL)
+    assert total_parameters(config) / 1e9 == pytest.approx(billions, rel=0.03)
+    # Their equation 3, which counts recomputation: what the table's teraFLOP/s are made of.
+    work = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    assert work / run(config, gpus).seconds / gpus / 1e12 == pytest.approx(teraflops, rel=0.08)
+
+
+@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
+def test_selective_recomputation(row) -> None:
+    _, heads, hidden, layers, pp, chunks, gpus, batch, micro, full, selective, utilisation = row
+    how: dict[str, Any] = {"micro_batch_size": micro}
+    if chunks > 1:
+        how["num_layers_per_virtual_pipeline_stage"] = layers // (pp * chunks)
+    config = megatron(heads, hidden, layers, 8, pp, batch, **how, **SELECTIVE)
+    found, slow = run(config, gpus), run(megatron(heads, hidden, layers, 8, pp, batch, **how, **FULL), gpus)
+    assert found.seconds == pytest.approx(selective, rel=0.09)
+    assert slow.seconds == pytest.approx(full, rel=0.09)
+    # They count hidden pairs of causal attention as well, and the trainer does not.
+    assert found.mfu == pytest.approx(utilisation, abs=0.06)
+
+
+@pytest.mark.parametrize("zero, gigabytes", [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zeros_figure(zero, gigabytes) -> None:
+    """7.5 billion parameters on 64 ranks. Theirs has 16-bit gradients and counts no weights gathered for a layer."""
+    config = megatron(32, 4096, 36, 1, 1, 128, zero_stage=zero)
+    plan, count = make_plan(config, 64), total_parameters(config)
+    held = memory(config, plan)
+    gradients = held.gradients / 2
+    weights = held.weights if zero < 3 else 2 * count / 64
+    assert (weights + gradients + held.optimizer) / count * 7.5 == pytest.approx(gigabytes, rel=0.02)
+    if zero == 3:
+        two_layers_and_the_table = 2 * 2 * 12 * 4096**2 + 2 * 51200 * 4096
+        assert held.weights == pytest.approx(two_layers_and_the_table, rel=0.05)

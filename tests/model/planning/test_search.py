@@ -1,0 +1,96 @@
+"""The planner never offers what the trainer refuses, and what it offers is what the trainer would run."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from hal.model.arguments import build, read
+from hal.model.checks import check_model
+from hal.model.config import Config, ConfigError
+from hal.model.parallel.plan import make_plan, problems
+from hal.model.planning import report
+from hal.model.planning.memory import memory
+from hal.model.planning.search import Found, best_of_each, require_some, search, set_vocabulary
+from hal.model.planning.shape import Shape
+from hal.model.planning.traffic import traffic
+from hal.registry import load
+
+H100 = load("cuda").accelerators[0]
+MODEL = "--config llama-70b --seq-length 2048 --global-batch-size 256"
+
+
+def found(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, Found]:
+    config = build(read(shlex.split(options), {}), check_model)
+    set_vocabulary(config)
+    return config, search(config, devices, H100, limit)
+
+
+def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
+    _, result = found(64)
+    assert result.fits and result.too_large and result.refused
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    for option in best_of_each(result.fits + result.too_large):
+        assert not list(problems(option.config, 64))
+        again = build(read(shlex.split(f"{MODEL} --data-path tokens {report.flags(option)}"), {}))
+        set_vocabulary(again)
+        plan = make_plan(again, 64)
+        assert plan == option.plan
+        assert memory(again, plan) == option.memory
+
+
+def test_they_come_in_order_and_within_the_limit() -> None:
+    _, result = found(64, limit=60e9)
+    seconds = [o.estimate.seconds for o in result.fits]
+    assert seconds == sorted(seconds) and all(o.memory.total <= 60e9 for o in result.fits)
+    missing = [o.memory.total for o in result.too_large]
+    assert missing == sorted(missing) and missing[0] > 60e9
+
+
+def test_options_that_are_given_are_kept() -> None:
+    given = f"{MODEL} --tensor-model-parallel-size 4 --zero-stage 1 --micro-batch-size 2 --recompute-granularity full"
+    _, result = found(64, given)
+    for o in result.fits + result.too_large:
+        assert (o.plan.layout.tp, o.plan.zero, o.config.micro_batch_size) == (4, 1, 2)
+        assert report.recomputation(o.config) == "all"
+
+
+def test_more_memory_never_takes_a_layout_away() -> None:
+    names = [{report.name(o) for o in found(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
+    assert names[0] < names[1] < names[2]
+
+
+def test_no_legal_layout_is_an_error_with_the_commonest_reason() -> None:
+    _, result = found(7)
+    with pytest.raises(ConfigError, match=r"on 7 devices is legal.*not divisible"):
+        require_some(result, 7)
+
+
+def test_a_vocabulary_that_cannot_be_known_says_what_to_give() -> None:
+    config = build(read(["--tokenizer-type", "GPT2BPETokenizer"], {}), check_model)
+    with pytest.raises(ConfigError, match="--tokenizer-type NullTokenizer --vocab-size N"):
+        set_vocabulary(config)
+
+
+def sent(options: str, devices: int):
+    config = build(read(shlex.split(f"{MODEL} {options}"), {}), check_model)
+    set_vocabulary(config)
+    return traffic(Shape.of(config, make_plan(config, devices)))
+
+
+def test_traffic_by_hand() -> None:
+    hidden = 2048 * 8192 * 2  # bytes of one sequence between the layers
+    alone = sent("--tensor-model-parallel-size 8", 8)
+    # Four all-reduces per layer and microbatch, and one at each end of the model; each sends 2 * 7/8 of its bytes.
+    assert alone.tensor == 256 * (4 * 80 + 2) * 2 * 7 / 8 * hidden
+    assert (alone.data, alone.pipeline, alone.context, alone.tied) == (0, 0, 0, 0)
+    # A middle stage of four sends every microbatch's hidden state on, and its gradient back.
+    assert sent("--pipeline-model-parallel-size 4", 4).pipeline == 2 * 256 * hidden
+    parameters = 68_976_648_192
+    assert sent("", 4).data == 2 * 3 / 4 * 4 * parameters
+    assert sent("--zero-stage 1", 4).data == 3 / 4 * (4 + 2) * parameters
+    ring = sent("--context-parallel-size 2", 2)
+    keys = 1024 * 8 * 128 * 2 * 2  # a rank's keys and values, in bytes
+    # They go one step forward, one step backward, and their float32 gradients two steps.
+    assert ring.context == 256 * 80 * (2 * keys + 2 * 2 * keys)
