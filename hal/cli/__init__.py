@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "eval": "cloze accuracy, perplexity and validation loss of a trained model",
     "serve": "a trained model behind an OpenAI-style completions endpoint",
+    "report": "runs side by side on one HTML page",
     "convert": "checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",

@@ -1,0 +1,247 @@
+"""The page shows what the files hold, as text: nothing in them becomes markup, and the page loads nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.cli.report import main
+from hal.model.config import ConfigError
+from hal.model.reporting.chart import COLOURS, Series, _axis, _steps, chart, smooth, style, thin
+from hal.model.reporting.page import build_page
+from hal.model.reporting.record import read_parity, read_runs
+
+RECORD: dict[str, Any] = {
+    "config": {"hidden_size": 32, "lr": 0.01, "global_batch_size": 4, "seq_length": 16, "backend": "cpu_ref"},
+    "versions": {"torch": "2.13.0"},
+    "device": {"backend": "cpu_ref", "simulated": False, "facts": {"cpu": "some"}},
+    "fallbacks": {},
+    "losses": [[n, 5.0 - 0.01 * n] for n in range(1, 201)],
+    "grad_norms": [[n, None if n == 3 else 1.0] for n in range(1, 201)],
+    "evaluations": [[100, 4.5], [200, 3.5]],
+    "step_seconds": [[n, 0.5] for n in range(1, 201)],
+    "tokens_per_second": 128.0,
+    "model_flops_per_second": 3e9,
+    "peak_memory_bytes": 3 * 2**20,
+}
+PARITY = [
+    {"op": "rms_norm", "dtype": "float32", "backend": "npu", "simulated": True, "status": "pass", "samples": 9},
+    {"op": "linear", "dtype": "float16", "backend": "npu", "status": "waived", "reasons": ["its <kernel> rounds"]},
+]
+
+
+def written(folder: Path, name: str, **change: Any) -> Path:
+    path = folder / name / "run.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**copy.deepcopy(RECORD), **change}))
+    return path.parent
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and visible text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._inside: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(tmp_path: Path, *changes: dict[str, Any], parity: Any = None) -> str:
+    runs = read_runs([written(tmp_path, f"run{n}", **change) for n, change in enumerate(changes)])
+    if parity is None:
+        return build_page(runs)
+    (tmp_path / "parity.json").write_text(json.dumps(parity))
+    return build_page(runs, [read_parity(tmp_path / "parity.json")])
+
+
+def test_one_run(tmp_path: Path) -> None:
+    text = Reader(page_of(tmp_path, {})).text
+    for shown in ("run0 cpu_ref 200 3.0450 3.5000 128 3.0 0", "hidden_size 32", "peak, MiB", "3.0"):
+        assert shown in text
+    assert "No call ran the reference" in text and "Difference from the first run" not in text
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    other = {
+        "losses": [[n, y + (0.25 if n == 7 else 0.0)] for n, y in RECORD["losses"]],
+        "config": {**RECORD["config"], "lr": 0.02, "new_option": True},
+        "device": {"backend": "npu", "simulated": True},
+        "fallbacks": {"swiglu": 12},
+        "peak_memory_bytes": 6 * 2**20,
+    }
+    text = Reader(page_of(tmp_path, {}, other, parity=PARITY)).text
+    assert "run1 npu (simulated) 200" in text
+    assert "run1 200 199 2.50e-01" in text  # iterations in common, bit-equal, largest difference
+    assert "lr 0.01 0.02" in text and "new_option – true" in text and "hidden_size" not in text
+    assert "run1 swiglu 12" in text and "run1 6.0" in text
+    assert "parity.json: 1 pass, 1 waived" in text and "rms_norm float32 npu (simulated) pass 9 –" in text
+    assert "linear float16 npu waived – its <kernel> rounds" in text
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+
+
+def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
+    record = {
+        "config": {HOSTILE: HOSTILE, "lr": [HOSTILE]},
+        "versions": {HOSTILE: HOSTILE},
+        "device": {"backend": HOSTILE, "facts": {HOSTILE: HOSTILE}},
+        "fallbacks": {HOSTILE: 3},
+    }
+    parity = [{"op": HOSTILE, "dtype": HOSTILE, "backend": HOSTILE, "status": HOSTILE, "reasons": [HOSTILE]}]
+    folder = written(tmp_path, "<b>x<", **record)
+    (tmp_path / "p<i>.json").write_text(json.dumps(parity))
+    page = build_page(read_runs([folder]), [read_parity(tmp_path / "p<i>.json")], HOSTILE)
+    plain = Reader(
+        page_of(tmp_path, {}, parity=[{**parity[0], **dict.fromkeys(("op", "dtype", "backend", "status"), "x")}])
+    )
+    read = Reader(page)
+    assert {t for t, _ in read.tags} <= {t for t, _ in plain.tags}
+    assert sum(t == "script" for t, _ in read.tags) == 2 and not any(t == "img" for t, _ in read.tags)
+    assert not [a for _, attributes in read.tags for a in attributes if a.startswith("on")]
+    assert "alert(1)" in read.text  # as text
+    data = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert data and json.loads(data[1])[0]["name"] == "<b>x<"
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(tmp_path, {}, {})
+    read = Reader(page)
+    assert not [(t, a) for t, a in read.tags if {"src", "href", "srcset", "action"} & set(a) or t in ("link", "iframe")]
+    assert "http:" not in page and "https:" not in page and "url(" not in page and "@import" not in page
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[1]", "holds no JSON object"),
+        ('{"config": 3}', "config is no table"),
+        ('{"losses": 3}', "losses should be a list"),
+        ('{"losses": [[1, 2, 3]]}', "losses should be a list"),
+        ('{"losses": [["1", 2]]}', "losses should be a list"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        read_runs([tmp_path])
+    with pytest.raises(ConfigError, match=r"is no result of `hal parity --json`|cannot be read"):
+        read_parity(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="give the folder of a run"):
+        read_runs([tmp_path / "nothing"])
+
+
+def test_odd_values_are_gaps_and_an_empty_record_is_a_page(tmp_path: Path) -> None:
+    odd = '{"losses": [[2, 1.5], [1, NaN], [3, Infinity], [4, "x"], [5, 1e308]], "tokens_per_second": "fast"}'
+    (tmp_path / "run.json").write_text(odd)
+    (run,) = read_runs([tmp_path])
+    assert run.losses == [(2, 1.5)] and run.tokens_per_second is None and run.throughput == []
+    assert "nothing was recorded" in build_page([run])
+
+
+def test_names_are_as_short_as_tells_them_apart(tmp_path: Path) -> None:
+    folders = [written(tmp_path, "a/one"), written(tmp_path, "b/one")]
+    assert [r.name for r in read_runs(folders)] == ["a/one", "b/one"]
+    assert [r.name for r in read_runs(folders[:1])] == ["one"]
+    with pytest.raises(ConfigError, match="given twice"):
+        read_runs([folders[0], folders[0]])
+
+
+ROWS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000).map(lambda ys: list(enumerate(ys)))
+
+
+@given(ROWS)
+def test_thinning_keeps_order_and_extremes(rows: Any) -> None:
+    kept = thin(rows, 100)
+    assert (
+        len(kept) <= max(100, len(rows) if len(rows) <= 100 else 0) and kept == sorted(kept) and set(kept) <= set(rows)
+    )
+    assert min(y for _, y in kept) == min(y for _, y in rows) and max(y for _, y in kept) == max(y for _, y in rows)
+
+
+@given(ROWS, st.integers(1, 50))
+def test_running_means_stay_between_the_extremes(rows: Any, window: int) -> None:
+    means = smooth(rows, window)
+    low, high = min(y for _, y in rows), max(y for _, y in rows)
+    assert [n for n, _ in means] == [n for n, _ in rows]
+    assert all(low - 1e-6 <= y <= high + 1e-6 for _, y in means)
+    assert smooth([(1, 1.0), (2, 4.0), (3, 4.0)], 3) == [(1, 2.5), (2, 3.0), (3, 4.0)]
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9), st.booleans())
+def test_axes_hold_what_they_show(low: float, width: float, from_zero: bool) -> None:
+    a, b, ticks = _axis(low, low + width, log=False, from_zero=from_zero)
+    assert a <= low and b >= low + width and a < b and 1 <= len(ticks) <= 9
+    assert all(a - 1e-6 * (b - a) <= t <= b + 1e-6 * (b - a) for t in ticks)
+    assert _steps(1, 200, 8, whole=True) == [50, 100, 150, 200]
+
+
+def test_a_chart_draws_each_series_in_its_own_way() -> None:
+    svg = chart([Series("a", [(1, 1.0), (2, 0.0), (3, 10.0)], 0), Series("b", [(1, 2.0)], 1)], y_label="y")
+    assert svg.count("<polyline") == 2 and COLOURS[0] in svg and COLOURS[1] in svg
+    # On a logarithmic axis the 0 is left out.
+    points = re.search(
+        r'points="([^"]*)"', chart([Series("a", [(1, 1.0), (2, 0.0), (3, 10.0)], 0)], y_label="y", log=True)
+    )
+    assert points and len(points[1].split()) == 2
+    assert len({style(n) for n in range(16)}) == 16
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:
+    folders = [str(written(tmp_path, name)) for name in ("one", "two")]
+    out = tmp_path / "page.html"
+    assert main([*folders, "--output", str(out), "--title", "Two"]) == 0
+    assert "shows 2 runs" in capsys.readouterr().out
+    assert out.read_text().startswith("<!doctype html>") and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("needs chromium, to see the page as a reader does")
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow, to look at the picture")
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(page_of(tmp_path, {}, {"losses": [[n, 4.0] for n in range(1, 201)]}))
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    flags += "--disable-component-update --disable-sync --force-prefers-reduced-motion --window-size=1100,3000"
+    command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", str(page)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    seen = image.open(picture).convert("RGB")
+    counts = dict.fromkeys(COLOURS[:2], 0)
+    for count, rgb in seen.getcolors(1 << 24):
+        name = "#{:02x}{:02x}{:02x}".format(*rgb)
+        counts[name] = counts.get(name, 0) + count if name in counts else 0
+    assert all(counts[colour] > 500 for colour in COLOURS[:2]), counts
