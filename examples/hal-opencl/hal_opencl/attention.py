@@ -165,11 +165,10 @@ def flash_attention(
     if packed:
         assert cu_seqlens_q is not None and cu_seqlens_k is not None
         ends = _ends("cu_seqlens_q", cu_seqlens_q, q.shape[0]), _ends("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        b, lengths, lse_shape = 1, (q.shape[0], k.shape[0]), (n, q.shape[0])
+        b, lengths = 1, (q.shape[0], k.shape[0])
     else:
         b, lengths = q.shape[layout.index("B")], (q.shape[layout.index("S")], k.shape[layout.index("S")])
-        ends = tuple([i * length for i in range(b + 1)] for length in lengths)
-        lse_shape = (b, n, lengths[0])
+        ends = [i * lengths[0] for i in range(b + 1)], [i * lengths[1] for i in range(b + 1)]
     sequences = torch.tensor([(*a, *c) for a, c in zip(pairwise(ends[0]), pairwise(ends[1]))], dtype=torch.int32)
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(b, n, *lengths).stride()
     draw: tuple[int, ...] = (0, 0, 0, 0)
@@ -188,7 +187,10 @@ def flash_attention(
         *(np.uint32(hal.dropout_threshold(dropout_p)), 1.0 / (1.0 - dropout_p)),
     )
     problem = _Problem(layout, n, g, d, lengths, tokens, sequences, parameters)
-    out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.full(lse_shape, -math.inf)
+    out, lse = (
+        torch.zeros(q.shape, dtype=q.dtype),
+        torch.full((n, lengths[0]) if packed else (b, n, lengths[0]), -math.inf),
+    )
     kept = None if q.dtype == torch.float32 else torch.empty(n, tokens[0], d)
     with Call() as call:
         inputs = (_rows(call, q, problem, False), _rows(call, k, problem, True), _rows(call, v, problem, True))

@@ -109,13 +109,13 @@ class Engine:
         self.calls: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
 
-    def options(self, defines: Mapping[str, torch.dtype | int]) -> list[str]:
+    def options(self, defines: Mapping[str, Any]) -> list[str]:
         """Compiler options of a program: the device's shape and the element types."""
         fixed = {"LANES": self.lanes, "GROUP": self.group, "CHUNK": CHUNK}
         values = {**fixed, **{n: TYPE[v] if isinstance(v, torch.dtype) else v for n, v in defines.items()}}
         return ["-cl-std=CL1.2", *(f"-D{name}={value}" for name, value in values.items())]
 
-    def program(self, file: str, defines: Mapping[str, torch.dtype | int]) -> Any:
+    def program(self, file: str, defines: Mapping[str, Any]) -> Any:
         """kernels/`file`.cl, built for this device with these -D options. Raises HalError with the compiler's log."""
         key = (file, *defines.items())
         with self._lock:
@@ -133,7 +133,7 @@ class Engine:
         self,
         file: str,
         name: str,
-        defines: Mapping[str, torch.dtype | int],
+        defines: Mapping[str, Any],
         grid: Sequence[int],
         arguments: Sequence[Any],
     ) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import hal
@@ -121,7 +120,7 @@ class Call:
         self,
         file: str,
         name: str,
-        defines: Mapping[str, torch.dtype | int],
+        defines: Mapping[str, Any],
         grid: Sequence[int],
         *arguments: Any,
     ) -> None:

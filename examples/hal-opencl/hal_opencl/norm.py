@@ -37,9 +37,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     return y, stats
 
 
-def _backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, bias, stats = residuals
     rows, width, dy = rows_of(x), x.shape[-1], dy.contiguous()
     dx, dw = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
     db = None if bias is None else torch.zeros_like(bias, memory_format=torch.contiguous_format)
@@ -62,7 +61,7 @@ def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e
     return reasons(x, weight, bias)
 
 
-@OpenCL.impl(ops.layer_norm, id="opencl/cl", why_not=_why_not_layer_norm, bwd=lambda kept, dy: _backward(*kept, dy))
+@OpenCL.impl(ops.layer_norm, id="opencl/cl", why_not=_why_not_layer_norm, bwd=_backward)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, bias, eps)
@@ -73,7 +72,7 @@ def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[
     return reasons(x, weight)
 
 
-@OpenCL.impl(ops.rms_norm, id="opencl/cl", why_not=_why_not_rms_norm, bwd=lambda kept, dy: _backward(*kept, dy)[:2])
+@OpenCL.impl(ops.rms_norm, id="opencl/cl", why_not=_why_not_rms_norm, bwd=lambda kept, dy: _backward(kept, dy)[:2])
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, None, eps)

@@ -53,8 +53,8 @@ def adamw(
     model_params: Sequence[Tensor] | None = None,
 ) -> None:
     correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
-    scalars = (1.0 - lr * weight_decay, lr / correction1, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correction2, eps)
-    scalars = tuple(float(s) for s in (*scalars, grad_scale))
+    rates = (1.0 - lr * weight_decay, lr / correction1, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correction2, eps)
+    scalars = tuple(float(s) for s in (*rates, grad_scale))
     with Call() as call:
         for i, (p, g, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs)):
             if not p.numel():

@@ -22,8 +22,9 @@ _NO_DRAW = Rng(0)
 
 def _draw(rng: Rng, shape: Sequence[int], width: int) -> tuple[tuple[Any, ...], int, int]:
     """The kernels' DRAW arguments for a draw of `shape` in rows of `width`, and the draw's rows and width."""
-    rows, strides, sizes, first = math.prod(shape) // width, (0, 0, width), (1, 1), 0
-    sizes = (1, rows)
+    rows, first = math.prod(shape) // width, 0
+    sizes: tuple[int, ...] = (1, rows)
+    strides: tuple[int, ...] = (0, 0, width)
     if rng.full_shape is not None:
         first, all_strides = rng.indexing(shape)
         padded = (1,) * (4 - len(shape)) + tuple(shape)

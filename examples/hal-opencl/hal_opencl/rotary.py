@@ -20,13 +20,13 @@ def _why_not(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", inter
     return reasons(x, cos, sin)
 
 
-def _angle_strides(layout: str, cos: Tensor) -> tuple[int, int, int]:
+def _angle_strides(layout: str, cos: Tensor) -> tuple[int, ...]:
     """Strides of the row dimensions of x in the contiguous cos; TND is [1, t, n, d]."""
     half = cos.shape[-1]
     per_sample = cos.shape[-2] * half if cos.ndim == 3 else 0
     steps = {"S": half, "T": half, "B": per_sample, "N": 0}
     first = () if len(layout) == 4 else (0,)
-    return (*first, *(steps[letter] for letter in layout[:-1]))  # type: ignore[return-value]
+    return (*first, *(steps[letter] for letter in layout[:-1]))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool, sign: float) -> Tensor:

@@ -26,10 +26,8 @@ def _run(name: str, x: Tensor, tensors: Sequence[object], mask: Tensor | None, s
     rows = math.prod(x.shape[:3])
     strides = (0, 0, 0, 0) if mask is None else mask.expand(x.shape).stride()
     with Call() as call:
-        call.run(
-            *("softmax", name, {"T": x.dtype, "CAUSAL": int(causal)}, (rows,), *tensors, rows, mask),
-            *(float(scale), *x.shape[1:], *strides),
-        )
+        arguments = (*tensors, rows, mask, float(scale), *x.shape[1:], *strides)
+        call.run("softmax", name, {"T": x.dtype, "CAUSAL": int(causal)}, (rows,), *arguments)
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
