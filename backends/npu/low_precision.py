@@ -1,8 +1,8 @@
 """flash_attention as megatron_npu runs it by default (`high_precision` not set): for whoever pins it, never chosen.
 
-`--pin flash_attention=npu/fusion_attention_low_precision` asks for inner_precise=1, which the CANN releases of its time
-took as their faster form; later ones document 0 and 1 as the same. Every other call asks for 0, or for 2 where rows may
-see nothing.
+`--pin flash_attention=npu/fusion_attention_low_precision` asks for inner_precise=1, the library's default in CANN 7.0,
+which documents 0 as high precision; later releases document no difference. Every other call asks for 0, or for 2 where
+rows may see nothing.
 """
 
 from __future__ import annotations

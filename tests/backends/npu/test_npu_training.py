@@ -62,7 +62,7 @@ def test_the_readmes_model_follows_cpu_ref_with_dropout_on(text: str, tmp_path: 
 def test_two_by_two_processes_follow_one(text: str, tmp_path: Path) -> None:
     """Tensor and pipeline parallel over HCCL, through `hal launch --simulate`, dropout on."""
     shape = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    shape += " --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 1e-2 --eval-iters 1"
+    shape += " --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 1e-2"
     model = [*shape.split(), *DROPOUT]
     one = train(tmp_path / "one", text, *model, "--backend", "npu", "--simulate")
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
