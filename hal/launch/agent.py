@@ -23,7 +23,7 @@ from typing import Any
 from hal.errors import ContractError, HalError
 from hal.network import interface_to
 
-from .worker import FOLDER, failure_path, log_path
+from .worker import FOLDER, failure_path, imports, log_path
 
 _INTERVAL = 0.1
 _GRACE = 2
@@ -179,7 +179,7 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="hal-agent-") as scratch:
         agent = Agent(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=job.cluster_timeout)
-        with _following(agent, folder):
+        with _following(agent, folder, _shown(job)):
             try:
                 result = agent.run()
             except SignalException as stop:
@@ -229,23 +229,33 @@ def _rendezvous(job: Job, store: Any) -> Any:
     return Fixed()
 
 
+def _shown(job: Job) -> tuple[int, ...]:
+    """Which of this node's workers are copied to the console: the first; with Megatron-LM's scripts, which print their
+    losses on the last rank, also the last."""
+    script = Path(job.command[0])
+    losses_on_last = (
+        job.nproc > 1 and script.suffix == ".py" and script.exists() and imports(script, "megatron.training")
+    )
+    return (0, -1) if losses_on_last else (0,)
+
+
 @contextlib.contextmanager
-def _following(agent: Any, folder: Path) -> Iterator[None]:
-    """Copies the log of this node's first worker to the console while it runs."""
+def _following(agent: Any, folder: Path, shown: Sequence[int]) -> Iterator[None]:
+    """Copies the logs of the `shown` of this node's workers to the console while they run."""
     stop = threading.Event()
 
     def copy() -> None:
-        position, path = 0, None
+        positions: dict[Path, int] = {}
         while True:
             last = stop.is_set()
             workers = agent.get_worker_group().workers
-            if path is None and workers and workers[0].global_rank is not None and workers[0].id is not None:
-                path = log_path(folder, workers[0].global_rank)
-            if path is not None and path.exists():
+            if not positions and workers and all(w.global_rank is not None and w.id is not None for w in workers):
+                positions = {log_path(folder, workers[i].global_rank): 0 for i in shown}
+            for path in [path for path in positions if path.exists()]:
                 with path.open("rb") as log:
-                    log.seek(position)
+                    log.seek(positions[path])
                     text = log.read()
-                position += len(text)
+                positions[path] += len(text)
                 sys.stdout.write(text.decode(errors="replace"))
                 sys.stdout.flush()
             if last:
