@@ -16,7 +16,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) ".[train,test]"
+	$(BIN)/python $(INSTALL) ".[train,megatron,test]"
 	touch $@
 
 train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
@@ -33,7 +33,7 @@ test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators
 
 $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)
-	$(SIM)/bin/python $(INSTALL) ".[train,test,npu,cuda]"
+	$(SIM)/bin/python $(INSTALL) ".[train,megatron,test,npu,cuda]"
 	touch $@
 
 test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel; needs an OpenCL driver (pocl-opencl-icd)
