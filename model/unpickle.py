@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib
 import pathlib
 import pickle
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import filesystem, metadata
 
 from hal import HalError
 
@@ -49,8 +48,8 @@ _IGNORED = ("megatron.", "numpy", "signal.", "types.SimpleNamespace", "pathlib."
 
 _DCP = "torch.distributed.checkpoint"
 _METADATA = {
-    *(
-        (f"{_DCP}.metadata", name)
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
         for name in (
             "Metadata",
             "TensorStorageMetadata",
@@ -61,11 +60,11 @@ _METADATA = {
             "StorageMeta",
             "_MEM_FORMAT_ENCODING",
         )
-    ),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
 }
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "Path")}
 
@@ -98,7 +97,7 @@ def load_state(path: Path) -> Any:
 class SafeReader(dcp.FileSystemReader):
     """Reads a distributed checkpoint's index without unpickling freely. Tensors are read as torch does: safely."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Raises UnsafeFile or HalError for an index that is not what it should be."""
         path = Path(self.path) / ".metadata"
         with open(path, "rb") as file:
@@ -108,14 +107,14 @@ class SafeReader(dcp.FileSystemReader):
                 raise
             except Exception as error:
                 raise HalError(f"{path} is no index of a distributed checkpoint, or a damaged one: {error}") from None
-        if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
             raise HalError(f"{path} is no index of a distributed checkpoint")
         for name, info in (found.storage_data or {}).items():
             # A file name with a path could point anywhere.
             if pathlib.PurePath(str(info.relative_path)).name != str(info.relative_path):
                 raise UnsafeFile(f"{path} places {name} outside its folder, in {info.relative_path}")
         if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = dcp.metadata.StorageMeta()
+            found.storage_meta = metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
@@ -129,11 +128,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _METADATA:
-            return getattr(importlib.import_module(module), name)
+            return _METADATA[module, name]
         if (module, name) in _PATHS:
             return pathlib.PurePosixPath
         if module.startswith(("megatron.core.dist_checkpointing.", f"{_DCP}.planner")):
             return Inert
-        if (module, name) == ("collections", "defaultdict"):
-            return collections.OrderedDict
         raise UnsafeFile(f"{self._path} wants {module}.{name}, which an index has no need of; it was not read")
