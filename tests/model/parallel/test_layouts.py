@@ -136,3 +136,36 @@ def test_documents_within_a_sequence_are_told_apart_on_every_layout(
     """The mean over the tokens that count is of the whole batch, so it does not depend on who holds how many."""
     separate = {**base, **DROPOUT, **DOCUMENTS, "micro_batch_size": 2}
     close(on(world, {**separate, **layout}, 5), one_process(separate, 5), 1e-5, 1e-4)
+
+
+TOGETHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp2-sp-zero3-block": (
+        4,
+        {**LLAMA, "num_query_groups": 2},
+        {**TP2, **SP, "zero_stage": 3, **RECOMPUTE, "recompute_method": "block", "recompute_num_layers": 2},
+    ),
+    "pp3-list-noop-selective": (
+        3,
+        {**GPT2, "num_layers": 8, "noop_layers": ("4",), "pre_tokens": 5},
+        {"pipeline_model_parallel_size": 3, "num_layer_list": ("3", "3", "2"), "recompute_granularity": "selective"},
+    ),
+    "tp2-sp-pp2-zero-bubble-recompute": (
+        4,
+        {**LLAMA, "untie_embeddings_and_output_weights": False, "micro_batch_size": 2},
+        {**TP2, **SP, **ZBV, **RECOMPUTE},
+    ),
+    "cp2-pp2-interleaved-uniform": (
+        4,
+        {**GPT2, "num_layers": 8, "use_sandwich_norm": True},
+        {**ULYSSES, **PP2, "num_layers_per_virtual_pipeline_stage": 2, **RECOMPUTE, "recompute_num_layers": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
+def test_features_together_train_as_one_process(name: str) -> None:
+    """A smaller learning rate than the table's: deep and odd models magnify rounding more than layouts differ."""
+    world, base, layout = TOGETHER[name]
+    base = {**base, **DROPOUT, "lr": 1e-3}
+    close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
