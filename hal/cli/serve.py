@@ -20,23 +20,31 @@ KEY = "HAL_SERVE_API_KEY"
 """Environment variable: what clients must present as their API key, if anything."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `hal serve` with these arguments, until interrupted."""
+def parser() -> Parser:
+    """The options of `hal serve`."""
     from hal.model import pretrained
 
-    parser = Parser("serve", description=f"{__doc__} Clients must present ${KEY} where that is set.")
-    add = parser.add_argument
+    made = Parser("serve", description=f"{__doc__} Clients must present ${KEY} where that is set.")
+    add = made.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port to listen on (default 8000; 0: any free one)")
     add("--model-name", metavar="NAME", help="name that clients use (default: the folder of --load)")
     add("--max-batch-size", type=int, default=8, metavar="N", help="most prompts x n of a request (default 8)")
     add("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait; more get 429 (default 16)")
     add("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="largest request (default 1 MiB)")
-    pretrained.add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    pretrained.add_arguments(made)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hal serve` with these arguments, until interrupted."""
+    from hal.model import pretrained
+
+    made = parser()
+    arguments = made.parse_args(argv)
     for name, least in (("port", 0), ("max_batch_size", 1), ("max_waiting", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+            made.error(f"--{name.replace('_', '-')} must be at least {least}")
     return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model))
 
 
