@@ -23,6 +23,7 @@ VARIABLES: Mapping[str, str] = {
     "ASCEND_LAUNCH_BLOCKING": "1: every operator is waited for (debugging)",
     "TASK_QUEUE_ENABLE": "0, 1 (default), 2: how operators are queued to the device",
     "COMBINED_ENABLE": "1: chains of operators that change strides run as one",
+    "JIT_COMPILE": "of megatron_npu's scripts; HAL leaves torch_npu's default (operators that are compiled already)",
     "high_precision": "of megatron_npu; HAL has pins instead: --pin flash_attention=npu/fusion_attention_low_precision",
     "INF_NAN_MODE_ENABLE": "1 (default on A2/A3): overflow gives inf; 0: it saturates and sets a flag",
     "INF_NAN_MODE_FORCE_DISABLE": "1: allows INF_NAN_MODE_ENABLE=0 on A2/A3, which torch_npu otherwise refuses",
@@ -79,6 +80,10 @@ def _cann() -> str | None:
     return next((d for d in directories if d and (Path(d) / "libascendcl.so").exists()), None)
 
 
+def _driver() -> bool:
+    return Path("/dev/davinci_manager").exists()
+
+
 def _devices() -> list[str]:
     """/dev nodes of the NPUs this process may use."""
     nodes = sorted(glob.glob("/dev/davinci[0-9]*"), key=lambda node: int(node.removeprefix("/dev/davinci")))
@@ -98,7 +103,7 @@ def look(simulated_devices: int | None) -> hal.Probe:
         return hal.Probe(False, 0, problem, facts)
     if simulated_devices is not None:
         return _look_simulated(simulated_devices, facts)
-    cann, devices, driver = _cann(), _devices(), Path("/dev/davinci_manager").exists()
+    cann, devices, driver = _cann(), _devices(), _driver()
     facts |= {"cann": cann or "not found", "driver": "present" if driver else "not found", "devices": str(len(devices))}
     hint = "; without an NPU, simulate=True (--simulate) runs the same torch_npu over a simulated CANN"
     if cann is None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hal
+from hal import cli
 from hal.backends.npu import Npu, environment, simulator
 
 
@@ -60,23 +61,32 @@ def test_no_cann(wheel: Callable[[str | None], None], bare: None) -> None:
     assert not probe.ok and "CANN was not found" in probe.reason and "simulate=True" in probe.reason
 
 
-@pytest.mark.parametrize("devices, ok", [(0, False), (2, True)])
-def test_cann_with_and_without_devices(
+@pytest.mark.parametrize(
+    "driver, devices, ok, says",
+    [
+        (False, 0, False, "no Ascend driver"),
+        (True, 0, False, "the Ascend driver is present but shows no device"),
+        (True, 2, True, "2 NPUs"),
+    ],
+)
+def test_cann_with_and_without_driver_and_devices(
     wheel: Callable[[str | None], None],
     bare: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    driver: bool,
     devices: int,
     ok: bool,
+    says: str,
 ) -> None:
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libascendcl.so").touch()
     wheel(MATCHING)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "_driver", lambda: driver)
     monkeypatch.setattr(environment, "_devices", lambda: [f"/dev/davinci{i}" for i in range(devices)])
     probe = Npu().probe()
-    assert (probe.ok, probe.count) == (ok, devices)
-    assert ok or "no Ascend driver" in probe.reason
+    assert (probe.ok, probe.count) == (ok, devices) and says in probe.reason
 
 
 def test_simulation_needs_a_compiler(wheel: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +96,14 @@ def test_simulation_needs_a_compiler(wheel: Callable[[str | None], None], monkey
     assert not probe.ok and "no-such-compiler" in probe.reason
 
 
-def test_the_environment_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "77")
-    assert environment.variables()["HCCL_EXEC_TIMEOUT"] == "77"
-    assert Npu().probe().facts["environment HCCL_EXEC_TIMEOUT"] == "77"
+@pytest.mark.parametrize("name", ["HCCL_EXEC_TIMEOUT", "COMBINED_ENABLE", "JIT_COMPILE", "INF_NAN_MODE_FORCE_DISABLE"])
+def test_the_environment_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv(name, "77")
+    assert environment.variables()[name] == "77"
+    assert cli.main(["info", "--backend", "npu"]) == 0
+    assert f"environment {name}: 77" in capsys.readouterr().out
 
 
 def test_options_of_the_simulator_need_it() -> None:
