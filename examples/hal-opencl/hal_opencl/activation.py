@@ -13,7 +13,7 @@ from hal import ops
 from .device import OpenCL
 from .engine import CHUNK
 from .memory import Call, Out
-from .tensors import blocks, column_sum, pieces, reasons, rows_of
+from .tensors import column_sum, pieces, reasons, rows_of, spans
 
 _SILU, _GELU = 0, {"none": 1, "tanh": 2, "fast": 3}
 
@@ -38,7 +38,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         count = pieces(rows)
         with Call() as call:
             partial = None if db is None else call.scratch(count * x.shape[-1])
-            grid = (blocks(width), count)
+            grid = spans(rows, width)
             call.run("activation", "activation_bwd", types, grid, x, bias, dy, Out(dx), partial, rows, width)
             if db is not None:
                 column_sum(call, partial, count, db)

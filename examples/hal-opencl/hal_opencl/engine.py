@@ -24,8 +24,8 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 TYPE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Element types of the kernels."""
 
-CHUNK = 4096
-"""Columns of a row that one group handles, in kernels without a sum over the row."""
+CHUNK, SPAN = 4096, 512
+"""Columns that one group handles, in kernels without a sum over the row, and in those with sums over rows."""
 
 
 class OutOfDeviceMemory(hal.HalError, MemoryError):
@@ -111,7 +111,7 @@ class Engine:
 
     def options(self, defines: Mapping[str, Any]) -> list[str]:
         """Compiler options of a program: the device's shape and the element types."""
-        fixed = {"LANES": self.lanes, "GROUP": self.group, "CHUNK": CHUNK}
+        fixed = {"LANES": self.lanes, "GROUP": self.group, "CHUNK": CHUNK, "SPAN": SPAN}
         values = {**fixed, **{n: TYPE[v] if isinstance(v, torch.dtype) else v for n, v in defines.items()}}
         return ["-cl-std=CL1.2", *(f"-D{name}={value}" for name, value in values.items())]
 

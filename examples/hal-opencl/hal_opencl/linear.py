@@ -13,7 +13,7 @@ from hal import ops
 from .device import OpenCL
 from .engine import engine
 from .memory import Call, Out
-from .tensors import blocks, column_sum, pieces, reasons, rows_of
+from .tensors import column_sum, pieces, reasons, rows_of, spans
 
 _MR, _NV = 8, 2
 """Rows and vectors of a work-item's tile."""
@@ -62,7 +62,7 @@ def _backward(
             _product(call, dy_rows.t(), x_rows.t(), None, dw)
         if db is not None and dy.numel():
             count, width = pieces(rows), db.numel()
-            partial, grid = call.scratch(count * width), (blocks(width), count)
+            partial, grid = call.scratch(count * width), spans(rows, width)
             call.run("reduce", "column_pieces", {"T": dy.dtype}, grid, dy_rows.contiguous(), partial, rows, width)
             column_sum(call, partial, count, db)
     return dx, dw, db

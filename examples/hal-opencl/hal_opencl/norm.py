@@ -12,7 +12,7 @@ from hal import ops
 
 from .device import OpenCL
 from .memory import Call, Out
-from .tensors import blocks, column_sum, pieces, reasons, rows_of
+from .tensors import column_sum, pieces, reasons, rows_of, spans
 
 
 def _types(x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, T
         call.run("norm", "norm_bwd", types, (rows,), x, weight.contiguous(), stats, dy, Out(dx), rows, width)
         dw_pieces = call.scratch(count * width)
         db_pieces = None if db is None else call.scratch(count * width)
-        grid = (blocks(width), count)
+        grid = spans(rows, width)
         call.run("norm", "norm_bwd_weights", types, grid, x, stats, dy, dw_pieces, db_pieces, rows, width)
         column_sum(call, dw_pieces, count, dw)
         if db is not None:

@@ -15,7 +15,7 @@ from hal import Rng, dropout_threshold, ops
 from .device import OpenCL
 from .engine import CHUNK
 from .memory import Call, Out
-from .tensors import blocks, column_sum, pieces, reasons
+from .tensors import column_sum, pieces, reasons, spans
 
 _NO_DRAW = Rng(0)
 
@@ -114,7 +114,7 @@ def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | N
         with Call() as call:
             partial = call.scratch(pieces(count) * width)
             call.run(
-                *("random", "dropout_bwd", {"T": dtype, "R": dy.dtype}, (blocks(width), pieces(count))),
+                *("random", "dropout_bwd", {"T": dtype, "R": dy.dtype}, spans(count, width)),
                 *(rows, Out(dx), partial, np.uint32(dropout_threshold(p)), 1.0 / (1.0 - p), *draw, count, width),
             )
             column_sum(call, partial, pieces(count), dbias)

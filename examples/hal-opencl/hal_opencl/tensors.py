@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .engine import TYPE, engine
+from .engine import SPAN, TYPE, engine
 from .memory import Call, Out
 
 
@@ -34,8 +34,13 @@ def blocks(width: int) -> int:
 
 
 def pieces(rows: int) -> int:
-    """Into how many pieces kernels that go down columns cut the rows: from the shape alone, so that sums repeat."""
+    """Into how many pieces kernels that sum over rows cut them: from the shape alone, so that sums repeat."""
     return max(1, min(32, rows // 16))
+
+
+def spans(rows: int, width: int) -> tuple[int, int]:
+    """Their grid."""
+    return -(-width // SPAN), pieces(rows)
 
 
 def column_sum(call: Call, partial: object, count: int, out: Tensor) -> None:

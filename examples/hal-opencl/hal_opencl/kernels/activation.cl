@@ -1,8 +1,7 @@
 // swiglu, geglu and bias_gelu, forward and backward: y = act(a) b (gated), or act(a), where (a, b) are the halves of x + bias.
 //
 // KIND is a -D option, so a kernel holds one activation. Forward: a group takes CHUNK columns of a row. Backward recomputes
-// the activation from x; a work-item goes down a piece of the rows in LANES columns and leaves the sums of dx, which are the
-// bias gradient, in partial[piece].
+// the activation from x and sums dx over pieces of the rows, see common.h, which is the bias gradient.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx.
 
@@ -59,29 +58,24 @@ kernel void activation_bwd(IN(T, x), IN(T, bias), IN(T, dy), OUT(T, dx), OUT(f32
     global T *dx = TENSOR(dx);
     global f32 *partial = TENSOR(partial);
     const long full = width * (1 + GATED);
-    COLUMN_PIECE(c, n, width, row0, row1, rows);
-    if (n <= 0) return;
-    vec a_sum = 0, b_sum = 0;
-    for (long row = row0; row < row1; row++) {
-        const long at = row * full + c;
-        const vec d = LOAD_N(T, dy + row * width + c, n);
-        vec a = LOAD_N(T, x + at, n), slope;
-        if (bias) a += LOAD_N(T, bias + c, n);
-        const vec value = act(a, &slope);
-        vec da = d * slope;
-        if (GATED) {
-            vec b = LOAD_N(T, x + at + width, n);
-            if (bias) b += LOAD_N(T, bias + width + c, n);
-            const vec db = d * value;
-            da *= b;
-            b_sum += db;
-            STORE_N(T, dx + at + width, db, n);
+    if (partial) partial += get_group_id(1) * full;
+    FOR_PIECE(row, rows)
+        FOR_SPAN(c, n, width) {
+            const long at = row * full + c;
+            const vec d = LOAD_N(T, dy + row * width + c, n);
+            vec a = LOAD_N(T, x + at, n), slope;
+            if (bias) a += LOAD_N(T, bias + c, n);
+            const vec value = act(a, &slope);
+            vec da = d * slope;
+            if (GATED) {
+                vec b = LOAD_N(T, x + at + width, n);
+                if (bias) b += LOAD_N(T, bias + width + c, n);
+                const vec db = d * value;
+                da *= b;
+                if (partial) ADD_N(partial + width + c, db, n);
+                STORE_N(T, dx + at + width, db, n);
+            }
+            if (partial) ADD_N(partial + c, da, n);
+            STORE_N(T, dx + at, da, n);
         }
-        a_sum += da;
-        STORE_N(T, dx + at, da, n);
-    }
-    if (partial) {
-        STORE_N(f32, partial + get_group_id(1) * full + c, a_sum, n);
-        if (GATED) STORE_N(f32, partial + get_group_id(1) * full + width + c, b_sum, n);
-    }
 }

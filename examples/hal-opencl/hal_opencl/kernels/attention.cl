@@ -102,28 +102,33 @@ static void clear(float *columns, long d) {
 // Row `row` + u of the sweep; past the last one that row again, which no lane sees there.
 #define SWEEP_ROW(rows, row, u, end) ((rows) + min((row) + (u), (end) - 1) * d)
 
-// s[u] = (row + u) . lane, for STEP rows.
+// s[u] = (row + u) . lane, for STEP rows. The sums have an array of their own, with constant indices only: it is registers,
+// which s, indexed by variables elsewhere, may not be.
 static inline void dots(vec s[STEP], const float *columns, global const float *rows, long row, long end, long d) {
     global const float *at[STEP];
+    vec sum[STEP];
 #pragma unroll
-    for (int u = 0; u < STEP; u++) at[u] = SWEEP_ROW(rows, row, u, end), s[u] = 0;
+    for (int u = 0; u < STEP; u++) at[u] = SWEEP_ROW(rows, row, u, end), sum[u] = 0;
     for (long e = 0; e < d; e++) {
         const vec x = VLOAD(columns + e * LANES);
 #pragma unroll
-        for (int u = 0; u < STEP; u++) s[u] = fma((vec)at[u][e], x, s[u]);
+        for (int u = 0; u < STEP; u++) sum[u] = fma((vec)at[u][e], x, sum[u]);
     }
+#pragma unroll
+    for (int u = 0; u < STEP; u++) s[u] = sum[u];
 }
 
 // columns = alpha columns + the sum over u of weight[u] (row + u).
 static inline void add_rows(float *columns, vec alpha, const vec weight[STEP], global const float *rows, long row,
                             long end, long d) {
     global const float *at[STEP];
+    vec factor[STEP];
 #pragma unroll
-    for (int u = 0; u < STEP; u++) at[u] = SWEEP_ROW(rows, row, u, end);
+    for (int u = 0; u < STEP; u++) at[u] = SWEEP_ROW(rows, row, u, end), factor[u] = weight[u];
     for (long e = 0; e < d; e++) {
         vec x = VLOAD(columns + e * LANES) * alpha;
 #pragma unroll
-        for (int u = 0; u < STEP; u++) x = fma((vec)at[u][e], weight[u], x);
+        for (int u = 0; u < STEP; u++) x = fma((vec)at[u][e], factor[u], x);
         VSTORE(x, columns + e * LANES);
     }
 }

@@ -106,10 +106,14 @@ FOLD(lanes_max, fmax)
 #define FOR_COLUMNS(c, n, begin, end)                                                 \
     for (long c = (begin) + (long)get_local_id(0) * LANES, n; n = (end) - c, n > 0; c += GROUP * LANES)
 
-// Kernels that go down the columns: a work-item's LANES columns, the piece of the rows it sums, and whether it has any.
-#define COLUMN_PIECE(c, n, width, row0, row1, rows)                                   \
-    const long c = (long)get_global_id(0) * LANES, n = (width) - c;                   \
-    const long row0 = (rows) * get_group_id(1) / get_num_groups(1), row1 = (rows) * (get_group_id(1) + 1) / get_num_groups(1)
+// Kernels that sum over rows: a group takes SPAN columns of a piece of the rows, and leaves the piece's sums in its row of
+// `partial`, which column_sum (reduce.cl) adds up in order. ADD_N starts a sum at the piece's first row.
+#define FOR_PIECE(row, rows)                                                          \
+    for (long row = (rows) * get_group_id(1) / get_num_groups(1), row0 = row;         \
+         row < (rows) * (get_group_id(1) + 1) / get_num_groups(1); row++)
+#define FOR_SPAN(c, n, width)                                                         \
+    FOR_COLUMNS(c, n, get_group_id(0) * SPAN, min((long)(get_group_id(0) + 1) * SPAN, width))
+#define ADD_N(p, v, n) STORE_N(f32, p, row == row0 ? (v) : LOAD_N(f32, p, n) + (v), n)
 
 // Reductions over the group's work-items; every one of them gets the result. `scratch` is LOCAL_SCRATCH.
 #if GROUP == 1

@@ -44,13 +44,16 @@ kernel void multiply(IN(f32, a), IN(f32, b), IN(T, bias), OUT(T, c), const long 
 #pragma unroll
             for (int v = 0; v < NV; v++) sum[r][v] = fma((vec)a[r], row[v], sum[r][v]);
     }
+    vec result[MR][NV];  // indexed by variables below, for which `sum` would have to leave the registers
 #pragma unroll
     for (int r = 0; r < MR; r++)
 #pragma unroll
+        for (int v = 0; v < NV; v++) result[r][v] = sum[r][v];
+    for (int r = 0; r < MR && i0 + r < m; r++)
         for (int v = 0; v < NV; v++) {
             const long j = j0 + v * LANES, left = n - j;
-            if (i0 + r >= m || left <= 0) continue;
-            const vec value = bias ? sum[r][v] + LOAD_N(T, bias + j, left) : sum[r][v];
+            if (left <= 0) break;
+            const vec value = bias ? result[r][v] + LOAD_N(T, bias + j, left) : result[r][v];
             STORE_N(T, c + (i0 + r) * n + j, value, left);
         }
 }

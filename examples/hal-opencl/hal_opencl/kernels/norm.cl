@@ -2,7 +2,7 @@
 //
 // Forward, one group per row: mean, then the variance around it, then y = (x - mean) rstd w + b. Backward, with
 // n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), one group per row; dw = sum of dy n and
-// db = sum of dy, by work-items that go down the columns of a piece of the rows.
+// db = sum of dy, by pieces of the rows, see common.h.
 //
 // T: x, y, dy and dx; W: weight and bias. Memory traffic: forward reads x once from memory and twice from cache, writes y;
 // backward reads x and dy twice, writes dx.
@@ -66,16 +66,14 @@ kernel void norm_bwd_weights(IN(T, x), IN(f32, stats), IN(T, dy), OUT(f32, dw), 
                              const long width) {
     global const T *x = TENSOR(x), *dy = TENSOR(dy);
     global const f32 *stats = TENSOR(stats);
-    global f32 *dw = TENSOR(dw), *db = TENSOR(db);
-    COLUMN_PIECE(c, n, width, row0, row1, rows);
-    if (n <= 0) return;
-    vec w_sum = 0, b_sum = 0;
-    for (long row = row0; row < row1; row++) {
+    global f32 *dw = TENSOR(dw) + get_group_id(1) * width, *db = TENSOR(db);
+    if (CENTRED) db += get_group_id(1) * width;
+    FOR_PIECE(row, rows) {
         const float mean = CENTRED ? stats[row] : 0, rstd = stats[CENTRED * rows + row];
-        const vec d = LOAD_N(T, dy + row * width + c, n);
-        w_sum += d * ((LOAD_N(T, x + row * width + c, n) - mean) * rstd);
-        b_sum += d;
+        FOR_SPAN(c, n, width) {
+            const vec d = LOAD_N(T, dy + row * width + c, n);
+            ADD_N(dw + c, d * ((LOAD_N(T, x + row * width + c, n) - mean) * rstd), n);
+            if (CENTRED) ADD_N(db + c, d, n);
+        }
     }
-    STORE_N(f32, dw + get_group_id(1) * width + c, w_sum, n);
-    if (CENTRED) STORE_N(f32, db + get_group_id(1) * width + c, b_sum, n);
 }

@@ -1,8 +1,7 @@
 // philox_uniform, dropout and bias_dropout_add, forward and backward.
 //
 // A row is the last dimension of the draw, whose elements are numbered consecutively. Forward: a group takes CHUNK columns of
-// a row. Backward: a work-item goes down a piece of the rows in LANES columns and leaves their sums in partial[piece], which
-// column_sum adds up in order. Bits are drawn again in the backward pass, never stored.
+// a row. Backward with a bias: a piece of the rows, see common.h. Bits are drawn again in the backward pass, never stored.
 //
 // Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes dx.
 
@@ -43,20 +42,20 @@ kernel void dropout(IN(T, x), IN(T, bias), IN(R, residual), OUT(R, y), const uin
     }
 }
 
-// dx = dropout(dy) (dx may be missing: not wanted), and partial[piece][width], the column sums of each piece of rows.
+// dx = dropout(dy), and partial[piece][width], the column sums of each piece of rows.
 kernel void dropout_bwd(IN(R, dy), OUT(T, dx), OUT(f32, partial), const uint threshold, const float scale, DRAW,
                         const long rows, const long width) {
     global const R *dy = TENSOR(dy);
     global T *dx = TENSOR(dx);
     global f32 *partial = TENSOR(partial);
-    COLUMN_PIECE(c, n, width, row0, row1, rows);
-    if (n <= 0) return;
-    vec sum = 0;
-    for (long row = row0; row < row1; row++) {
-        vec v = LOAD_N(R, dy + row * width + c, n);
-        if (threshold) v = drop(v, seed, offset, ROW_START(row) + (ulong)c, threshold, scale);
-        sum += v;
-        if (dx) STORE_N(T, dx + row * width + c, v, n);
+    partial += get_group_id(1) * width;
+    FOR_PIECE(row, rows) {
+        const ulong start = ROW_START(row);
+        FOR_SPAN(c, n, width) {
+            vec v = LOAD_N(R, dy + row * width + c, n);
+            if (threshold) v = drop(v, seed, offset, start + (ulong)c, threshold, scale);
+            ADD_N(partial + c, v, n);
+            STORE_N(T, dx + row * width + c, v, n);
+        }
     }
-    STORE_N(f32, partial + get_group_id(1) * width + c, sum, n);
 }

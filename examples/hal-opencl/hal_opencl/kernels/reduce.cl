@@ -14,9 +14,7 @@ kernel void column_sum(IN(f32, partial), OUT(T, out), const long pieces, const l
 // partial[piece][width] = the column sums of each piece of the rows of x.
 kernel void column_pieces(IN(T, x), OUT(f32, partial), const long rows, const long width) {
     global const T *x = TENSOR(x);
-    COLUMN_PIECE(c, n, width, row0, row1, rows);
-    if (n <= 0) return;
-    vec sum = 0;
-    for (long row = row0; row < row1; row++) sum += LOAD_N(T, x + row * width + c, n);
-    STORE_N(f32, TENSOR(partial) + get_group_id(1) * width + c, sum, n);
+    global f32 *partial = TENSOR(partial) + get_group_id(1) * width;
+    FOR_PIECE(row, rows)
+        FOR_SPAN(c, n, width) ADD_N(partial + c, LOAD_N(T, x + row * width + c, n), n);
 }
