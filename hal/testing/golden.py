@@ -148,7 +148,7 @@ def golden_row(backend: Backend, shape: str, dtype: torch.dtype) -> Row:
 def _code(backend: Backend, shape: str, dtype: torch.dtype) -> str:
     options = "".join(f", {k}={v!r}" for k, v in backend.options().items() if v is not None)
     return (
-        "import torch, hal\nfrom hal.testing import Reference, golden\n"
+        "import hal, torch\nfrom hal.testing import Reference, golden\n"
         f"hal.use({backend.name!r}{options})\n"
         f"print(golden.train({shape!r}, {dtype}))\n"
         "with hal.activated(Reference()):\n"

@@ -73,7 +73,7 @@ def _accepted(backend: Backend, op: Op[Any, Any]) -> tuple[Sample | None, list[s
 def _code(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
     options = "".join(f", {k}={v!r}" for k, v in backend.options().items() if v is not None)
     return (
-        "import torch, hal\nfrom hal import Rng, Sample, T, ops\n"
+        "import hal, torch\nfrom hal import Rng, Sample, T, ops\n"
         f"hal.use({backend.name!r}{options})\n"
         f"args, kwargs = {code(sample)}.build(torch.float32, hal.device())\n"
         f"for x in [*args, *kwargs.values()]:\n"

@@ -45,7 +45,7 @@ class Failure(AssertionError):
         options = "".join(f", {k}={v!r}" for k, v in s.backend.options().items() if v is not None)
         extra = (f", check={self.check!r}" if self.check else "") + (f", ranks={self.ranks}" if self.ranks else "")
         return (
-            "import torch, hal\n"
+            "import hal, torch\n"
             "from hal import Rng, Sample, T, ops\n"
             "from hal.testing import replay\n"
             f"hal.use({s.backend.name!r}{options})\n"
