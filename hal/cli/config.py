@@ -3,6 +3,7 @@ from. The work is in hal.model.configuration."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,15 @@ _USAGE = """usage: hal config show [options of `hal train`]
 
 Prints the merged configuration as YAML, every value with its origin: the command line, a file's key, a variable of the
 environment, a default, or derived from others. What is wrong is refused as `hal train` would."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `hal config show`, for completion."""
+    from hal.model.arguments import parser as made
+
+    top = argparse.ArgumentParser(prog="hal config")
+    top.add_subparsers().add_parser("show", help="the merged configuration", parents=[made()], add_help=False)
+    return top
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,9 +35,16 @@ def main(argv: Sequence[str]) -> int:
     return commands[argv[0]](argv[1:])
 
 
-def _preprocess(argv: Sequence[str]) -> int:
-    from hal.model.preprocess.encode import Encoding
-    from hal.model.preprocess.run import Interrupted, Job, preprocess
+def parser() -> argparse.ArgumentParser:
+    """The options of both commands, for completion."""
+    made = argparse.ArgumentParser(prog="hal data")
+    commands = made.add_subparsers()
+    for name, options in (("preprocess", _preprocess_options()), ("inspect", _inspect_options())):
+        commands.add_parser(name, help=options.description, parents=[options], add_help=False)
+    return made
+
+
+def _preprocess_options() -> Parser:
     from hal.model.preprocess.sources import DOCUMENTS, FORMATS
 
     parser = Parser(
@@ -62,6 +69,14 @@ def _preprocess(argv: Sequence[str]) -> int:
     add("--on-error", choices=("refuse", "skip"), default="refuse", help="what broken documents do (default refuse)")
     add("--log-interval", type=_positive, default=10000, metavar="N", help="documents between lines, off a terminal")
     _add_tokenizer(parser, required=True)
+    return parser
+
+
+def _preprocess(argv: Sequence[str]) -> int:
+    from hal.model.preprocess.encode import Encoding
+    from hal.model.preprocess.run import Interrupted, Job, preprocess
+
+    parser = _preprocess_options()
     arguments = parser.parse_args(argv)
     for name in ("lang", "keep_newlines"):
         if getattr(arguments, name) and not arguments.split_sentences:
@@ -113,15 +128,20 @@ def _report(result: Result) -> None:
         print(f"{prefix}.bin, {prefix}.idx")
 
 
+def _inspect_options() -> Parser:
+    parser = Parser("data inspect", description="What an indexed dataset holds.")
+    parser.add_argument("prefix", metavar="PREFIX", help="the files' name without .bin and .idx")
+    parser.add_argument("--samples", type=_positive, default=3, metavar="N", help="documents to show (default 3)")
+    _add_tokenizer(parser, required=False)
+    return parser
+
+
 def _inspect(argv: Sequence[str]) -> int:
     from hal.model.config import Config
     from hal.model.preprocess.inspect import describe
     from hal.model.tokenizer import build_tokenizer
 
-    parser = Parser("data inspect", description="What an indexed dataset holds.")
-    parser.add_argument("prefix", metavar="PREFIX", help="the files' name without .bin and .idx")
-    parser.add_argument("--samples", type=_positive, default=3, metavar="N", help="documents to show (default 3)")
-    _add_tokenizer(parser, required=False)
+    parser = _inspect_options()
     arguments = parser.parse_args(argv)
     tokenizer = None
     if arguments.tokenizer_type is not None:
