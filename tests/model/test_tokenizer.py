@@ -229,3 +229,22 @@ def test_a_vocabulary_of_words_needs_its_two_special_words(tmp_path):
     (tmp_path / "v.json").write_text('{"<unk>": 0}')
     with pytest.raises(ConfigError, match=r"no <\|endoftext\|>"):
         WhitespaceTokenizer(str(tmp_path / "v.json"))
+
+
+TEXTS = st.text(st.sampled_from("theunafblcsTHEéÉ字 .[]#\t\n\u200d\ufffd0"), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def reference(files):
+    """transformers' own BERT tokenizers in plain Python, lower-casing and not."""
+    module = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    path = files["BertWordPieceCase"]["vocab_file"]
+    return {lower: module.BertTokenizerLegacy(path, do_lower_case=lower) for lower in (True, False)}
+
+
+@pytest.mark.slow
+@given(text=TEXTS)
+def test_word_pieces_are_those_of_the_reference(files, reference, text):
+    for lower, kind in ((True, "BertWordPieceLowerCase"), (False, "BertWordPieceCase")):
+        expected = reference[lower].convert_tokens_to_ids(reference[lower].tokenize(text, split_special_tokens=True))
+        assert make(kind, files[kind]).encode(text) == expected
