@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-import hal
-
 from .engine import Engine, engine, translated
 
 
@@ -87,7 +85,7 @@ class Call:
         self.engine = engine()
         assert _memory is not None  # set together with the engine
         self.memory = _memory
-        self._regions: dict[int, _Region] = {}
+        self._regions: dict[tuple[int, int], _Region] = {}  # by address and size
         self._scratch: list[Any] = []
         self._tensors: list[Tensor] = []  # a caller's temporary must outlive the kernels that read it
         self._held = 0
@@ -164,28 +162,27 @@ class Call:
     def _wrap(self, t: Tensor) -> _Region:
         storage = t.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
-        region = self._regions.get(base)
+        region = self._regions.get((base, size))
         if region is None:
             cl = self.engine.cl
             flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
             with translated(f"wrapping {size} bytes of host memory"):
                 buffer = cl.Buffer(self.engine.context, flags, hostbuf=_host(base, size))
-            region = self._regions[base] = _Region(buffer, base, size, [])
+            region = self._regions[base, size] = _Region(buffer, base, size, [])
             self._hold(size)
         return region
 
     def _stage(self, address: int, size: int, read: bool) -> _Region:
-        region = self._regions.get(address)
-        if region is not None and region.size >= size:
-            return region
+        # Tensors that overlap have copies of their own: what a kernel writes is either new or exactly what it reads.
+        region = self._regions.get((address, size))
         if region is not None:
-            raise hal.HalError("two tensors of a call start at one address and differ in size; copy one of them first")
+            return region
         cl = self.engine.cl
         with translated(f"allocating {size} bytes"):
             buffer = self.memory.pool.allocate(size)
             if read:
                 cl.enqueue_copy(self.engine.queue, buffer, _host(address, size), is_blocking=False)
-        region = self._regions[address] = _Region(buffer, address, size, [])
+        region = self._regions[address, size] = _Region(buffer, address, size, [])
         self._hold(size)
         return region
 

@@ -74,6 +74,8 @@ def test_tensors_of_one_storage_may_meet_in_a_call(use):
     for mode in ("zero_copy", "staging"):
         use(memory=mode)
         assert torch.allclose(ops.flash_attention(q, k, v, layout="BSND"), expected, atol=1e-5)
+        first = ops.flash_attention(q[:, :2], q, q, layout="BSND")  # one address, two sizes
+        assert torch.allclose(first, ops.flash_attention.reference(q[:, :2], q, q, layout="BSND"), atol=1e-5)
 
 
 def test_a_temporary_lives_until_its_kernels_have_run(opencl):
