@@ -175,7 +175,7 @@ def read_config(path: str) -> Reading:
     content = load(file, f"--config {path}")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
-    reading = Reading(f"--config {path}", _convert)
+    reading = Reading(f"--config {path}", convert)
     if any(section in content for section in tutorial.SECTIONS[:2]):
         front: Any = tutorial
     elif any(section in content for section in mindspeed.SECTIONS):
@@ -204,12 +204,12 @@ def _read_flat(reading: Reading, content: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{reading.file} sets '{name}' twice, as {spelled_as[name]} and as {key}")
         spelled_as[name] = key
         if value is not None:
-            value = _convert(name, value, f"{reading.file}: {key}")
+            value = convert(name, value, f"{reading.file}: {key}")
             reading.set(name, not value if spelled == _OPTIONS[name].metadata["no"] else value, str(key))
 
 
 def _read_deepspeed(path: str) -> Reading:
-    reading = Reading(f"--deepspeed-config {path}", _convert)
+    reading = Reading(f"--deepspeed-config {path}", convert)
     content = deepspeed.without_auto(load(Path(path), reading.file))
     if not isinstance(content, dict):
         raise ConfigError(f"{reading.file} must be a JSON object; it is {type(content).__name__}")
@@ -221,7 +221,7 @@ def _read_deepspeed(path: str) -> Reading:
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found = {name: environ.get(f"HAL_{name.upper()}") for name in _OPTIONS}
-    return {name: _convert(name, text, f"HAL_{name.upper()}") for name, text in found.items() if text}
+    return {name: convert(name, text, f"HAL_{name.upper()}") for name, text in found.items() if text}
 
 
 def _kind(name: str) -> type:
@@ -231,7 +231,7 @@ def _kind(name: str) -> type:
     return tuple if typing.get_origin(hint) is tuple else hint
 
 
-def _convert(name: str, value: Any, where: str) -> Any:
+def convert(name: str, value: Any, where: str) -> Any:
     """`value` as the option's type. YAML reads 1e-3 as a string, and the environment holds nothing else."""
     kind = _kind(name)
     try:

@@ -247,3 +247,11 @@ class GPT(nn.Module):
             cos, sin = rotation(self.config, full, device)
             self._turn = rows.take(cos, 0), rows.take(sin, 0)
         return self._turn
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a whole GPT's parameters. Nothing is allocated."""
+    layers = [n for n in range(config.num_layers) if str(n) not in config.noop_layers]
+    with torch.device("meta"):
+        model = GPT(config, torch.device("meta"), layers=layers)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}

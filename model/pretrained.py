@@ -20,13 +20,15 @@ from hal.launch.agent import Job, run
 from hal.mesh import Mesh
 
 from . import checkpoint, tokenizer
-from .arguments import add_options
+from .arguments import add_options, convert
 from .checks import check_model, world_size
 from .config import Config, ConfigError
+from .gpt import shapes
 from .inference import Engine
 from .parallel.plan import make_plan
 from .tokenizer import Tokenizer, build_tokenizer
 from .train import local_device
+from .unpickle import SafeReader
 
 WHERE = ("backend", "simulate", "fallback", "pin", "nproc_per_node", "load")
 LAYOUT = (
@@ -105,6 +107,7 @@ def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare:
     config = config_of(state, given, dtype, folder, data=prepare is not None)
     made = build_tokenizer(config)
     _fit(config, made, state)
+    _require_stored(config, folder)
     prepared = None if prepare is None else prepare(config, made, state["config"])
     plan = make_plan(config, world_size(config))
     mesh = None
@@ -130,10 +133,7 @@ def config_of(
         saved = {n: v for n, v in saved.items() if n not in ("bf16", "fp16")} | DTYPES[dtype]
     micro = int(given.get("micro_batch_size", 4))
     values = {**saved, **given, "micro_batch_size": micro, "global_batch_size": micro * int(world_size_of(given))}
-    try:
-        config = Config(**values)
-    except TypeError as error:
-        raise HalError(f"the options in the checkpoint {folder} are no model's: {error}") from None
+    config = Config(**values)
     config.given = frozenset(values)
     check_model(config)
     return config
@@ -165,8 +165,24 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     unknown = sorted(set(stored) - set(known))
     if unknown:
         raise HalError(f"the checkpoint {folder} was made by another version of HAL, with the options {unknown}")
-    values = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if known[n].init}
+    where = f"the checkpoint {folder}: --"
+    values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
+    values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
     return {n: v for n, v in values.items() if v != known[n].default}
+
+
+def _require_stored(config: Config, folder: Path) -> None:
+    """Raises HalError, before anything is allocated, unless the checkpoint holds the model its options describe."""
+    stored = SafeReader(folder).read_metadata().state_dict_metadata
+    if config.num_layers > len(stored):  # or a model of a billion layers would be built to look at
+        raise HalError(
+            f"the checkpoint {folder} says it has {config.num_layers} layers; it holds {len(stored)} tensors"
+        )
+    for name, shape in shapes(config).items():
+        size = getattr(stored.get(name), "size", None)
+        if size is None or tuple(size) != shape:
+            found = "nothing" if size is None else f"shape {tuple(size)}"
+            raise HalError(f"the checkpoint {folder} has {found} for {name}; the model of its options has {shape}")
 
 
 def _fit(config: Config, made: Tokenizer, state: Mapping[str, Any]) -> None:

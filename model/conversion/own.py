@@ -9,12 +9,13 @@ import torch
 
 from .. import checkpoint
 from ..config import ConfigError
+from ..gpt import shapes
 from ..pretrained import TOKENIZER, model_options, saved_options
 from ..saving import save
 from ..tokenizer import build_tokenizer
 from ..trainer import options
 from ..unpickle import SafeReader
-from .weights import ConversionError, Weights, shapes
+from .weights import ConversionError, Weights
 
 
 def read(root: Path, *, vocabulary: int | None = None) -> Weights:

@@ -16,7 +16,7 @@ from hal import HalError
 
 from ..checks import check_model
 from ..config import Config
-from ..gpt import GPT
+from ..gpt import shapes
 
 WORD, POSITION, OUTPUT = (
     "embedding.word_embeddings.weight",
@@ -95,14 +95,6 @@ class Weights:
         for name in (WORD, OUTPUT):
             if name in self.tensors:
                 self.tensors[name] = self.tensors[name][:vocabulary]
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole GPT's parameters. Nothing is allocated."""
-    layers = [n for n in range(config.num_layers) if str(n) not in config.noop_layers]
-    with torch.device("meta"):
-        model = GPT(config, torch.device("meta"), layers=layers)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def require(condition: bool, problem: str) -> None:

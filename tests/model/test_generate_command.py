@@ -1,0 +1,99 @@
+"""`hal generate`: prompts from wherever, texts to wherever, contradictions refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_pretrained import written
+
+from hal.cli.generate import main
+
+
+@pytest.fixture
+def run(tmp_path: Path, cpu_ref: Any, capsys: Any) -> Any:
+    """Runs the command on a random model; gives its exit code and what it printed."""
+    written(tmp_path / "model", init_method_std=0.3)
+
+    def command(*argv: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["--backend", "cpu_ref", "--load", str(tmp_path / "model"), "--num-tokens-to-generate", "9", *argv])
+        return code, "".join(capsys.readouterr())
+
+    return command
+
+
+def test_prompts_from_the_command_line_a_file_and_the_pipe_say_the_same(
+    run: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    code, text = run("--prompt", "ab", "--greedy")
+    assert code == 0 and text.startswith("ab") and len(text) > 3
+    (tmp_path / "p.txt").write_text("ab\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n')
+    for file in ("p.txt", "p.jsonl"):
+        assert run("--prompt-file", str(tmp_path / file), "--greedy") == (0, text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
+    assert run("--greedy") == (0, text)
+
+
+def test_a_conversation_on_a_terminal(run: Any, monkeypatch: Any) -> None:
+    _, text = run("--prompt", "ab", "--greedy")
+    lines = iter(["ab", ""])
+
+    def line(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", line)
+    code, said = run("--greedy")
+    assert code == 0 and text.removeprefix("ab").rstrip("\n") in said
+
+
+def test_texts_to_a_file_with_samples_and_a_seed(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    argv = ["--prompt", "ab", "--prompt", "c", "--num-samples", "2", "--top-k", "50", "--seed", "3"]
+    code, said = run(*argv, "--output-file", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert code == 0 and "4 texts are in" in said and [r["prompt"] for r in rows] == ["ab", "ab", "c", "c"]
+    assert all(r["finish_reason"] in ("stop", "length") and r["tokens"] <= 9 for r in rows)
+    again = tmp_path / "again.jsonl"
+    run(*argv, "--micro-batch-size", "1", "--no-kv-cache", "--output-file", str(again))
+    assert again.read_text() == out.read_text()
+    run(*argv[:-1], "4", "--output-file", str(again))
+    assert again.read_text() != out.read_text()
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--greedy", "--top-p", "0.5"], "--greedy takes the likeliest token"),
+        (["--greedy", "--temperature", "0.5"], "--greedy takes the likeliest token"),
+        (["--num-samples", "0"], "must be at least 1"),
+        (["--prompt", "a", "--prompt-file", "b"], "contradict"),
+        (["--data-path", "x"], "unrecognized arguments: --data-path"),
+    ],
+)
+def test_wrong_usage(run: Any, argv: list[str], reason: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(*argv)
+    assert end.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_numbers_that_no_sampling_has_are_refused(run: Any) -> None:
+    for argv, reason in (
+        (["--top-p", "1.5"], "top-p must be in (0, 1]"),
+        (["--temperature", "-1"], "temperature must"),
+    ):
+        code, said = run("--prompt", "a", *argv)
+        assert code == 2 and reason in said
+    code, said = run("--prompt-file", "/nothing/there")
+    assert code == 2 and "/nothing/there" in said

@@ -1,0 +1,95 @@
+"""Opening a checkpoint: it says what the model is, the command line where it runs; what does not fit is refused before
+anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hal
+from hal.model import checkpoint
+from hal.model.config import Config
+from hal.model.gpt import GPT
+from hal.model.pretrained import open_pretrained
+from hal.model.saving import save
+from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.trainer import options
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+
+
+def written(root: Path, iteration: Any = 3, **more: Any) -> Path:
+    """A checkpoint of a random model; `more` are options, and what its manifest says beside them."""
+    config = Config(**SIZES, **more)
+    config.set_vocabulary(257)
+    tensors = {n: p.detach() for n, p in GPT(config, torch.device("cpu")).named_parameters()}
+    save(root, iteration, tensors, {"iteration": 3, "config": options(config)})
+    return root
+
+
+def opened(root: Path, dtype: str | None = None, **given: Any) -> Any:
+    return open_pretrained({"backend": "cpu_ref", "load": str(root), **given}, dtype)
+
+
+def altered(root: Path, **change: Any) -> None:
+    """Changes the options that the manifest says, with the checksum that whoever changes them would make."""
+    path = checkpoint.folder_of(root, 3) / checkpoint.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["state"]["config"].update(change)
+    manifest["sha256"][checkpoint.MANIFEST] = checkpoint.state_checksum(manifest["state"])
+    path.write_text(json.dumps(manifest))
+
+
+def test_the_checkpoint_says_what_the_model_is(tmp_path: Path, cpu_ref: Any) -> None:
+    model = opened(written(tmp_path, swiglu=True, position_embedding_type="rope", rotary_base=500.0, seed=9))
+    c = model.config
+    assert (c.swiglu, c.rotary_base, c.seed, model.iteration) == (True, 500.0, 9, 3)
+    assert isinstance(model.tokenizer, ByteTokenizer) and model.engine.vocabulary == 257
+    assert model.saved["hidden_size"] == 32
+
+
+def test_precision_tokenizer_and_attention_can_be_chosen(tmp_path: Path, cpu_ref: Any) -> None:
+    written(tmp_path)
+    low = opened(tmp_path, "bf16", use_flash_attn=False)
+    assert low.engine.model.output_weight().dtype == torch.bfloat16 and not low.config.use_flash_attn
+    other = opened(tmp_path, tokenizer_type="NullTokenizer", vocab_size=300)
+    assert isinstance(other.tokenizer, NullTokenizer) and other.engine.vocabulary == 301
+    with pytest.raises(hal.HalError, match="has 5001 ids and the model 384: this is not the tokenizer"):
+        opened(tmp_path, tokenizer_type="NullTokenizer", vocab_size=5000)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"num_layers": 10**12}, "says it has 1000000000000 layers; it holds"),
+        ({"num_layers": 3}, "has nothing for decoder.layers.2"),
+        ({"hidden_size": 1 << 40}, "has shape .* the model of its options has"),
+        ({"padded_vocab_size": 1 << 40}, "has shape .* for embedding"),
+        ({"hidden_size": "wide"}, "--hidden-size: expected int, found 'wide'"),
+        ({"hidden_size": -32}, "--hidden-size must be > 0"),
+        ({"hidden_size": None}, "--hidden-size: expected int, found None"),
+        ({"num_attention_heads": 5}, "not divisible"),
+        ({"a_new_option": 1}, "another version of HAL, with the options \\['a_new_option'\\]"),
+        ({"tokenizer_type": "PickleTokenizer"}, "--tokenizer-type: choose one of"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_tensors_is_refused(
+    tmp_path: Path, cpu_ref: Any, change: Any, reason: str
+) -> None:
+    altered(written(tmp_path), **change)
+    with pytest.raises(hal.HalError, match=reason):
+        opened(tmp_path)
+
+
+def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, cpu_ref: Any) -> None:
+    save(tmp_path, 3, {"a": torch.zeros(2)}, {"iteration": 3})
+    with pytest.raises(hal.HalError, match="does not say what model it holds"):
+        opened(tmp_path)
+
+
+def test_a_release_opens(tmp_path: Path, cpu_ref: Any) -> None:
+    assert opened(written(tmp_path, checkpoint.RELEASE)).iteration == 3
