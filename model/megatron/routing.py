@@ -43,8 +43,20 @@ CORE: Mapping[str, Make] = {
     "torch.empty_like": lambda place, own: place.factory(own),
     "torch.Tensor.cuda": lambda place, own: place.move_tensor(own),
     "torch.Tensor.type": lambda place, own: place.type_name(own),
+    "torch.distributed.all_gather_into_tensor": lambda place, own: _gather_flat(own),
 }
 """What megatron-core needs. Each entry is needed: tests drop them one by one."""
+
+
+def _gather_flat(own: Callable[..., Any]) -> Callable[..., Any]:
+    """all_gather_into_tensor, where a flat result may be gathered from tensors of any shape, as NCCL allows."""
+
+    @functools.wraps(own)
+    def gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flat = output_tensor.ndim == 1 and input_tensor.ndim > 1
+        return own(output_tensor, input_tensor.flatten() if flat else input_tensor, *args, **kwargs)
+
+    return gather
 
 
 @dataclass(frozen=True)

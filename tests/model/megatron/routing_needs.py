@@ -117,6 +117,12 @@ def broadcast_data():
     assert torch.equal(broadcast_data(["x"], given, torch.int64)["x"], given["x"])
 
 
+def gather_of_a_matrix():
+    from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
+
+    assert gather_split_1d_tensor(torch.ones(2, 4), torch.distributed.group.WORLD).shape == (8,)
+
+
 NEEDED_BY = {
     "torch.cuda.current_device": forward_with_a_memory_buffer,
     "torch.cuda.synchronize": timers,
@@ -132,6 +138,7 @@ NEEDED_BY = {
     "torch.empty_like": parallel_load_of_a_shard,
     "torch.Tensor.cuda": broadcast_data,
     "torch.Tensor.type": clip_by_norm,
+    "torch.distributed.all_gather_into_tensor": gather_of_a_matrix,
 }
 
 SCOPE = (
@@ -206,7 +213,9 @@ def _names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            if _DOTTED.fullmatch(text) and not (id(node) in inner and _DOTTED.fullmatch(ast.unparse(inner[id(node)]))):
+            dotted = _DOTTED.fullmatch(text)
+            part = dotted and id(node) in inner and _DOTTED.fullmatch(ast.unparse(inner[id(node)]))
+            if (dotted and not part) or text == "torch.distributed.all_gather_into_tensor":
                 yield node.lineno, text
             elif node.attr in ("cuda", "is_cuda") and text != "torch.cuda":
                 yield node.lineno, "torch.Tensor.cuda" if node.attr == "cuda" else ".is_cuda"
