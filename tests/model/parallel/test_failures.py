@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,21 @@ def text(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
+    """Starts a job, which does not outlive the test: workers die with their launcher."""
+    jobs: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str]) -> subprocess.Popen[str]:
+        jobs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.wait()
+
+
 def _train(text: str, folder: Path, *more: str) -> list[str]:
     options = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
     options += " --global-batch-size 4 --train-iters 40 --sample-tokens 0 --save-interval 2 --backend cpu_ref"
@@ -72,18 +88,13 @@ def _losses(folder: Path) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["", "async"])
 def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
-    text: str, tmp_path: Path, saving: list[str]
+    text: str, tmp_path: Path, saving: list[str], start: Callable[..., Any]
 ) -> None:
     layout = ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*_train(text, whole, *layout), "--run-dir", str(whole)], check=True, capture_output=True)
     save = ["--save", str(cut / "save"), "--run-dir", str(cut), *saving]
-    job = subprocess.Popen(
-        [*_train(text, cut, *layout), *save],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    job = start([*_train(text, cut, *layout), *save])
     tracker = _first_checkpoint(job, cut / "save")
     os.kill(_worker(1, cut), signal.SIGKILL)
     began = time.monotonic()
@@ -99,11 +110,13 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
-def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(text: str, tmp_path: Path, layout: str) -> None:
+def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
+    text: str, tmp_path: Path, layout: str, start: Callable[..., Any]
+) -> None:
     train = _train(text, tmp_path, layout, "2", "--save", str(tmp_path / "save"), "--run-dir", str(tmp_path))
     train += ["--train-iters", "100000", "--save-interval", "50", "--distributed-timeout-minutes", "0.1"]
     launch = [*train[:3], "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
-    job = subprocess.Popen([*launch, *train[3:]], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    job = start([*launch, *train[3:]])
     _first_checkpoint(job, tmp_path / "save")
     os.kill(_worker(1, tmp_path), signal.SIGSTOP)
     began = time.monotonic()
@@ -121,10 +134,10 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(text: str
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_stop_saves_and_ends_well(text: str, tmp_path: Path) -> None:
+def test_a_job_that_is_asked_to_stop_saves_and_ends_well(text: str, tmp_path: Path, start: Callable[..., Any]) -> None:
     more = ["--nproc-per-node", "2", "--run-dir", str(tmp_path), "--save", str(tmp_path / "save")]
     command = [*_train(text, tmp_path, *more), "--train-iters", "100000"]
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    job = start(command)
     tracker = _first_checkpoint(job, tmp_path / "save")
     job.terminate()
     _, stderr = job.communicate(timeout=60)
