@@ -73,3 +73,20 @@ def test_folders_that_hold_nothing_or_something_else(tmp_path: Path) -> None:
         with pytest.raises(hal.HalError, match="is not empty"):
             main(["--load", str(tmp_path / "here"), "--save", str(full), "--saver", saver])
     assert [p.name for p in full.iterdir()] == ["file"]
+
+
+def test_training_starts_from_a_converted_model(tmp_path: Path, cpu_ref: Any, text: Path, monkeypatch: Any) -> None:
+    from hal.model.arguments import build as build_config
+    from hal.model.train import build
+
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+    weights = random_weights(GPT2, vocabulary=257)
+    own.write(weights, tmp_path / "here")
+    given = {"backend": "cpu_ref", "text_file": str(text), "load": str(tmp_path / "here"), "split": "8,1,1"}
+    trainer, _ = build(build_config({**GPT2, **given, "train_iters": 2, "micro_batch_size": 2}))
+    trainer.load(tmp_path / "here")
+    assert trainer.iteration == 0
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter[: weights.tensors[name].shape[0]], weights.tensors[name])
+    before = trainer.step().loss
+    assert trainer.step().loss < before
