@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def test_interleaving_over_two_stages_with_crossed_messages_is_refused():
         refuse_crossed_messages(2, True, False)
     refuse_crossed_messages(2, False, True)
     refuse_crossed_messages(4, True, False)
+
+
+def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    flags = SimpleNamespace(batch_p2p_comm=True, overlap_p2p_comm=False)
+    with hal_device(), pytest.raises(HalError, match="both go to the same process"):
+        schedules.forward_backward_pipelining_with_interleaving(model=[SimpleNamespace(config=flags)])
+    assert schedules.forward_backward_pipelining_with_interleaving.__name__ in vars(schedules)
+    assert not hasattr(schedules.forward_backward_pipelining_with_interleaving, "__wrapped__")
 
 
 def test_importing_the_package_imports_no_megatron_core():
