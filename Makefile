@@ -25,8 +25,9 @@ train: $(READY)  ## train a small GPT on real text, on the CPU, in about three m
 test: $(READY)  ## the fast suite
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(READY)  ## what the fast suite leaves out
-	$(BIN)/python -m pytest -m slow
+test-slow: $(READY)  ## what the fast suite leaves out, and the simulators
+	$(BIN)/python -m pytest -m slow --ignore tests/backends/npu --ignore tests/backends/cuda
+	$(MAKE) test-simulators
 
 test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
 	$(SIM)/bin/python -m pytest tests/backends/npu tests/backends/cuda
