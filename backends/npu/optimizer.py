@@ -47,7 +47,7 @@ def _why_not_adamw(
 _FLOAT32_SCALARS = "npu_apply_adam_w takes its scalars in float32, where 1 - beta2 is off by 1e-5 for beta2 = 0.999"
 
 
-@Npu.impl(ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw, waivers={torch.float32: (10.0, _FLOAT32_SCALARS)})
+@Npu.impl(ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw, waivers={torch.float32: (7.0, _FLOAT32_SCALARS)})
 def adamw(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
