@@ -69,7 +69,7 @@ def notebook_checks(backend, options):
         found = broadcast_data([0, 1], mine, torch.float32)
         # From the first rank of each tensor-parallel group, not from global rank 0.
         source = rank // 2 * 2
-        assert [found[key].unique().tolist() for key in (0, 1)] == [[10.0 * source], [10.0 * source + 1]]
+        assert [found[key].cpu().unique().tolist() for key in (0, 1)] == [[10.0 * source], [10.0 * source + 1]]
         pair = torch.full((2, 4), float(rank), device=device)
         gathered = utils.gather_split_1d_tensor(pair)
         assert gathered.tolist() == [float(source)] * 8 + [float(source + 1)] * 8
