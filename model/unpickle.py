@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import pathlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,9 @@ def load_state(path: Path) -> Any:
         with open(path, "rb") as file:
             magic = file.read(4)
         zipped = magic[:2] == b"PK"  # what torch writes since 1.6; only there can the names be looked at before
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        allowed += [(Inert, n) for n in unknown if n.startswith(_IGNORED)]
-        with torch.serialization.safe_globals(allowed):
+        with _only([]):
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+        with _only([*allowed, *((Inert, n) for n in unknown if n.startswith(_IGNORED))]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except OSError:
         raise
@@ -92,6 +94,19 @@ def load_state(path: Path) -> Any:
                 f"{reason[start : start + 160]}. It was not read; save the model's state dict alone, or as safetensors"
             ) from None
         raise HalError(f"{path} is no file of torch.save, or a damaged one: {reason[:200]}") from None
+
+
+@contextlib.contextmanager
+def _only(allowed: list[Any]) -> Iterator[None]:
+    """Allows these classes beside torch's own, and not what other packages have allowed in this process."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 class SafeReader(dcp.FileSystemReader):
