@@ -117,8 +117,8 @@ OPTIONS = (
     "--use-cpu-initialization --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
     "--attention-backend unfused --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --eval-iters 1 "
-    "--eval-interval 1000 --lr-decay-style constant --log-interval 1 --num-workers 0 --no-bias-gelu-fusion --no-bias-dropout-fusion "
-    "--attention-dropout 0 --hidden-dropout 0"
+    "--eval-interval 1000 --lr-decay-style constant --log-interval 1 --num-workers 0 --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --attention-dropout 0 --hidden-dropout 0"
 )
 HAL = ("--spec", "hal.model.megatron", "gpt_layer_spec")
 
