@@ -50,7 +50,7 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown option or pin.
     """
     backend = registry.make(name, options)
-    probe = backend.probe()
+    probe = registry.probed(backend)
     if not probe.ok:
         raise BackendUnavailable(
             f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help."

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from .backend import API, Backend
+from .backend import API, Backend, Probe
 from .errors import BackendNotFound, HalError, PluginError
 
 GROUP = "hal.backends"
@@ -100,3 +100,22 @@ def make(name: str, options: Mapping[str, object] | None = None) -> Backend:
         takes = ", ".join(inspect.signature(cls).parameters) or "none"
         raise HalError(f"backend '{name}' does not take these options ({given}): {error}; it takes: {takes}") from None
     return cls(**given)
+
+
+def probed(backend: Backend) -> Probe:
+    """What `backend` finds on this machine. Raises PluginError, naming its distribution, if its probe is broken."""
+    try:
+        found = backend.probe()
+    except Exception as error:
+        raise _bad_probe(backend, f"raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Probe):
+        raise _bad_probe(backend, f"returned {found!r}")
+    return found
+
+
+def _bad_probe(backend: Backend, what: str) -> PluginError:
+    source = names().get(backend.name, "not registered")
+    return PluginError(
+        f"the backend '{backend.name}' ({source}): its probe() {what}; it must return a hal.Probe and never raise. "
+        f"Tell its authors"
+    )

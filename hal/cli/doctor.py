@@ -16,7 +16,7 @@ import hal.ops  # noqa: F401  (defines the ops)
 from hal.backend import Backend, Impl
 from hal.errors import HalError
 from hal.op import OPS, Sample, T
-from hal.registry import load, make, names
+from hal.registry import load, make, names, probed
 from hal.testing.checks import check_sample
 from hal.testing.subject import Failure, Subject
 
@@ -98,11 +98,9 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         yield Finding("FAIL", "load", f"{type(error).__name__}: {error}", f"tell the authors of {_source(name)}")
         return
     try:
-        probe = backend.probe()
-    except Exception as error:
-        yield Finding(
-            "FAIL", "probe", f"raised {type(error).__name__}: {error}", f"tell the authors of {_source(name)}"
-        )
+        probe = probed(backend)
+    except HalError as error:
+        yield Finding("FAIL", "probe", str(error), f"tell the authors of {_source(name)}")
         return
     if not probe.ok:
         can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from hal.registry import make, names
+from hal.registry import make, names, probed
 
 from .arguments import Parser, add_backend, options
 
@@ -44,7 +44,7 @@ def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]
     source = names().get(name, "unknown")
     try:
         backend = make(name, given)
-        probe = backend.probe()
+        probe = probed(backend)
     except Exception as error:  # shown as this backend's state: one broken plug-in must not hide the others
         if strict:
             raise

@@ -17,7 +17,7 @@ import hal.ops  # noqa: F401  (defines the ops)
 from hal.backend import Backend
 from hal.dispatch import Why, activated, why
 from hal.op import OPS, Op
-from hal.registry import make
+from hal.registry import make, probed
 
 from .arguments import Parser, add_backend, options, takes_simulate
 from .calls import add_call, call, shown
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         given = options(arguments) if not several or takes_simulate(name) else {}
         backend = make(name, given)
         answers.append(_ask(backend, op, args, kwargs, arguments.fallback, arguments.pin))
-        probe = backend.probe()
+        probe = probed(backend)
         if not probe.ok:
             print(f"hal why: backend '{name}' cannot run here: {probe.reason}", file=sys.stderr)
     print(side_by_side(answers) if several else answers[0])

@@ -16,7 +16,7 @@ import torch
 
 from hal.backend import Backend
 from hal.errors import ContractError
-from hal.registry import names
+from hal.registry import names, probed
 
 from .report import NO_IMPLEMENTATION, STATUSES, Row
 
@@ -107,7 +107,7 @@ def facts(backend: Backend) -> dict[str, str]:
     """
     import hal
 
-    probe = backend.probe()
+    probe = probed(backend)
     return {
         "distribution": names().get(backend.name, "not installed"),
         "api": str(backend.api),

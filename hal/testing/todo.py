@@ -23,7 +23,7 @@ from hal.backend import Backend, Impl
 from hal.dispatch import activated
 from hal.errors import HalError
 from hal.op import OPS
-from hal.registry import make
+from hal.registry import make, probed
 
 from .calls import Outcome, backward, bind, run
 from .golden import SHAPES, config
@@ -116,7 +116,7 @@ def measure_needs() -> Needs:
 def _complete_backend() -> Backend:
     try:
         backend = make("cpu_ref")
-        if backend.probe().ok:
+        if probed(backend).ok:
             backend.build()
             return backend
     except (

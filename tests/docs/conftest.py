@@ -20,7 +20,11 @@ class Fresh:
         (site,) = (root / "venv" / "lib").glob("python*/site-packages")
         (site / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
         script = self.bin / "hal"
-        script.write_text(f"#!{self.bin / 'python'}\nimport sys\nfrom hal.cli import main\nsys.exit(main())\n")
+        script.write_text(
+            f"#!{self.bin / 'python'}\nimport sys\nfrom hal.cli import main\n"
+            # As pip writes it: processes that start others import their parent's script again.
+            "if __name__ == '__main__':\n    sys.exit(main())\n"
+        )
         script.chmod(0o755)
 
     def run(self, command: str, **kwargs) -> subprocess.CompletedProcess:

@@ -161,3 +161,18 @@ def test_a_type_error_of_the_constructor_itself_is_not_hidden(install):
     install(GOOD.replace("self.lanes = lanes", "raise TypeError('inside')"))
     with pytest.raises(TypeError, match="inside"):
         registry.make("acme")
+
+
+@pytest.mark.parametrize("body, said", [("return 5", "returned 5"), ("1 / 0", "raised ZeroDivisionError")])
+def test_a_broken_probe_names_its_distribution_and_hides_nobody(install, monkeypatch, capsys, body, said):
+    from hal.cli import main
+
+    monkeypatch.setattr(registry, "IN_TREE", {})
+    install(GOOD.replace('return hal.Probe(True, 1, "an anvil")', body), dist="hal-acme")
+    install(GOOD.replace("acme", "healthy"), name="healthy", dist="hal-healthy")
+    with pytest.raises(hal.PluginError, match=rf"'acme' \(hal-acme 1\.0\): its probe\(\) {said}"):
+        hal.use("acme")
+    for command in ("info", "doctor"):
+        main([command])
+        out = capsys.readouterr().out
+        assert said in out and "an anvil" in out
