@@ -319,8 +319,8 @@ def _add(group: Any, name: str) -> None:
         if meta["no"]:
             group.add_argument(f"--{meta['no']}", action="store_false", dest=name, help="the opposite")
     elif kind is tuple:
-        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if meta["words"] else {"action": "append"}
-        group.add_argument(*flags, **several, metavar="X", **how)
+        several: dict[str, Any] = {"nargs": "+"} if meta["words"] else {"type": lambda text: text.split(",")}
+        group.add_argument(*flags, action="extend", **several, metavar="X", **how)
     else:
         choices = meta["choices"] or None
         group.add_argument(

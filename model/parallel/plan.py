@@ -223,7 +223,8 @@ def _data(c: Config, layout: Layout) -> Iterator[str]:
     if zero_stage(c) and replicas == 1:
         yield "--zero-stage and --use-distributed-optimizer share state among data-parallel ranks; there is only one"
     if zero_stage(c) and c.overlap_grad_reduce:
-        yield "--overlap-grad-reduce is for replicated gradients; --zero-stage reduces them as they come anyway"
+        sharing = "--use-distributed-optimizer" if c.use_distributed_optimizer else "--zero-stage"
+        yield f"--overlap-grad-reduce is for replicated gradients; {sharing} reduces them as they come anyway"
     if c.overlap_grad_reduce and replicas == 1:
         yield "--overlap-grad-reduce has nothing to reduce with one data-parallel rank; remove it"
     if "ddp_bucket_size" in c.given and (zero_stage(c) or replicas == 1):

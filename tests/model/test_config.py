@@ -43,6 +43,11 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_the_environment(tmp_path)
     assert config.given == {"num_layers", "hidden_size", "seq_length", "lr", "bf16", "pin"}
 
 
+@pytest.mark.parametrize("given", [["--noop-layers", "0,3"], ["--noop-layers", "0", "--noop-layers", "3"]])
+def test_lists_are_written_with_commas_or_one_by_one(given):
+    assert parse(given, {}).noop_layers == ("0", "3")
+
+
 def test_every_name_of_the_documented_command_line_is_an_option():
     names = DOCUMENTED.split()
     flags = {flag for action in parser()._actions for flag in action.option_strings}
