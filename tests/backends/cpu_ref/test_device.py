@@ -62,4 +62,4 @@ def test_there_is_one_device() -> None:
     assert backend.device() == torch.device("cpu")
     with pytest.raises(hal.HalError, match="one device"):
         backend.device(1)
-    assert backend.options() == {"keep_memory": True}
+    assert backend.options() == {"keep_memory": True, "shared_memory": True}
