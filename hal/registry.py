@@ -79,6 +79,11 @@ def load(name: str) -> type[Backend]:
     if inspect.isabstract(cls):
         lacking = ", ".join(sorted(cls.__abstractmethods__))
         raise PluginError(f"the backend '{name}' ({source}): {target} lacks the methods every backend has: {lacking}")
+    if plugins and not any("api" in vars(c) for c in cls.__mro__[: cls.__mro__.index(Backend)]):
+        raise PluginError(
+            f"the backend '{name}' ({source}) does not say for which contract it is written; its class needs "
+            f"`api = {API}` (or the number it was tested with)"
+        )
     if not isinstance(cls.api, int) or not API - 1 <= cls.api <= API:
         raise PluginError(
             f"the backend '{name}' ({source}) is written for api {cls.api!r}; this HAL accepts {API - 1} and {API}. "

@@ -13,6 +13,7 @@ import torch, hal, hal.ops
 
 class Acme(hal.Backend):
     name = "acme"
+    api = 1
     def __init__(self, lanes: int = 4):
         self.lanes = lanes
     def probe(self):
@@ -82,8 +83,9 @@ def test_an_unknown_name_lists_the_names_and_a_near_miss(install):
         ("1 / 0", "cannot be imported: ZeroDivisionError"),
         ("Acme = 5", "is 5, not a subclass of hal.Backend"),
         (GOOD.replace('"acme"', '"emca"'), "its class says name = 'emca'"),
-        (GOOD.replace('name = "acme"', 'name = "acme"\n    api = 99'), r"api 99; this HAL accepts 0 and 1"),
-        (GOOD.replace('name = "acme"', 'name = "acme"\n    api = "1"'), r"hal-acme 1\.0\) is written for api '1'"),
+        (GOOD.replace("api = 1", ""), r"hal-acme 1\.0\) does not say for which contract"),
+        (GOOD.replace("api = 1", "api = 99"), r"api 99; this HAL accepts 0 and 1"),
+        (GOOD.replace("api = 1", 'api = "1"'), r"hal-acme 1\.0\) is written for api '1'"),
         (GOOD.replace("def comm", "def communicator"), r"hal-acme 1\.0\).*lacks the methods every backend has: comm"),
         ("raise SystemExit(3)", r"hal-acme 1\.0.*cannot be imported: SystemExit: 3"),
         (
@@ -96,6 +98,7 @@ def test_an_unknown_name_lists_the_names_and_a_near_miss(install):
         "exception",
         "not a backend",
         "another name",
+        "no api",
         "another api",
         "an api of another type",
         "a method is missing",
@@ -127,7 +130,7 @@ def test_commands_show_a_broken_plug_in_and_go_on_to_the_next(install, monkeypat
 
 
 def test_the_previous_api_is_accepted(install):
-    install(GOOD.replace('name = "acme"', f'name = "acme"\n    api = {hal.API - 1}'))
+    install(GOOD.replace("api = 1", f"api = {hal.API - 1}"))
     assert registry.load("acme").api == hal.API - 1
 
 

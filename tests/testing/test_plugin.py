@@ -10,7 +10,7 @@ import torch, hal
 from hal import ops
 
 class Acme(hal.Backend):
-    name = "acme"
+    name, api = "acme", 1
     def __init__(self, simulate=False):
         self.simulate = self.simulated = simulate
     def probe(self):
