@@ -13,13 +13,25 @@ from .weights import Weights, require
 class Fields:
     """config.json's values, asked for by type."""
 
-    def __init__(self, values: Mapping[str, Any], folder: Path) -> None:
-        self._values, self._where = values, folder / "config.json"
+    def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
+        self._values, self._where = values, where
+
+    def part(self, name: str) -> Fields:
+        """The object that a field holds; none and null are an empty one."""
+        value = self._values.get(name)
+        require(value is None or isinstance(value, dict), f"{self._where}: {name} should be an object; found {value!r}")
+        return Fields(value or {}, f"{self._where}: {name}")
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        value = default if value is None else value
+        require(isinstance(value, bool), f"{self._where}: {name} should be true or false; found {value!r}")
+        return bool(value)
 
     def number(self, name: str, default: float | None = None) -> Any:
         value = self._values.get(name, default)
         value = default if value is None else value
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 62
         require(good, f"{self._where}: {name} should be a number; found {value!r}")
         return value
 
@@ -33,7 +45,7 @@ class Fields:
 
     def only(self, name: str, allowed: Any, default: Any) -> None:
         value = self._values.get(name, default)
-        require(value in allowed, f"{self._where}: {name} = {value!r} has no counterpart in HAL's model")
+        require(value in list(allowed), f"{self._where}: {name} = {value!r} has no counterpart in HAL's model")
 
 
 def in_no_model(c: Config) -> list[str]:

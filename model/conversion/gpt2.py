@@ -21,7 +21,7 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
     c.only("scale_attn_by_inverse_layer_idx", (False,), False)
     c.only("add_cross_attention", (False,), False)
     h, heads = c.count("n_embd"), c.count("n_head")
-    tied = bool(c.get("tie_word_embeddings", True))
+    tied = c.flag("tie_word_embeddings", True)
     options = {
         "num_layers": c.count("n_layer"),
         "hidden_size": h,

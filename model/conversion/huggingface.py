@@ -22,11 +22,11 @@ def read(folder: Path) -> Weights:
     """A GPT-2 or Llama folder. Raises ConversionError for other models, and variants that HAL's model has not."""
     config = read_config(folder)
     kind = config.get("model_type")
-    if kind not in _MODELS:
+    if not isinstance(kind, str) or kind not in _MODELS:
         raise ConversionError(f"{folder} holds a model of type {kind!r}; gpt2 and llama can be converted")
     tensors = read_tensors(folder)
     try:
-        weights = _MODELS[kind].read(Fields(config, folder), tensors)
+        weights = _MODELS[kind].read(Fields(config, folder / "config.json"), tensors)
     except KeyError as error:
         raise ConversionError(f"{folder}: the weights have no tensor {error}") from None
     except RuntimeError as error:

@@ -18,19 +18,51 @@ _LINEAR = [
 ]
 
 
+# What relatives of Llama put into the same file, and the values at which it changes nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "partial_rotary_factor": (None, 1),
+    "clip_qkv": (None,),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "no_rope_layers": (None, []),
+    "quantization_config": (None,),
+}
+
+
+def _only_neutral(c: Fields) -> None:
+    """Refuses what would change the numbers and has no place in HAL's model."""
+    # Old files scale positions by rope_scaling, whose kind was first called type; new ones by rope_parameters.
+    for rope in (c.part("rope_parameters"), c.part("rope_scaling")):
+        for name in ("rope_type", "type"):
+            kind = rope.get(name, None)
+            require(
+                kind in (None, "default"), f"rotary positions scaled by {kind!r} have no counterpart in HAL's model"
+            )
+        for name in ("factor", "partial_rotary_factor"):
+            rope.only(name, (None, 1), None)
+    for name, values in _NEUTRAL.items():
+        c.only(name, values, None)
+    if c.get("sliding_window", None) is not None and c.flag("use_sliding_window", True):
+        window, length = c.count("sliding_window"), c.count("max_position_embeddings")
+        require(window >= length, f"attention in a sliding window of {window} tokens is not converted")
+
+
 def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
     c.only("hidden_act", ("silu",), "silu")
-    rope = c.get("rope_parameters", None) or {}
-    scaling = (
-        rope.get("rope_type", "default") if rope else (c.get("rope_scaling", None) or {}).get("rope_type", "default")
-    )
-    require(scaling == "default", f"rotary positions scaled by {scaling!r} have no counterpart in HAL's model")
-    bias = bool(c.get("attention_bias", False))
-    require(
-        bias == bool(c.get("mlp_bias", False)), "biases in attention or MLP only have no counterpart in HAL's model"
-    )
+    _only_neutral(c)
+    bias = c.flag("attention_bias", False)
+    require(bias == c.flag("mlp_bias", False), "biases in attention or MLP only have no counterpart in HAL's model")
     h, heads, layers = c.count("hidden_size"), c.count("num_attention_heads"), c.count("num_hidden_layers")
-    groups, tied = c.count("num_key_value_heads", heads), bool(c.get("tie_word_embeddings", False))
+    groups, tied = c.count("num_key_value_heads", heads), c.flag("tie_word_embeddings", False)
     options = {
         "num_layers": layers,
         "hidden_size": h,
@@ -41,7 +73,7 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
         "seq_length": c.count("max_position_embeddings"),
         "max_position_embeddings": c.count("max_position_embeddings"),
         "position_embedding_type": "rope",
-        "rotary_base": float(rope.get("rope_theta") or c.number("rope_theta", 10000.0)),
+        "rotary_base": float(c.part("rope_parameters").number("rope_theta", c.number("rope_theta", 10000.0))),
         "normalization": "RMSNorm",
         "norm_epsilon": c.number("rms_norm_eps", 1e-6),
         "swiglu": True,

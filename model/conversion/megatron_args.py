@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from ..arguments import convert
 from ..config import Config
 from ..tokenizer import KINDS, OPTIONS
 from .weights import ConversionError, Weights, require
@@ -50,6 +51,16 @@ _FOREIGN = {
     "quick_geglu": "quick geglu",
     "attention_output_gate": "a gate on attention's output",
     "num_layers_at_start_in_bf16": "layers of several precisions",
+    "qk_l2_norm": "norms of queries and keys",
+    "heterogeneous_layers_config_path": "layers of several kinds",
+    "linear_attention_freq": "layers of linear attention",
+    "experimental_attention_variant": "an attention of another kind",
+}
+_NOT_EVEN_ONE = {
+    "softmax_scale": "a scale of its own in attention",
+    "glu_linear_offset": "an offset in the gated MLP",
+    "activation_func_clamp_value": "a clamped activation",
+    "no_rope_freq": "layers without rotary positions",
 }
 
 
@@ -59,6 +70,12 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
         value = args.get(name)
         neutral = not value or (value == 1 and value is not True)
         require(neutral, f"the model has {what} ({name} = {value!r}), which HAL's has not")
+    for name, what in _NOT_EVEN_ONE.items():
+        value = args.get(name)
+        require(value in (None, 0, False), f"the model has {what} ({name} = {value!r}), which HAL's has not")
+    softmax, rope = args.get("softmax_type"), args.get("rope_type")
+    require(softmax in (None, "vanilla"), f"attention's softmax is of type {softmax!r}, which HAL's has not")
+    require(rope in (None, "rope"), f"rotary positions are of type {rope!r}, which HAL's has not")
     found = {name: args[name] for name in _SAME if args.get(name) is not None}
     if "norm_epsilon" not in found and args.get("layernorm_epsilon") is not None:
         found["norm_epsilon"] = args["layernorm_epsilon"]
@@ -72,11 +89,9 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
         approximate = args.get("bias_gelu_fusion", True) or args.get("openai_gelu") or args.get("onnx_safe")
         found["gelu_approximate"] = "tanh" if approximate else "none"
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        require(isinstance(found.get(name), int), f"the checkpoint's args have no {name}, or no number")
-    for name, value in found.items():
-        good = isinstance(value, (int, float, str))
-        require(good, f"the checkpoint's args have {name} = {value!r}, which is no number or name")
-    return found
+        value = found.get(name)
+        require(isinstance(value, int) and value > 0, f"the checkpoint's args have no {name}, or no number")
+    return {name: convert(name, value, f"the checkpoint's args: {name}") for name, value in found.items()}
 
 
 def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:

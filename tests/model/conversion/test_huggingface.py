@@ -120,6 +120,24 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"model_type": "bert"}, "a model of type 'bert'"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "scaled by 'yarn'"),
+        # What older files say beside, or in place of, rope_parameters.
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled by 'linear'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "scaled by 'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled by 'llama3'"),
+        ("llama", {"rope_scaling": {"factor": 4.0}}, "factor = 4.0"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "type": "dynamic"}}, "scaled by 'dynamic'"),
+        ("llama", {"rope_parameters": "x"}, "rope_parameters should be an object"),
+        ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_parameters: rope_theta should be a number"),
+        ("llama", {"rope_theta": "abc", "rope_parameters": None}, "rope_theta should be a number"),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta should be a number"),
+        ("llama", {"attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
+        ("llama", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        ("llama", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
+        ("llama", {"embedding_multiplier": 12}, "embedding_multiplier = 12"),
+        ("llama", {"sliding_window": 8}, "sliding window of 8"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"attention_bias": "no"}, "attention_bias should be true or false"),
+        ("llama", {"model_type": []}, r"a model of type \[\]"),
         ("llama", {"attention_bias": True}, "biases in attention"),
         ("llama", {"num_hidden_layers": "two"}, "num_hidden_layers should be a number"),
         ("llama", {"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
@@ -139,6 +157,16 @@ def test_a_model_hal_cannot_express_is_refused(kind: str, change: Any, reason: s
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(HalError, match=reason):
         huggingface.read(path.parent)
+
+
+def test_fields_of_relatives_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    whole, path = huggingface.read(folder), folder / "config.json"
+    more = {"rope_scaling": None, "logits_scaling": 1.0, "sliding_window": 4, "use_sliding_window": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more, "rope_parameters": None, "rope_theta": 1e4}))
+    same(huggingface.read(folder), whole)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_sliding_window": None, "sliding_window": 16}))
+    same(huggingface.read(folder), whole)
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

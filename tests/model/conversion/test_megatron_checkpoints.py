@@ -241,6 +241,12 @@ def test_incomplete_and_damaged_files_are_refused(tmp_path: Path) -> None:
     [
         ({"num_experts": 8}, "the model has experts"),
         ({"qk_layernorm": True}, "norms of queries and keys"),
+        ({"softmax_scale": 1.0}, "a scale of its own in attention"),
+        ({"softmax_type": "learnable"}, "softmax is of type 'learnable'"),
+        ({"rope_type": "yarn"}, "of type 'yarn'"),
+        ({"glu_linear_offset": 1.0}, "an offset in the gated MLP"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type: choose one of"),
+        ({"norm_epsilon": "small"}, "norm_epsilon: expected float, found 'small'"),
         ({"num_layers": None}, "no num_layers"),
         ({"num_layers": "many"}, "no num_layers"),
         ({"num_layers": 10**12}, "fewer than 1000000000000 layers"),
