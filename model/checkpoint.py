@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hal import Comm, HalError, Solo
 
 from .config import ConfigError
 from .parallel.pieces import Piece
-from .unpickle import SafeReader
+from .unpickle import read_tensors, stored_tensors
 
 LATEST, MANIFEST, RELEASE = "latest_checkpointed_iteration.txt", "hal.json", "release"
 FP32 = "optimizer.state.fp32_param."
@@ -47,7 +46,7 @@ def tracked(root: Path) -> int | str | None:
     text = tracker.read_text(errors="replace").strip()
     if text == RELEASE:
         return RELEASE
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise ConfigError(f"{tracker} should hold an iteration number or '{RELEASE}'; it holds {text[:40]!r}")
     return int(text)
 
@@ -107,9 +106,14 @@ def _manifest(root: Path) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"the checkpoint {folder} is in Megatron's format; `hal convert` makes one of HAL's from it")
     try:
         manifest = json.loads(path.read_text())
-        whole = manifest["sha256"][MANIFEST] == state_checksum(manifest["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sums, state = manifest["sha256"], manifest["state"]
+        whole = sums[MANIFEST] == state_checksum(state)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise HalError(f"the checkpoint {folder} cannot be read: {error}{_way_out(folder)}") from None
+    if not (isinstance(sums, dict) and all(n.isascii() and isinstance(s, str) for n, s in sums.items())):
+        raise HalError(f"{path}: sha256 should hold a checksum for each file{_way_out(folder)}")
+    if not isinstance(state, dict) or type(state.get("iteration")) is not int or state["iteration"] < 0:
+        raise HalError(f"{path}: state should be an object with the number of an iteration{_way_out(folder)}")
     if not whole:
         raise HalError(f"the checkpoint file {path} is damaged{_way_out(folder)}")
     return folder, manifest
@@ -132,7 +136,7 @@ def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[st
     Weights come from their float32 copies where either side has some: a model of another precision starts as exactly
     as it can. The 16-bit weights themselves are for the caller to round. moments: the optimizer's too.
     """
-    stored = _stored(folder)
+    stored = stored_tensors(folder)
     masters = {n.removeprefix(FP32): x for n, x in tensors.items() if n.startswith(FP32)}
     weights = masters or {n: x for n, x in tensors.items() if not n.startswith("optimizer.")}
     found = {FP32 + n if FP32 + n in stored else n: x for n, x in weights.items()}
@@ -141,22 +145,16 @@ def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[st
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
     """Fills `tensors` in place, each rank its own. Raises HalError for names or shapes the checkpoint does not have."""
-    stored = _stored(folder)
+    stored = stored_tensors(folder)
     for name, tensor in tensors.items():
-        size = getattr(stored.get(name), "size", None)
-        if size is None or tuple(size) != tuple(tensor.shape):
-            found = "nothing" if size is None else f"shape {tuple(size)}"
+        info = stored.get(name)
+        if info is None or tuple(info.size) != tuple(tensor.shape):
+            found = "nothing" if info is None else f"shape {tuple(info.size)}"
             raise HalError(
                 f"the checkpoint {folder} has {found} for {name}, this model {tuple(tensor.shape)}; "
                 f"give the model options it was saved with"
             )
-    with torch.no_grad():
-        # Each rank reads what it needs on its own: some hold pieces that others do not.
-        dcp.load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
-
-
-def _stored(folder: Path) -> Mapping[str, Any]:
-    return SafeReader(folder).read_metadata().state_dict_metadata
+    read_tensors(folder, tensors)
 
 
 def file_checksum(path: Path) -> str:

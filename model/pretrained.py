@@ -28,7 +28,7 @@ from .inference import Engine
 from .parallel.plan import make_plan
 from .tokenizer import Tokenizer, build_tokenizer
 from .train import local_device
-from .unpickle import SafeReader
+from .unpickle import stored_tensors
 
 WHERE = ("backend", "simulate", "fallback", "pin", "nproc_per_node", "load")
 LAYOUT = (
@@ -116,7 +116,7 @@ def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare:
     device = local_device() if mesh is not None else hal.device()
     engine = Engine.build(config, made.vocab_size, device, mesh, plan)
     engine.load(folder)
-    return Pretrained(config, engine, made, int(state["iteration"]), state["config"], prepared)
+    return Pretrained(config, engine, made, state["iteration"], state["config"], prepared)
 
 
 def config_of(
@@ -165,6 +165,9 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     unknown = sorted(set(stored) - set(known))
     if unknown:
         raise HalError(f"the checkpoint {folder} was made by another version of HAL, with the options {unknown}")
+    padded = stored.get("padded_vocab_size")
+    if padded is not None and (type(padded) is not int or padded < 1):
+        raise HalError(f"the checkpoint {folder}: padded_vocab_size should be a count; found {padded!r}")
     where = f"the checkpoint {folder}: --"
     values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
     values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
@@ -173,15 +176,15 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _require_stored(config: Config, folder: Path) -> None:
     """Raises HalError, before anything is allocated, unless the checkpoint holds the model its options describe."""
-    stored = SafeReader(folder).read_metadata().state_dict_metadata
+    stored = stored_tensors(folder)
     if config.num_layers > len(stored):  # or a model of a billion layers would be built to look at
         raise HalError(
             f"the checkpoint {folder} says it has {config.num_layers} layers; it holds {len(stored)} tensors"
         )
     for name, shape in shapes(config).items():
-        size = getattr(stored.get(name), "size", None)
-        if size is None or tuple(size) != shape:
-            found = "nothing" if size is None else f"shape {tuple(size)}"
+        info = stored.get(name)
+        if info is None or tuple(info.size) != shape:
+            found = "nothing" if info is None else f"shape {tuple(info.size)}"
             raise HalError(f"the checkpoint {folder} has {found} for {name}; the model of its options has {shape}")
 
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import LATEST, RELEASE, folder_of, tracked
 from ..files import publish_folder, write_text
-from ..unpickle import SafeReader, load_state
-from .megatron_args import args_of, options_of, tokenizer_of
+from ..unpickle import empty_tensors, load_state, read_tensors, stored_tensors
+from .megatron_args import args_of, options_of, saved_args, tokenizer_of
 from .megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
 from .weights import OUTPUT, Weights, common_dtype, require
 
@@ -49,21 +47,14 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         backend = None
     require(backend == "torch_dist", f"{folder} is stored by {backend!r}; torch_dist can be read")
     common = load_state(folder / "common.pt")
-    args = common.get("args") if isinstance(common, dict) else None
-    require(args is not None, f"{folder / 'common.pt'} says nothing of the model: it has no args")
-    args = args if isinstance(args, dict) else vars(args)
+    args, iteration, _ = saved_args(common, folder / "common.pt")
     options = options_of(args)
-    tensors: dict[str, Tensor] = {}
-    for name, info in SafeReader(folder).read_metadata().state_dict_metadata.items():
-        if name.startswith(_PREFIXES) and isinstance(info, TensorStorageMetadata):
-            tensors[name] = torch.empty(info.size, dtype=info.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
+    tensors = empty_tensors(folder, {n: info for n, info in stored_tensors(folder).items() if n.startswith(_PREFIXES)})
+    read_tensors(folder, tensors)
     apart = from_megatron_core(unstack_layers(tensors))
     if not options.get("untie_embeddings_and_output_weights"):
         apart.pop(OUTPUT, None)
-    weights = Weights(options, common_dtype(apart), tokenizer_of(args), int(common.get("iteration") or 0))
+    weights = Weights(options, common_dtype(apart), tokenizer_of(args), iteration)
     weights.check()
     weights.cut(weights.vocabulary if vocabulary is None else vocabulary)
     return weights

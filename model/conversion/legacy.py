@@ -19,7 +19,7 @@ from ..files import publish_folder, write_text
 from ..layers import Shard
 from ..unpickle import load_state
 from .layout import reorder_legacy_qkv
-from .megatron_args import args_of, options_of, tokenizer_of
+from .megatron_args import args_of, options_of, saved_args, tokenizer_of
 from .megatron_core import from_megatron_core, to_megatron_core
 from .weights import OUTPUT, WORD, ConversionError, Weights, common_dtype, require
 
@@ -56,27 +56,26 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     require(folder is not None, f"{root} has no mp_rank_* folders")
     assert folder is not None
     states = _states(folder)
-    first = states[0, 0]
-    args = first.get("args")
-    require(args is not None, f"{folder} says nothing of its model: it has no args")
-    args = vars(args) if not isinstance(args, Mapping) else args
+    args, iteration, version = saved_args(states[0, 0], folder / "mp_rank_00*" / _FILE)
     tp, pp = 1 + max(t for t, _ in states), 1 + max(p for _, p in states)
     for name, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
         said = args.get(name, args.get("model_parallel_size") if name.startswith("tensor") else 1)
         require(said in (None, size), f"{folder} has the files of {size} ranks; its args say {name} = {said}")
     options = options_of(args)
     gated = bool(options.get("swiglu"))
-    version = float(first.get("checkpoint_version", 0.0))
     tensors: dict[str, Tensor] = {}
     for stage in range(pp):
-        parts = [_stage(states[rank, stage], options, args, stage, pp, version) for rank in range(tp)]
-        names = [set(part) for part in parts]
-        require(all(n == names[0] for n in names), f"{folder}: the ranks of stage {stage} hold different tensors")
-        for name in parts[0]:
-            tensors.setdefault(name, _whole([part[name] for part in parts], shard_of(name, gated)))
+        try:
+            parts = [_stage(states[rank, stage], options, tp, stage, pp, version) for rank in range(tp)]
+            names = [set(part) for part in parts]
+            require(all(n == names[0] for n in names), f"{folder}: the ranks of stage {stage} hold different tensors")
+            for name in parts[0]:
+                tensors.setdefault(name, _whole([part[name] for part in parts], shard_of(name, gated)))
+        except (RuntimeError, IndexError) as error:
+            raise ConversionError(f"{folder}: a tensor does not have the shape that args ask for: {error}") from None
     if not options.get("untie_embeddings_and_output_weights"):
         tensors.pop(OUTPUT, None)  # the last stage's copy of the tied weight
-    weights = Weights(options, common_dtype(tensors), tokenizer_of(args), int(first.get("iteration") or 0))
+    weights = Weights(options, common_dtype(tensors), tokenizer_of(args), iteration)
     weights.check()
     weights.cut(weights.vocabulary if vocabulary is None else vocabulary)
     return weights
@@ -134,13 +133,13 @@ def _states(folder: Path) -> dict[tuple[int, int], Mapping[str, Any]]:
     require(not missing, f"{folder} lacks the files of (tensor, pipeline) ranks {missing[:4]}")
     found = {at: load_state(path) for at, path in places.items()}
     for at, state in found.items():
-        model = isinstance(state, dict) and (state.get("model") or state.get("model0"))
+        model = isinstance(state, dict) and state.get("model", state.get("model0"))
         require(isinstance(model, Mapping), f"{places[at]} holds no model")
     return found
 
 
 def _stage(
-    state: Mapping[str, Any], options: Mapping[str, Any], args: Mapping[str, Any], stage: int, pp: int, version: float
+    state: Mapping[str, Any], options: Mapping[str, Any], tp: int, stage: int, pp: int, version: float
 ) -> dict[str, Tensor]:
     """One rank's tensors under HAL's names."""
     chunks = [state["model"]] if "model" in state else [state[f"model{n}"] for n in range(_count(state))]
@@ -149,15 +148,18 @@ def _stage(
     for number, chunk in enumerate(chunks):
         flat = _flat(chunk)
         if any(name.startswith("language_model.") for name in flat):
-            flat = _renamed(flat, options, args, version)
+            flat = _renamed(flat, options, tp, version)
         found.update(from_megatron_core(flat, first_layer=(number * pp + stage) * layers))
     for name, tensor in found.items():
-        require(isinstance(tensor, Tensor), f"{name} is no tensor")
+        good = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        # A view may repeat what is stored without end.
+        good = good and tensor.nbytes <= tensor.untyped_storage().nbytes()
+        require(good, f"{name} is no tensor, or none with all its numbers")
     return found
 
 
 def _count(state: Mapping[str, Any]) -> int:
-    return sum(1 for name in state if re.fullmatch(r"model\d+", str(name)))
+    return next(n for n in range(len(state) + 1) if f"model{n}" not in state)
 
 
 def _flat(tree: Any, prefix: str = "", depth: int = 0) -> dict[str, Any]:
@@ -171,13 +173,9 @@ def _flat(tree: Any, prefix: str = "", depth: int = 0) -> dict[str, Any]:
     return found
 
 
-def _renamed(
-    flat: Mapping[str, Any], options: Mapping[str, Any], args: Mapping[str, Any], version: float
-) -> dict[str, Any]:
+def _renamed(flat: Mapping[str, Any], options: Mapping[str, Any], tp: int, version: float) -> dict[str, Any]:
     """Names of before megatron-core as today's."""
-    heads = options["num_attention_heads"] // int(
-        args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
-    )
+    heads = options["num_attention_heads"] // tp
     head = options.get("kv_channels") or options["hidden_size"] // options["num_attention_heads"]
     found = {}
     for name, tensor in flat.items():
@@ -185,6 +183,7 @@ def _renamed(
         match = _LAYER.fullmatch(short)
         if match and match[2] in _OLD:
             if "query_key_value" in match[2]:
+                require(isinstance(tensor, Tensor), f"{name} is no tensor")
                 tensor = reorder_legacy_qkv(tensor, heads, head, version)
             found[f"decoder.layers.{match[1]}.{_OLD[match[2]]}.{match[3]}"] = tensor
         elif match_final := re.fullmatch(r"(?:encoder|transformer)\.final_(?:layer)?norm\.(weight|bias)", short):

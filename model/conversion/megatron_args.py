@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..arguments import convert
 from ..config import Config
@@ -64,6 +67,22 @@ _NOT_EVEN_ONE = {
 }
 
 
+def saved_args(state: Any, where: Path) -> tuple[Mapping[str, Any], int, float]:
+    """(args, iteration, checkpoint_version) of a checkpoint's file. Raises ConversionError for other types."""
+    require(isinstance(state, Mapping), f"{where} holds no dictionary; found {type(state).__name__}")
+    args = state.get("args")
+    require(args is not None, f"{where} says nothing of its model: it has no args")
+    args = vars(args) if isinstance(args, argparse.Namespace) else args
+    good = isinstance(args, Mapping) and not any(isinstance(value, torch.Tensor) for value in args.values())
+    require(good, f"{where}: args should be options by name; found {type(args).__name__}")
+    iteration, version = state.get("iteration"), state.get("checkpoint_version", 0.0)
+    iteration = 0 if iteration is None else iteration
+    require(type(iteration) is int and iteration >= 0, f"{where}: iteration should be a number; found {iteration!r}")
+    known = isinstance(version, (int, float)) and 0 <= version < 100
+    require(known, f"{where}: checkpoint_version should be a number; found {version!r}")
+    return args, iteration, float(version)
+
+
 def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """A Config's model options. Raises ConversionError for what HAL's model has not, or values of a wrong type."""
     for name, what in _FOREIGN.items():
@@ -97,7 +116,7 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
 def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer options that HAL has too."""
     kind = args.get("tokenizer_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         return {}
     read = {*KINDS[kind].needs, *KINDS[kind].takes}
     found = {name: args.get(name) for name in OPTIONS if name in read and isinstance(args.get(name), (int, str))}

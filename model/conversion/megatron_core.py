@@ -103,6 +103,8 @@ def unstack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name):
             rest = name.removeprefix("decoder.layers.")
+            if tensor.dim() < 2:
+                raise HalError(f"{name} has shape {tuple(tensor.shape)}, which is no stack of the layers' tensors")
             found.update({f"decoder.layers.{n}.{rest}": part for n, part in enumerate(tensor)})
         else:
             found[name] = tensor

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import checkpoint
 from ..config import ConfigError
 from ..gpt import shapes
@@ -14,8 +12,8 @@ from ..pretrained import TOKENIZER, model_options, saved_options
 from ..saving import save
 from ..tokenizer import build_tokenizer
 from ..trainer import options
-from ..unpickle import SafeReader
-from .weights import ConversionError, Weights
+from ..unpickle import empty_tensors, stored_tensors
+from .weights import Weights
 
 
 def read(root: Path, *, vocabulary: int | None = None) -> Weights:
@@ -27,14 +25,10 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         {n: v for n, v in saved.items() if n in model_options() and n not in ("bf16", "fp16")},
         {},
         {n: v for n, v in saved.items() if n in TOKENIZER},
-        int(state.get("iteration", 0)),
+        state["iteration"],
     )
-    stored = SafeReader(folder).read_metadata().state_dict_metadata
-    for name, meta in stored.items():
-        if not name.startswith("optimizer."):
-            if not hasattr(meta, "size"):
-                raise ConversionError(f"the checkpoint {folder} holds {name}, which is no tensor")
-            weights.tensors[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
+    stored = {n: info for n, info in stored_tensors(folder).items() if not n.startswith("optimizer.")}
+    weights.tensors = empty_tensors(folder, stored)
     checkpoint.load_tensors(folder, weights.tensors)
     weights.check()
     weights.cut(_vocabulary(weights, folder) if vocabulary is None else vocabulary)

@@ -137,7 +137,7 @@ def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
     before = start(tiny(seed=3))
     before.step()
     weights = {n: p.detach().clone() for n, p in before.model.named_parameters()}
-    saving.save(tmp_path, RELEASE, weights, {"rng": [3, 0]})
+    saving.save(tmp_path, RELEASE, weights, {"iteration": 0, "rng": [3, 0]})
     assert (tmp_path / checkpoint.LATEST).read_text() == "release\n" and (tmp_path / "release").is_dir()
     for low in ({}, {"bf16": True}):
         after = start(tiny(load=str(tmp_path), seed=9, **low))

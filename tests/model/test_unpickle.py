@@ -21,7 +21,7 @@ class Bomb:
 
 def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
     tensors = {"a": torch.arange(6.0).view(2, 3)}
-    folder = save(tmp_path / "ck", 3, tensors, {"config": {}})
+    folder = save(tmp_path / "ck", 3, tensors, {"iteration": 3, "config": {}})
     mine = {"a": torch.zeros(2, 3)}
     checkpoint.load_tensors(folder, mine)
     assert torch.equal(mine["a"], tensors["a"])
