@@ -12,6 +12,7 @@ import contextlib
 import math
 import pathlib
 import pickle
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -81,19 +82,30 @@ def load_state(path: Path) -> Any:
         magic = file.read(4)
     try:
         zipped = magic[:2] == b"PK"  # what torch writes since 1.6; only there can the names be looked at before
-        with _only([]):
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        with _only([*allowed, *((Inert, n) for n in unknown if n.startswith(_IGNORED))]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with _only(allowed):
+                unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+            foreign = [n for n in unknown if not n.startswith(_IGNORED)]
+            if foreign:
+                raise _unsafe(path, ", ".join(sorted(foreign)[:5]))
+            with _only([*allowed, *((Inert, n) for n in unknown)]):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except UnsafeFile:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        if "Unsupported" in reason or "blocked" in reason or "not an allowed global" in reason:
-            start = max(0, reason.find("Unsupported"))
-            raise UnsafeFile(
-                f"{path} holds more than tensors and settings, and reading it could run code: "
-                f"{reason[start : start + 160]}. It was not read; save the model's state dict alone, or as safetensors"
-            ) from None
+        named = re.search(r"GLOBAL (\S+)", reason)
+        if named or "Unsupported operand" in reason or "not an allowed" in reason:
+            raise _unsafe(path, named[1] if named else reason[-160:]) from None
         raise HalError(f"{path} is no file of torch.save, or a damaged one: {reason[:200]}") from None
+
+
+def _unsafe(path: Path, what: str) -> UnsafeFile:
+    return UnsafeFile(
+        f"{path} holds more than tensors and settings, and reading it could run code: it wants {what}. It was not "
+        "read; save the model's state dict alone, or as safetensors"
+    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_a_pickle_that_would_run_something_is_not_run(zipped: bool, tmp_path: Pa
         with pytest.raises(HalError, match=r"could run code: .*open"):
             legacy.read(tmp_path)
         assert not bomb.exists()
+
+
+class _Shell:
+    def __reduce__(self) -> Any:
+        return (os.system, ("exit 1",))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_refusal_of_a_pickle_names_what_it_wants(zipped: bool, tmp_path: Path, recwarn: Any) -> None:
+    path = legacy.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    torch.save({**state, "rerun": _Shell()}, path, _use_new_zipfile_serialization=zipped)
+    recwarn.clear()
+    with pytest.raises(HalError, match=rf"could run code: it wants {os.system.__module__}\.system\. It was not read"):
+        legacy.read(tmp_path)
+    assert not recwarn.list
 
 
 def test_an_index_that_would_run_something_is_not_run(tmp_path: Path) -> None:
