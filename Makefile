@@ -31,6 +31,7 @@ test-slow: $(READY)  ## what the fast suite leaves out, and the simulators
 
 test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
 	$(SIM)/bin/python -m pytest tests/backends/npu tests/backends/cuda
+	$(SIM)/bin/python -m pytest tests/model/megatron/test_quickstart.py -k npu
 
 $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)
