@@ -15,9 +15,12 @@ from hal import Rng, ops
 
 from .config import ConfigError
 from .gpt import GPT
-from .inference import Engine
+from .inference import NOT_FINITE, Engine, NotFinite
 from .sampling import Sampling
 from .tokenizer import Tokenizer
+
+_NONE = -1
+"""In place of an id where none can be chosen."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def stream(
 
     rngs: a stream per prompt. logprobs: how many of the likeliest tokens to tell. All ranks call this alike and get the
     same tokens. Prompts of different lengths share a batch: shorter ones begin to continue while the longer ones are
-    still read, so nothing is padded or masked. Raises ConfigError for an empty prompt or an id outside the vocabulary.
+    still read, so nothing is padded or masked. Raises ConfigError for an empty prompt or an id outside the vocabulary,
+    NotFinite on every rank if the model's logits are not numbers to choose by.
     """
     _check(engine, prompts)
     if count < 1:
@@ -152,10 +156,15 @@ def _choose(
         for at, (row, rng) in enumerate(rngs.items()):
             uniform = 0.0 if sampling.greedy else float(ops.philox_uniform((1,), rng, device=engine.device))
             x = logits[row].float().cpu()
+            if not bool(x.isfinite().all()):
+                ids[at, 0] = _NONE
+                continue
             ids[at, 0] = sampling.choose(x, uniform)
             known = torch.log_softmax(x, -1)
             ids[at, 1:] = known.topk(logprobs).indices
             logs[at] = known[ids[at]]
     told_ids = engine.agree(None if logits is None else ids, ids).tolist()
+    if any(i[0] == _NONE for i in told_ids):
+        raise NotFinite(f"no token can be chosen, because the logits are not finite{NOT_FINITE}")
     told_logs = engine.agree(None if logits is None else logs, logs).tolist()
     return [Token(row, i[0], p[0], tuple(zip(i[1:], p[1:]))) for row, i, p in zip(rngs, told_ids, told_logs)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hal import Comm, Message, ops
+from hal import Comm, HalError, Message, ops
 from hal.mesh import Mesh
 
 from . import checkpoint
@@ -24,6 +24,13 @@ from .parallel.pieces import Piece, piece
 from .parallel.plan import Plan
 
 _WORD, _COPY = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+NOT_FINITE = ": the weights hold NaN or infinite values, or --dtype is too narrow for them"
+
+
+class NotFinite(HalError):
+    """The model's numbers are infinite or not a number. Raised by every rank alike, which can go on."""
 
 
 class Engine:
@@ -183,11 +190,14 @@ class Engine:
         return share
 
     def total(self, shares: Tensor) -> Tensor:
-        """The sum of every rank's shares, on the CPU of every rank."""
+        """The sum of every rank's shares, on the CPU of every rank. Raises NotFinite for losses that are no numbers."""
         self.settle()
-        if self.mesh is None or self.mesh.world.size == 1:
-            return shares.cpu()
-        return self.mesh.world.all_reduce(shares).cpu()
+        alone = self.mesh is None or self.mesh.world.size == 1
+        whole = shares.cpu() if alone else self.mesh.world.all_reduce(shares).cpu()
+        bad = int((~whole.isfinite().all(-1)).sum())
+        if bad:
+            raise NotFinite(f"the losses of {bad} of {len(whole)} sequences are not finite{NOT_FINITE}")
+        return whole
 
     def _likeliest(self, logits: Tensor, start: int) -> Tensor:
         """Ids [s, b] with the largest logit over all tensor-parallel ranks."""

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .config import ConfigError
 
+LOWEST = 1e-4
+"""The lowest temperature above 0: logits divided by less may overflow, and the likeliest token is what is left."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -26,6 +29,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"the temperature must be a number of at least 0; found {self.temperature}")
+        if 0.0 < self.temperature < LOWEST:
+            raise ConfigError(
+                f"the temperature must be at least {LOWEST}, or 0, which takes the likeliest token; "
+                f"found {self.temperature}"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top-k must be a number of tokens, or 0 for all; found {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:

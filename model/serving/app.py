@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from ..inference import NotFinite
 from .protocol import Answers, BadRequest, Completion, parse, prompts_of
 from .worker import Job, Piece, Worker
 
@@ -175,6 +176,8 @@ async def _gone(request: Request, job: Job) -> None:
 
 
 def _failure(error: Exception) -> BadRequest:
+    if isinstance(error, NotFinite):
+        return BadRequest(str(error), None, 500)
     return BadRequest(f"the model failed: {type(error).__name__}; the server's log has more", None, 500)
 
 

@@ -107,6 +107,10 @@ def parse(body: bytes) -> Completion:
         raise BadRequest("echo with logprobs is not supported: log-probabilities are of generated tokens", "echo")
     if set(asked.stream_options or ()) - {"include_usage"} or (asked.stream_options and not asked.stream):
         raise BadRequest("stream_options takes include_usage only, with stream", "stream_options")
+    try:
+        _ = asked.sampling
+    except ConfigError as error:
+        raise BadRequest(str(error), "temperature") from None
     if len(asked.stops) > MOST_STOPS or not all(asked.stops):
         raise BadRequest(f"stop takes at most {MOST_STOPS} texts, none of them empty", "stop")
     return asked

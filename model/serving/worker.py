@@ -5,6 +5,7 @@ On several ranks, the leader's worker tells the others what to run, and all of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ..checkpoint import told_text
 from ..generate import Token, stream
+from ..inference import NotFinite
 from ..pretrained import Pretrained
 from ..prompting import Pieces, rng_of
 from ..sampling import Sampling
@@ -106,6 +108,9 @@ class Worker:
             try:
                 run(self.model, job)
                 job.emit(None)
+            except NotFinite as error:
+                print(f"hal serve: {error}", file=sys.stderr)
+                job.emit(error)
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 job.emit(error)
@@ -120,7 +125,8 @@ def follow(model: Pretrained) -> None:
     assert model.engine.mesh is not None
     while text := told_text(model.engine.mesh.world, "", 0):
         if text != _IDLE:
-            run(model, Job.of(text))
+            with contextlib.suppress(NotFinite):  # the leader raises it too, and answers
+                run(model, Job.of(text))
 
 
 def run(model: Pretrained, job: Job) -> None:

@@ -11,7 +11,7 @@ from hal.model.config import Config, ConfigError
 from hal.model.flops import flops_per_token, visible_pairs
 from hal.model.generate import complete, context_start, generate, stream
 from hal.model.gpt import GPT
-from hal.model.inference import Engine
+from hal.model.inference import Engine, NotFinite
 from hal.model.sampling import Sampling
 from hal.model.tokenizer import NullTokenizer
 
@@ -163,3 +163,11 @@ def test_flops_are_three_times_the_forwards_products():
     padded = replace(config, num_layers=4, noop_layers=("0", "3"))
     padded.set_vocabulary(128)
     assert flops_per_token(padded) == flops_per_token(config), "layers that do nothing cost nothing"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(model, value, temperature):
+    model.decoder.final_layernorm.weight[3] = value
+    with pytest.raises(NotFinite, match="the logits are not finite: the weights hold NaN"):
+        generate(model, NullTokenizer(100), [1, 2, 3], 5, temperature=temperature, rng=hal.Rng(0))

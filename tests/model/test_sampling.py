@@ -69,3 +69,11 @@ def test_numbers_out_of_range_are_refused(wrong):
 def test_what_would_be_ignored_is_refused():
     with pytest.raises(ConfigError, match="would be ignored"):
         Sampling(temperature=0.0, top_k=5)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-38, 9e-5])
+def test_a_temperature_too_low_to_divide_by_says_what_to_do(temperature):
+    with pytest.raises(ConfigError, match=r"at least 0\.0001, or 0, which takes the likeliest token"):
+        Sampling(temperature)
+    far = torch.tensor([-1e30, 3e38, -3e38])  # about the largest logits of float32
+    assert Sampling(1e-4).choose(far, 1 - 2**-24) == 1

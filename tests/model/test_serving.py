@@ -258,6 +258,71 @@ def test_a_model_that_fails_is_a_servers_error_and_the_next_request_works(serve,
     assert "a secret of the machine" in capsys.readouterr().err
 
 
+def test_logits_that_are_no_numbers_are_this_requests_error(serve, model, capsys):
+    port, weight = serve(), model.engine.model.decoder.final_layernorm.weight
+    whole = weight.clone()
+    weight.fill_(float("nan"))
+    for more in ({}, {"temperature": 0.0}):
+        status, answer = post(port, {"prompt": "x", **more})
+        assert status == 500 and "the logits are not finite" in answer["error"]["message"]
+    weight.copy_(whole)
+    assert post(port, {"prompt": "x"})[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+    status, answer = post(port, {"prompt": "x", "temperature": 1e-320})
+    assert (
+        status == 400 and answer["error"]["param"] == "temperature" and "at least 0.0001" in answer["error"]["message"]
+    )
+
+
+def _serve_two(options):
+    """Two ranks serve a job that fails and one that works; how many tokens the second made on each."""
+    import hal
+    from hal.mesh import Layout, Mesh
+    from hal.model.serving.worker import Job, follow
+
+    hal.use("cpu_ref")
+    mesh = Mesh(Layout(tp=2), hal.backend(), timeout=60.0)
+    config = Config(**options)
+    config.set_vocabulary(257)
+    from hal.model.parallel.plan import make_plan
+
+    engine = Engine.build(config, 257, torch.device("cpu"), mesh, make_plan(config, 2))
+    model = Pretrained(config, engine, BYTES, 0, {})
+    weight = engine.model.decoder.final_layernorm.weight
+    whole = weight.clone()
+    weight.fill_(float("nan"))
+    told = []
+    stream = worker_module.stream
+
+    def healed(*args, **more):  # the second job finds a whole model, on both ranks
+        try:
+            yield from stream(*args, **more)
+        finally:
+            weight.copy_(whole)
+
+    worker_module.stream = healed
+    if mesh.rank:
+        follow(model)
+        return ["followed"]
+    worker = Worker(model, 4)
+    worker.start()
+    for _ in range(2):
+        worker.submit(Job([[1, 2]], 1, 3, Sampling(0.0), 0, (), 0, told.append))
+    worker.stop()
+    return [type(x).__name__ for x in told]
+
+
+@pytest.mark.slow
+def test_one_such_request_does_not_end_the_other_ranks():
+    options = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
+    options |= {"tensor_model_parallel_size": 2}
+    from hal.testing.processes import run_processes
+
+    led, followed = run_processes(2, _serve_two, options)
+    assert followed == ["followed"]
+    assert led[0] == "NotFinite" and led[-1] == "NoneType" and "Piece" in led[1:-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["--nproc-per-node", "2", "--tensor-model-parallel-size", "2"]])
 def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_path, cpu_ref):

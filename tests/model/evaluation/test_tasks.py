@@ -12,7 +12,7 @@ from hal.model.config import Config, ConfigError
 from hal.model.evaluation.scoring import Example, Measured, mean, per_token, perplexity, score
 from hal.model.evaluation.tasks import detokenise_wikitext, lambada, wikitext
 from hal.model.gpt import GPT
-from hal.model.inference import Engine
+from hal.model.inference import Engine, NotFinite
 from hal.model.tokenizer import ByteTokenizer, NullTokenizer
 
 BYTES, LENGTH = ByteTokenizer(), 24
@@ -168,3 +168,11 @@ def test_standard_errors():
     assert sum(r.stderr for r in runs) / len(runs) == pytest.approx(spread, rel=0.05)
     assert perplexity(Measured(1.0, 0.1), 2.0) == Measured(math.exp(2), pytest.approx(0.2 * math.exp(2)))
     assert perplexity(Measured(50.0, None)).value == math.exp(20)
+
+
+def test_losses_that_are_no_numbers_are_an_error(engine):
+    examples = [Example((1, 2, 3), 2), Example((4, 5), 1)]
+    with torch.no_grad():
+        engine.model.embedding.word_embeddings.weight[4] = float("nan")
+    with pytest.raises(NotFinite, match="the losses of 2 of 2 sequences are not finite"):
+        score(engine, examples, batch=1)
