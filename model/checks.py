@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import chain
 
@@ -18,15 +18,38 @@ from .tokenizer import OPTIONS, missing_options, readers
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first problem."""
-    rules = (_numbers, _shape, _training, _ignored, _parallel)
-    # Lazily: later rules may divide by numbers that earlier ones have checked.
-    for problem in chain.from_iterable(rule(config) for rule in rules):
-        raise ConfigError(problem)
+    _require(config, _numbers, _shape, _training, lacking, _ignored, _parallel)
+
+
+def check_given(config: Config) -> None:
+    """As `check`, of a configuration to look at: what is still to be given (`lacking`) may be absent."""
+    _require(config, _numbers, _shape, _training, _ignored, lambda c: problems(c, world_size(c) + processes_lacking(c)))
 
 
 def check_model(config: Config) -> None:
     """Raises ConfigError with the first problem of the model's own options, whatever it is used for."""
-    for problem in chain.from_iterable(rule(config) for rule in (_numbers, _shape)):
+    _require(config, _numbers, _shape)
+
+
+def lacking(c: Config) -> Iterator[str]:
+    """What a run needs and nobody gave."""
+    missing = missing_options(c)
+    if missing is not None:
+        yield missing
+    if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path):
+        yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
+
+
+def processes_lacking(c: Config) -> int:
+    """How many more processes one replica needs than there are, where nobody said how many are to be started."""
+    told = "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
+    replica = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
+    return 0 if told else max(0, replica - world_size(c))
+
+
+def _require(config: Config, *rules: Callable[[Config], Iterator[str]]) -> None:
+    # Lazily: later rules may divide by numbers that earlier ones have checked.
+    for problem in chain.from_iterable(rule(config) for rule in rules):
         raise ConfigError(problem)
 
 
@@ -103,11 +126,6 @@ def _training(c: Config) -> Iterator[str]:
         yield f"{given[0]} and {given[1]} contradict each other; give one"
     if c.eval_interval and c.train_data_path and not c.valid_data_path:
         yield "--eval-interval needs validation data; give --valid-data-path beside --train-data-path"
-    missing = missing_options(c)
-    if missing is not None:
-        yield missing
-    if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path):
-        yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
     for pin in c.pin:
         if "=" not in pin:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 _USAGE = """usage: hal config show [options of `hal train`]
 
 Prints the merged configuration as YAML, every value with its origin: the command line, a file's key, a variable of the
-environment, a default, or derived from others. What is wrong is refused as `hal train` would."""
+environment, a default, or derived from others. What is wrong is refused as `hal train` would; what it would still
+need (data, a vocabulary) is said at the end."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,9 +31,10 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] != "show":
         print(f"hal config: there is no command '{argv[0]}'; commands: show", file=sys.stderr)
         return 2
-    from hal.model.arguments import GROUPS, parse
+    from hal.model.arguments import GROUPS, build, read
+    from hal.model.checks import check_given
     from hal.model.configuration.show import describe
 
-    for line in describe(parse(argv[1:]), GROUPS):
+    for line in describe(build(read(argv[1:]), check_given), GROUPS):
         print(line)
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from ..checks import lacking, processes_lacking, world_size
 from ..config import Config
 
 
@@ -31,6 +32,12 @@ def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
     if config.notes:
         yield "\n# taken, and without effect"
         yield from (f"# {note}" for note in config.notes)
+    needed, more = list(lacking(config)), processes_lacking(config)
+    if more:
+        needed.append(f"processes: at least {world_size(config) + more}, by --nproc-per-node or a launcher")
+    if needed:
+        yield "\n# still to be given"
+        yield from (f"# {need}" for need in needed)
 
 
 def _text(value: Any) -> str:

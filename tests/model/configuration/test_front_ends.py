@@ -374,6 +374,28 @@ def test_show_prints_every_value_with_its_origin_and_reads_back(tmp_path, capsys
     assert again == first and again.data_path == ("0.5", "a", "0.5", "b c")
 
 
+@pytest.mark.parametrize("name", sorted(p.stem for p in READY.glob("*.yaml")))
+def test_show_needs_no_data_and_says_what_a_run_would(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["config", "show", "--config", name]) == 0
+    out = capsys.readouterr().out
+    needed = out.partition("\n# still to be given\n")[2]
+    assert ("give --data-path" in needed) == (name != "tiny")
+    assert ("processes: at least 32" in needed) == (name == "mindformers-38b")
+    if name != "tiny":
+        with pytest.raises(ConfigError, match="give --data-path"):
+            parse(["--config", name], {})
+    # What is wrong is refused all the same.
+    assert main(["config", "show", "--config", name, "--split", "1"]) == 2
+    # And with what it asked for, the text that was shown is a configuration.
+    (tmp_path / "shown.yaml").write_text(out)
+    if name == "mindformers-38b":
+        monkeypatch.setenv("WORLD_SIZE", "32")
+    data = [] if name == "tiny" else ["--data-path", "x"]
+    assert main(["config", "show", "--config", str(tmp_path / "shown.yaml"), *data]) == 0
+    assert "still to be given" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "argv, code", [([], 2), (["--help"], 0), (["print"], 2), (["show", "--config", "absent.yaml"], 2)]
 )
