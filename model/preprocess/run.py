@@ -86,8 +86,7 @@ def preprocess(job: Job, progress: Progress, complain: Callable[[str], None]) ->
                 raise ConfigError(f"{path} exists; remove it, or give another --output-prefix")
     encoder = Encoder(job.encoding)  # wrong vocabularies are found before workers start
     result = Result(targets)
-    make_folder(prefix.parent)
-    with StopRequest() as stop, _own_folder(prefix) as folder:
+    with StopRequest() as stop, _made(prefix.parent), _own_folder(prefix) as folder:
         writers = {key: _Writer(folder / key, encoder.tokenizer.vocab_size) for key in targets}
         began = time.perf_counter()
         try:
@@ -183,6 +182,20 @@ def _publish(folder: Path, targets: dict[str, Path]) -> None:
             path.unlink(missing_ok=True)
         raise
     sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; after a failure those that it made are gone again."""
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        make_folder(folder)
+        yield
+    except BaseException:
+        for path in new:
+            with contextlib.suppress(OSError):  # another run uses it by now
+                path.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -192,7 +193,7 @@ def test_a_broken_line_is_named_and_refused_or_skipped(tmp_path, line, words, wo
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "after"}\n')
     with pytest.raises(ConfigError, match=rf"c\.jsonl:2: .*{words}.*nothing was written") as caught:
         make(tmp_path, path, workers=workers)
-    assert "\n" not in str(caught.value) and list((tmp_path / "out").iterdir()) == []
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     result, skipped = make(tmp_path, path, on_error="skip", workers=workers)
     assert texts_of(result.prefixes["text"]) == ["good", "after"] and result.broken == 1
     assert len(skipped) == 1 and "c.jsonl:2: " in skipped[0]
@@ -219,10 +220,21 @@ def test_wrong_input(tmp_path, jsonl):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no text"):
         make(tmp_path, tmp_path / "empty.jsonl")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
     make(tmp_path, tmp_path / "corp*.jsonl")
     with pytest.raises(ConfigError, match="exists; remove it"):
         make(tmp_path, jsonl)
+
+
+def test_a_refused_run_leaves_no_folder_that_it_made(jsonl, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "old").mkdir()
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for place in ("new/deep/x", "old/newdir/x", "old/x"):
+        with pytest.raises(ConfigError, match="nothing was written"):
+            wanted = replace(job(tmp_path, tmp_path / "bad.jsonl"), output_prefix=str(tmp_path / place))
+            preprocess(wanted, lambda result, share: None, lambda message: None)
+        assert sorted(p.name for p in tmp_path.iterdir()) == before and not list((tmp_path / "old").iterdir())
 
 
 def test_a_failure_while_writing_leaves_nothing(jsonl, tmp_path, monkeypatch):
@@ -236,7 +248,7 @@ def test_a_failure_while_writing_leaves_nothing(jsonl, tmp_path, monkeypatch):
     monkeypatch.setattr(run.Path, "rename", fail)
     with pytest.raises(OSError):
         make(tmp_path, jsonl)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_and_a_running_one_is_left_alone(jsonl, tmp_path):
@@ -277,7 +289,7 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, workers):
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and f"stopped by {number.name}" in err and "Traceback" not in err
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -288,7 +300,7 @@ def test_a_killed_worker_is_an_error_and_leaves_nothing(jsonl, tmp_path, monkeyp
     began = time.monotonic()
     with pytest.raises(HalError, match="a worker was killed"):
         make(tmp_path, jsonl, workers=2)
-    assert time.monotonic() - began < 60 and list((tmp_path / "out").iterdir()) == []
+    assert time.monotonic() - began < 60 and not (tmp_path / "out").exists()
 
 
 def _die(raws):
