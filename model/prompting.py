@@ -48,9 +48,11 @@ def read_prompts(path: Path) -> list[str]:
     Raises ConfigError, with the line, for what cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # By "\n" alone: what else Python takes for the end of a line (U+2028, a form feed) may stand inside a prompt.
+        *lines, last = (line.removesuffix("\r") for line in path.read_bytes().decode().split("\n"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    lines += [last] if last else []
     if path.suffix != ".jsonl":
         return lines
     found = []

@@ -12,6 +12,7 @@ import pytest
 from test_pretrained import written
 
 from hal.cli.generate import main
+from hal.model.prompting import read_prompts
 
 
 @pytest.fixture
@@ -38,6 +39,18 @@ def test_prompts_from_the_command_line_a_file_and_the_pipe_say_the_same(
         assert run("--prompt-file", str(tmp_path / file), "--greedy") == (0, text)
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert run("--greedy") == (0, text)
+
+
+def test_only_a_newline_ends_a_prompt_of_a_file(tmp_path: Path) -> None:
+    prompts = ["a\u2028b\x0cc\x85d", "", " e\rf\x1c"]
+    (tmp_path / "p.txt").write_bytes("\n".join(prompts).encode())
+    (tmp_path / "dos.txt").write_bytes("\r\n".join([*prompts, ""]).encode())
+    rows = [json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts]
+    (tmp_path / "p.jsonl").write_bytes(("\n".join(rows) + "\n").encode())
+    for file in ("p.txt", "dos.txt", "p.jsonl"):
+        assert read_prompts(tmp_path / file) == prompts
+    (tmp_path / "empty.txt").touch()
+    assert read_prompts(tmp_path / "empty.txt") == []
 
 
 def test_a_conversation_on_a_terminal(run: Any, monkeypatch: Any) -> None:
