@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
+
+_MOST, _LEAST = 1e100, 1e-100
+"""Charts can still calculate with numbers in between; larger ones are gaps, smaller ones 0."""
 
 Rows = list[tuple[int, float]]
 """(iteration, value), by iteration."""
@@ -40,9 +42,9 @@ class Run:
     def throughput(self) -> Rows:
         """Tokens per second of each step."""
         batch, length = self.config.get("global_batch_size"), self.config.get("seq_length")
-        if not (isinstance(batch, int) and isinstance(length, int)):
+        if not (isinstance(batch, int) and isinstance(length, int) and 0 < batch * length < 1 << 62):
             return []
-        return [(n, batch * length / s) for n, s in self.step_seconds if s > 0]
+        return [(n, batch * length / s) for n, s in self.step_seconds if s > _LEAST]
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,18 @@ def _rows(path: Path, key: str, rows: Any) -> Rows:
     )
     if not good:
         raise ConfigError(f"{path} is no run's record: {key} should be a list of [iteration, value]")
+    for n, _ in rows:
+        if not 0 <= n < 1 << 53:
+            said = n if abs(n) < 1 << 62 else f"of {n.bit_length()} bits"
+            raise ConfigError(f"{path} is no run's record: {key} has an iteration {said}")
     known = [(n, _number(value)) for n, value in rows]
     return sorted((n, value) for n, value in known if value is not None)
 
 
 def _number(value: Any) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if good and math.isfinite(value) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < _MOST:
+        return None
+    return float(value) if abs(value) > _LEAST else 0.0
 
 
 def _json(path: Path) -> Any:

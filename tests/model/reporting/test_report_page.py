@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hal.cli.report import main
@@ -227,21 +228,64 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:
     assert out.read_text().startswith("<!doctype html>") and not list(tmp_path.glob(".*"))
 
 
+ABSURD = st.sampled_from(
+    [0, -1, 1, 2**53, 2**63, 10**400, -(10**400), 1e308, -1e308, 5e-324, 1e-300, float("nan"), float("inf"), True, "x"]
+)
+PLACES = ["losses", "grad_norms", "evaluations", "step_seconds", "config", *list(RECORD)[-3:]]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(place=st.sampled_from(PLACES), first=ABSURD, second=ABSURD, third=ABSURD)
+def test_absurd_numbers_are_shown_or_refused(
+    place: str, first: Any, second: Any, third: Any, tmp_path_factory: Any
+) -> None:
+    record = copy.deepcopy(RECORD)
+    if place == "config":
+        record["config"] |= {"global_batch_size": first, "seq_length": second, "hidden_size": third}
+    elif isinstance(record[place], list):
+        record[place] += [[first, second], [300, third]]
+    else:
+        record[place] = first
+    path = tmp_path_factory.mktemp("absurd") / "run.json"
+    path.write_text(json.dumps(record))
+    with contextlib.suppress(ConfigError):
+        Reader(build_page(read_runs([path]), [], "Runs"))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"losses": [[10**400, 1.0]]}, "losses has an iteration of 1329 bits"),
+        ({"losses": [[-1, 1.0]]}, "losses has an iteration -1"),
+        ({"step_seconds": [[2**53, 1.0]]}, "step_seconds has an iteration 9007199254740992"),
+    ],
+)
+def test_a_record_of_absurd_numbers_is_named(change: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.json is no run's record: {words}"):
+        read_runs([written(tmp_path, "one", **change)])
+
+
 @pytest.mark.slow
 def test_a_browser_shows_it(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("needs chromium, to see the page as a reader does")
     image = pytest.importorskip("PIL.Image", reason="needs Pillow, to look at the picture")
-    page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(page_of(tmp_path, {}, {"losses": [[n, 4.0] for n in range(1, 201)]}))
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    flags += "--disable-component-update --disable-sync --force-prefers-reduced-motion --window-size=1100,3000"
-    command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", str(page)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    seen = image.open(picture).convert("RGB")
-    counts = dict.fromkeys(COLOURS[:2], 0)
-    for count, rgb in seen.getcolors(1 << 24):
-        name = "#{:02x}{:02x}{:02x}".format(*rgb)
-        counts[name] = counts.get(name, 0) + count if name in counts else 0
-    assert all(counts[colour] > 500 for colour in COLOURS[:2]), counts
+    whole = page_of(tmp_path, {}, {"losses": [[n, 4.0] for n in range(1, 201)]})
+    # The same page without its curves: swatches and bars have the same colours.
+    emptied = re.sub("<(polyline|circle)[^>]*>", "", whole)
+    assert emptied != whole
+
+    def pixels(name: str, page: str) -> dict[str, int]:
+        (tmp_path / f"{name}.html").write_text(page)
+        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        flags += "--disable-component-update --disable-sync --force-prefers-reduced-motion --window-size=1100,3000"
+        profile, picture = f"--user-data-dir={tmp_path / 'profile'}", tmp_path / f"{name}.png"
+        command = [browser, *flags.split(), profile, f"--screenshot={picture}", str(tmp_path / f"{name}.html")]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        seen = image.open(picture).convert("RGB").getcolors(1 << 24)
+        counts = {"#{:02x}{:02x}{:02x}".format(*rgb): count for count, rgb in seen}
+        return {colour: counts.get(colour, 0) for colour in COLOURS[:2]}
+
+    drawn, left = pixels("whole", whole), pixels("emptied", emptied)
+    assert all(drawn[colour] - left[colour] > 500 for colour in COLOURS[:2]), (drawn, left)
