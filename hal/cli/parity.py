@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         made.error("--backends and --merge make a table; --json, --collectives and --todo are about one --backend")
     if (arguments.collectives or arguments.todo) and (arguments.html or arguments.markdown):
         made.error("--html and --markdown show the ops' results, not --collectives or --todo")
+    if arguments.todo and arguments.op:
+        made.error("--todo lists all ops that are missing; leave out --op")
     if arguments.todo:
         return _todo(arguments)
     if arguments.collectives:

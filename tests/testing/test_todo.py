@@ -89,6 +89,8 @@ def test_the_text_lists_what_is_missing_with_its_share():
 def test_a_complete_backend_is_told_so(capsys):
     assert todo("acme", list(hal.OPS), NEEDS).endswith("Nothing is missing.")
     assert main(["parity", "--backend", "cuda", "--todo"]) == 0  # needs no device
+    with pytest.raises(SystemExit, match="2"):
+        main(["parity", "--backend", "cuda", "--todo", "--op", "swiglu"])
     assert "Nothing is missing." in capsys.readouterr().out
 
 
