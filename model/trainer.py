@@ -49,6 +49,22 @@ class StepResult:
     seconds: float
 
 
+def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
+    """Raises HalError unless a checkpoint's state has what training continues from, as Trainer.state writes it."""
+    scaler, rng = state.get("loss_scaler"), state.get("rng")
+    numbers = {n: state.get(n) for n in ("consumed_samples", "skipped", "optimizer_steps")}
+    wrong = [n for n, value in numbers.items() if type(value) is not int or value < 0]
+    if not (isinstance(rng, list) and len(rng) == 2 and all(type(n) is int for n in rng)):
+        wrong.append("rng")
+    known = {f.name for f in fields(LossScaler)}
+    if not isinstance(scaler, dict) or any(
+        n not in known or not isinstance(v, (int, float)) for n, v in scaler.items()
+    ):
+        wrong.append("loss_scaler")
+    if wrong:
+        raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
+
+
 class Trainer:
     """A model, its data and its optimizer. `iteration` and `consumed` (samples) are where the run stands."""
 
@@ -224,6 +240,8 @@ class Trainer:
         c = self.config
         folder, state = checkpoint.read_state(root, self.world)
         weights_only = c.finetune or folder.name == RELEASE
+        if not weights_only:
+            _require_progress(state, folder)
         if not (weights_only or c.no_load_rng) and tuple(state["rng"]) != self.rng.state():
             raise ConfigError(
                 f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {c.seed}; the "

@@ -180,7 +180,7 @@ def check_index(found: Any, path: Path) -> None:
         raise HalError(what)
     files: dict[str, int] = {}
     for key, place in places.items():
-        name = getattr(place, "relative_path", None)
+        name, key = getattr(place, "relative_path", None), getattr(key, "fqn", key)
         if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str):
             raise HalError(f"{what}: it has no place for {key}")
         if pathlib.PurePath(name).name != name:  # a file name with a path could point anywhere

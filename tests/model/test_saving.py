@@ -1,6 +1,7 @@
 """Saving in the background: what is written is the moment of the call, failures surface, the end of a run waits."""
 
 import errno
+import json
 import os
 import stat
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from hal import HalError
 from hal.model import checkpoint, saving
 from hal.model import train as command
 from hal.model.checkpoint import RELEASE
@@ -131,6 +133,30 @@ def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, caps
     saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" saved ")]
     assert [line[-1] for line in saved] == ["4", "6"]
     assert checkpoint.read_state(tmp_path / "save")[1]["iteration"] == 6
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rng": 5}, "no rng"),
+        ({"consumed_samples": "x", "skipped": -1}, "no consumed_samples, skipped"),
+        ({"optimizer_steps": None}, "no optimizer_steps"),
+        ({"loss_scaler": {"scale": "x"}}, "no loss_scaler"),
+        ({"loss_scaler": {"another": 1}}, "no loss_scaler"),
+        ({"iteration": "x"}, "with the number of an iteration"),
+    ],
+)
+def test_a_state_that_training_cannot_continue_from_is_refused(tiny, tmp_path, change, words):
+    before = start(tiny())
+    folder = before.save(tmp_path)
+    path = folder / "hal.json"
+    manifest = json.loads(path.read_text())
+    manifest["state"] |= change
+    manifest["sha256"]["hal.json"] = checkpoint.state_checksum(manifest["state"])
+    path.write_text(json.dumps(manifest))
+    after = start(tiny(load=str(tmp_path)))
+    with pytest.raises(HalError, match=words):
+        after.load(tmp_path)
 
 
 def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
