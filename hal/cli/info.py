@@ -54,8 +54,7 @@ def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]
     devices = _many(probe.count, "device") if probe.ok else "cannot run here"
     yield f"{name} ({source}{simulated}): {devices}\n  {probe.reason}"
     for fact, value in probe.facts.items():
-        if value not in probe.reason:
-            yield f"  {fact}: {value}"
+        yield f"  {fact}: {value}"
     ops = sorted(backend.impls)
     count = sum(len(i) for i in backend.impls.values())
     yield f"  {_many(count, 'implementation')} of {_many(len(ops), 'op')}" if ops else "  no implementations"

@@ -18,7 +18,7 @@ class Healthy(hal.Backend):
         self.simulate = self.simulated = simulate
 
     def probe(self):
-        return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3"})
+        return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3", "kind": "imaginary"})
 
     def device(self, index=0):
         return torch.device("cpu")
