@@ -98,6 +98,20 @@ def test_an_operator_that_is_not_in_the_table_fails_by_name(simulated: Npu) -> N
     assert done.returncode != 0 and "Cdist" in done.stderr
 
 
+def test_nothing_can_be_read_after_a_refused_operator(simulated: Npu) -> None:
+    done = run(
+        "x = torch.arange(4.).npu(); late = x + 1; torch.npu.synchronize()\n"
+        "try: torch.erfinv(x).cpu(); print('erfinv was read')\n"
+        "except RuntimeError as error: print('Erfinv' in str(error))\n"
+        "reads = lambda: (x + 1).cpu(), late.cpu, lambda: (x * 2).tolist()\n"
+        "for read in (*reads, torch.npu.synchronize, backend.synchronize):\n"
+        "    try: print('read', read())\n"
+        "    except RuntimeError as error: print('Erfinv' in str(error) or '100024' in str(error))\n"
+    )
+    assert done.stdout.splitlines()[-6:] == ["True"] * 6, done.stdout + done.stderr
+    assert "stopped: [HAL simulator] operator Erfinv" in done.stderr
+
+
 def test_a_stream_error_is_seen_at_synchronisation_and_stays(simulated: Npu) -> None:
     done = run(
         "x = torch.ones(3).npu(); torch.npu.synchronize(); machine.inject('stream'); y = x + 1\n"

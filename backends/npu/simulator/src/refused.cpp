@@ -85,11 +85,17 @@ aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDes
                                    {output_data, output_data + outputs},
                                    attr};
   int code = aclop_server ? aclop_server(name, arguments, stream) : halsim::kNotServed;
-  if (code != halsim::kNotServed) return code;
-  return fail(ACL_ERROR_OP_NOT_FOUND,
-              "operator %s was asked for through aclopCompileAndExecute, and no aclnn operator of the table serves it: "
-              "add it to operators.table, or call another torch operator",
-              name);
+  if (code == halsim::kNotServed)
+    code = fail(ACL_ERROR_OP_NOT_FOUND,
+                "operator %s was asked for through aclopCompileAndExecute, and no aclnn operator of the table serves it: "
+                "add it to operators.table, or call another torch operator",
+                name);
+  if (code == ACL_SUCCESS) return ACL_SUCCESS;
+  // torch_npu calls this from its queue and drops without a word what it queued behind a failure: the stream stops, so
+  // that results which were never computed cannot be read.
+  std::string text = halsim::recent_error();
+  halsim::submit(stream, [code, text] { return halsim::fail_again(code, text); });
+  return halsim::fail_again(code, text);
 }
 aclError aclopCompileAndExecuteV2(const char* name, int inputs, aclTensorDesc* input_desc[],
                                   aclDataBuffer* input_data[], int outputs, aclTensorDesc* output_desc[],

@@ -43,6 +43,11 @@ int fail(int code, const char* format, ...) {
 
 std::string recent_error() { return last_error; }
 
+int fail_again(int code, const std::string& text) {
+  last_error = text;
+  return code;
+}
+
 int64_t setting(const char* key, int64_t otherwise) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = settings().find(key);

@@ -13,6 +13,7 @@ namespace halsim {
 // Remembers the text for aclGetRecentErrMsg on this thread and returns `code`.
 int fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 std::string recent_error();
+int fail_again(int code, const std::string& text);  // with a text that recent_error() gave
 
 // Settings are plain numbers, written by halsim_set (ctypes) before or during a run; 0 when never set.
 int64_t setting(const char* key, int64_t otherwise = 0);
