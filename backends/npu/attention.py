@@ -22,8 +22,8 @@ from .attention_call import Call, Plan, full_mask, lse_of, plan, plan_packed, tr
 from .device import Npu
 from .tensors import reasons
 
-HEADS, HEAD_SIZE, TOKENS, BATCH = 256, 768, 1 << 20, 1 << 21
-"""Documented limits of aclnnFlashAttentionScore on Atlas A2."""
+HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
+"""Documented limits of aclnnFlashAttentionScore on Atlas A2; PACKED sequences of aclnnFlashAttentionVarLenScore."""
 
 
 def beyond_limits(q: Tensor, k: Tensor, layout: str, num_heads: int | None) -> list[str]:
@@ -57,6 +57,8 @@ def _why_not(
     return_lse: bool = False,
 ) -> Sequence[str]:
     found = beyond_limits(q, k, layout, num_heads)
+    if cu_seqlens_q is not None and len(cu_seqlens_q) - 1 > PACKED:
+        found.append(f"{len(cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
     if dropout_p > 0.0:
         found.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
     return found

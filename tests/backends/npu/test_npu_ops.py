@@ -66,3 +66,12 @@ def test_dropout_goes_through_the_vendors_mask_argument(npu: Npu) -> None:
         ops.flash_attention, packed, packed, packed, **{**here, "layout": "TND"}, cu_seqlens_q=cu, cu_seqlens_k=cu
     )
     assert found.chosen == "npu/torch" and "over each sequence" in str(found)
+
+
+@pytest.mark.parametrize("sequences, chosen", [(2048, "npu/fusion_attention"), (2049, "npu/torch")])
+def test_packed_sequences_beyond_the_vendors_number_are_declined(npu: Npu, sequences: int, chosen: str) -> None:
+    x = torch.randn(sequences, 1, 8).npu()
+    cu = torch.arange(sequences + 1, dtype=torch.int32).npu()
+    found = hal.why(ops.flash_attention, x, x, x, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert found.chosen == chosen
+    assert ("2049 packed sequences" in str(found)) == (sequences > 2048)
