@@ -71,6 +71,25 @@ def test_streams_and_events_order_work(npu: Npu) -> None:
     assert w.item() == 9000 and start.elapsed_time(end) >= 0
 
 
+def test_profile_ranges_nest_and_close_after_an_error(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    mstx = torch.npu.mstx  # type: ignore[attr-defined]
+    seen: list[object] = []
+    monkeypatch.setattr(mstx, "range_start", lambda name: (seen.append(name), len(seen))[1])
+    monkeypatch.setattr(mstx, "range_end", seen.append)
+    with (
+        torch.autograd.profiler.profile() as profiled,
+        pytest.raises(ValueError, match="inside"),
+        npu.profile_range("outer"),
+        npu.profile_range("inner"),
+    ):
+        raise ValueError("inside")
+    assert seen == ["outer", "inner", 2, 1]
+    assert {"outer", "inner"} <= {event.key for event in profiled.key_averages()}
+    monkeypatch.undo()
+    with npu.profile_range("by torch_npu itself"):
+        assert torch.ones(2, device="npu").sum().item() == 2
+
+
 def test_generators_keep_and_restore_their_state(npu: Npu) -> None:
     torch.npu.manual_seed(7)  # type: ignore[attr-defined]
     state = torch.npu.get_rng_state()  # type: ignore[attr-defined]
