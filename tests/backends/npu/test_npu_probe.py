@@ -132,3 +132,13 @@ def test_unknown_settings_and_faults_are_refused(machine: simulator.Simulator) -
         machine.set("colour", 1)
     with pytest.raises(hal.HalError, match="no fault 'fire'"):
         machine.inject("fire")
+
+
+def test_hal_doctor_finds_the_simulator_healthy(simulated: Npu) -> None:
+    code = "import sys; from hal.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "doctor", "--backend", "npu", "--simulate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert ["PASS", "device"] in lines and not [line for line in lines if line[:1] == ["FAIL"]], done.stdout
+    assert {line[1] for line in lines if line[:1] == ["PASS"]} >= set(hal.OPS)
