@@ -31,7 +31,7 @@ from .generate import TABLE, generate
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARIES = {
     "ascendcl": ("runtime", "streams", "ascendcl", "refused"),
-    "opapi": ("opapi", "kernels", "attention", "aclop", "operators"),  # operators is generated from the table
+    "opapi": ("opapi", "kernels", "attention", "rules", "aclop", "operators"),  # operators is generated from the table
     "hccl": ("hccl", "shared_memory"),
     "acl_op_compiler": (),
     "ge_runner": (),

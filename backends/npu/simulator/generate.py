@@ -59,6 +59,7 @@ class Operator:
     arguments: tuple[Argument, ...]
     targets: tuple[str, ...]
     expression: str
+    rule: str  # C++ that refuses what the operator does not accept; empty = no rule of its own
     planned: bool  # the expression runs in phase one and returns the work
 
     def _operands(self) -> str:
@@ -87,13 +88,14 @@ class Operator:
         return (
             f"aclnnStatus aclnn{self.name}GetWorkspaceSize(\n"
             f"    {parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"
-            f'  return plan("aclnn{self.name}", workspace, executor, [&]() -> Work {{\n{decoded}{work}  }});\n}}\n'
+            f'  return plan("aclnn{self.name}", workspace, executor, [&]() -> Work {{\n'
+            f"{decoded}{self.rule}{work}  }});\n}}\n"
             f"aclnnStatus aclnn{self.name}(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {{\n"
             f"  return execute(executor, stream);\n}}\n"
         )
 
 
-LINE = re.compile(r"(\w+)\((.*?)\): (.*)")
+LINE = re.compile(r"(\w+)\((.*?)\)(?: if (\w+)\((.*?)\))?: (.*)")
 ARGUMENT = re.compile(r"([TLSAIBidfbcst])(\?)?(?:\[(\w+)\])? (\w+)")
 ASSIGNMENT = re.compile(r"(\w+(?:, \w+)*) = (.*)")
 
@@ -110,19 +112,21 @@ def parse(text: str) -> list[Operator]:
             raise ValueError(f"operators.table line {number}: expected 'Name(kind argument, ...): expression': {line}")
         arguments = tuple(Argument(p[1], bool(p[2]), p[3] or "", p[4]) for p in pieces if p)
         names = {a.name for a in arguments}
-        assignment = ASSIGNMENT.fullmatch(match[3])
+        assignment = ASSIGNMENT.fullmatch(match[5])
         targets: tuple[str, ...] = ()
-        expression = match[3]
+        expression = match[5]
         if assignment and set(assignment[1].split(", ")) <= names:
             targets, expression = tuple(assignment[1].split(", ")), assignment[2]
         if match[1] in operators:
             raise ValueError(f"operators.table line {number}: {match[1]} is there already")
         planned = expression.startswith("plan ")
-        operators[match[1]] = Operator(match[1], arguments, targets, expression.removeprefix("plan "), planned)
+        rule = f'    rules::{match[3]}("aclnn{match[1]}", {match[4]});\n' if match[3] else ""
+        operators[match[1]] = Operator(match[1], arguments, targets, expression.removeprefix("plan "), rule, planned)
     return list(operators.values())
 
 
 def generate() -> str:
     """The C++ source of every operator of the table."""
-    head = '#include "attention.h"\n#include "kernels.h"\n\nusing namespace halsim;\nusing aclnnStatus = int;\n\n'
+    head = '#include "attention.h"\n#include "kernels.h"\n#include "rules.h"\n\n'
+    head += "using namespace halsim;\nusing aclnnStatus = int;\n\n"
     return head + 'extern "C" {\n\n' + "\n".join(op.source() for op in parse(TABLE.read_text())) + "\n}\n"

@@ -7,6 +7,8 @@ tiling. 161002 is an invalid parameter, 561002 what the tiling refuses.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -79,6 +81,73 @@ def test_an_illegal_call_is_refused_with_the_librarys_code(
         attention(q, k, v, q.shape[1], **options)
 
 
+def _companion(name: str, *sizes: tuple[int, ...], **options: Any) -> None:
+    out = getattr(torch.ops.npu, name)(*(torch.ones(size).npu() for size in sizes), **options)
+    (out[0] if isinstance(out, tuple) else out).cpu()
+
+
+ILLEGAL_COMPANIONS = [
+    ("npu_rotary_mul", [(1, 2, 2, 896), (1, 2, 1, 896), (1, 2, 1, 896)], "below 896"),
+    ("npu_rotary_mul", [(1, 2, 2, 7), (1, 2, 1, 7), (1, 2, 1, 7)], "D must be even"),
+    ("npu_swiglu", [(3, 7)], "must be even"),
+    ("npu_swiglu_backward", [(3, 3), (3, 7)], "must be even"),
+    ("npu_geglu", [(3, 7)], "must be even"),
+    ("npu_rms_norm", [(3, 8), (7,)], "last sizes of x"),
+    ("npu_rms_norm", [(3, 8), (3, 1)], "last sizes of x"),
+]
+
+
+@pytest.mark.parametrize("name, sizes, says", ILLEGAL_COMPANIONS)
+def test_companion_operators_refuse_sizes_beyond_their_rules(
+    npu: Npu, name: str, sizes: list[tuple[int, ...]], says: str
+) -> None:
+    with pytest.raises(RuntimeError, match="error 161002") as refused:
+        _companion(name, *sizes)
+    assert says in str(refused.value)
+    assert torch.ones(2).npu().add(1).tolist() == [2, 2]  # refused at the call: nothing has stopped
+
+
+ILLEGAL_SOFTMAX = """
+import torch, hal
+hal.use('npu', simulate=True)
+x = torch.ones({x}).npu()
+torch.ops.npu.npu_scaled_masked_softmax(x, torch.zeros({mask}, dtype=torch.bool).npu(), 1.0, {triangle}).cpu()
+"""
+
+
+@pytest.mark.parametrize(
+    "x, mask, triangle, says",
+    [
+        ((1, 1, 32, 40), (1, 1, 32, 40), False, "multiples of 32 in 32..4096"),
+        ((1, 1, 32, 32), (1, 1, 32, 31), False, "does not broadcast"),
+        ((1, 1, 32, 32), (1, 1, 32, 32), True, "fixed_triu_mask is reserved"),
+    ],
+)
+def test_the_softmax_kernel_beyond_its_limits(
+    simulated: Npu, x: tuple[int, ...], mask: tuple[int, ...], triangle: bool, says: str
+) -> None:
+    """Each in a process of its own: this operator is refused in torch_npu's queue, which stops then."""
+    code = ILLEGAL_SOFTMAX.format(x=x, mask=mask, triangle=triangle)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "ScaledMaskedSoftmax: " in done.stderr, done.stderr
+    assert says in done.stderr and "error 161002" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 24, 20), (1, 2, 24, 20), (2, 2, 1, 20), (1, 2, 1, 20)])
+def test_the_gradient_of_a_positional_bias(npu: Npu, shape: tuple[int, ...]) -> None:
+    """pse is added before the scale; what it broadcasts over is summed in its gradient."""
+    torch.manual_seed(3)
+    q, k, v = torch.randn(2, 2, 24, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
+    bias, dy = torch.randn(shape), torch.randn(2, 2, 24, 8)
+    ours, exact = bias.npu().requires_grad_(), bias.double().requires_grad_()
+    out = torch.ops.npu.npu_fusion_attention(q.npu(), k.npu(), v.npu(), 2, "BNSD", pse=ours, scale=0.3)[0]
+    out.backward(dy.npu())
+    score = 0.3 * (q.double() @ k.double().transpose(-1, -2) + exact)
+    (score.softmax(-1) @ v.double()).backward(dy.double())
+    assert ours.grad is not None and exact.grad is not None
+    assert close(ours.grad.cpu(), exact.grad)
+
+
 def test_torch_npus_own_checks_come_first(npu: Npu) -> None:
     q, k, v = bnsd(8, 8)
     for options in ({"layout": "SBND"}, {"sparse_mode": 9}, {"keep_prob": 1.5}):
@@ -93,6 +162,13 @@ def test_packed_sequences_need_a_key_for_every_row(npu: Npu) -> None:
         attention(q, k, k, 2, "TND", sparse_mode=3, atten_mask=mask(*TRIANGLE), **lengths)
     with pytest.raises(RuntimeError, match="error 561002"):
         attention(q, k, k, 2, "TND", actual_seq_qlen=[4, 12], actual_seq_kvlen=[4, 7])
+
+
+def test_packed_sequences_are_at_most_2048(npu: Npu) -> None:
+    x = torch.randn(2049, 1, 8).npu()
+    ends = list(range(1, 2050))
+    with pytest.raises(RuntimeError, match="up to 2048 packed sequences"):
+        attention(x, x, x, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

@@ -145,6 +145,8 @@ def test_the_table_is_read_strictly() -> None:
     (op,) = generate.parse("Add(T self, T? other, S alpha, T[fh] out): out = at::add(self, other, alpha)")
     assert [a.kind for a in op.arguments] == ["T", "T", "S", "T"] and op.targets == ("out",)
     assert "aclnnAddGetWorkspaceSize" in op.source() and '"fh"' in op.source()
+    (op,) = generate.parse("SwiGlu(T self, i dim, T out) if even(self, dim): out = at::silu(self)")
+    assert op.targets == ("out",) and 'rules::even("aclnnSwiGlu", self, dim);' in op.source()
     with pytest.raises(ValueError, match="line 1"):
         generate.parse("Add(X self): self")
     with pytest.raises(ValueError, match="there already"):

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "kernels.h"
+#include "rules.h"
 
 namespace halsim {
 namespace {
@@ -19,6 +20,11 @@ Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std
 
 using Arrays = std::vector<Tensor>;
 using Kernel = std::function<void(const Arrays& in, const Arrays& out, const aclopAttr& attr)>;
+
+struct Served {
+  Kernel kernel;
+  Kernel rule = nullptr;  // throws Refusal for a call that the operator does not accept
+};
 
 double number(const Tensor& x) { return x.item().toDouble(); }
 
@@ -44,24 +50,30 @@ void pad(const Arrays& in, const Arrays& out, const aclopAttr&) {
   inside.copy_(in[0]);
 }
 
-const std::map<std::string, Kernel>& table() {
-  static const std::map<std::string, Kernel> kernels_by_name = {
-      {"ApplyAdamW", apply_adam_w},
+const std::map<std::string, Served>& table() {
+  static const std::map<std::string, Served> by_name = {
+      {"ApplyAdamW", {apply_adam_w}},
       {"ScaledMaskedSoftmax",
-       [](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
-         write(out.at(0), kernels::scaled_masked_softmax(in.at(0), in.at(1), attr.real("scale", 1)));
-       }},
+       {[](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
+          write(out.at(0), kernels::scaled_masked_softmax(in.at(0), in.at(1), attr.real("scale", 1)));
+        },
+        [](const Arrays& in, const Arrays&, const aclopAttr& attr) {
+          rules::scaled_masked_softmax("ScaledMaskedSoftmax", in.at(0), in.at(1), attr.flag("fixed_triu_mask"));
+        }}},
       {"ScaledMaskedSoftmaxGrad",
-       [](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
-         write(out.at(0), kernels::scaled_masked_softmax_backward(in.at(0), in.at(1), in.at(2), attr.real("scale", 1)));
-       }},
+       {[](const Arrays& in, const Arrays& out, const aclopAttr& attr) {
+          write(out.at(0), kernels::scaled_masked_softmax_backward(in.at(0), in.at(1), in.at(2), attr.real("scale", 1)));
+        },
+        [](const Arrays& in, const Arrays&, const aclopAttr& attr) {
+          rules::scaled_masked_softmax("ScaledMaskedSoftmaxGrad", in.at(0), in.at(2), attr.flag("fixed_triu_mask"));
+        }}},
       // Inputs the dimensions and the value. These two serve object collectives, whose tensors are of odd sizes.
-      {"Fill", [](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }},
-      {"PadV3", pad},
-      {"NPUGetFloatStatusV2", [](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }},
-      {"NPUClearFloatStatusV2", [](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }},
+      {"Fill", {[](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }}},
+      {"PadV3", {pad}},
+      {"NPUGetFloatStatusV2", {[](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }}},
+      {"NPUClearFloatStatusV2", {[](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }}},
   };
-  return kernels_by_name;
+  return by_name;
 }
 
 int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
@@ -74,7 +86,8 @@ int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
       in.push_back(operand(*arguments.inputs[i], *arguments.input_data[i], name, i));
     for (size_t i = 0; i < arguments.outputs.size(); i++)
       out.push_back(operand(*arguments.outputs[i], *arguments.output_data[i], name, i));
-    Kernel kernel = found->second;
+    Kernel kernel = found->second.kernel;
+    if (found->second.rule) found->second.rule(in, out, attr);
     // Host operands belong to the caller, who may free them once the call returns.
     for (size_t i = 0; i < in.size(); i++)
       if (arguments.inputs[i]->on_host) in[i] = in[i].clone();

@@ -7,7 +7,9 @@
 //   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip whole tiles (rows of 128,
 //                       columns rounded up to 128), and nothing is skipped while Skv <= 1024
 //   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so wrong contents show
-//   modes 5, 6          bottom-right causal or the first prefix[b] keys
+//   mode 5              the mask decides element by element, as in mode 1; the prefix is checked for its range only (the
+//                       caller's mask is to show: bottom-right causal or the first prefix[b] keys)
+//   mode 6              bottom-right causal or the first prefix[b] keys, read through the 3072 x 2048 mask
 // A masked score is -FLT_MAX, so a row with no visible key averages V over the visited tiles; with inner_precise = 2,
 // or where the tiling sees that such rows exist, they give zeros (and max = -FLT_MAX, sum = FLT_MAX).
 #include "attention.h"
@@ -179,6 +181,7 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
   require(keep > 0 && keep <= 1, kTiling, "keep_prob must be in (0, 1]");
   if (varlen) {
     require(lengths_q.size() == lengths_k.size(), kTiling, "actual_seq_qlen and actual_seq_kvlen differ in length");
+    require(lengths_q.size() <= 2048, kTiling, "up to 2048 packed sequences are supported, got " + str(lengths_q.size()));
     call.sq = lengths(lengths_q), call.sk = lengths(lengths_k);
     for (size_t b = 0; b < call.sq.size(); b++)
       require(call.sq[b] >= 0 && call.sk[b] >= 0, kTiling, "actual_seq lengths must be cumulative");
@@ -343,13 +346,15 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
               const Tensor& drop, const Tensor& padding, const Tensor& mask, const Tensor& max, const Tensor& sum,
               const Tensor& out, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k, double scale,
               double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise,
-              int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+              int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+              const Tensor& dpse) {
   Call call = check(q, k, v, pse, drop, padding, mask, prefix, lengths_q, lengths_k, keep, pre, next, heads, layout,
                     precise, mode);
   require(dy.sizes() == out.sizes(), kTiling, "dy and attention_in differ in shape");
   return [=] {
     auto round = [&](const Tensor& x) { return x.to(q.scalar_type()).to(at::kFloat); };
     for (const Tensor& gradient : {dq, dk, dv}) gradient.zero_();
+    Tensor bias = pse.defined() && dpse.defined() ? at::zeros(pse.sizes(), at::kFloat) : Tensor{};
     for (int64_t b = 0; b < call.batch; b++) {
       if (!call.sq[b] || !call.sk[b]) continue;
       Block x = block(call, q, k, v, pse, mask, scale, b);
@@ -364,11 +369,16 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
       if (keep_bits.defined()) dp = dp * keep_bits;
       Tensor ds = round(p * (dp - (g * y).sum(-1, true)));
       Tensor pv = round(keep_bits.defined() ? p * keep_bits : p);
+      if (bias.defined()) {
+        Tensor part = bias[bias.size(0) == 1 ? 0 : b];
+        part.add_(at::sum_to(ds * scale, part.sizes()));
+      }
       auto by_group = [&](const Tensor& gradient) { return gradient.unflatten(0, {call.kv_heads, -1}).sum(1); };
       write(entry(call, dq, b, call.heads, call.sq), at::matmul(ds, x.k) * scale);
       write(entry(call, dk, b, call.kv_heads, call.sk), by_group(at::matmul(ds.transpose(-1, -2), x.q) * scale));
       write(entry(call, dv, b, call.kv_heads, call.sk), by_group(at::matmul(pv.transpose(-1, -2), g)));
     }
+    write(dpse, bias);
   };
 }
 

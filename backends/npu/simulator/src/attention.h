@@ -16,5 +16,6 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
               const Tensor& drop, const Tensor& padding, const Tensor& mask, const Tensor& max, const Tensor& sum,
               const Tensor& out, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k, double scale,
               double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise,
-              int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv);
+              int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+              const Tensor& dpse);
 }  // namespace halsim::attention
