@@ -123,11 +123,13 @@ def test_nothing_can_be_read_after_a_refused_operator(simulated: Npu) -> None:
         "try: torch.erfinv(x).cpu(); print('erfinv was read')\n"
         "except RuntimeError as error: print('Erfinv' in str(error))\n"
         "reads = lambda: (x + 1).cpu(), late.cpu, lambda: (x * 2).tolist()\n"
-        "for read in (*reads, torch.npu.synchronize, backend.synchronize):\n"
+        "def beside():\n"
+        "    with torch.npu.stream(torch.npu.Stream()): return (x + 3).cpu()\n"
+        "for read in (*reads, torch.npu.synchronize, backend.synchronize, beside):\n"
         "    try: print('read', read())\n"
         "    except RuntimeError as error: print('Erfinv' in str(error) or '100024' in str(error))\n"
     )
-    assert done.stdout.splitlines()[-6:] == ["True"] * 6, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-7:] == ["True"] * 7, done.stdout + done.stderr
     assert "stopped: [HAL simulator] operator Erfinv" in done.stderr
 
 

@@ -4,9 +4,11 @@
 #include <acl/acl_op_compiler.h>
 #include <profiling/aprof_pub.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "aclop.h"
+#include "device.h"
 #include "runtime.h"
 
 using halsim::fail;
@@ -91,11 +93,9 @@ aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDes
                 "add it to operators.table, or call another torch operator",
                 name);
   if (code == ACL_SUCCESS) return ACL_SUCCESS;
-  // torch_npu calls this from its queue and drops without a word what it queued behind a failure: the stream stops, so
-  // that results which were never computed cannot be read.
-  std::string text = halsim::recent_error();
-  halsim::submit(stream, [code, text] { return halsim::fail_again(code, text); });
-  return halsim::fail_again(code, text);
+  // torch_npu calls this from its queue and drops without a word what it queued behind a failure, whatever the stream:
+  // the device stops, so that results which were never computed cannot be read.
+  return halsim::stop_device(std::max(halsim::current_device(), 0), code, halsim::recent_error());
 }
 aclError aclopCompileAndExecuteV2(const char* name, int inputs, aclTensorDesc* input_desc[],
                                   aclDataBuffer* input_data[], int outputs, aclTensorDesc* output_desc[],

@@ -25,6 +25,8 @@ bool fault(const char* name, Strike strike = Strike::once);
 using Task = std::function<int()>;
 enum class Wait { never, may_block };
 int submit(aclrtStream stream, Task task, Wait wait = Wait::never);
+// Stops every stream of the device, those not yet made included, as a failed task stops its own. Returns `code`.
+int stop_device(int device, int code, const std::string& text);
 
 // The device of the stream whose task this thread runs (0 outside of a task).
 int task_device();

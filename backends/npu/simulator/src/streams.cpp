@@ -79,12 +79,19 @@ std::set<Stream*>& all_streams() {
   return *streams;
 }
 
+struct Stopped {
+  int error = 0;
+  std::string text;
+};
+Stopped stopped[halsim::kDevices];  // guarded by all_mutex; what a new stream starts with
+
 Stream* default_stream(int device) {
   static Stream* streams[halsim::kDevices];
   std::lock_guard<std::mutex> lock(all_mutex);
   if (!streams[device]) {
     streams[device] = new Stream;
     streams[device]->device = device;
+    streams[device]->error = stopped[device].error, streams[device]->error_text = stopped[device].text;
     all_streams().insert(streams[device]);
   }
   return streams[device];
@@ -104,6 +111,7 @@ int create(aclrtStream* out) {
   std::lock_guard<std::mutex> lock(all_mutex);
   static int next_id = 0;
   stream->id = ++next_id;
+  stream->error = stopped[stream->device].error, stream->error_text = stopped[stream->device].text;
   all_streams().insert(stream);
   *out = stream;
   return ACL_SUCCESS;
@@ -169,6 +177,17 @@ int submit(aclrtStream handle, Task task, Wait wait) {
   if (!stream->worker.joinable()) stream->worker = std::thread([stream] { stream->work(); });
   stream->changed.notify_all();
   return ACL_SUCCESS;
+}
+
+int stop_device(int device, int code, const std::string& text) {
+  std::lock_guard<std::mutex> all(all_mutex);
+  stopped[device] = {code, text};
+  for (Stream* stream : all_streams()) {
+    if (stream->device != device) continue;
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    if (!stream->error) stream->error = code, stream->error_text = text;
+  }
+  return fail_again(code, text);
 }
 
 int synchronize_device(int device) {
