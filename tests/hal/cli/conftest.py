@@ -18,7 +18,7 @@ class Healthy(hal.Backend):
         self.simulate = self.simulated = simulate
 
     def probe(self):
-        return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3", "kind": "imaginary"})
+        return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3", "kind": "one"})
 
     def device(self, index=0):
         return torch.device("cpu")
