@@ -13,6 +13,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -162,7 +163,18 @@ class HalCoreAttention(MegatronModule):
 
 
 class HalSelfAttention(SelfAttention):
-    """megatron-core's SelfAttention whose rotary positions are HAL's op; everything else is inherited."""
+    """megatron-core's SelfAttention whose rotary positions are HAL's op; everything else is inherited.
+
+    Raises HalError for --qk-layernorm without the norms: the spec that --spec names is made before options are read.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.qk_layernorm and isinstance(self.q_layernorm, IdentityOp):
+            raise HalError(
+                "--qk-layernorm: gpt_layer_spec has no such norms and would train another model; build the model with "
+                "hal.model.megatron's gpt_block_spec(config), or leave out --spec"
+            )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         self._turn = None

@@ -55,6 +55,12 @@ class HalMLP(MLP):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        refused = {"num_moe_experts": "--num-experts", "multi_latent_attention": "--multi-latent-attention"}
+        asked = [option for name, option in refused.items() if getattr(config, name, None)]
+        if asked:
+            raise HalError(
+                f"HAL's layers carry no {', '.join(asked)}: they would train another model; leave out --spec"
+            )
         kwargs.setdefault("ffn_hidden_size", config.ffn_hidden_size)
         super().__init__(config, *args, **kwargs)
         self.activation = _activation(config)

@@ -5,6 +5,7 @@ compared where megatron-core has them: every rank holds its own shards against t
 """
 
 import contextlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -264,14 +265,19 @@ def compare(case, pass_on=None):
             core_losses, core_grads, core_norm = core.step(step)
             expected = core.mine(grads, thin.model.shards)
             for a, b in zip(core_losses, losses, strict=bool(core_losses)):
-                worst["loss"] = max(worst["loss"], abs(a - b) / abs(b))
+                worst["loss"] = worse(worst["loss"], abs(a - b) / abs(b))
                 worst["losses"] += 1
             for name, grad in core_grads.items():
                 # Relative to the whole gradient: a key's bias, for one, has none but rounding errors.
-                worst["grad"] = max(worst["grad"], (grad - expected[name]).norm().item() / norm)
-            worst["norm"] = max(worst["norm"], abs(core_norm - norm) / norm)
+                worst["grad"] = worse(worst["grad"], (grad - expected[name]).norm().item() / norm)
+            worst["norm"] = worse(worst["norm"], abs(core_norm - norm) / norm)
         parallel_state.destroy_model_parallel()
     return worst
+
+
+def worse(worst, error):
+    """The larger of the two; what is no number is infinitely wrong."""
+    return max(worst, error) if math.isfinite(error) else math.inf
 
 
 def rank_of(case):

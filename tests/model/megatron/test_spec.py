@@ -176,6 +176,16 @@ def test_an_activation_hal_has_not_is_refused(routed):
         _activation(config(gated_linear_unit=True, activation_func_clamp_value=1.0))
 
 
+@pytest.mark.parametrize("name", ["num_moe_experts", "multi_latent_attention"])
+def test_what_the_layers_do_not_carry_is_refused(name, routed):
+    from hal.model.megatron.layers import HalMLP
+
+    asked = config()
+    setattr(asked, name, 4)
+    with pytest.raises(HalError, match="would train another model"):
+        HalMLP(asked)
+
+
 def test_bias_dropout_add_drops_while_training_only(routed):
     from hal.model.megatron.layers import get_bias_dropout_add
 
