@@ -41,9 +41,9 @@ $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel; needs an OpenCL driver (pocl-opencl-icd)
 	rm -rf $(OPENCL) build/opencl
 	mkdir -p build/opencl/source
-	# A copy of what belongs to the project: building a wheel in place would pack what earlier builds left there.
-	git ls-files -z --cached --others --exclude-standard | tar --null --files-from - --ignore-failed-read -cf - \
-		| tar -xf - -C build/opencl/source
+	# A copy without what was built: a wheel made in place would pack what earlier builds left there.
+	tar --exclude='./.git' --exclude='./.venv*' --exclude=./build --exclude=./runs --exclude='*.egg-info' \
+		--exclude=__pycache__ --exclude='.*_cache' -cf - . | tar -xf - -C build/opencl/source
 	cd build/opencl && $(abspath $(BIN))/python -m pip wheel --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation ./source ./source/examples/hal-opencl
 	$(PYTHON) -m venv $(OPENCL)
