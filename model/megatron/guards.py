@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hal import HalError
-
-_INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 
 
 def core(name: str) -> Any:
@@ -27,7 +26,7 @@ def core(name: str) -> Any:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Puts the check of the interleaved schedule in front of it, and widens isinstance checks by tensor type.
+    """Puts checks in front of what would go wrong, and widens isinstance checks by tensor type.
 
     Raises HalError without psutil: megatron-core saves checkpoints with it, does not require it, and hangs.
     """
@@ -36,8 +35,17 @@ def guarded() -> Iterator[None]:
             "megatron-core hangs at the first checkpoint without psutil; install it with: pip install psutil"
         )
     schedules, module = core("pipeline_parallel.schedules"), core("transformer.module")
+    queue = core("dist_checkpointing.strategies.async_utils").AsyncCallsQueue
+    attention = core("transformer.dot_product_attention").DotProductAttention
+    checks = {
+        (attention, "__init__"): _refuse_context_parallelism,
+        (core("transformer.torch_norm").WrappedTorchNorm, "__new__"): _refuse_sequence_parallelism,
+        (schedules, "forward_backward_pipelining_with_interleaving"): _refuse_crossed_messages,
+        (schedules, "forward_step"): _refuse_autocast,
+        (queue, "__init__"): _refuse_persistent_writer,
+    }
     places = {
-        (schedules, _INTERLEAVED): _checked(getattr(schedules, _INTERLEAVED)),
+        **{(where, name): _checked(getattr(where, name), check) for (where, name), check in checks.items()},
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
     }
     with replaced(places):
@@ -46,15 +54,15 @@ def guarded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(places: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Puts objects where (module, name) are, and restores what was there."""
-    before = {(module, name): getattr(module, name) for module, name in places}
-    for (module, name), now in places.items():
-        setattr(module, name, now)
+    """Puts objects where (module or class, name) are, and restores what was there."""
+    before = {(owner, name): vars(owner)[name] for owner, name in places}
+    for (owner, name), now in places.items():
+        setattr(owner, name, now)
     try:
         yield
     finally:
-        for (module, name), then in before.items():
-            setattr(module, name, then)
+        for (owner, name), then in before.items():
+            setattr(owner, name, then)
 
 
 _BY_TYPE = {"_FLOAT_TYPES": torch.float32, "_HALF_TYPES": torch.float16, "_BF16_TYPES": torch.bfloat16}
@@ -71,16 +79,23 @@ class _OfDtype:
         return isinstance(x, torch.Tensor) and x.dtype == self.dtype
 
 
-def _checked(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(schedule)
+def _checked(own: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> Callable[..., Any]:
+    """`own`, with a look at its arguments by name before it runs."""
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
     def run(*args: Any, **kwargs: Any) -> Any:
-        model = kwargs["model"]
-        config = core("utils").get_model_config(model[0] if isinstance(model, list) else model)
-        stages = core("parallel_state").get_pipeline_model_parallel_world_size()
-        refuse_crossed_messages(stages, config.batch_p2p_comm, config.overlap_p2p_comm)
-        return schedule(*args, **kwargs)
+        check(signature.bind(*args, **kwargs).arguments)
+        return own(*args, **kwargs)
 
     return run
+
+
+def _refuse_crossed_messages(given: Mapping[str, Any]) -> None:
+    model = given["model"]
+    config = core("utils").get_model_config(model[0] if isinstance(model, list) else model)
+    stages = core("parallel_state").get_pipeline_model_parallel_world_size()
+    refuse_crossed_messages(stages, config.batch_p2p_comm, config.overlap_p2p_comm)
 
 
 def refuse_crossed_messages(stages: int, batch_p2p_comm: bool, overlap_p2p_comm: bool) -> None:
@@ -95,4 +110,47 @@ def refuse_crossed_messages(stages: int, batch_p2p_comm: bool, overlap_p2p_comm:
             "the interleaved schedule over 2 pipeline stages with batch_p2p_comm=True and overlap_p2p_comm=False "
             "(megatron-core's defaults) mixes up activations and gradients and trains on wrong numbers: both go to the "
             "same process in one batch. Set overlap_p2p_comm=True and batch_p2p_comm=False, or use more stages."
+        )
+
+
+def _refuse_autocast(given: Mapping[str, Any]) -> None:
+    """For torch switches NVIDIA's autocast off where there is no such device, with a warning, and trains in float32."""
+    if given["config"].enable_autocast:
+        raise HalError(
+            "enable_autocast=True: megatron-core asks for NVIDIA's autocast, which torch would switch off here and "
+            "train in another precision. Set it to False; for bfloat16 use bf16=True and Float16Module (Megatron-LM: "
+            "--bf16)."
+        )
+
+
+def _refuse_persistent_writer(given: Mapping[str, Any]) -> None:
+    """For its process is a new one, where nothing is routed: it ends at once, and the trainer waits for it forever."""
+    if given.get("persistent", False):
+        raise HalError(
+            "a persistent process for asynchronous checkpoints (Megatron-LM: --async-save with "
+            "--use-persistent-ckpt-worker) asks for an NVIDIA device, and the first save would hang. Leave it out: "
+            "checkpoints are then written in the training process."
+        )
+
+
+_HALS_LAYERS = (
+    "HAL's layers have it: in Megatron-LM's scripts --spec hal.model.megatron gpt_layer_spec, elsewhere "
+    "hal.model.megatron's gpt_block_spec(config) as the layers of the GPTModel."
+)
+
+
+def _refuse_context_parallelism(given: Mapping[str, Any]) -> None:
+    size = given["config"].context_parallel_size
+    if size > 1:
+        raise HalError(
+            f"context parallelism over {size} ranks: of megatron-core's layers only those of Transformer Engine have "
+            f"it. {_HALS_LAYERS}"
+        )
+
+
+def _refuse_sequence_parallelism(given: Mapping[str, Any]) -> None:
+    if given["config"].sequence_parallel:
+        raise HalError(
+            "sequence parallelism: of megatron-core's norms only those of Transformer Engine and apex have it. "
+            f"{_HALS_LAYERS}"
         )

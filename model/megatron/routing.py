@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typing_extensions
 
 import hal
 from hal import HalError
@@ -33,6 +34,7 @@ CORE: Mapping[str, Make] = {
     "torch.cuda.synchronize": lambda place, own: place.synchronize,
     "torch.cuda.get_rng_state": lambda place, own: place.get_rng_state,
     "torch.cuda.random.get_rng_state": lambda place, own: place.get_rng_state,
+    "torch.cuda.set_rng_state": lambda place, own: place.set_rng_state,
     "torch.cuda.manual_seed": lambda place, own: place.manual_seed,
     "torch.cuda.default_generators": lambda place, own: place.generators,
     "torch.cuda._lazy_call": lambda place, own: lambda call, **kwargs: call(),
@@ -125,7 +127,7 @@ def _prepare(path: str, make: Make, place: Place) -> _Routed:
     *owners, name = path.split(".")[1:]
     owner: Any = functools.reduce(getattr, owners, torch)
     before = getattr(owner, name)
-    if not _is_torchs(before):
+    if not _is_torchs(before, owner, name):
         raise HalError(
             f"hal_device: {path} is already replaced, by {_origin(before)}. Two layers that route the device do not "
             "work together: remove the other one (an adaptor such as transfer_to_npu or MindSpeed's, or a shim)."
@@ -133,18 +135,45 @@ def _prepare(path: str, make: Make, place: Place) -> _Routed:
     return _Routed(owner, name, before, name in vars(owner), make(place, before))
 
 
-def _is_torchs(thing: Any) -> bool:
-    """Whether this is what torch shipped: written in C, a tuple, or defined in one of torch's own files."""
+def _is_torchs(thing: Any, owner: Any, name: str) -> bool:
+    """Whether this is what torch ships as `name` of `owner`: it bears that name, is at home there, and is written in C
+    or, with all that it wraps, in torch's own files."""
+    if type(thing) is tuple:  # generators: none, or those of NVIDIA devices
+        return all(isinstance(one, torch.Generator) and one.device.type == ASKED_FOR for one in thing)
+    if getattr(thing, "__name__", None) != name:
+        return False
+    if isinstance(thing, types.MethodDescriptorType):
+        return isinstance(owner, type) and issubclass(owner, thing.__objclass__)
+    home = owner.__module__ if isinstance(owner, type) else owner.__name__
+    if not f"{getattr(thing, '__module__', '')}.".startswith(f"{home}."):
+        return False
     if isinstance(thing, types.FunctionType):
-        return Path(thing.__code__.co_filename).is_relative_to(Path(torch.__file__).parent)
-    if isinstance(thing, type):
-        return thing.__module__.partition(".")[0] == "torch"
-    return isinstance(thing, types.BuiltinFunctionType | types.MethodDescriptorType | tuple)
+        return owner is not torch and all(_in_torchs_files(one) for one in _unwrapped(thing))
+    return isinstance(thing, types.BuiltinFunctionType | type)
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _in_torchs_files(function: Any) -> bool:
+    """Whether it is torch's code, or the decorator by which torch marks what is deprecated."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    file = Path(code.co_filename)
+    return file.is_relative_to(Path(torch.__file__).parent) or file == Path(typing_extensions.__file__)
 
 
 def _origin(thing: Any) -> str:
-    code = getattr(thing, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else f"a {type(thing).__name__}"
+    foreign = [one for one in _unwrapped(thing) if hasattr(one, "__code__") and not _in_torchs_files(one)]
+    code = getattr((foreign or [thing])[0], "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    name = getattr(thing, "__qualname__", None)
+    return f"{getattr(thing, '__module__', None) or 'torch'}.{name}" if name else f"a {type(thing).__name__}: {thing!r}"
 
 
 def _current(one: _Routed) -> Any:

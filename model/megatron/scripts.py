@@ -30,7 +30,6 @@ from .routing import CORE, Make, hal_device
 from .world import transport
 
 SCRIPTS: Mapping[str, Make] = {
-    "torch.cuda.set_rng_state": lambda place, own: place.set_rng_state,
     "torch.cuda.set_device": lambda place, own: place.set_device,
     "torch.cuda.empty_cache": lambda place, own: place.empty_cache,
     "torch.cuda.memory_allocated": lambda place, own: place.memory("allocated"),

@@ -5,17 +5,18 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from routing_needs import NEEDED_BY, UNUSED, names_in_source
+import torch._refs
+import torch.mps
+from routing_needs import NEEDED_BY
 
 import hal
 from hal import HalError
 from hal.model.megatron import CORE, hal_device
-from hal.model.megatron.guards import refuse_crossed_messages
+from hal.model.megatron.scripts import SCRIPTS
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA device")
 
@@ -47,15 +48,6 @@ def test_what_needs_a_name_breaks_without_it(name, world):
         NEEDED_BY[name]()
 
 
-def test_the_names_of_megatron_cores_source_are_routed_or_known_to_be_unused():
-    import megatron.core
-
-    found = names_in_source(Path(megatron.core.__file__).parent)
-    unknown = {name: places for name, places in found.items() if name not in CORE and name not in UNUSED}
-    assert not unknown, f"megatron-core {megatron.core.__version__} uses names that are new to HAL: {unknown}"
-    assert not (set(CORE) | set(UNUSED)) - set(found), "these are no longer used"
-
-
 def test_names_are_torchs_own_before_and_after_and_two_are_never_touched(cpu_ref):
     import megatron.core.tensor_parallel.random as core_random
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -85,6 +77,43 @@ def test_someone_elses_patch_is_refused_by_name_and_left_alone(name, cpu_ref, mo
     with pytest.raises(HalError, match=rf"{name} is already replaced, by .*test_routing.py:\d+"), hal_device():
         pass
     assert snapshot() == before
+
+
+def current_device():
+    """By its name torch's own, and below in a wrapper from one of torch's own files."""
+
+
+@pytest.mark.parametrize(
+    "name, patch, whose",
+    [
+        ("torch.zeros", len, "builtins.len"),
+        ("torch.zeros", torch.ones, "torch._VariableFunctionsClass.ones"),
+        ("torch.zeros", np.zeros, "numpy.zeros"),
+        ("torch.zeros", torch._refs.zeros, r"torch.*\.py:\d+"),
+        ("torch.zeros", functools.partial(torch.zeros, device="cpu"), "a partial"),
+        ("torch.zeros", functools.wraps(torch.zeros)(lambda *args: None), r"test_routing.py:\d+"),
+        ("torch.Tensor.type", torch.Tensor.cuda, "TensorBase.cuda"),
+        ("torch.Tensor.type", str.upper, "str.upper"),
+        ("torch.cuda.current_device", torch.cuda.device_count, r"cuda.__init__\.py:\d+"),
+        ("torch.cuda.current_device", torch.no_grad()(current_device), r"test_routing.py:\d+"),
+        ("torch.cuda.synchronize", torch.mps.synchronize, r"mps.__init__\.py:\d+"),
+        ("torch.cuda.default_generators", (torch.default_generator,), "a tuple: "),
+        ("torch.cuda.default_generators", [], "a list: "),
+        ("torch.cuda.default_generators", ("cuda",), "a tuple: "),
+    ],
+)
+def test_a_patch_that_looks_like_torchs_own_is_refused_too(name, patch, whose, cpu_ref, monkeypatch):
+    owner, attribute = owner_of(name)
+    monkeypatch.setattr(owner, attribute, patch, raising=False)
+    before = snapshot()
+    with pytest.raises(HalError, match=f"{name} is already replaced, by .*{whose}"), hal_device():
+        pass
+    assert snapshot() == before
+
+
+def test_everything_that_is_routed_is_recognised_as_torchs(cpu_ref):
+    with hal_device({**CORE, **SCRIPTS}):
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
 
 
 def test_a_patch_put_over_ours_is_reported_and_left(cpu_ref):
@@ -155,25 +184,6 @@ def test_float16_module_sees_tensors_of_any_device_by_dtype(cpu_ref):
     with hal_device():
         meta = torch.zeros(2, device="meta", dtype=torch.float16)
         assert isinstance(meta, module._HALF_TYPES) and not isinstance(meta, module._FLOAT_TYPES)
-
-
-def test_interleaving_over_two_stages_with_crossed_messages_is_refused():
-    with pytest.raises(HalError, match="both go to the same process"):
-        refuse_crossed_messages(2, True, False)
-    refuse_crossed_messages(2, False, True)
-    refuse_crossed_messages(4, True, False)
-
-
-def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import schedules
-
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-    flags = SimpleNamespace(batch_p2p_comm=True, overlap_p2p_comm=False)
-    with hal_device(), pytest.raises(HalError, match="both go to the same process"):
-        schedules.forward_backward_pipelining_with_interleaving(model=[SimpleNamespace(config=flags)])
-    assert schedules.forward_backward_pipelining_with_interleaving.__name__ in vars(schedules)
-    assert not hasattr(schedules.forward_backward_pipelining_with_interleaving, "__wrapped__")
 
 
 def test_importing_the_package_imports_no_megatron_core():

@@ -1,0 +1,204 @@
+"""What megatron-core would do wrong or leave unexplained is refused, on its own objects, with what to do instead."""
+
+import zlib
+
+import pytest
+import torch
+
+import hal
+from hal import HalError
+from hal.model.megatron import gpt_block_spec, hal_device
+from hal.model.megatron.guards import refuse_crossed_messages
+from hal.testing.processes import run_processes
+
+LAYERS, VOCABULARY, LENGTH, MICROBATCHES = 4, 32, 8, 4
+
+
+def config(**given):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    base = {
+        "num_layers": LAYERS,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "use_cpu_initialization": True,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+    return TransformerConfig(**{**base, **given})
+
+
+def chunks(made):
+    """This stage's GPTModels, of weights that follow from their names and layers alone."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    found = []
+    for stage in range(ps.get_virtual_pipeline_model_parallel_world_size() or 1):
+        model = GPTModel(
+            made,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            LENGTH,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+        )
+        for name, parameter in named(model):
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=draw) + ("norm.weight" in name)
+        found.append(model)
+    return found
+
+
+def named(model):
+    """Parameters by the names that they have in a model of one piece."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            head, layers, local, rest = name.split(".", 3)
+            name = f"{head}.{layers}.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+        yield name, parameter
+
+
+def train(made, schedule):
+    """({name: gradient} of this stage, losses) of one step of four microbatches by the schedule."""
+    models = chunks(made)
+
+    def forward(numbers, model):
+        draw = torch.Generator().manual_seed(next(numbers))
+        tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=draw)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+        output = model(tokens, torch.arange(LENGTH).expand(2, -1), mask, labels=tokens.roll(-1, 1))
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
+
+    losses = schedule(
+        forward_step_func=forward,
+        data_iterator=[iter(range(MICROBATCHES)) for _ in models] if len(models) > 1 else iter(range(MICROBATCHES)),
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    grads = {name: parameter.grad for model in models for name, parameter in named(model)}
+    return grads, [found["loss"] for found in losses]
+
+
+def interleaved():
+    """On each of two stages: the refusal's text, and the worst relative error of gradients and losses against one
+    process, with the flags that are refused and with those that the refusal names."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    hal.use("cpu_ref")
+    hal.backend().comm()
+    with hal_device():
+        ps.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(1)
+        grads, losses = train(config(), schedules.get_forward_backward_func())
+        ps.destroy_model_parallel()
+
+        ps.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+        schedule = schedules.get_forward_backward_func()
+        with pytest.raises(HalError) as refused:
+            train(config(**sizes), schedule)
+
+        def error(flags, schedule):
+            own, mine = train(config(**sizes, **flags), schedule)
+            worst = max(((own[n] - grads[n]).norm() / grads[n].norm()).item() for n in own if grads[n].norm() > 1e-4)
+            return max([worst, *(abs(a - b) / b for a, b in zip(mine, losses, strict=bool(mine)))])
+
+        wrong = error({}, schedule.__wrapped__)
+        right = error({"overlap_p2p_comm": True, "batch_p2p_comm": False}, schedule)
+        ps.destroy_model_parallel()
+    return str(refused.value), wrong, right
+
+
+def test_interleaving_over_two_stages_by_default_flags_is_refused_and_would_be_wrong():
+    found = run_processes(2, interleaved)
+    assert all("overlap_p2p_comm=True and batch_p2p_comm=False" in text for text, _, _ in found)
+    assert max(wrong for _, wrong, _ in found) > 0.01
+    assert max(right for _, _, right in found) <= 1e-5, found
+
+
+def test_only_crossed_messages_are_refused():
+    with pytest.raises(HalError, match="both go to the same process"):
+        refuse_crossed_messages(2, True, False)
+    refuse_crossed_messages(2, False, True)
+    refuse_crossed_messages(4, True, False)
+
+
+@pytest.fixture
+def routed(world):
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with hal_device():
+        model_parallel_cuda_manual_seed(1)
+        yield
+
+
+def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
+    """On megatron-core's model in its own wrapper; that there are two stages is all that is pretended."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.pipeline_parallel import schedules
+
+    own = schedules.forward_backward_pipelining_with_interleaving
+    with hal_device():
+        made = config()
+        model = [DistributedDataParallel(made, DistributedDataParallelConfig(), m) for m in chunks(made)]
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+        with pytest.raises(HalError, match="both go to the same process"):
+            schedules.forward_backward_pipelining_with_interleaving(
+                forward_step_func=None,
+                data_iterator=[None],
+                model=model,
+                num_microbatches=1,
+                seq_length=LENGTH,
+                micro_batch_size=2,
+            )
+    assert schedules.forward_backward_pipelining_with_interleaving is own
+
+
+def test_autocast_that_torch_would_drop_is_refused(routed):
+    from megatron.core.pipeline_parallel import schedules
+
+    train(config(), schedules.forward_backward_no_pipelining)
+    with pytest.raises(HalError, match="train in another precision"):
+        train(config(enable_autocast=True, autocast_dtype=torch.bfloat16), schedules.forward_backward_no_pipelining)
+
+
+def test_a_writer_that_would_hang_is_refused(cpu_ref):
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    own = vars(AsyncCallsQueue)["__init__"]
+    with hal_device():
+        assert AsyncCallsQueue().persistent is False
+        with pytest.raises(HalError, match="the first save would hang"):
+            AsyncCallsQueue(persistent=True)
+    assert vars(AsyncCallsQueue)["__init__"] is own
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"context_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}],
+    ids=["context", "sequence"],
+)
+def test_what_only_hals_layers_have_is_refused_by_the_name_of_the_option_that_helps(asked, routed):
+    """The sizes are the configuration's; the layers are built in one process."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    assert isinstance(WrappedTorchNorm(config(), 16), torch.nn.LayerNorm)
+    made = config(**asked)
+    with pytest.raises(HalError, match=r"--spec hal\.model\.megatron gpt_layer_spec, .* gpt_block_spec\(config\)"):
+        chunks(made)
+    if "sequence_parallel" in asked:
+        assert GPTModel(made, gpt_block_spec(made), VOCABULARY, LENGTH) is not None
