@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         default="true",
         help="false: return at once; the job goes on in the background",
     )
-    add("command", nargs=argparse.REMAINDER, help="a hal command, -m MODULE, or a script, with its arguments")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, with its arguments")
+    add("command", nargs=argparse.REMAINDER, help="a hal command or a script, with its arguments")
     return made
 
 
@@ -80,6 +81,8 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
     if found is not None:
         environment[DEVICES] = ",".join(map(str, found[1].slots))
     command = [part for i, part in enumerate(options.command) if i or part != "--"]
+    if options.module:
+        command = ["-m", *options.module]
     if options.simulate:
         environment["HAL_SIMULATE"] = "1"
     if options.backend:

@@ -23,7 +23,8 @@ from typing import Any
 from hal.errors import ContractError, HalError
 from hal.network import interface_to
 
-from .worker import FOLDER, failure_path, imports, log_path
+from .megatron import mark_path
+from .worker import FOLDER, failure_path, log_path
 
 _INTERVAL = 0.1
 _GRACE = 2
@@ -72,8 +73,8 @@ def run(job: Job) -> int:
     temporary = job.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="hal-job-")) if job.log_dir is None else job.log_dir
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("failure_*.json"):
-        stale.unlink()
+    for stale in (*folder.glob("failure_*.json"), mark_path(folder)):
+        stale.unlink(missing_ok=True)
     store = _store(job)
     try:
         with _environment(job, folder):
@@ -179,7 +180,7 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="hal-agent-") as scratch:
         agent = Agent(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=job.cluster_timeout)
-        with _following(agent, folder, _shown(job)):
+        with _following(agent, folder):
             try:
                 result = agent.run()
             except SignalException as stop:
@@ -229,19 +230,15 @@ def _rendezvous(job: Job, store: Any) -> Any:
     return Fixed()
 
 
-def _shown(job: Job) -> tuple[int, ...]:
+def _shown(folder: Path) -> tuple[int, ...]:
     """Which of this node's workers are copied to the console: the first; with Megatron-LM's scripts, which print their
     losses on the last rank, also the last."""
-    script = Path(job.command[0])
-    losses_on_last = (
-        job.nproc > 1 and script.suffix == ".py" and script.exists() and imports(script, "megatron.training")
-    )
-    return (0, -1) if losses_on_last else (0,)
+    return (0, -1) if mark_path(folder).exists() else (0,)
 
 
 @contextlib.contextmanager
-def _following(agent: Any, folder: Path, shown: Sequence[int]) -> Iterator[None]:
-    """Copies the logs of the `shown` of this node's workers to the console while they run."""
+def _following(agent: Any, folder: Path) -> Iterator[None]:
+    """Copies the logs of this node's workers that are to be seen to the console while they run."""
     stop = threading.Event()
 
     def copy() -> None:
@@ -249,8 +246,9 @@ def _following(agent: Any, folder: Path, shown: Sequence[int]) -> Iterator[None]
         while True:
             last = stop.is_set()
             workers = agent.get_worker_group().workers
-            if not positions and workers and all(w.global_rank is not None and w.id is not None for w in workers):
-                positions = {log_path(folder, workers[i].global_rank): 0 for i in shown}
+            if workers and all(w.global_rank is not None and w.id is not None for w in workers):
+                for i in _shown(folder):
+                    positions.setdefault(log_path(folder, workers[i].global_rank), 0)
             for path in [path for path in positions if path.exists()]:
                 with path.open("rb") as log:
                     log.seek(positions[path])

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import ctypes
 import importlib
 import json
@@ -20,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hal.errors import CollectiveTimeout, HalError
+
+from .megatron import hint, mark_path, routed_when_imported
 
 FOLDER = "HAL_WORKER_FOLDER"
 """Environment variable: where logs (worker_RANK.log) and failures (failure_RANK.json) of this job's processes go."""
@@ -50,38 +50,19 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], folder: Path) -> int:
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        with routed_when_imported(mark_path(folder)):
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
     if argv[0].endswith(".py"):
         sys.argv = list(argv)
         sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        with _surroundings(argv):
+        with routed_when_imported(mark_path(folder)):
             runpy.run_path(argv[0], run_name="__main__")
         return 0
     return int(importlib.import_module(f"hal.cli.{argv[0]}").main(list(argv[1:])))
-
-
-def _surroundings(argv: Sequence[str]) -> contextlib.AbstractContextManager[object]:
-    """What a script runs in: one that imports megatron.training, on a chosen backend, has its device names routed."""
-    if "HAL_BACKEND" not in os.environ or not imports(Path(argv[0]), "megatron.training"):
-        return contextlib.nullcontext()
-    scripts = importlib.import_module("hal.model.megatron.scripts")
-    surroundings: contextlib.AbstractContextManager[object] = scripts.running_script(argv)
-    return surroundings
-
-
-def imports(script: Path, package: str) -> bool:
-    """Whether the source of `script` imports `package` or something of it."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return any(f"{name}.".startswith(f"{package}.") for name in names)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
     _redirect(log_path(folder, rank))
     text = ""
     try:
-        code = _run(argv)
+        code = _run(argv, folder)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
         text = "" if isinstance(stop.code, int) or stop.code is None else str(stop.code)
     except BaseException as error:
         wrong_input = isinstance(error, (HalError, OSError)) and not isinstance(error, CollectiveTimeout)
-        code, text = 2 if wrong_input else 1, traceback.format_exc()
+        code, text = 2 if wrong_input else 1, traceback.format_exc() + hint()
     if code:
         failure = {"rank": rank, "time": time.time(), "code": code, "text": text}
         temporary = failure_path(folder, rank).with_suffix(".tmp")

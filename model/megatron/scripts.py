@@ -1,4 +1,4 @@
-"""Megatron-LM's own training scripts, unchanged, on the active backend: what `hal launch SCRIPT` runs them under.
+"""Megatron-LM's own training scripts, unchanged, on the active backend: what `hal launch` runs them under.
 
 Beside megatron-core's names, `SCRIPTS` routes those of the `megatron.training` package. Whether there is an NVIDIA
 device, how many and of what kind, is answered to two of its modules alone, through their own view of torch:
@@ -47,19 +47,21 @@ SCRIPTS: Mapping[str, Make] = {
 
 
 @contextlib.contextmanager
-def running_script(argv: Sequence[str]) -> Iterator[None]:
-    """Where a Megatron-LM script with these arguments runs. With `--spec hal.model.megatron ...` also in `hal_ops()`.
+def running_script(argv: Sequence[str], load: Callable[[], object]) -> Iterator[None]:
+    """Where a Megatron-LM script with these arguments runs from the moment that it imports `megatron.training`, which
+    `load` does. With `--spec hal.model.megatron ...` also in `hal_ops()`.
 
-    Raises what `hal_device` raises, and HalError if the script's `megatron.training` cannot be imported.
+    Raises what `hal_device` raises, and whatever that import does.
     """
-    if hal.device().type == ASKED_FOR:
-        with hal_ops() if "hal.model.megatron" in argv else contextlib.nullcontext():
-            yield
-        return
-    if os.environ.get("RANK", "0") == "0":
-        print(f"hal launch: {argv[0]} imports megatron: {NVIDIA} means {hal.device()} in it", file=sys.stderr)
-    with hal_device({**CORE, **SCRIPTS}), contextlib.ExitStack() as stack:
-        if importlib.util.find_spec("megatron.training") is not None:
+    with contextlib.ExitStack() as stack:
+        if hal.device().type == ASKED_FOR:
+            load()
+        else:
+            if os.environ.get("RANK", "0") == "0":
+                said = f"hal launch: {argv[0]} imports megatron.training: {NVIDIA} means {hal.device()} in it"
+                print(said, file=sys.stderr)
+            stack.enter_context(hal_device({**CORE, **SCRIPTS}))
+            load()
             stack.enter_context(replaced(_in_megatron_training(Place(hal.backend()))))
         if "hal.model.megatron" in argv:
             stack.enter_context(hal_ops())

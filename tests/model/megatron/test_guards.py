@@ -1,9 +1,8 @@
 """What megatron-core would do wrong or leave unexplained is refused, on its own objects, with what to do instead."""
 
-import zlib
-
 import pytest
 import torch
+from small_models import LENGTH, VOCABULARY, chunks, config, named
 
 import hal
 from hal import HalError
@@ -11,58 +10,7 @@ from hal.model.megatron import gpt_block_spec, hal_device
 from hal.model.megatron.guards import refuse_crossed_messages
 from hal.testing.processes import run_processes
 
-LAYERS, VOCABULARY, LENGTH, MICROBATCHES = 4, 32, 8, 4
-
-
-def config(**given):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    base = {
-        "num_layers": LAYERS,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "use_cpu_initialization": True,
-        "pipeline_dtype": torch.float32,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-    }
-    return TransformerConfig(**{**base, **given})
-
-
-def chunks(made):
-    """This stage's GPTModels, of weights that follow from their names and layers alone."""
-    from megatron.core import parallel_state as ps
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    found = []
-    for stage in range(ps.get_virtual_pipeline_model_parallel_world_size() or 1):
-        model = GPTModel(
-            made,
-            get_gpt_layer_local_spec(),
-            VOCABULARY,
-            LENGTH,
-            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            vp_stage=stage,
-        )
-        for name, parameter in named(model):
-            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=draw) + ("norm.weight" in name)
-        found.append(model)
-    return found
-
-
-def named(model):
-    """Parameters by the names that they have in a model of one piece."""
-    for name, parameter in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            head, layers, local, rest = name.split(".", 3)
-            name = f"{head}.{layers}.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        yield name, parameter
+MICROBATCHES = 4
 
 
 def train(made, schedule):
@@ -142,29 +90,6 @@ def routed(world):
     with hal_device():
         model_parallel_cuda_manual_seed(1)
         yield
-
-
-def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
-    """On megatron-core's model in its own wrapper; that there are two stages is all that is pretended."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.pipeline_parallel import schedules
-
-    own = schedules.forward_backward_pipelining_with_interleaving
-    with hal_device():
-        made = config()
-        model = [DistributedDataParallel(made, DistributedDataParallelConfig(), m) for m in chunks(made)]
-        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-        with pytest.raises(HalError, match="both go to the same process"):
-            schedules.forward_backward_pipelining_with_interleaving(
-                forward_step_func=None,
-                data_iterator=[None],
-                model=model,
-                num_microbatches=1,
-                seq_length=LENGTH,
-                micro_batch_size=2,
-            )
-    assert schedules.forward_backward_pipelining_with_interleaving is own
 
 
 def test_autocast_that_torch_would_drop_is_refused(routed):

@@ -12,6 +12,7 @@ import torch
 import torch._refs
 import torch.mps
 from routing_needs import NEEDED_BY
+from small_models import LENGTH, chunks, config
 
 import hal
 from hal import HalError
@@ -184,6 +185,29 @@ def test_float16_module_sees_tensors_of_any_device_by_dtype(cpu_ref):
     with hal_device():
         meta = torch.zeros(2, device="meta", dtype=torch.float16)
         assert isinstance(meta, module._HALF_TYPES) and not isinstance(meta, module._FLOAT_TYPES)
+
+
+def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
+    """On megatron-core's model in its own wrapper; that there are two stages is all that is pretended."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.pipeline_parallel import schedules
+
+    own = schedules.forward_backward_pipelining_with_interleaving
+    with hal_device():
+        made = config()
+        model = [DistributedDataParallel(made, DistributedDataParallelConfig(), m) for m in chunks(made)]
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+        with pytest.raises(HalError, match="both go to the same process"):
+            schedules.forward_backward_pipelining_with_interleaving(
+                forward_step_func=None,
+                data_iterator=[None],
+                model=model,
+                num_microbatches=1,
+                seq_length=LENGTH,
+                micro_batch_size=2,
+            )
+    assert schedules.forward_backward_pipelining_with_interleaving is own
 
 
 def test_importing_the_package_imports_no_megatron_core():

@@ -3,6 +3,7 @@
 The official script is not in megatron-core's wheel; name a checkout of its tag in MEGATRON_LM to run those tests.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -13,28 +14,119 @@ import pytest
 import torch
 
 import hal
-from hal.launch.worker import imports
+from hal.cli.launch import job_of
+from hal.launch.megatron import mark_path
+from hal.launch.worker import _run
 from hal.model.megatron import hal_device
 from hal.model.megatron.place import Place
-from hal.model.megatron.scripts import SCRIPTS, _answering, _reported, running_script
+from hal.model.megatron.scripts import SCRIPTS, _answering, _reported
+
+TRAINING = {
+    "megatron/training/__init__.py": "from .initialize import initialize_megatron",
+    "megatron/training/initialize.py": """
+import torch
+def initialize_megatron():
+    return [torch.cuda.is_available(), torch.cuda.device_count()]
+""",
+    "megatron/training/utils.py": "import torch",
+    "megatron/training/tokenizer/__init__.py": "",
+    "megatron/training/tokenizer/tokenizer.py": "def _vocab_size_with_padding(size, args): return size",
+    "megatron/legacy/fused_kernels/__init__.py": "def load(args): raise RuntimeError('no CUDA compiler')",
+    "train.py": """
+import json, os, sys
+import torch
+from megatron.training import initialize_megatron
+
+rank = int(os.environ.get("RANK", "0"))
+print(json.dumps([rank, torch.zeros(1, device="cuda").device.type, *initialize_megatron(), sys.argv[1:]]))
+""",
+    "package/__init__.py": "",
+    "package/module.py": "import train",
+    "by_import.py": "import train",
+    "by_runpy.py": "import runpy\nrunpy.run_path(__file__.replace('by_runpy', 'train'), run_name='__main__')",
+    "by_exec.py": "name = __file__.replace('by_exec', 'train')\nexec(compile(open(name).read(), name, 'exec'))",
+    "plain.py": "import torch\nprint(torch.zeros)",
+    "core_alone.py": "import torch, megatron.core\ntorch.zeros(1, device='cuda')",
+}
+"""As much of Megatron-LM's training package as is looked at, and scripts that come to it on different ways."""
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    for name, text in TRAINING.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HAL_BACKEND", "cpu_ref")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job").mkdir()
+    yield tmp_path
+    for name in [*sys.modules]:
+        if name.startswith(("megatron.training", "megatron.legacy", "package")) or name == "train":
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
-    "source, yes",
-    [
-        ("from megatron.training import pretrain", True),
-        ("import megatron.training.arguments as a", True),
-        ("from megatron import training", True),
-        ("def f():\n    from megatron.training import get_args", True),
-        ("from megatron.core import parallel_state", False),
-        ("import megatron_training", False),
-        ("print('from megatron.training import x')", False),
-    ],
+    "command", ["train.py", "-m package.module", "-m train", "by_import.py", "by_runpy.py", "by_exec.py"]
 )
-def test_a_megatron_script_is_one_that_imports_its_trainer(source, yes, tmp_path):
-    script = tmp_path / "s.py"
-    script.write_text(source)
-    assert imports(script, "megatron.training") is yes
+def test_a_script_runs_under_the_routing_and_leaves_no_trace(command, tree, cpu_ref, capsys):
+    before, finders = (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count), list(sys.meta_path)
+    assert _run([*command.split(), "--an-option"], tree / "job") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == [0, "cpu", True, 1, ["--an-option"]]
+    assert "imports megatron.training: torch.cuda means cpu in it" in said.err
+    assert mark_path(tree / "job").exists()
+    assert (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count) == before and sys.meta_path == finders
+    assert torch.cuda.is_available() is sys.modules["megatron.training.initialize"].torch.cuda.is_available()
+
+
+def test_a_script_that_fails_leaves_no_trace(tree, cpu_ref):
+    before = torch.zeros
+    (tree / "train.py").write_text(TRAINING["train.py"] + "raise KeyError('mine')")
+    with pytest.raises(KeyError, match="mine"):
+        _run(["train.py"], tree / "job")
+    (tree / "megatron" / "training" / "utils.py").write_text("raise ImportError('theirs')")
+    for name in [n for n in sys.modules if n.startswith("megatron.training")]:
+        del sys.modules[name]
+    with pytest.raises(ImportError, match="theirs"):
+        _run(["by_import.py"], tree / "job")
+    assert torch.zeros is before
+
+
+def test_other_scripts_are_left_alone(tree, cpu_ref, capsys, monkeypatch):
+    assert _run(["plain.py"], tree / "job") == 0
+    assert "built-in" in capsys.readouterr().out and not mark_path(tree / "job").exists()
+    monkeypatch.delenv("HAL_BACKEND")
+    (tree / "train.py").write_text("import megatron.training, torch\nprint(torch.zeros)")
+    assert _run(["train.py"], tree / "job") == 0
+    assert "built-in" in capsys.readouterr().out
+
+
+def test_a_module_is_a_command_with_its_own_options():
+    job, _ = job_of(["--backend", "cpu_ref", "--nproc-per-node", "2", "-m", "package.module", "-m", "--backend", "x"])
+    assert job.command == ["-m", "package.module", "-m", "--backend", "x"]
+    assert job.environment["HAL_BACKEND"] == "cpu_ref"
+
+
+@pytest.mark.slow
+def test_launched_through_a_wrapper_the_last_rank_is_seen_and_without_routing_a_hint(tree):
+    def launch(*command):
+        options = ["launch", "--backend", "cpu_ref", "--nproc-per-node", "2", *command]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-m", "hal.cli", *options], capture_output=True, text=True, timeout=120, env=environment
+        )
+
+    found = launch("-m", "package.module")
+    assert found.returncode == 0, found.stderr
+    ranks = sorted(json.loads(line)[0] for line in found.stdout.splitlines() if line.startswith("["))
+    assert ranks == [0, 1]
+    failed = launch("core_alone.py")
+    assert failed.returncode == 1 and "neither megatron.training nor hal.model.megatron's hal_device()" in failed.stderr
 
 
 def test_answers_are_for_one_module_alone(cpu_ref):
@@ -96,15 +188,6 @@ def test_an_exact_vocabulary_is_not_reported(recwarn):
     args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, rank=0)
     assert _reported(lambda size, args: size)(256, args) == 256
     assert not recwarn.list
-
-
-def test_a_script_runs_under_the_routing_and_leaves_no_trace(cpu_ref, capfd, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    before = torch.zeros, torch.nn.Module.cuda
-    with running_script(["my_script.py"]):
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
-    assert (torch.zeros, torch.nn.Module.cuda) == before
-    assert "my_script.py imports megatron: torch.cuda means cpu in it" in capfd.readouterr().err
 
 
 SCRIPT = os.environ.get("MEGATRON_LM", "")
