@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron_lm import CHECKOUT, TRAINER, needs_checkout
 
 import hal
 from hal.cli.launch import job_of
@@ -190,11 +191,6 @@ def test_an_exact_vocabulary_is_not_reported(recwarn):
     assert not recwarn.list
 
 
-SCRIPT = os.environ.get("MEGATRON_LM", "")
-official = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not SCRIPT, reason="MEGATRON_LM does not name a checkout of Megatron-LM"),
-]
 OPTIONS = (
     "--transformer-impl local --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--use-cpu-initialization --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
@@ -206,11 +202,11 @@ OPTIONS = (
 HAL = ("--spec", "hal.model.megatron", "gpt_layer_spec")
 
 
-def losses(ranks, *arguments, divisor=128):
+def losses(ranks, *arguments, divisor=128, script=CHECKOUT / "pretrain_gpt.py"):
     command = [sys.executable, "-m", "hal.cli", "launch", "--backend", "cpu_ref", "--nproc-per-node", str(ranks)]
     options = [*OPTIONS.split(), "--make-vocab-size-divisible-by", str(divisor), *map(str, arguments)]
     found = subprocess.run(
-        [*command, os.path.join(SCRIPT, "pretrain_gpt.py"), *options],
+        [*command, str(script), *options],
         capture_output=True,
         text=True,
         timeout=280,
@@ -221,7 +217,7 @@ def losses(ranks, *arguments, divisor=128):
 
 
 class TestTheOfficialScript:
-    pytestmark = official
+    pytestmark = needs_checkout(*TRAINER)
 
     def test_it_trains_saves_and_resumes_at_other_layouts_with_equal_losses(self, tmp_path):
         whole = losses(1)
@@ -240,3 +236,17 @@ class TestTheOfficialScript:
         assert losses(2, *sequence, *HAL, divisor=64) == pytest.approx(whole, abs=2e-5)
         context = ("--context-parallel-size", 2, "--no-create-attention-mask-in-dataloader")
         assert losses(2, *context, *HAL) == pytest.approx(whole, abs=2e-5)
+
+    def test_it_runs_through_a_script_of_ones_own(self, tmp_path):
+        mine = tmp_path / "mine.py"
+        there = str(CHECKOUT / "pretrain_gpt.py")
+        mine.write_text(
+            f"import runpy, sys\nsys.path.insert(0, {str(CHECKOUT)!r})\nrunpy.run_path({there!r}, run_name='__main__')"
+        )
+        assert losses(2, "--tensor-model-parallel-size", 2, divisor=64, script=mine) == pytest.approx(
+            losses(1, *HAL), abs=2e-6
+        )
+
+    def test_context_parallelism_without_hals_layers_says_what_helps(self):
+        with pytest.raises(AssertionError, match=r"--spec hal\.model\.megatron gpt_layer_spec"):
+            losses(2, "--context-parallel-size", 2, "--no-create-attention-mask-in-dataloader")

@@ -1,0 +1,32 @@
+"""A checkout of Megatron-LM for the tests that need one, named by the environment variable MEGATRON_LM."""
+
+import os
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(os.environ.get("MEGATRON_LM", ""))
+TRAINER = ("triton", "six", "regex", "yaml", "pydantic")
+"""What megatron.training imports and no package asks for."""
+
+
+def needs_checkout(*modules):
+    """The marks of a test that needs the checkout, of the installed megatron-core's version, and these modules."""
+    return [pytest.mark.slow, pytest.mark.skipif(bool(reason := lacking(*modules)), reason=reason)]
+
+
+def lacking(*modules):
+    """Why such a test cannot run; nothing if it can."""
+    if "MEGATRON_LM" not in os.environ:
+        return "MEGATRON_LM does not name a checkout of Megatron-LM"
+    about = CHECKOUT / "megatron" / "core" / "package_info.py"
+    if not about.is_file():
+        return f"MEGATRON_LM={CHECKOUT} is no checkout of Megatron-LM"
+    found = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", about.read_text(), re.MULTILINE))
+    if found != version("megatron-core"):
+        return f"MEGATRON_LM is a checkout of {found}, not of core_v{version('megatron-core')}"
+    missing = [name for name in modules if find_spec(name) is None]
+    return f"not installed, for Megatron-LM: {', '.join(missing)}" if missing else ""

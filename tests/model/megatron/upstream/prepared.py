@@ -1,0 +1,41 @@
+"""What Megatron-LM's own unit tests need beside a device: a world, compiled helpers, no downloads."""
+
+import os
+import socket
+
+import torch
+
+from hal.model.megatron.scripts import _installed_helpers
+
+
+def environment():
+    """One process as a world of its own, for tests that read torchrun's variables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in world.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+
+
+def prepare(view_of_torch):
+    """`view_of_torch`: torch with a device count, for the one module that divides by it."""
+    import megatron.core.datasets.utils
+    import megatron.core.utils
+    import tests.test_utils.python_scripts.download_unit_tests_dataset as download
+    from packaging.version import Version
+
+    megatron.core.utils.get_te_version = lambda: Version("0.0")
+    download.download_and_extract_asset = lambda *args, **kwargs: True
+    if _installed_helpers():  # the datasets' compiled part, which a checkout has to build
+        megatron.core.datasets.utils.compile_helpers = lambda: None
+    import tests.unit_tests.test_utilities as utilities
+
+    utilities.torch = view_of_torch
+
+
+def finish(session):
+    """Ranks that end with an error take the others with them, before these have written what they found."""
+    if os.environ["WORLD_SIZE"] != "1":
+        session.exitstatus = 0
