@@ -30,7 +30,6 @@ class Place:
         self.type = backend.device().type
         self.module: Any = torch.get_device_module(self.type)
         self.generators = _Generators(self)
-        self._draws: torch.Generator | None = None
 
     @property
     def host(self) -> bool:
@@ -77,21 +76,6 @@ class Place:
             return own(*args, **kwargs)
 
         return make
-
-    def random_factory(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """`factory` for functions that draw. On the host they draw from a stream of their own, as they would on a
-        device: else the weights that the host draws later would depend on how much was drawn here before."""
-        made_here = self.factory(own)
-
-        @functools.wraps(own)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if self.host and self.asked_for(kwargs.get("device")) and kwargs.get("generator") is None:
-                if self._draws is None:
-                    self._draws = torch.Generator().manual_seed(torch.default_generator.initial_seed())
-                kwargs["generator"] = self._draws
-            return made_here(*args, **kwargs)
-
-        return draw
 
     def move_tensor(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def to_here(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ torch.compile would believe the answers and fail.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -39,7 +40,7 @@ SCRIPTS: Mapping[str, Make] = {
     "torch.cuda.Stream": lambda place, own: place.stream_type,
     "torch.cuda.current_stream": lambda place, own: place.current_stream,
     "torch.cuda.stream": lambda place, own: place.use_stream,
-    "torch.rand": lambda place, own: place.random_factory(own),
+    "torch.rand": lambda place, own: place.factory(own),
     "torch.nn.Module.cuda": lambda place, own: place.move_module(own),
     "torch.distributed.init_process_group": lambda place, own: _joins(place, own),
 }
@@ -81,6 +82,7 @@ def _in_megatron_training(place: Place) -> dict[tuple[Any, str], Any]:
         **found,
         (initialize, "torch"): _answering(is_available=lambda: True, device_count=lambda: devices),
         (utils, "torch"): _answering(get_device_properties=lambda device=None: _properties(place)),
+        (initialize, "_warmup_jit_function"): _drawing_nothing(initialize._warmup_jit_function),
         (fused_kernels, "load"): lambda args: None,  # CUDA sources, for a device that is not there
         (tokenizer, "_vocab_size_with_padding"): _reported(tokenizer._vocab_size_with_padding),
     }
@@ -130,6 +132,18 @@ def _joins(place: Place, own: Callable[..., Any]) -> Callable[..., Any]:
         return own(transport() if backend in (None, "nccl") else backend, *args, **kwargs)
 
     return join
+
+
+def _drawing_nothing(warm_up: Callable[[], None]) -> Callable[[], None]:
+    """Megatron's warm-up, which draws as many numbers on the device as the tensor-parallel size makes it. Where device
+    and host are one, the initial weights, drawn on the host after it, would depend on that."""
+
+    @functools.wraps(warm_up)
+    def warm() -> None:
+        with torch.random.fork_rng(devices=[]):
+            warm_up()
+
+    return warm
 
 
 def _properties(place: Place) -> SimpleNamespace:

@@ -18,7 +18,7 @@ import hal
 from hal.cli.launch import job_of
 from hal.launch.megatron import mark_path
 from hal.launch.worker import _run
-from hal.model.megatron import hal_device
+from hal.model.megatron import CORE, hal_device
 from hal.model.megatron.place import Place
 from hal.model.megatron.scripts import SCRIPTS, _answering, _reported
 
@@ -28,6 +28,9 @@ TRAINING = {
 import torch
 def initialize_megatron():
     return [torch.cuda.is_available(), torch.cuda.device_count()]
+def _warmup_jit_function():
+    global drawn
+    drawn = torch.rand(7, device="cuda")
 """,
     "megatron/training/utils.py": "import torch",
     "megatron/training/tokenizer/__init__.py": "",
@@ -138,14 +141,28 @@ def test_answers_are_for_one_module_alone(cpu_ref):
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == before
 
 
-def test_what_warms_up_the_device_leaves_the_hosts_stream_alone(cpu_ref):
+def test_what_is_drawn_on_the_device_follows_its_generator(cpu_ref):
+    with hal_device({**CORE, **SCRIPTS}):
+        torch.cuda.manual_seed(3)
+        state, first = torch.cuda.get_rng_state(), torch.rand(4, device="cuda")
+        assert not torch.equal(torch.rand(4, device="cuda"), first)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(4, device="cuda"), first)
+
+
+def test_what_warms_up_the_device_leaves_the_hosts_stream_alone(tree, cpu_ref, capsys):
     """Else initial weights would depend on how much a tensor-parallel size makes Megatron draw before them."""
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    with hal_device({"torch.rand": SCRIPTS["torch.rand"]}):
-        assert not torch.equal(torch.rand(2, 3, device="cuda"), torch.rand(2, 3, device="cuda"))
-        assert torch.equal(torch.rand(4), expected)
+    (tree / "train.py").write_text("""
+import torch
+from megatron.training import initialize
+torch.manual_seed(3)
+expected = torch.rand(4)
+torch.manual_seed(3)
+initialize._warmup_jit_function()
+print(torch.equal(torch.rand(4), expected), initialize.drawn.shape)
+""")
+    assert _run(["train.py"], tree / "job") == 0
+    assert capsys.readouterr().out == "True torch.Size([7])\n"
 
 
 def test_memory_counters_are_the_backends(cpu_ref):

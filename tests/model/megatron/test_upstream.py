@@ -48,7 +48,7 @@ PARTS = {
     8: ("tensor_parallel",),
 }
 """Processes -> the parts of tests/unit_tests that are run on so many."""
-AT_LEAST = {1: 360, 8: 17}
+AT_LEAST = {1: 380, 8: 17}
 """Tests that passed when this was written, nearly: fewer means that something else is missing."""
 
 

@@ -9,12 +9,20 @@ import hal
 from hal.model.megatron.routing import CORE, hal_device
 from hal.model.megatron.scripts import SCRIPTS, _answering
 
+TESTS = {
+    "torch.randn": lambda place, own: place.factory(own),
+    "torch.randint": lambda place, own: place.factory(own),
+    "torch.arange": lambda place, own: place.factory(own),
+    "torch.full": lambda place, own: place.factory(own),
+}
+"""What the tests themselves ask of the device, and megatron-core does not."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     prepared.environment()
     hal.use(os.environ.get("HAL_BACKEND", "cpu_ref"))
-    routed = hal_device({**CORE, **SCRIPTS})
+    routed = hal_device({**CORE, **SCRIPTS, **TESTS})
     routed.__enter__()
     early_config.add_cleanup(lambda: routed.__exit__(None, None, None))
     prepared.prepare(_answering(device_count=lambda: int(os.environ["WORLD_SIZE"])))

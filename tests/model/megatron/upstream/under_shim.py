@@ -87,7 +87,7 @@ def pytest_load_initial_conftests(early_config):
     device.stream = contextlib.nullcontext
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(device, name, lambda *args: 0)
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like", "rand"):
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like", "rand", "randn", "randint", "arange", "full"):
         setattr(torch, name, on_the_host(getattr(torch, name)))
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     torch.nn.Module.cuda = lambda module, *args: module
