@@ -3,6 +3,7 @@
 model -> ops -> hal <- backends; the model names no device; backends use public names only; hal imports no vendor.
 """
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,16 @@ EXAMPLES = sorted(p.parent for p in (ROOT / "examples").glob("*/setup.cfg"))
 def test_an_example_backend_uses_public_names_only(folder):
     (package,) = [p.parent for p in folder.glob("*/__init__.py") if p.parent.name != "tests"]
     report(check_tree(package, backend_rule(package.name), package=package.name))
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
+def test_an_example_backend_says_for_which_contract_it_is_written(folder):
+    """HAL refuses a plug-in that does not; the example's own tests run only where its driver is installed."""
+    trees = [ast.parse(p.read_text()) for p in folder.glob("*/*.py") if p.parent.name != "tests"]
+    classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    (backend,) = [c for c in classes if any(ast.unparse(base).endswith("Backend") for base in c.bases)]
+    stated = {ast.unparse(n) for n in backend.body if isinstance(n, ast.Assign)}
+    assert f"api = {hal.Backend.api}" in stated
 
 
 def test_the_contract_imports_no_vendor_no_op_and_no_model():

@@ -31,6 +31,7 @@ class OpenCL(hal.Backend):
     """
 
     name = "opencl"
+    api = 1
 
     def __init__(
         self,
