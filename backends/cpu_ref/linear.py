@@ -1,8 +1,9 @@
 """linear: float32 products by oneDNN where torch.mm would take MKL's slow path, everything else by torch.
 
 MKL keeps its AVX-512 kernels for Intel's processors; on others torch.mm runs float32 at half the speed of oneDNN, which
-torch brings along and offers through the operator its compiler uses for fused layers. Accuracy is the same (float32
-products and sums). 16-bit products go through oneDNN in torch.mm already.
+torch brings along and offers through the operator its compiler uses for fused layers. The weight's gradient, for which
+that operator would copy its operands, is our own kernel there. Accuracy is the same (float32 products and sums). 16-bit
+products go through oneDNN in torch.mm already.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 from hal import ops
 
 from . import cpu
+from .build import lib
 from .device import CpuRef
-from .tensors import reasons
+from .tensors import address, reasons
 
 _SMALL = 1 << 22
 """Below this many multiplications the two cost the same, and torch.mm has the cheaper call."""
@@ -36,10 +38,16 @@ def _onednn() -> Callable[..., Tensor] | None:
     return product
 
 
+def _onednn_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
+    """_onednn() where it is worth its call, for x [m, k] and w [n, k]."""
+    large = x.dtype == torch.float32 and x.shape[0] * x.shape[1] * w.shape[0] >= _SMALL
+    return _onednn() if large else None
+
+
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] times the transpose of w [n, k], plus bias [n]."""
-    onednn = _onednn()
-    if onednn is None or x.dtype != torch.float32 or x.shape[0] * x.shape[1] * w.shape[0] < _SMALL:
+    onednn = _onednn_for(x, w)
+    if onednn is None:
         return torch.nn.functional.linear(x, w, bias)
     return onednn(_dense(x), _dense(w), bias, "none", [], "")
 
@@ -57,19 +65,29 @@ def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[
     return reasons(x, weight, bias)
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight, has_bias = residuals
-    n_out, n_in = weight.shape
+def _backward(
+    residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight = residuals
     dy_rows, x_rows = _rows(dy), _rows(x)
-    dx = _product(dy_rows, weight.t()).view(x.shape)
-    if n_out >= 4 * n_in:  # oneDNN is twice as fast on the wide side's transpose
-        dw = _product(x_rows.t(), dy_rows.t()).t().contiguous()
+    dx = _product(dy_rows, weight.t()).view(x.shape) if needs[0] else None
+    if needs[1] and _onednn_for(x_rows, weight) is not None and "avx512f" in cpu.features():
+        dw, db = _weight_gradient(dy_rows.contiguous(), x_rows.contiguous(), needs[2])
     else:
-        dw = _product(dy_rows.t(), x_rows.t())
-    return dx, dw, dy_rows.sum(0) if has_bias else None
+        dw = _product(dy_rows.t(), x_rows.t()) if needs[1] else None
+        db = dy_rows.sum(0) if needs[2] else None
+    return dx, dw, db
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
+    """dy^T x and, if there is a bias, the sum of dy's rows (kernels/linear.c)."""
+    dw = torch.empty(dy.shape[1], x.shape[1])
+    db = torch.empty(dy.shape[1]) if biased else None
+    lib().hal_linear_wgrad(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), address(db), x.shape[0], *dw.shape)
+    return dw, db
 
 
 @CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=_why_not, bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     y = _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
-    return y, (x, weight, bias is not None)
+    return y, (x, weight)

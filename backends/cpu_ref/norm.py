@@ -20,21 +20,22 @@ def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e
 
 def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, bias, stats = residuals
-    real, dy = stats.dtype, dy.contiguous()
+    real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
     w, dx, grads = parameter(weight, real), torch.empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
-    dw, db = grads[0], grads[1]
+    dw, db = grads.unbind()
+    mean = stats.data_ptr()
     lib().hal_norm_bwd(
         CODE[x.dtype],
         1,
         x.data_ptr(),
         w.data_ptr(),
-        stats[0].data_ptr(),
-        stats[1].data_ptr(),
+        mean,
+        mean + rows * stats.element_size(),
         dy.data_ptr(),
         dx.data_ptr(),
         dw.data_ptr(),
         db.data_ptr(),
-        rows_of(x),
+        rows,
         x.shape[-1],
     )
     return dx, dw.to(weight.dtype), db.to(bias.dtype)
@@ -46,6 +47,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     rows = rows_of(x)
     w, b = parameter(weight, real), parameter(bias, real)
     y, stats = torch.empty_like(x), torch.empty(2, rows, dtype=real)
+    mean = stats.data_ptr()
     lib().hal_norm_fwd(
         CODE[x.dtype],
         1,
@@ -53,8 +55,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
         w.data_ptr(),
         b.data_ptr(),
         y.data_ptr(),
-        stats[0].data_ptr(),
-        stats[1].data_ptr(),
+        mean,
+        mean + rows * stats.element_size(),
         eps,
         rows,
         x.shape[-1],

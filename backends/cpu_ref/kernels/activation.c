@@ -7,8 +7,8 @@
 // Whether erf, gate and bias take part is a constant in each instance of the loops. The bias gradient is summed like a
 // norm's weight gradient, in pieces of consecutive rows (see piece_count).
 //
-// Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx. Nothing is stored in between: the
-// backward pass recomputes the activation, which is cheaper than reading it.
+// Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx (large results past the caches). Nothing
+// is stored in between: the backward pass recomputes the activation, which is cheaper than reading it.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -80,30 +80,48 @@ HAL_INLINE real NAME(activate)(const int erf, real v, real a, real b, real *slop
     return v * s;
 }
 
-HAL_INLINE void NAME(fwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, T *y,
+HAL_INLINE real NAME(fwd_one)(const int erf, const int gated, const int biased, const T *x, const real *bias, int64_t i,
                               int64_t width, real a, real b) {
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
-        const real v = LOAD(x + i) + (biased ? bias[i] : 0);
-        const real gate = gated ? LOAD(x + width + i) + (biased ? bias[width + i] : 0) : 1;
-        real slope;
-        STORE(y + i, NAME(activate)(erf, v, a, b, &slope) * gate);
-    }
+    const real v = LOAD(x + i) + (biased ? bias[i] : 0);
+    const real gate = gated ? LOAD(x + width + i) + (biased ? bias[width + i] : 0) : 1;
+    real slope;
+    return NAME(activate)(erf, v, a, b, &slope) * gate;
 }
 
-HAL_INLINE void NAME(bwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, const T *dy,
-                              T *dx, double *db, int64_t width, real a, real b) {
+HAL_INLINE void NAME(fwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, T *y,
+                              int64_t width, real a, real b, int stream) {
+    STORE_ROW(stream, y, width, i, NAME(fwd_one)(erf, gated, biased, x, bias, i, width, a, b));
+}
+
+// Of `count` columns; dgate and the gate's half of x, bias and db lie `width` further on.
+HAL_INLINE void NAME(bwd_some)(const int erf, const int gated, const int biased, const T *x, const real *bias, const T *dy,
+                               T *dx, T *dgates, double *db, int64_t count, int64_t width, real a, real b) {
 #pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
+    for (int64_t i = 0; i < count; i++) {
         const real v = LOAD(x + i) + (biased ? bias[i] : 0), d = LOAD(dy + i);
         const real gate = gated ? LOAD(x + width + i) + (biased ? bias[width + i] : 0) : 1;
         real slope;
         const real value = NAME(activate)(erf, v, a, b, &slope), dv = d * gate * slope, dgate = d * value;
         STORE(dx + i, dv);
-        if (gated) STORE(dx + width + i, dgate);
+        if (gated) STORE(dgates + i, dgate);
         if (biased) db[i] += dv;
         if (biased && gated) db[width + i] += dgate;
     }
+}
+
+HAL_INLINE void NAME(bwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, const T *dy,
+                              T *dx, double *db, int64_t width, real a, real b, int stream) {
+    enum { LINE = 64 / sizeof(T) };
+    int64_t i = 0;
+    for (; stream && i + LINE <= width; i += LINE) {
+        _Alignas(64) T line[2 * LINE];
+        const real *bias_i = biased ? bias + i : 0;
+        double *db_i = biased ? db + i : 0;
+        NAME(bwd_some)(erf, gated, biased, x + i, bias_i, dy + i, line, line + LINE, db_i, LINE, width, a, b);
+        STREAM_LINE(dx + i, line);
+        if (gated) STREAM_LINE(dx + width + i, line + LINE);
+    }
+    if (i == 0) NAME(bwd_some)(erf, gated, biased, x, bias, dy, dx, dx + width, db, width, width, a, b);
 }
 
 #define EACH_VARIANT(call, ...)                                            \
@@ -123,11 +141,17 @@ static void NAME(activation_fwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const real *bias = (const real *)bias_;
     const int64_t x_width = gated ? 2 * width : width;
     const family_t family = family_of(kind);
-#pragma omp parallel for schedule(static) if (rows * width >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)x_ + row * x_width;
-        T *y = (T *)y_ + row * width;
-        EACH_VARIANT(NAME(fwd_row), x, bias, y, width, (real)family.a, (real)family.b);
+    const int64_t row_bytes = width * (int64_t)sizeof(T);
+    const int stream = streams(y_, rows * row_bytes, row_bytes);
+#pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const T *x = (const T *)x_ + row * x_width;
+            T *y = (T *)y_ + row * width;
+            EACH_VARIANT(NAME(fwd_row), x, bias, y, width, (real)family.a, (real)family.b, stream);
+        }
+        if (stream) stream_end();
     }
 }
 
@@ -136,6 +160,9 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const real *bias = (const real *)bias_;
     const int64_t x_width = gated ? 2 * width : width, pieces = piece_count(rows);
     const family_t family = family_of(kind);
+    const int64_t row_bytes = width * (int64_t)sizeof(T);
+    // Not beside running sums, which it makes slower by more than it saves (measured).
+    const int stream = !bias && streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
     double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * sizeof(double)) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {
@@ -147,9 +174,10 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
             for (int64_t row = begin; row < end; row++) {
                 const T *x = (const T *)x_ + row * x_width, *dy = (const T *)dy_ + row * width;
                 T *dx = (T *)dx_ + row * x_width;
-                EACH_VARIANT(NAME(bwd_row), x, bias, dy, dx, db, width, (real)family.a, (real)family.b);
+                EACH_VARIANT(NAME(bwd_row), x, bias, dy, dx, db, width, (real)family.a, (real)family.b, stream);
             }
         }
+        if (stream) stream_end();
         if (bias) RNAME(sum_pieces)(partial, pieces, x_width, x_width, (real *)dbias_);
     }
 }

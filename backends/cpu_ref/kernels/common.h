@@ -87,15 +87,77 @@ HAL_INLINE double log_f64(double x) { return log(x); }
 HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
 HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 
+// Results larger than this are written past the caches: an ordinary store first reads the line that it is about to
+// overwrite, and malloc gives out the block that has been free for longest, which caches seldom hold. Smaller results are
+// faster where they are held. A constant: in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may add up the host's caches.
+#define HAL_STREAM_MIN ((int64_t)6 << 20)
+
+// Writes one cache line past the caches. Another thread may read it after the writer's stream_end().
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define STREAM_LINE(to, from) _mm512_stream_si512((void *)(to), _mm512_load_si512(from))
+#elif defined(__AVX__)
+#include <immintrin.h>
+HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
+    _mm256_stream_si256(to, _mm256_load_si256(from));
+    _mm256_stream_si256(to + 1, _mm256_load_si256(from + 1));
+}
+#define STREAM_LINE(to, from) stream_line((__m256i *)(to), (const __m256i *)(from))
+#else
+#define STREAM_LINE(to, from) memcpy(to, from, 64)
+#define HAL_NO_STREAM
+#endif
+
+// Whether a result of `bytes` bytes in rows of `row` is to be written past the caches, which takes whole lines.
+HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
+#ifdef HAL_NO_STREAM
+    return 0 * (int)(to + (uintptr_t)bytes + (uintptr_t)row);
+#else
+    return bytes > HAL_STREAM_MIN && to % 64 == 0 && row % 64 == 0;
+#endif
+}
+
+HAL_INLINE void stream_end(void) {
+#ifndef HAL_NO_STREAM
+    _mm_sfence();
+#endif
+}
+
+// out[i] = value for 0 <= i < count, `value` being of type real; whole lines past the caches if `stream`.
+#define STORE_ROW(stream, out, count, i, value)                                       \
+    do {                                                                              \
+        enum { LINE_ = 64 / sizeof(T) };                                              \
+        int64_t at_ = 0;                                                              \
+        for (; (stream) && at_ + LINE_ <= (count); at_ += LINE_) {                    \
+            _Alignas(64) T line_[LINE_];                                              \
+            _Pragma("omp simd") for (int l_ = 0; l_ < LINE_; l_++) {                  \
+                const int64_t i = at_ + l_;                                           \
+                STORE(line_ + l_, value);                                             \
+            }                                                                         \
+            STREAM_LINE((out) + at_, line_);                                          \
+        }                                                                             \
+        _Pragma("omp simd") for (int64_t i = at_; i < (count); i++) STORE((out) + i, value);  \
+    } while (0)
+
+// Asks for memory that is needed soon, in the first-level cache (locality 3) or the second (2). Hardware does so only within
+// a page of 4 KiB, so that every page would begin with the latency of memory and, in a virtual machine, of a long page walk.
+// An address, because what follows a row may lie outside of the tensor.
+#define PREFETCH(address, bytes, locality)                                                  \
+    for (uintptr_t at_ = (address), end_ = at_ + (uintptr_t)(bytes); at_ < end_; at_ += 64) \
+    __builtin_prefetch((const void *)at_, 0, locality)
+
 // sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
 // are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
 // bandwidth) and one horizontal sum, which short rows would notice if there were more.
 enum { LANES = 32 };
-#define ROW_SUM(type, sum, count, i, term)                                            \
+#define ROW_SUM(type, sum, count, i, term) ROW_SUM_AHEAD(type, sum, count, i, term, (void)0)
+// The same, with a statement before every LANES elements, from i on.
+#define ROW_SUM_AHEAD(type, sum, count, i, term, statement)                           \
     do {                                                                              \
         type lane_[LANES] = {0};                                                      \
         int64_t at_ = 0;                                                              \
         for (; at_ + LANES <= (count); at_ += LANES) {                                \
+            { const int64_t i = at_; (void)i; statement; }                            \
             _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                  \
                 const int64_t i = at_ + l_;                                           \
                 lane_[l_] += (term);                                                  \
@@ -107,6 +169,28 @@ enum { LANES = 32 };
         }                                                                             \
         ADD_LANES(lane_);                                                             \
         sum = lane_[0];                                                               \
+    } while (0)
+// Two sums over the same elements, each as ROW_SUM forms it.
+#define ROW_SUMS(type, sum_a, sum_b, count, i, term_a, term_b)                        \
+    do {                                                                              \
+        type lane_a_[LANES] = {0}, lane_b_[LANES] = {0};                              \
+        int64_t at_ = 0;                                                              \
+        for (; at_ + LANES <= (count); at_ += LANES) {                                \
+            _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                  \
+                const int64_t i = at_ + l_;                                           \
+                lane_a_[l_] += (term_a);                                              \
+                lane_b_[l_] += (term_b);                                              \
+            }                                                                         \
+        }                                                                             \
+        for (int l_ = 0; at_ + l_ < (count); l_++) {                                  \
+            const int64_t i = at_ + l_;                                               \
+            lane_a_[l_] += (term_a);                                                  \
+            lane_b_[l_] += (term_b);                                                  \
+        }                                                                             \
+        ADD_LANES(lane_a_);                                                           \
+        ADD_LANES(lane_b_);                                                           \
+        sum_a = lane_a_[0];                                                           \
+        sum_b = lane_b_[0];                                                           \
     } while (0)
 #define ADD_LANES(lane)                              \
     for (int w_ = LANES / 2; w_ > 0; w_ /= 2)        \

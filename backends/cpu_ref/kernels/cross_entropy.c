@@ -6,8 +6,9 @@
 // A vocabulary shard delivers the four statistics of its rows; the caller combines them (max; then sums), after which the
 // backward pass of every shard is local.
 //
-// Memory traffic: forward reads the logits once; backward reads them once and writes the gradient. 16-bit logits are
-// converted in registers, never copied.
+// Memory traffic: forward reads the logits once, asking for them two blocks ahead, because a block's exponentials take as
+// long as fetching the next one; backward reads them once and writes the gradient, past the caches unless in place.
+// 16-bit logits are converted in registers, never copied.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -49,7 +50,8 @@ HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maxi
         }
         const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
         real part;
-        ROW_SUM(real, part, count, j, RNAME(exp)(LOAD(block + j) - shift));
+        ROW_SUM_AHEAD(real, part, count, j, RNAME(exp)(LOAD(block + j) - shift),
+                      PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
         sum += part;
         if (smoothing) {
             ROW_SUM(real, part, count, j, LOAD(block + j));
@@ -98,17 +100,22 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
     const int64_t *targets = (const int64_t *)targets_;
     const real *lses = (const real *)lse_, *dloss = (const real *)dloss_;
     const real uniform = (real)(eps / (double)total), hit = (real)(1 - eps);
-#pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)logits + row * v;
-        T *dx = (T *)dlogits + row * v;
-        const int64_t target = targets[row] - start;
-        const real lse = lses[row], upstream = dloss[row];
-        const int here = target >= 0 && target < v;
-        const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
-#pragma omp simd
-        for (int64_t j = 0; j < v; j++) STORE(dx + j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
-        if (here) STORE(dx + target, upstream * (RNAME(exp)(at - lse) - uniform - hit));
+    const int64_t row_bytes = v * (int64_t)sizeof(T);
+    const int stream = dlogits != logits && streams(dlogits, rows * row_bytes, row_bytes);
+#pragma omp parallel if (rows * v >= HAL_PARALLEL_MIN)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const T *x = (const T *)logits + row * v;
+            T *dx = (T *)dlogits + row * v;
+            const int64_t target = targets[row] - start;
+            const real lse = lses[row], upstream = dloss[row];
+            const int here = target >= 0 && target < v;
+            const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
+            STORE_ROW(stream, dx, v, j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
+            if (here) STORE(dx + target, upstream * (RNAME(exp)(at - lse) - uniform - hit));
+        }
+        if (stream) stream_end();
     }
 }
 

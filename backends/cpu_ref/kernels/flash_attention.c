@@ -3,11 +3,11 @@
 // Everything is computed transposed. For a tile of 48 queries, Q^T is packed once; then for each tile of 96 keys
 //   S^T [key][query] = K Q^T        K's scalars are broadcast from where they lie, queries fill the vector lanes,
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
-//   O^T [d][query] += V^T P^T       V's scalars are broadcast the same way; O^T is rescaled when a maximum grows.
+//   O^T [d][query] += V^T P^T       V's scalars are broadcast the same way; O^T is rescaled when a maximum has grown.
 // Backward, with P recomputed from the saved log-sum-exp and delta = rowsum(dO * O):
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ^T += K^T dS^T;  dV += P^T dO;  dK += dS^T Q
 // in one pass: queries outside, keys inside, dQ^T of the tile local, dK and dV of the head in a float scratch.
-// All seven products are one micro-kernel (flash_attention_gemm.h). Only tiles inside the pre/next band are visited;
+// All seven products are one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited;
 // at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h).
 //
 // Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with

@@ -26,9 +26,8 @@ struct operand {
 static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
                                  unit *scratch) {
     const int64_t d = g->head_size;
-    const int same = g->dtype == (KU == 2 ? HAL_BF16 : sizeof(real) == 8 ? HAL_F64 : HAL_F32);
     const int64_t bytes = stride * element_size(g->dtype);
-    if (same && !(pairs && KU == 2) && d % KU == 0 && stride % KU == 0 && stride == d)
+    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % KU == 0 && stride % KU == 0 && stride == d)
         return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
     const int64_t ld = pairs ? padded(d) : padded(units(d));
     return (struct operand){scratch, ld, source, bytes, scratch, pairs};
@@ -81,6 +80,38 @@ static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_c
     return 1;
 }
 
+// The rows of a tensor under a sweep's queries.
+static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struct fa_sequence *seq, const char *base,
+                        const int64_t stride[3], int64_t head, const struct fa_sweep *sweep) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t from = sweep->t0 * FA_QUERIES, to = sweep->t1 * FA_QUERIES, size = element_size(g->dtype);
+    ahead_add(a, rows_of(base, stride, g->dtype, seq->batch, seq->q0 + from, head), stride[1] * size, g->head_size * size,
+              (to < seq->sq ? to : seq->sq) - from);
+}
+
+// Moves *head and *sweep to what follows them, and adds the keys and values that are new there; returns whether more is to
+// be added.
+static int ahead_start(struct ahead *a, const struct fa_call *call, const struct fa_piece *piece,
+                       const struct fa_sequence *seq, int64_t *head, struct fa_sweep *sweep) {
+    const struct hal_flash_attention *g = call->shape;
+    const int64_t size = element_size(g->dtype), bytes = g->head_size * size, group = g->heads / g->kv_heads;
+    const int64_t rows = 2 * (g->heads * g->sq + g->kv_heads * g->sk) * (call->cu_q ? 1 : g->batch);
+    const struct fa_sweep now = *sweep;
+    a->count = 0;
+    a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_SUBS;
+    if (now.first == 0 || rows * bytes <= FA_CACHED) return 0;
+    if (++*head < (piece->kv_head + 1) * group) return 1;
+    if (now.t1 >= piece->t1) return 0;
+    *head = piece->kv_head * group;
+    *sweep = fa_sweep(seq, now.t1, piece->t1);
+    const int64_t from = now.end > sweep->first ? now.end : sweep->first;
+    const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
+    const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
+    ahead_add(a, ks, g->k[1] * size, bytes, sweep->end - from);
+    ahead_add(a, vs, g->v[1] * size, bytes, sweep->end - from);
+    return 1;
+}
+
 struct forward_space {
     unit *qt;       // FA_SWEEP x [units(d)][48] Q^T
     unit *rows;     // [48][padded] a tile of rows
@@ -113,7 +144,10 @@ HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *k
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O^T.
+// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O^T. All three may be relative
+// to a maximum that is too small by a factor of up to 2^SLACK: exact all the same, and O^T is seldom rescaled.
+enum { SLACK = 8 };
+
 static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
                             real *ot, real *m, real *l) {
     const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
@@ -126,17 +160,22 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
 #pragma GCC unroll 4
             for (int u = 0; u < 4; u++) top[u] = max(top[u], load(column + (k + u) * FA_QUERIES));
         for (; k < to; k++) top[0] = max(top[0], load(column + k * FA_QUERIES));
-        const vec now = max(max(top[0], top[1]), max(top[2], top[3]));
+        const vec grown = max(max(top[0], top[1]), max(top[2], top[3]));
+        const int rescale = exceeds(grown * c, old * c + SLACK);
+        const vec now = rescale ? grown : old;
         // A query that has seen nothing keeps m = -inf; 0 in its place makes its probabilities exp(-inf) = 0.
         const vec shift = select(now == splat(-(real)INFINITY), splat(0), now) * c;
-        const vec alpha = exp2_of(old * c - shift);
         if (KU == 2 && to % 2) store(column + to * FA_QUERIES, splat(-(real)INFINITY));
         const vec sum = t->has_keep ? exponentiate_all(column, from, to, bytes->keep[0] + n * W, c, shift)
                                     : exponentiate_all(column, from, to, NULL, c, shift);
+        if (!rescale) {
+            store(l + n * W, load(l + n * W) + sum);
+            continue;
+        }
+        const vec alpha = exp2_of(old * c - shift);
         store(m + n * W, now);
         store(l + n * W, load(l + n * W) * alpha + sum);
-        if (differs(alpha, splat(1)))
-            for (int64_t e = 0; e < d; e++) store(ot + e * FA_QUERIES + n * W, load(ot + e * FA_QUERIES + n * W) * alpha);
+        for (int64_t e = 0; e < d; e++) store(ot + e * FA_QUERIES + n * W, load(ot + e * FA_QUERIES + n * W) * alpha);
     }
 }
 
@@ -156,23 +195,29 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
     q->qt = w->qt + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     q->ot = w->ot + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
-    pack_rows(w->rows, ldr, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head),
-              g->q[1] * element_size(g->dtype), g->dtype, q->t.rows, d);
-    memset(w->rows + q->t.rows * ldr, 0, (size_t)((FA_QUERIES - q->t.rows) * ldr) * sizeof(unit));
-    transpose(q->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
+    if (is_unit(g->dtype) && q->t.rows == FA_QUERIES && d % (KU * PAD) == 0 && g->q[1] == d) {
+        transpose(q->qt, FA_QUERIES, (const unit *)rows, g->q[1] / KU, FA_QUERIES, ldr);
+    } else {
+        pack_rows(w->rows, ldr, rows, g->q[1] * element_size(g->dtype), g->dtype, q->t.rows, d);
+        memset(w->rows + q->t.rows * ldr, 0, (size_t)((FA_QUERIES - q->t.rows) * ldr) * sizeof(unit));
+        transpose(q->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+    }
     memset(q->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }
 
 static void forward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
                          const struct operand *k, const struct operand *v, const struct forward_space *w,
-                         struct forward_state *q) {
+                         struct forward_state *q, struct ahead *ahead) {
     const struct scaling scale = scaling_of(call->shape->scale);
     const int64_t d = call->shape->head_size;
     struct tile *t = &q->t;
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
     tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, w->s);
-    for (int b = 0; b < FA_SUBS; b++)
+    for (int b = 0; b < FA_SUBS; b++) {
+        ahead_step(ahead);
         if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, d, w->s, q->ot, q->m, q->l);
+    }
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(r.k_to - r.k_from), v->p + (k0 + r.k_from) / KU * v->ld, v->ld,
@@ -188,7 +233,7 @@ static void forward_close(const struct fa_call *call, const struct fa_sequence *
     real *lse = lse_of(call, seq, head) + q->t.i0;
     for (int i = 0; i < q->t.rows; i++) {
         const real l = q->l[i];
-        lse[i] = l == 0 ? -(real)INFINITY : (real)(q->m[i] * c * (real)0.6931471805599453) + (real)log(l);
+        lse[i] = l == 0 ? -(real)INFINITY : (real)(q->m[i] * c * (real)0.6931471805599453) + log_of(l);
         q->l[i] = l == 0 ? 0 : keep / l;
     }
     char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
@@ -241,9 +286,16 @@ static void forward_piece(const struct fa_call *call, const struct fa_piece *pie
         for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
             struct forward_state q[FA_SWEEP];
             const int64_t count = sweep.t1 - sweep.t0;
+            struct ahead ahead;
+            struct fa_sweep next = sweep;
+            int64_t next_head = head;
+            if (ahead_start(&ahead, call, piece, &seq, &next_head, &next)) {
+                tiles_ahead(&ahead, call, &seq, call->q, g->q, next_head, &next);
+                tiles_ahead(&ahead, call, &seq, call->out_w, g->out, next_head, &next);
+            }
             for (int64_t i = 0; i < count; i++) forward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
             for (int64_t k0 = sweep.first; k0 < sweep.end; k0 += FA_KEYS)
-                for (int64_t i = 0; i < count; i++) forward_keys(call, &seq, head, k0, &k, &v, w, &q[i]);
+                for (int64_t i = 0; i < count; i++) forward_keys(call, &seq, head, k0, &k, &v, w, &q[i], &ahead);
             for (int64_t i = 0; i < count; i++) forward_close(call, &seq, head, w, &q[i]);
         }
     }

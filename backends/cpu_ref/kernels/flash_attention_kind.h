@@ -1,73 +1,16 @@
 // One arithmetic kind of flash attention; included once by each flash_attention_<kind>.c.
 //
-//   real   arithmetic and accumulation (float or double); vec is a vector of W of them, ivec of integers as wide
-//   unit   what the micro-kernel multiplies: KU consecutive elements along the summed dimension. A float (KU = 1), a
-//          double (1), or two bfloat16 (KU = 2) for vdpbf16ps; as wide as real, so that shapes agree
-//   MAC    vec += unit vector * unit, summed over the KU elements
-// Vectors are compiler vectors of the widest registers the target has; intrinsics only for what they cannot say.
+// Compiler vectors (vectors.h); intrinsics only for what they cannot say.
 #pragma once
 #include "flash_attention_plan.h"
 #include "philox.h"
 
 #include <omp.h>
 
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define FA_VECTOR_BYTES 64
-#define FA_MANY_REGISTERS 1
-#elif defined(__AVX2__)
-#define FA_VECTOR_BYTES 32
-#define FA_MANY_REGISTERS 0
-#else
-#define FA_VECTOR_BYTES 16
-#ifdef __aarch64__
-#define FA_MANY_REGISTERS 1
-#else
-#define FA_MANY_REGISTERS 0
-#endif
-#endif
+enum { SUB_VECTORS = FA_SUB / W, PAD = 16 };
 
-#ifdef FA_KIND_F64
-typedef double real;
-typedef int64_t lane;
-typedef double unit;
-#else
-typedef float real;
-typedef int32_t lane;
-#ifdef FA_KIND_BF16
-typedef uint32_t unit;
-#else
-typedef float unit;
-#endif
-#endif
-#ifdef FA_KIND_BF16
-enum { KU = 2 };
-#else
-enum { KU = 1 };
-#endif
-enum { W = FA_VECTOR_BYTES / (int)sizeof(real), SUB_VECTORS = FA_SUB / W, PAD = 16 };
-
-typedef real vec __attribute__((vector_size(FA_VECTOR_BYTES)));
-typedef lane ivec __attribute__((vector_size(FA_VECTOR_BYTES)));
-typedef unit uvec __attribute__((vector_size(FA_VECTOR_BYTES)));
-// The same at any address, over memory of any type.
-typedef real vec_at __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
-typedef unit uvec_at __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
-typedef unit unit_at __attribute__((aligned(1), may_alias));
-typedef uint8_t bytes_at __attribute__((vector_size(FA_VECTOR_BYTES / sizeof(real)), aligned(1), may_alias));
-
-#define CAT_(a, b) a##b
-#define CAT(a, b) CAT_(a, b)
-
-HAL_INLINE vec load(const void *p) { return *(const vec_at *)p; }
-HAL_INLINE void store(void *p, vec v) { *(vec_at *)p = v; }
-HAL_INLINE uvec load_units(const void *p) { return *(const uvec_at *)p; }
-HAL_INLINE void store_units(void *p, uvec v) { *(uvec_at *)p = v; }
-HAL_INLINE vec splat(real x) { return x - (vec){0}; }  // x - 0 keeps the sign of zero, 0 + x does not
-HAL_INLINE ivec splat_lane(int64_t x) { return (lane)x - (ivec){0}; }
 HAL_INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 // All bits where the byte is not 0. (Compilers build the widening of bytes from single inserts.)
 HAL_INLINE ivec lanes_of(const uint8_t *bytes) {
@@ -80,23 +23,23 @@ HAL_INLINE ivec lanes_of(const uint8_t *bytes) {
 #endif
 }
 
-// max: b where either is NaN. differs: whether some lane of a is not that of b.
+// max: b where either is NaN. exceeds: whether some lane of a is greater than that of b.
 #if FA_VECTOR_BYTES == 64 && defined(FA_KIND_F64)
 HAL_INLINE vec max(vec a, vec b) { return _mm512_max_pd(a, b); }
-HAL_INLINE int differs(vec a, vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_NEQ_UQ) != 0; }
+HAL_INLINE int exceeds(vec a, vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0; }
 #elif FA_VECTOR_BYTES == 64
 HAL_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
-HAL_INLINE int differs(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
+HAL_INLINE int exceeds(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 #else
 #if FA_VECTOR_BYTES == 32 && !defined(FA_KIND_F64)
 HAL_INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
 #else
 HAL_INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
 #endif
-HAL_INLINE int differs(vec a, vec b) {
-    const ivec unequal = a != b;
+HAL_INLINE int exceeds(vec a, vec b) {
+    const ivec greater = a > b;
     lane any = 0;
-    for (int l = 0; l < W; l++) any |= unequal[l];
+    for (int l = 0; l < W; l++) any |= greater[l];
     return any != 0;
 }
 #endif
@@ -105,11 +48,13 @@ HAL_INLINE int differs(vec a, vec b) {
 // 9e-8), 2^n through the exponent bits. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits. Below 2^-127 it is exactly
 // 0; 0 gives exactly 1; NaN stays NaN.
 #ifdef FA_KIND_F64
+HAL_INLINE real log_of(real x) { return log(x); }
 HAL_INLINE vec exp2_of(vec x) {
     for (int l = 0; l < W; l++) x[l] = exp2(x[l]);
     return x;
 }
 #else
+HAL_INLINE real log_of(real x) { return logf(x); }
 HAL_INLINE vec exp2_of(vec x) {
     x = max(splat(-127.0f), x);
     const vec shifted = x + (12582912.0f + 127.0f);
@@ -129,7 +74,7 @@ HAL_INLINE vec exp2_of(vec x) {
 }
 #endif
 
-#include "flash_attention_gemm.h"
+#include "gemm.h"
 #include "flash_attention_pack.h"
 #include "flash_attention_tile.h"
 #include "flash_attention_forward.h"

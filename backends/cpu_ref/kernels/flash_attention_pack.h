@@ -8,6 +8,11 @@ static int64_t units(int64_t elements) { return (elements + KU - 1) / KU; }
 typedef uint32_t row_at __attribute__((vector_size(32), aligned(1), may_alias));
 #endif
 
+// Whether elements of dtype are `real` as they lie.
+static int is_real(int64_t dtype) { return dtype == (sizeof(real) == 8 ? HAL_F64 : HAL_F32); }
+// Whether KU adjacent ones are a unit.
+static int is_unit(int64_t dtype) { return KU == 2 ? dtype == HAL_BF16 : is_real(dtype); }
+
 // dst[0..n) = the row as real.
 static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #ifdef FA_KIND_F64
@@ -24,6 +29,13 @@ static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
         for (int64_t e = 0; e < n; e++) dst[e] = load_f16((const f16 *)src + e);
     }
 #endif
+}
+
+// The row as real: itself if it is, else in buffer.
+static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t n) {
+    if (is_real(dtype)) return (const real *)src;
+    read_row(buffer, src, dtype, n);
+    return buffer;
 }
 
 // The row = scale * src[0..n), rounded to dtype.
@@ -92,6 +104,31 @@ HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
 HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
 #endif
 
+// Rows that the next sweep needs, on their way from memory a few lines at a time while this one computes. Only where
+// it pays: in a window, whose sweeps are short (a long one hardly notices what is new); of tensors that the last level
+// of cache does not hold; rows that lie end to end (others would evict one another from their few cache sets).
+struct ahead {
+    struct bytes_ahead {
+        const char *at, *end;
+        int64_t share;  // bytes a step
+    } of[6];
+    int count;
+    int64_t steps;
+};
+
+static void ahead_add(struct ahead *a, const char *row, int64_t stride, int64_t bytes, int64_t rows) {
+    if (rows > 0 && stride == bytes)
+        a->of[a->count++] = (struct bytes_ahead){row, row + rows * bytes, (rows * bytes + a->steps - 1) / a->steps};
+}
+
+static void ahead_step(struct ahead *a) {
+    for (int i = 0; i < a->count; i++) {
+        struct bytes_ahead *of = &a->of[i];
+        const char *stop = of->end - of->at > of->share ? of->at + of->share : of->end;
+        for (; of->at < stop; of->at += 64) __builtin_prefetch(of->at, 0, 2);
+    }
+}
+
 // A W x W block in registers is transposed in log2(W) steps; step s swaps the off-diagonal s x s blocks.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
@@ -136,14 +173,30 @@ static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int6
         }
 }
 
-// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL, gets
-// what rounding took away.
-static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
-                       int64_t rows, int64_t n, real *buffer, real *rounded) {
+// Fetches the row that is written AFTER rows from now: the core would otherwise wait for the lines of one at a time.
+HAL_INLINE void fetch_for_write(const char *row, int64_t stride, int64_t rows_left, int64_t bytes) {
+    enum { AFTER = 8, LINE = 64 };
+    if (rows_left > AFTER)
+        for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + AFTER * stride + at, 1, 3);
+}
+
+// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES], which may get scaled itself; `rows`
+// real ones. rest, if not NULL, gets what rounding took away.
+static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, real *src, const real *scale, int64_t rows,
+                       int64_t n, real *buffer, real *rounded) {
     const int64_t ld = padded(n);
+    if (is_real(dtype) && rows == FA_QUERIES && n % PAD == 0 && stride == n * (int64_t)sizeof(real)) {
+        for (int v = 0; v < FA_QUERIES; v += W) {
+            const vec factor = load(scale + v);
+            for (int64_t e = 0; e < n; e++) store(src + e * FA_QUERIES + v, load(src + e * FA_QUERIES + v) * factor);
+        }
+        transpose((unit *)dst, n, (const unit *)src, FA_QUERIES, n, FA_QUERIES);
+        return;
+    }
     transpose((unit *)buffer, ld, (const unit *)src, FA_QUERIES, ld, FA_QUERIES);
     for (int64_t r = 0; r < rows; r++) {
         real *row = buffer + r * ld;
+        fetch_for_write(dst + r * stride, stride, rows - r, n * element_size(dtype));
         write_row(dst + r * stride, row, scale[r], dtype, n);
         if (!rest) continue;
         read_row(rounded, dst + r * stride, dtype, n);

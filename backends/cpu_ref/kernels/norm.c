@@ -7,7 +7,8 @@
 // rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of consecutive rows
 // (see piece_count) has its own running sums, added up in order at the end.
 //
-// Memory traffic: forward reads x, writes y; backward reads x and dy (again from L2 in the sweep), writes dx.
+// Memory traffic: forward reads x, writes y; backward reads x and dy (again from L2 in the sweeps), writes dx. Large
+// results are written past the caches.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -20,11 +21,8 @@ enum { ROWS = 4 };
 
 void hal_norm_fwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, uintptr_t mean,
                   uintptr_t rstd, double eps, int64_t rows, int64_t width) {
-    if (centered) {
-        HAL_DISPATCH(dtype, layer_norm_fwd, x, weight, bias, y, mean, rstd, eps, rows, width);
-    } else {
-        HAL_DISPATCH(dtype, rms_norm_fwd, x, weight, y, rstd, eps, rows, width);
-    }
+    if (rows == 0) return;  // a parallel region costs 0.4 us even for one thread
+    HAL_DISPATCH(dtype, norm_fwd, centered, x, weight, bias, y, mean, rstd, eps, rows, width);
 }
 
 void hal_norm_bwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintptr_t mean, uintptr_t rstd, uintptr_t dy,
@@ -34,65 +32,73 @@ void hal_norm_bwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintpt
 
 #else
 
-static void NAME(layer_norm_fwd)(uintptr_t x_, uintptr_t weight_, uintptr_t bias_, uintptr_t y_, uintptr_t mean_,
-                                 uintptr_t rstd_, double eps, int64_t rows, int64_t width) {
+// `count` (a constant at the call) rows; their sums first, so that one row's horizontal additions hide behind the next row
+// (layer norm's, which has two sums one after the other).
+HAL_INLINE void NAME(norm_fwd_rows)(const int count, const int centered, const int stream, const T *x, const real *weight,
+                                    const real *bias, T *y, real *means, real *rstds, real eps, int64_t width) {
+    real mean[ROWS], rstd[ROWS];
+    for (int r = 0; r < count; r++) {
+        const T *xr = x + r * width;
+        real sum = 0;
+        if (centered) ROW_SUM(real, sum, width, i, LOAD(xr + i));
+        mean[r] = centered ? sum / (real)width : 0;
+        if (centered) means[r] = mean[r];
+    }
+    for (int r = 0; r < count; r++) {
+        const T *xr = x + r * width;
+        const real m = mean[r];
+        real square;
+        ROW_SUM(real, square, width, i, (LOAD(xr + i) - m) * (LOAD(xr + i) - m));
+        rstd[r] = rstds[r] = 1 / RNAME(sqrt)(square / (real)width + eps);
+    }
+    for (int r = 0; r < count; r++) {
+        const T *xr = x + r * width;
+        const real m = mean[r], scale = rstd[r];
+        if (centered)
+            STORE_ROW(stream, y + r * width, width, i, (LOAD(xr + i) - m) * scale * weight[i] + bias[i]);
+        else
+            STORE_ROW(stream, y + r * width, width, i, LOAD(xr + i) * scale * weight[i]);
+    }
+}
+
+static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintptr_t bias_, uintptr_t y_, uintptr_t mean_,
+                           uintptr_t rstd_, double eps, int64_t rows, int64_t width) {
     const real *weight = (const real *)weight_, *bias = (const real *)bias_;
     real *means = (real *)mean_, *rstds = (real *)rstd_;
-#pragma omp parallel for schedule(static) if (rows * width >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)x_ + row * width;
-        T *y = (T *)y_ + row * width;
-        real sum, square;
-        ROW_SUM(real, sum, width, i, LOAD(x + i));
-        const real mean = sum / (real)width;
-        ROW_SUM(real, square, width, i, (LOAD(x + i) - mean) * (LOAD(x + i) - mean));
-        const real rstd = 1 / RNAME(sqrt)(square / (real)width + (real)eps);
-        means[row] = mean;
-        rstds[row] = rstd;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) STORE(y + i, (LOAD(x + i) - mean) * rstd * weight[i] + bias[i]);
+    const int64_t row_bytes = width * (int64_t)sizeof(T);
+    const int stream = streams(y_, rows * row_bytes, row_bytes);
+#pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
+    {
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < rows; begin += ROWS) {
+            const T *x = (const T *)x_ + begin * width;
+            T *y = (T *)y_ + begin * width;
+            if (centered && begin + ROWS <= rows) {
+                NAME(norm_fwd_rows)(ROWS, 1, stream, x, weight, bias, y, means + begin, rstds + begin, (real)eps, width);
+                continue;
+            }
+            for (int64_t r = begin; r < begin + ROWS && r < rows; r++, x += width, y += width) {
+                if (centered)
+                    NAME(norm_fwd_rows)(1, 1, stream, x, weight, bias, y, means + r, rstds + r, (real)eps, width);
+                else
+                    NAME(norm_fwd_rows)(1, 0, stream, x, weight, weight, y, 0, rstds + r, (real)eps, width);
+            }
+        }
+        if (stream) stream_end();
     }
 }
 
-static void NAME(rms_norm_fwd)(uintptr_t x_, uintptr_t weight_, uintptr_t y_, uintptr_t rstd_, double eps, int64_t rows,
-                               int64_t width) {
-    const real *weight = (const real *)weight_;
-    real *rstds = (real *)rstd_;
-#pragma omp parallel for schedule(static) if (rows * width >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)x_ + row * width;
-        T *y = (T *)y_ + row * width;
-        real square;
-        ROW_SUM(real, square, width, i, LOAD(x + i) * LOAD(x + i));
-        const real rstd = 1 / RNAME(sqrt)(square / (real)width + (real)eps);
-        rstds[row] = rstd;
+// `columns` columns of `count` rows: dx, `stride` apart, and their contribution to the running sums dw, db.
+HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
+                                       const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *dx,
+                                       int64_t stride, double *dw, double *db, int64_t columns, int64_t width) {
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) STORE(y + i, LOAD(x + i) * rstd * weight[i]);
-    }
-}
-
-// dx of `count` (a constant at the call) rows and their contribution to the running sums dw, db (0 for RMS norm).
-HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T *x, const T *dy, const real *weight,
-                                    const real *means, const real *rstds, T *dx, double *dw, double *db, int64_t width) {
-    real mean[ROWS], rstd[ROWS], g_mean[ROWS], gn_mean[ROWS];
-    for (int r = 0; r < count; r++) {
-        const T *xr = x + r * width, *dyr = dy + r * width;
-        real g = 0, gn;
-        const real m = centered ? means[r] : 0;
-        if (centered) ROW_SUM(real, g, width, i, LOAD(dyr + i) * weight[i]);
-        ROW_SUM(real, gn, width, i, LOAD(dyr + i) * weight[i] * (LOAD(xr + i) - m));
-        mean[r] = m;
-        rstd[r] = rstds[r];
-        g_mean[r] = g / (real)width;
-        gn_mean[r] = gn * rstd[r] / (real)width;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
+    for (int64_t i = 0; i < columns; i++) {
         real dwi = 0, dbi = 0;
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
             const real d = LOAD(dy + r * width + i), n = (LOAD(x + r * width + i) - mean[r]) * rstd[r];
-            STORE(dx + r * width + i, rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]));
+            STORE(dx + r * stride + i, rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]));
             dwi += d * n;
             dbi += d;
         }
@@ -101,15 +107,46 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const T
     }
 }
 
-HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const T *x, const T *dy, const real *weight, const real *means,
-                                     const real *rstds, T *dx, double *dw, double *db, int64_t begin, int64_t end,
-                                     int64_t width) {
+// dx of `count` (a constant at the call) rows and their contribution to the running sums dw, db (0 for RMS norm).
+HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const int stream, const T *x, const T *dy,
+                                    const real *weight, const real *means, const real *rstds, T *dx, double *dw, double *db,
+                                    int64_t width) {
+    real mean[ROWS], rstd[ROWS], g_mean[ROWS], gn_mean[ROWS];
+    for (int r = 0; r < count; r++) {
+        const T *xr = x + r * width, *dyr = dy + r * width;
+        real g = 0, gn;
+        const real m = centered ? means[r] : 0;
+        if (centered)
+            ROW_SUMS(real, g, gn, width, i, LOAD(dyr + i) * weight[i], LOAD(dyr + i) * weight[i] * (LOAD(xr + i) - m));
+        else
+            ROW_SUM(real, gn, width, i, LOAD(dyr + i) * weight[i] * LOAD(xr + i));
+        mean[r] = m;
+        rstd[r] = rstds[r];
+        g_mean[r] = g / (real)width;
+        gn_mean[r] = gn * rstd[r] / (real)width;
+    }
+    enum { LINE = 64 / sizeof(T) };
+    int64_t i = 0;
+    for (; stream && i + LINE <= width; i += LINE) {
+        _Alignas(64) T lines[ROWS * LINE];
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, lines, LINE, dw + i,
+                               db + i, LINE, width);
+        for (int r = 0; r < count; r++) STREAM_LINE(dx + r * width + i, lines + r * LINE);
+    }
+    if (i < width)
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, dx + i, width,
+                               dw + i, db + i, width - i, width);
+}
+
+HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const int stream, const T *x, const T *dy, const real *weight,
+                                     const real *means, const real *rstds, T *dx, double *dw, double *db, int64_t begin,
+                                     int64_t end, int64_t width) {
     int64_t row = begin;
     for (; row + ROWS <= end; row += ROWS)
-        NAME(norm_bwd_rows)(ROWS, centered, x + row * width, dy + row * width, weight, means + row, rstds + row,
+        NAME(norm_bwd_rows)(ROWS, centered, stream, x + row * width, dy + row * width, weight, means + row, rstds + row,
                             dx + row * width, dw, db, width);
     for (; row < end; row++)
-        NAME(norm_bwd_rows)(1, centered, x + row * width, dy + row * width, weight, means + row, rstds + row,
+        NAME(norm_bwd_rows)(1, centered, stream, x + row * width, dy + row * width, weight, means + row, rstds + row,
                             dx + row * width, dw, db, width);
 }
 
@@ -119,6 +156,8 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     const real *weight = (const real *)weight_, *means = (const real *)mean_, *rstds = (const real *)rstd_;
     T *dx = (T *)dx_;
     const int64_t pieces = piece_count(rows), sums = centered ? 2 : 1;
+    const int64_t row_bytes = width * (int64_t)sizeof(T);
+    const int stream = streams(dx_, rows * row_bytes, row_bytes);
     double *partial = hal_scratch((size_t)(pieces * sums * width) * sizeof(double));
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {
@@ -127,11 +166,16 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
             int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
             double *dw = partial + piece * sums * width, *db = dw + (sums - 1) * width;
             memset(dw, 0, (size_t)(sums * width) * sizeof(double));
-            if (centered)
-                NAME(norm_bwd_piece)(1, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
+            if (centered && stream)
+                NAME(norm_bwd_piece)(1, 1, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
+            else if (centered)
+                NAME(norm_bwd_piece)(1, 0, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
+            else if (stream)
+                NAME(norm_bwd_piece)(0, 1, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
             else
-                NAME(norm_bwd_piece)(0, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
+                NAME(norm_bwd_piece)(0, 0, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
         }
+        if (stream) stream_end();
         RNAME(sum_pieces)(partial, pieces, sums * width, width, (real *)dweight_);
         if (centered) RNAME(sum_pieces)(partial + width, pieces, sums * width, width, (real *)dbias_);
     }

@@ -8,7 +8,7 @@
 // of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp.
 //
 // Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y (16-bit: and x), dy and writes
-// dx once. With causal, only the visible half is read.
+// dx once, large results past the caches. With causal, only the visible half is read.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -25,6 +25,14 @@ HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_
 HAL_INLINE int64_t padded_columns(int64_t columns, int64_t sk) {
     const int64_t padded = (columns + LANES - 1) / LANES * LANES;
     return padded < sk ? padded : sk;
+}
+
+// The masked rest of a row whose first part STORE_ROW wrote: from a whole line on, where it streams.
+HAL_INLINE void zero_out(int stream, void *to, int64_t bytes) {
+    static const _Alignas(64) char zeros[64];
+    int64_t at = 0;
+    for (; stream && at + 64 <= bytes; at += 64) STREAM_LINE((char *)to + at, zeros);
+    memset((char *)to + at, 0, (size_t)(bytes - at));
 }
 
 typedef struct {
@@ -78,7 +86,8 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
     real *lse = (real *)lse_;
     T *y = (T *)y_;
     const real scale = (real)scale_;
-    const int64_t rows = b * n * sq;
+    const int64_t rows = b * n * sq, row_bytes = sk * (int64_t)sizeof(T);
+    const int stream = streams(y_, rows * row_bytes, row_bytes);
     // Causal rows differ in length: small chunks dealt in turn keep the threads level.
 #pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
     {
@@ -90,6 +99,7 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             if (mask_row) mask_row += row / sq / n * mask->b + row / sq % n * mask->n + query * mask->q;
             const T *in = x + row * sk;
             T *out = y + row * sk;
+            PREFETCH((uintptr_t)(in + sk), columns * (int64_t)sizeof(T), 3);  // the next row
             int alive = NAME(masked_row)(in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
                 memset(out, 0, (size_t)sk * sizeof(T));
@@ -110,16 +120,18 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             }
             if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
-#pragma omp simd
-            for (int64_t j = 0; j < padded; j++) STORE(out + j, v[j] * inverse);
-            memset(out + padded, 0, (size_t)(sk - padded) * sizeof(T));
+            STORE_ROW(stream, out, padded, j, v[j] * inverse);
+            zero_out(stream, out + padded, (sk - padded) * (int64_t)sizeof(T));
         }
+        if (stream) stream_end();
     }
 }
 
 static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintptr_t dy_, uintptr_t dx_, double scale_,
                               int causal, int64_t rows, int64_t sq, int64_t sk) {
     const real scale = (real)scale_, *lses = (const real *)lse_;
+    const int64_t row_bytes = sk * (int64_t)sizeof(T);
+    const int stream = streams(dx_, rows * row_bytes, row_bytes);
 #pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
     {
         real *p = x_ ? hal_scratch((size_t)sk * sizeof(real)) : 0;
@@ -136,15 +148,14 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
                 for (int64_t j = 0; j < columns; j++)
                     p[j] = LOAD(y + j) == 0 ? 0 : RNAME(exp)(LOAD(x + j) * scale - lse);
                 ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
-#pragma omp simd
-                for (int64_t j = 0; j < columns; j++) STORE(dx + j, scale * p[j] * (LOAD(dy + j) - dot));
+                STORE_ROW(stream, dx, columns, j, scale * p[j] * (LOAD(dy + j) - dot));
             } else {
                 ROW_SUM(real, dot, columns, j, LOAD(y + j) * LOAD(dy + j));
-#pragma omp simd
-                for (int64_t j = 0; j < columns; j++) STORE(dx + j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
+                STORE_ROW(stream, dx, columns, j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
             }
-            memset(dx + columns, 0, (size_t)(sk - columns) * sizeof(T));
+            zero_out(stream, dx + columns, (sk - columns) * (int64_t)sizeof(T));
         }
+        if (stream) stream_end();
     }
 }
 

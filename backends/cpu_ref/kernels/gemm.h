@@ -23,7 +23,7 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vec){0};
+        for (int j = 0; j < nv; j++) acc[i][j] = (vec){0};
 #pragma GCC unroll 2
     for (int64_t kk = 0; kk < depth; kk++) {
         uvec bj[4];
@@ -41,7 +41,8 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) store(c + i * ldc + j * W, acc[i][j]);
+        for (int j = 0; j < nv; j++)
+            store(c + i * ldc + j * W, add ? load(c + i * ldc + j * W) + acc[i][j] : acc[i][j]);
 }
 
 // All rows of nv vectors of columns; rows that do not fill a block go in blocks of 4, 2 and 1.

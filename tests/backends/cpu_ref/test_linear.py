@@ -1,0 +1,91 @@
+"""linear's own weight gradient (kernels/linear.c): any shape, any number of threads, only what is wanted."""
+
+import pytest
+import torch
+
+import hal
+from hal.backends.cpu_ref import cpu, linear
+from hal.backends.cpu_ref.build import lib
+
+SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385, 200, 2100), (40, 16, 96)]
+
+
+def product(dy, x):
+    """dy^T x and the sum of dy's rows, from the kernel."""
+    dw, db = torch.full((dy.shape[1], x.shape[1]), float("nan")), torch.full((dy.shape[1],), float("nan"))
+    lib().hal_linear_wgrad(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), db.data_ptr(), x.shape[0], *dw.shape)
+    return dw, db
+
+
+@pytest.fixture(autouse=True)
+def cpu_ref():
+    with hal.activated(hal.registry.make("cpu_ref")):
+        yield
+
+
+@pytest.mark.parametrize(("rows", "n_out", "n_in"), SHAPES)
+def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in):
+    torch.manual_seed(rows)
+    dy, x = torch.randn(rows, n_out), torch.randn(rows, n_in)
+    dw, db = product(dy, x)
+    bound = 1e-6 * rows**0.5 + 1e-6
+    torch.testing.assert_close(dw.double(), dy.double().t() @ x.double(), atol=bound * 4, rtol=1e-6)
+    torch.testing.assert_close(db.double(), dy.double().sum(0), atol=bound * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [193, 1000])
+def test_the_result_does_not_depend_on_the_number_of_threads(rows):
+    torch.manual_seed(0)
+    dy, x = torch.randn(rows, 300), torch.randn(rows, 130)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(product(dy, x))
+    finally:
+        torch.set_num_threads(threads)
+    for dw, db in results[1:]:
+        assert torch.equal(dw, results[0][0]) and torch.equal(db, results[0][1])
+
+
+def large(bias=True):
+    """Operands of a product that is large enough for the kernel, of strided rows."""
+    torch.manual_seed(1)
+    x = torch.randn(128, 2, 160)[:, 1].requires_grad_()
+    weight = torch.randn(224, 160, requires_grad=True)
+    return x, weight, torch.randn(224, requires_grad=True) if bias else None
+
+
+def test_it_takes_part_where_the_vendors_product_is_slow():
+    x, weight, _ = large()
+    if linear._onednn() is None or "avx512f" not in cpu.features():
+        pytest.skip("this processor's torch.mm is not the slow one")
+    assert x.shape[0] * x.shape[1] * weight.shape[0] >= linear._SMALL and linear._onednn_for(x, weight) is not None
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_gradients_of_a_large_layer_are_those_of_torch(biased):
+    x, weight, bias = large(biased)
+    dy = torch.randn(128, 224)
+    wanted = [t for t in (x, weight, bias) if t is not None]
+    ours = torch.autograd.grad(hal.ops.linear(x, weight, bias), wanted, dy)
+    theirs = torch.autograd.grad(
+        torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()),
+        wanted,
+        dy.double(),
+    )
+    for got, expected in zip(ours, theirs):
+        torch.testing.assert_close(got, expected.to(got.dtype), atol=2e-4, rtol=1e-5)
+
+
+def test_a_frozen_weight_costs_no_product(monkeypatch):
+    x, weight, bias = large()
+
+    def never(*args):
+        raise AssertionError("the gradient of a weight that wants none was computed")
+
+    monkeypatch.setattr(linear, "_weight_gradient", never)
+    monkeypatch.setattr(torch.Tensor, "sum", never)
+    dy = torch.randn(128, 224)
+    (dx,) = torch.autograd.grad(hal.ops.linear(x, weight.detach(), bias.detach()), (x,), dy)
+    assert dx.shape == x.shape
