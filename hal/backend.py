@@ -167,7 +167,7 @@ class Backend(ABC):
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
-            op.candidates[0] = ()  # whatever was looked up before is out of date
+            op.try_in_turn(())  # whatever was looked up before is out of date
             mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {})))
             return function
 

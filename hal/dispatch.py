@@ -72,7 +72,7 @@ def _set(active: _Active | None) -> None:
     global _active
     _active = active
     for op in OPS.values():
-        op.candidates[0] = ()
+        op.try_in_turn(())
         op.admitted.clear()
 
 
@@ -168,7 +168,7 @@ Op.admit = _admit  # type: ignore[method-assign]
 def _resolve(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
     active = _state()
     impls = _candidates(self, active)
-    self.candidates[0] = tuple((impl.why_not, impl.call) for impl in impls)
+    self.try_in_turn([(impl.why_not, impl.call) for impl in impls])
     for impl in impls:
         if not _reasons(impl, args, kwargs):
             return impl.call(*args, **kwargs)

@@ -117,8 +117,8 @@ class Op(Generic[P, R]):
 
     admitted: set[tuple[Any, ...]]
     """Calls that `admit` has let pass on the active backend."""
-    candidates: list[tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]]
-    """One element: (why_not, call) of each implementation to try; empty until `resolve` has looked them up."""
+    candidates: list[Any]
+    """(why_not, call) of the implementation to try first, and a tuple of such pairs: see `try_in_turn`."""
 
     def __init__(
         self,
@@ -184,6 +184,10 @@ class Op(Generic[P, R]):
         """Runs a call for which no candidate is known yet, or which all of them refuse. Completed by dispatch.py."""
         raise NotImplementedError
 
+    def try_in_turn(self, pairs: Sequence[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Makes calls try these (why_not, call) in order; () makes them ask `resolve`."""
+        self.candidates[:] = [pairs[0] if pairs else (_unknown, _unknown), tuple(pairs[1:])]
+
     def tensor_params(self) -> tuple[str, ...]:
         """Names of the parameters that are a single tensor (or tensor | None)."""
         kinds = {n: tensor_kind(p.annotation) for n, p in self.signature.parameters.items()}
@@ -197,6 +201,10 @@ class Op(Generic[P, R]):
 
 
 _MEMO_LIMIT = 4096
+
+
+def _unknown(*args: Any, **kwargs: Any) -> bool:
+    return True
 
 
 def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
@@ -234,11 +242,16 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
         f"def __call__(self, {f.header}):\n    try:\n{verify}"
         # A list where a tensor should be, say: verify names the parameter.
         f"    except (AttributeError, TypeError):\n        self.admit({f.passed})\n"
-        f"    for why_not, call in candidates[0]:\n"
+        f"    why_not, call = candidates[0]\n"  # a loop over one would cost 40 ns
+        f"    if not why_not({f.passed}):\n        return call({f.passed})\n"
+        f"    for why_not, call in candidates[1]:\n"
         f"        if not why_not({f.passed}):\n            return call({f.passed})\n"
         f"    return self.resolve({f.passed})\n"
     )
-    own: dict[str, Any] = {"admitted": set(), "candidates": [()]}  # each op has a class of its own
+    own: dict[str, Any] = {
+        "admitted": set(),
+        "candidates": [(_unknown, _unknown), ()],
+    }  # each op has a class of its own
     call = define("__call__", source, {**own, **f.scope}, f"dispatch of {name}")
     return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})
 
