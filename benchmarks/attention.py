@@ -170,7 +170,8 @@ def _case(
     x: float = 0.0,
     memory: bool = False,
 ) -> Case:
-    candidates = {OURS: _candidate(shape, _hal, backward, "hal")}
+    # Memory has a process of its own: one that has grown before takes what it needs from what it holds.
+    candidates = {OURS: _candidate(shape, _hal, backward, "hal-memory" if memory else "hal")}
     candidates |= {p: _candidate(shape, _PEERS[p][0], backward, _PEERS[p][1]) for p in peers}
     return Case(
         name,

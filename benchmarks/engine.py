@@ -16,6 +16,8 @@ from .case import OURS, Case
 
 CLEAN_SHARE = 0.15
 """A round counts as clean if other processes used less than this share of one processor."""
+CLOSE, LOOKS = 0.05, 3
+"""A figure within this share of its goal is measured again, up to so many times in all; all rounds count."""
 CEILING = "ceiling"
 """The candidate that measures the machine itself; it is interleaved like the others."""
 
@@ -86,6 +88,12 @@ class Row:
             found.append(f"{where}: {self.share_of_ceiling or 0.0:.0%} of {self.ceiling}, goal {self.share_goal:.0%}")
         return found
 
+    @property
+    def close(self) -> bool:
+        """Whether a figure is so near its goal, on either side, that chance may decide."""
+        pairs = ((self.ratio_median, self.goal), (self.share_of_ceiling, self.share_goal))
+        return any(v is not None and g is not None and abs(v - g) <= CLOSE * g for v, g in pairs)
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -107,6 +115,11 @@ class Samples:
     rounds: list[dict[str, float]]
     clean: int
     taken: int
+
+    def __add__(self, more: Samples) -> Samples:
+        """Both, except that a part without three clean rounds gives way to one that has them."""
+        parts = [s for s in (self, more) if s.clean >= 3] or [self, more]
+        return Samples([r for s in parts for r in s.rounds], self.clean + more.clean, self.taken + more.taken)
 
 
 def interleave(names: Sequence[str], clock: Clock, effort: Effort) -> Samples:

@@ -162,3 +162,19 @@ def test_growth_of_a_series():
     assert "x^2.00" in row.shape
     assert row.misses
     assert growth("suite", found, lambda name, shape: None) == []
+
+
+def test_a_second_look_adds_to_the_first_and_clean_rounds_win():
+    busy, clean = Samples([{"ours": 9.0}] * 2, 0, 2), Samples([{"ours": 1.0}] * 3, 3, 4)
+    assert (clean + clean).rounds == [{"ours": 1.0}] * 6 and (clean + clean).taken == 8
+    assert (busy + clean).rounds == clean.rounds and (busy + clean).taken == 6
+    assert (busy + busy).rounds == [{"ours": 9.0}] * 4
+
+
+@pytest.mark.parametrize(("ratio", "close"), [(2.0, True), (1.91, True), (2.09, True), (1.85, False), (2.15, False)])
+def test_a_figure_near_its_goal_is_close_on_either_side(ratio, close):
+    samples = Samples([{"ours": 1.0, "peer": ratio}], 1, 1)
+    (row,) = rows("suite", case(), "default", samples, goal=lambda peer: 2.0)
+    assert row.close is close
+    (row,) = rows("suite", case(), "default", samples)
+    assert row.close is False
