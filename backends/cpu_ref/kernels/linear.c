@@ -19,7 +19,7 @@ enum {
     DEPTH = 192,             // tokens per block: a panel of X (36 KiB) and one of dY stay in L1
     ROWS = 96,               // columns of dY per block
     PANEL = 3 * W,           // columns of X per panel
-    COLUMNS = 2048 / PANEL * PANEL,  // columns of X packed at a time: 2 MiB
+    COLUMNS = 96 * PANEL,    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
 };
 
 // Panels of `width` columns: dst[panel][k][width] = src[k][columns from panel * width on], zero beyond the last column.
