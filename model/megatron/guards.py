@@ -1,4 +1,4 @@
-"""What megatron-core would do wrong without a word: refused, with the reason, while it is routed."""
+"""What megatron-core would do wrong without a word, while it is routed: refused with the reason, or made right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ def guarded() -> Iterator[None]:
     }
     places = {
         **{(where, name): _checked(getattr(where, name), check) for (where, name), check in checks.items()},
+        (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
     }
     with replaced(places):
@@ -111,6 +113,24 @@ def refuse_crossed_messages(stages: int, batch_p2p_comm: bool, overlap_p2p_comm:
             "(megatron-core's defaults) mixes up activations and gradients and trains on wrong numbers: both go to the "
             "same process in one batch. Set overlap_p2p_comm=True and batch_p2p_comm=False, or use more stages."
         )
+
+
+def _kept_while_sent(own: Callable[..., None]) -> Callable[..., None]:
+    """`deallocate_output_tensor` that frees a stage's output only when it has been sent.
+
+    The interleaved schedule calls it while the send is under way, which is sound where memory is freed in the order of
+    a stream. gloo reads the memory later, from another thread: what came to lie there would be sent. The schedule waits
+    for a send before it begins the next one, so the last few outputs are enough.
+    """
+    sent: deque[torch.Tensor] = deque(maxlen=4)
+
+    @functools.wraps(own)
+    def deallocate(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
+        if out is not None and deallocate_pipeline_outputs:
+            sent.append(out.detach())
+        own(out, deallocate_pipeline_outputs)
+
+    return deallocate
 
 
 def _refuse_autocast(given: Mapping[str, Any]) -> None:

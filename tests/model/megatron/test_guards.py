@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_models import LENGTH, VOCABULARY, chunks, config, named
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hal
 from hal import HalError
@@ -81,6 +83,50 @@ def test_only_crossed_messages_are_refused():
         refuse_crossed_messages(2, True, False)
     refuse_crossed_messages(2, False, True)
     refuse_crossed_messages(4, True, False)
+
+
+def late():
+    """Rank 0 sends an output and frees it at once, as the interleaved schedule does; rank 1 receives it later.
+
+    Returns what arrived, as (smallest, largest)."""
+    from megatron.core.pipeline_parallel import schedules
+
+    hal.use("cpu_ref")
+    hal.backend().comm()
+    with hal_device():
+        out = torch.full((1 << 20,), 3.0)
+        if dist.get_rank() == 0:
+            under_way = dist.isend(out, 1)
+            schedules.deallocate_output_tensor(out, deallocate_pipeline_outputs=True)
+            assert out.numel() == 1
+            over_it = [torch.full((1 << 20,), float("nan")) for _ in range(8)]
+            dist.barrier()
+            under_way.wait()
+            del over_it
+        else:
+            out.zero_()
+            dist.barrier()
+            dist.irecv(out, 0).wait()
+    return out.min().item(), out.max().item()
+
+
+def test_an_output_that_is_being_sent_is_not_freed():
+    assert run_processes(2, late)[1] == (3.0, 3.0)
+
+
+def test_outputs_are_freed_after_a_few_sends(cpu_ref):
+    from megatron.core.pipeline_parallel import schedules
+
+    with hal_device():
+        outputs = [torch.ones(1000) for _ in range(6)]
+        held = [StorageWeakRef(out.untyped_storage()) for out in outputs]
+        for out in outputs:
+            schedules.deallocate_output_tensor(out, deallocate_pipeline_outputs=True)
+        assert [h.expired() for h in held] == [True, True, False, False, False, False]
+        kept = torch.ones(1000)
+        schedules.deallocate_output_tensor(kept, deallocate_pipeline_outputs=False)
+        assert kept.numel() == 1000
+    assert all(h.expired() for h in held)
 
 
 @pytest.fixture
