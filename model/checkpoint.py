@@ -109,7 +109,7 @@ def _manifest(root: Path) -> tuple[Path, dict[str, Any]]:
         sums, state = manifest["sha256"], manifest["state"]
         whole = sums[MANIFEST] == state_checksum(state)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise HalError(f"the checkpoint {folder} cannot be read: {error}{_way_out(folder)}") from None
+        raise HalError(f"the checkpoint file {path} cannot be read: {error}{_way_out(folder)}") from None
     if not (isinstance(sums, dict) and all(n.isascii() and isinstance(s, str) for n, s in sums.items())):
         raise HalError(f"{path}: sha256 should hold a checksum for each file{_way_out(folder)}")
     if not isinstance(state, dict) or type(state.get("iteration")) is not int or state["iteration"] < 0:
