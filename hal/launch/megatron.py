@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,7 +52,7 @@ def hint() -> str:
 
 
 class _Once(MetaPathFinder):
-    """Finds `megatron.training` as the other finders do, once, and loads it inside `running_script`."""
+    """Finds `megatron.training` as the other finders do, and loads it inside `running_script`, once."""
 
     def __init__(self, stack: contextlib.ExitStack, mark: Path) -> None:
         self.stack, self.mark = stack, mark
@@ -67,16 +66,17 @@ class _Once(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != TRAINING:
             return None
-        self.retire()
-        spec = importlib.util.find_spec(name)
+        found = (other.find_spec(name, path, target) for other in sys.meta_path if other is not self)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            self.mark.touch()
             scripts = importlib.import_module("hal.model.megatron.scripts")
             self.stack.enter_context(scripts.running_script(sys.argv, lambda: load(module)))
+            self.mark.touch()
+            self.retire()  # not before: whoever only asks whether it is there, or fails to import it, may come again
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -54,13 +54,16 @@ def cross_entropy(
 class HalAdam(torch.optim.AdamW):
     """torch's AdamW, its state included (checkpoints are interchangeable), with HAL's op as the step.
 
-    Raises HalError for Adam without decoupled weight decay, which HAL does not have.
+    Raises HalError for Adam without decoupled weight decay, amsgrad and maximize, which HAL does not have.
     """
 
     def __init__(self, params: Any, *args: Any, adam_w_mode: bool = True, **kwargs: Any) -> None:
         if not adam_w_mode:
             raise HalError("HAL's optimizer is AdamW; Adam with coupled weight decay is not there (adam_w_mode=False)")
         super().__init__(params, *args, **kwargs)
+        for name in ("amsgrad", "maximize"):
+            if self.defaults[name]:
+                raise HalError(f"HAL's AdamW has no {name}; leave it out")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,46 +82,97 @@ class _Routed:
             delattr(self.owner, self.name)
 
 
-_active: hal.Backend | None = None
+class _Session:
+    """What is routed, from the first block that is entered until the last one is left."""
+
+    def __init__(self, backend: hal.Backend) -> None:
+        self.backend, self.place, self.blocks = backend, Place(backend), 0
+        self.routed: dict[str, _Routed] = {}
+        self.around = contextlib.ExitStack()
+
+    def route(self, names: Mapping[str, Make]) -> None:
+        """Puts what is not routed yet; all of it or, if a name is someone else's, nothing."""
+        new = {name: _prepare(name, make, self.place) for name, make in names.items() if name not in self.routed}
+        for name, one in new.items():
+            self.routed[name] = one
+            one.put()
+        _rebind({id(one.before): one.now for one in new.values() if callable(one.before)})
+
+    def guard(self) -> None:
+        self.around.enter_context(guarded())
+        self.around.enter_context(_quiet(self.place))
+
+    def end(self) -> list[str]:
+        """Restores everything but what others have replaced meanwhile, and names that."""
+        self.around.close()
+        routed = list(self.routed.values())
+        lost = [f"{_spelled(one)} by {_origin(_current(one))}" for one in routed if _current(one) is not one.now]
+        for one in routed:
+            if _current(one) is one.now:
+                one.take_back()
+        _rebind({id(one.now): one.before for one in routed if callable(one.before)})
+        return lost
+
+
+_session: _Session | None = None
+_entering = threading.RLock()
 
 
 @contextlib.contextmanager
 def hal_device(names: Mapping[str, Make] = CORE) -> Iterator[None]:
     """Routes `names` to the active backend (`hal.use`) for the duration of a `with` block, for the whole process.
 
-    Inside another `hal_device()` of the same backend it does nothing; on an NVIDIA device likewise.
+    Blocks may nest and overlap, in one thread or in several: names that an inner block adds are routed, too, and all
+    stay routed until the last block is left. On an NVIDIA device nothing is done.
 
     Raises HalError if a name is already someone else's, if another backend is routed, or, at the end, if someone
     replaced a name meanwhile (the others are restored).
     """
-    global _active
     backend = hal.backend()
-    if backend.device().type == ASKED_FOR or _active is backend:
+    if backend.device().type == ASKED_FOR:
         yield
         return
-    if _active is not None:
-        raise HalError(
-            f"hal_device: the names are routed to backend '{_active.name}'; leave that block before routing them to "
-            f"'{backend.name}'"
-        )
-    place = Place(backend)
-    routed = [_prepare(name, make, place) for name, make in names.items()]
-    for one in routed:
-        one.put()
-    _rebind({id(one.before): one.now for one in routed if callable(one.before)})
-    _active = backend
+    _enter(backend, names)
     try:
-        with guarded(), _quiet(place):
-            yield
-    finally:
-        _active = None
-        lost = [f"{_spelled(one)} by {_origin(_current(one))}" for one in routed if _current(one) is not one.now]
-        for one in routed:
-            if _current(one) is one.now:
-                one.take_back()
-        _rebind({id(one.now): one.before for one in routed if callable(one.before)})
-        if lost and sys.exc_info()[0] is None:
-            raise HalError(f"hal_device: replaced by others while routed, and left as they are: {', '.join(lost)}")
+        yield
+    except BaseException:
+        _leave()
+        raise
+    lost = _leave()
+    if lost:
+        raise HalError(f"hal_device: replaced by others while routed, and left as they are: {', '.join(lost)}")
+
+
+def _enter(backend: hal.Backend, names: Mapping[str, Make]) -> None:
+    global _session
+    with _entering:
+        if _session is not None and _session.backend.name != backend.name:
+            raise HalError(
+                f"hal_device: the names are routed to backend '{_session.backend.name}'; leave that block before "
+                f"routing them to '{backend.name}'"
+            )
+        session = _session or _Session(backend)
+        try:
+            session.route(names)
+            if _session is None:
+                session.guard()
+            session.blocks += 1
+            _session = session
+        except BaseException:
+            if session.blocks == 0:
+                session.end()
+            raise
+
+
+def _leave() -> list[str]:
+    global _session
+    with _entering:
+        assert _session is not None
+        _session.blocks -= 1
+        if _session.blocks:
+            return []
+        session, _session = _session, None
+        return session.end()
 
 
 def _prepare(path: str, make: Make, place: Place) -> _Routed:

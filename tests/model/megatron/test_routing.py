@@ -141,6 +141,51 @@ def test_inside_itself_it_changes_nothing(cpu_ref):
         assert snapshot() == during
 
 
+def test_an_inner_block_adds_the_names_that_are_missing(cpu_ref):
+    own = torch.nn.Module.cuda
+    with hal_device():
+        assert torch.nn.Module.cuda is own
+        with hal_device({**CORE, **SCRIPTS}):
+            assert torch.nn.Module.cuda is not own
+    assert torch.nn.Module.cuda is own
+
+
+def test_blocks_may_overlap_and_the_last_one_restores(cpu_ref):
+    before, first, second = snapshot(), hal_device(), hal_device()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    second.__exit__(None, None, None)
+    assert snapshot() == before
+
+
+def test_choosing_the_same_backend_again_inside_is_no_other_backend(cpu_ref):
+    with hal_device():
+        hal.use("cpu_ref")
+        with hal_device():
+            assert torch.zeros(1, device="cuda").device.type == "cpu"
+
+
+def test_a_patch_put_over_ours_is_reported_inside_an_except_block_too(cpu_ref):
+    before = torch.zeros
+    try:
+        raise KeyError
+    except KeyError:
+        with pytest.raises(HalError, match="replaced by others"), hal_device():
+            torch.zeros = len
+    finally:
+        torch.zeros = before
+
+
+def test_nothing_is_routed_when_a_guard_refuses(cpu_ref, monkeypatch):
+    before = snapshot()
+    monkeypatch.setattr("hal.model.megatron.guards.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(HalError, match="psutil"), hal_device():
+        pass
+    assert snapshot() == before
+
+
 class Nvidia(hal.Backend):
     """A backend on an NVIDIA device, as far as names go."""
 

@@ -49,6 +49,17 @@ print(json.dumps([rank, torch.zeros(1, device="cuda").device.type, *initialize_m
     "by_import.py": "import train",
     "by_runpy.py": "import runpy\nrunpy.run_path(__file__.replace('by_runpy', 'train'), run_name='__main__')",
     "by_exec.py": "name = __file__.replace('by_exec', 'train')\nexec(compile(open(name).read(), name, 'exec'))",
+    "by_asking.py": "from importlib.util import find_spec\nassert find_spec('megatron.training')\nimport train",
+    "by_second_try.py": """
+import sys
+sys.modules["megatron.training.initialize"] = None
+try:
+    import megatron.training
+except ImportError:
+    del sys.modules["megatron.training.initialize"]
+    import train
+""",
+    "within.py": "from hal.model.megatron import hal_device\nwith hal_device():\n    import train",
     "plain.py": "import torch\nprint(torch.zeros)",
     "core_alone.py": "import torch, megatron.core\ntorch.zeros(1, device='cuda')",
 }
@@ -74,9 +85,10 @@ def tree(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "command", ["train.py", "-m package.module", "-m train", "by_import.py", "by_runpy.py", "by_exec.py"]
-)
+WAYS = ["train.py", "-m package.module", "-m train", "within.py", *(n for n in TRAINING if n.startswith("by_"))]
+
+
+@pytest.mark.parametrize("command", WAYS)
 def test_a_script_runs_under_the_routing_and_leaves_no_trace(command, tree, cpu_ref, capsys):
     before, finders = (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count), list(sys.meta_path)
     assert _run([*command.split(), "--an-option"], tree / "job") == 0

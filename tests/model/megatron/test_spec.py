@@ -234,3 +234,6 @@ def test_adamw_steps_as_torchs_and_its_state_is_interchangeable(cpu_ref):
         torch.testing.assert_close(a, b)
     with pytest.raises(HalError, match="coupled weight decay"):
         HalAdam([a], adam_w_mode=False)
+    for name in ("amsgrad", "maximize"):
+        with pytest.raises(HalError, match=f"has no {name}"):
+            HalAdam([a], **{name: True})
