@@ -266,6 +266,12 @@ class TestTheOfficialScript:
         context = ("--context-parallel-size", 2, "--no-create-attention-mask-in-dataloader")
         assert losses(2, *context, *HAL) == pytest.approx(whole, abs=2e-5)
 
+    def test_interleaved_stages_train_alike_in_every_run(self):
+        interleaved = ("--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1)
+        first, second = (losses(2, *interleaved) for _ in range(2))
+        assert first == second and len(first) == 6 and first[-1] < first[0]
+        assert losses(2, *interleaved, *HAL) == pytest.approx(first, abs=2e-5)
+
     def test_it_runs_through_a_script_of_ones_own(self, tmp_path):
         mine = tmp_path / "mine.py"
         there = str(CHECKOUT / "pretrain_gpt.py")
