@@ -64,6 +64,18 @@ def test_an_example_backend_says_for_which_contract_it_is_written(folder):
     assert f"api = {hal.Backend.api}" in stated
 
 
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
+def test_an_example_backends_readme_counts_its_lines(folder):
+    table = subprocess.run(
+        [sys.executable, "-c", "import cost; print(cost.table())"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+    ).stdout
+    assert table.strip() in (folder / "README.md").read_text(), f"run: python {folder.name}/cost.py --write"
+
+
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
     rule = Rule(forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends"))
     found = []
