@@ -102,15 +102,6 @@ def parallel_load_of_a_shard_without_data():
     assert shard.data.device.type == "cpu"
 
 
-def parallel_load_of_a_shard_without_data_for_a_round():
-    # torch.empty by name; the default of ShardedTensor.init_data is another copy of it.
-    from megatron.core.dist_checkpointing import exchange_utils
-
-    made = exchange_utils.torch.empty(0, dtype=torch.float32, device="cuda")
-    assert made.device.type == "cpu"
-    parallel_load_of_a_shard_without_data()
-
-
 def parallel_load_of_a_shard():
     from megatron.core.dist_checkpointing import exchange_utils
 
@@ -143,7 +134,7 @@ NEEDED_BY = {
     "torch.tensor": grad_scaler,
     "torch.zeros": count_zeros,
     "torch.ones": default_causal_mask,
-    "torch.empty": parallel_load_of_a_shard_without_data_for_a_round,
+    "torch.empty": parallel_load_of_a_shard_without_data,
     "torch.empty_like": parallel_load_of_a_shard,
     "torch.Tensor.cuda": broadcast_data,
     "torch.Tensor.type": clip_by_norm,
