@@ -3,8 +3,8 @@
 The implementation makes one call through cffi (eleven arguments, no rows, so it returns at once) and returns its input,
 or, where autograd wants a new tensor, an empty one; a function that only does that is subtracted. What is left is
 checking the contract, asking why_not, forwarding the arguments, reading addresses and crossing into C; in the last kind
-also autograd's node. Every tensor costs 0.2 us, most of it for reading its shape and dtype; calls with one tensor
-and with three are shown, and the budget of 1 us is for one.
+also autograd's node. Every tensor costs 0.2 us, most of it for reading its shape and dtype, so calls with one tensor
+and with three are both held to the budget.
 """
 
 from __future__ import annotations

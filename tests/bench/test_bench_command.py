@@ -120,8 +120,8 @@ def test_names_of_cases_are_unique():
 
 
 def test_goals_are_for_cpu_ref_only():
-    assert runner._goal("cpu_ref", "dispatch", "x: registry, y", "budget of 1 us", "default") == 1.0
-    assert runner._goal("cuda", "dispatch", "x: registry, y", "budget of 1 us", "default") is None
+    assert runner._goal("cpu_ref", "dispatch", "x", "budget of 1 us", "default") == 1.0
+    assert runner._goal("cuda", "dispatch", "x", "budget of 1 us", "default") is None
 
 
 @pytest.mark.parametrize(

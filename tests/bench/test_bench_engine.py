@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hal.bench import runner
 from hal.bench.case import Candidate, Case
 from hal.bench.engine import CEILING, Effort, Samples, growth, interleave, rows, slope
 from hal.bench.runner import Found
@@ -178,3 +179,37 @@ def test_a_figure_near_its_goal_is_close_on_either_side(ratio, close):
     assert row.close is close
     (row,) = rows("suite", case(), "default", samples)
     assert row.close is False
+
+
+class FakeWorkers(FakeClock):
+    """Workers whose candidates take known times and bytes."""
+
+    def prepare(self, index, case, name, allocator):
+        pass
+
+    def release(self):
+        pass
+
+    def peak(self, name):
+        return self.seconds[name]
+
+
+def run_one(monkeypatch, seconds, goal, **kw):
+    monkeypatch.setattr(runner, "_goal", lambda *args: goal)
+    found = Found()
+    effort = Effort(rounds=5, least=5)
+    runner._one(FakeWorkers(seconds), "suite", "cpu_ref", 0, case(**kw), "default", (), effort, found)
+    return found
+
+
+@pytest.mark.parametrize(("goal", "rounds"), [(2.0, 15), (1.95, 15), (2.05, 15), (1.5, 5), (3.0, 5), (None, 5)])
+def test_only_a_figure_near_its_goal_gets_more_looks(monkeypatch, goal, rounds):
+    (row,) = run_one(monkeypatch, {"ours": 1.0, "peer": 2.0}, goal).rows
+    assert row.rounds == rounds
+
+
+def test_memory_that_was_not_seen_to_be_used_is_no_goal_met(monkeypatch):
+    found = run_one(monkeypatch, {"ours": 0, "peer": 100}, 50.0, quantity="bytes")
+    assert found.rows == [] and len(found.misses) == 1 and "not measured" in found.misses[0]
+    (row,) = run_one(monkeypatch, {"ours": 1, "peer": 100}, 50.0, quantity="bytes").rows
+    assert row.ratio_median == 100.0

@@ -1,4 +1,4 @@
-// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see flash_attention_kind.h).
+// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h).
 //
 // A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR units
 // of A, straight from wherever A's rows lie; B is a packed tile in L1. With 32 registers: 8 x 3 (24 accumulators, 11 loads
@@ -12,11 +12,7 @@ enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
 #define MAC(acc, a, b) ((acc) + (a) * (b))
 #endif
 
-struct matrix {  // A(m, kk) = p[m * row + kk * col]
-    const unit *p;
-    int64_t row, col;
-};
-
+// A(m, kk) = a[m * row + kk * col].
 HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b, int64_t ldb,
                       real *c, int64_t ldc, int add) {
     vec acc[8][4];

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import small_models
 import torch
 
 from hal import HalError
@@ -10,20 +11,7 @@ from hal.model.megatron import hal_device, hal_ops
 
 
 def config(**given):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    base = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "use_cpu_initialization": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-    }
-    return TransformerConfig(**{**base, **given})
+    return small_models.config(**{"num_layers": 2, "num_attention_heads": 4, **given})
 
 
 @pytest.fixture
