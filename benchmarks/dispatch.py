@@ -47,14 +47,17 @@ class Idle(hal.Backend):
         return hal.Solo()
 
 
+@hal.by_metadata
 def _why_rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
     return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
 
 
+@hal.by_metadata
 def _why_swiglu(x, bias=None):  # type: ignore[no-untyped-def]
     return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
 
 
+@hal.by_metadata
 def _why_layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
     return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
 

@@ -45,7 +45,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation of one op: `call` runs it (with autograd), `why_not` says why it would refuse a call."""
+    """One implementation of one op: `call` runs it (with autograd), `why_not` says why it would refuse a call.
+
+    by_metadata: see the function of that name.
+    """
 
     op: Op[Any, Any]
     id: str
@@ -54,6 +57,20 @@ class Impl:
     forward: Callable[..., Any]
     bwd: Callable[..., Any] | None
     waivers: Mapping[torch.dtype, tuple[float, str]]
+    by_metadata: bool = False
+
+
+def by_metadata(why_not: F) -> F:
+    """Marks a why_not whose answer depends on nothing but what a check may see: shapes, dtypes, plain values, and which
+    tensors are in host memory; not on strides, addresses or requires_grad. Its answer is then asked for once per
+    metadata instead of on every call. The kit refuses the mark where strides change the answer.
+
+    >>> @by_metadata
+    ... def why_not(x, bias=None):
+    ...     return () if x.dtype is torch.float32 else (f"dtype {x.dtype}",)
+    """
+    why_not.by_metadata = True  # type: ignore[attr-defined]
+    return why_not
 
 
 def _accepts_all(op: Op[Any, Any]) -> Callable[..., Sequence[str]]:
@@ -147,7 +164,7 @@ class Backend(ABC):
         dropped, so it may return None there instead of computing it.
 
         why_not(same parameters): reasons why a call is refused, empty = it runs. Pure and cheap; it may be given
-            meta tensors and must not touch a device.
+            meta tensors and must not touch a device. Asked on every call unless marked with `by_metadata`.
         waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
             every report prints the reason.
 
@@ -167,8 +184,9 @@ class Backend(ABC):
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
-            op.try_in_turn(())  # whatever was looked up before is out of date
-            mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {})))
+            op.known.clear()  # whatever was looked up before is out of date
+            marked = why_not is None or getattr(why_not, "by_metadata", False)
+            mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
             return function
 
         return decorate

@@ -72,8 +72,7 @@ def _set(active: _Active | None) -> None:
     global _active
     _active = active
     for op in OPS.values():
-        op.try_in_turn(())
-        op.admitted.clear()
+        op.known.clear()
 
 
 def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
@@ -165,17 +164,26 @@ def _admit(self: Op[Any, Any], *args: Any, **kwargs: Any) -> None:
 Op.admit = _admit  # type: ignore[method-assign]
 
 
-def _resolve(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
+def _learn(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    self.admit(*args, **kwargs)
+    for impl in _candidates(self, _state()):
+        if not impl.by_metadata:
+            break
+        if not _reasons(impl, args, kwargs):
+            return impl.call
+    return self.ask
+
+
+def _ask(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
     active = _state()
-    impls = _candidates(self, active)
-    self.try_in_turn([(impl.why_not, impl.call) for impl in impls])
-    for impl in impls:
+    for impl in _candidates(self, active):
         if not _reasons(impl, args, kwargs):
             return impl.call(*args, **kwargs)
     return _refused(self, active, args, kwargs)
 
 
-Op.resolve = _resolve  # type: ignore[method-assign]
+Op.learn = _learn  # type: ignore[method-assign]
+Op.ask = _ask  # type: ignore[method-assign]
 
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

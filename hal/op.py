@@ -7,6 +7,7 @@ Nothing here imports a backend, a test framework or a vendor package.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -115,10 +116,8 @@ class Sample:
 class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
-    admitted: set[tuple[Any, ...]]
-    """Calls that `admit` has let pass on the active backend."""
-    candidates: list[Any]
-    """(why_not, call) of the implementation to try first, and a tuple of such pairs: see `try_in_turn`."""
+    known: dict[tuple[Any, ...], Callable[..., Any]]
+    """What runs a call of this metadata on the active backend, as `learn` found it: an implementation, or `ask`."""
 
     def __init__(
         self,
@@ -180,13 +179,21 @@ class Op(Generic[P, R]):
         """verify, and that every tensor holds data where the active backend works. Completed by dispatch.py."""
         raise NotImplementedError
 
-    def resolve(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call for which no candidate is known yet, or which all of them refuse. Completed by dispatch.py."""
+    def learn(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """admit, then what is to run all calls of this metadata. Completed by dispatch.py."""
         raise NotImplementedError
 
-    def try_in_turn(self, pairs: Sequence[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-        """Makes calls try these (why_not, call) in order; () makes them ask `resolve`."""
-        self.candidates[:] = [pairs[0] if pairs else (_unknown, _unknown), tuple(pairs[1:])]
+    def keep(self, key: tuple[Any, ...] | None, run: Callable[..., Any]) -> None:
+        """Remembers what runs calls of this metadata; a list among the plain values cannot be remembered."""
+        if len(self.known) >= _MEMO_LIMIT:
+            self.known.clear()
+        if key is not None:
+            with contextlib.suppress(TypeError):
+                self.known[key] = run
+
+    def ask(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the first implementation that has no reasons against this very call. Completed by dispatch.py."""
+        raise NotImplementedError
 
     def tensor_params(self) -> tuple[str, ...]:
         """Names of the parameters that are a single tensor (or tensor | None)."""
@@ -203,16 +210,12 @@ class Op(Generic[P, R]):
 _MEMO_LIMIT = 4096
 
 
-def _unknown(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
     """Op with a __call__ of this signature: check the call (once per metadata), run the first candidate that accepts.
 
     A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those and under which
-    tensors are in host memory. `why_not` is asked on every call: it may look at strides or pointers. Ops on lists of
-    tensors are checked on every call.
+    tensors are in host memory; so is the choice among implementations whose why_not is `by_metadata`. Any other why_not
+    is asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
     """
     key, memo = [], True
     for parameter, p in signature.parameters.items():
@@ -230,28 +233,21 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
             memo = memo and kind != "tensors"
             key.append(parameter)
     f = fragments(signature)
-    verify = f"        self.admit({f.passed})\n"
     if memo:
-        verify = (
-            f"        key = ({', '.join(key)},)\n        if key not in admitted:\n"
-            f"            self.admit({f.passed})\n"
-            f"            if len(admitted) >= {_MEMO_LIMIT}:\n                admitted.clear()\n"
-            f"            admitted.add(key)\n"
+        source = (
+            f"def __call__(self, {f.header}):\n"
+            # AttributeError, TypeError: a list where a tensor should be, say; `learn` then names the parameter.
+            f"    key = None\n"
+            f"    try:\n        key = ({', '.join(key)},)\n        run = known[key]\n"
+            f"    except (KeyError, AttributeError, TypeError):\n        run = None\n"
+            f"    if run is None:\n"
+            f"        run = self.learn({f.passed})\n"
+            f"        self.keep(key, run)\n"
+            f"    return run({f.passed})\n"
         )
-    source = (
-        f"def __call__(self, {f.header}):\n    try:\n{verify}"
-        # A list where a tensor should be, say: verify names the parameter.
-        f"    except (AttributeError, TypeError):\n        self.admit({f.passed})\n"
-        f"    why_not, call = candidates[0]\n"  # a loop over one would cost 40 ns
-        f"    if not why_not({f.passed}):\n        return call({f.passed})\n"
-        f"    for why_not, call in candidates[1]:\n"
-        f"        if not why_not({f.passed}):\n            return call({f.passed})\n"
-        f"    return self.resolve({f.passed})\n"
-    )
-    own: dict[str, Any] = {
-        "admitted": set(),
-        "candidates": [(_unknown, _unknown), ()],
-    }  # each op has a class of its own
+    else:
+        source = f"def __call__(self, {f.header}):\n    return self.learn({f.passed})({f.passed})\n"
+    own: dict[str, Any] = {"known": {}}  # each op has a class of its own
     call = define("__call__", source, {**own, **f.scope}, f"dispatch of {name}")
     return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 
 from .build import lib
@@ -47,10 +48,12 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     return dx, None if db is None else db.to(bias.dtype)
 
 
+@hal.by_metadata
 def _why_not(x: Tensor, bias: Tensor | None = None) -> Sequence[str]:
     return reasons(x, bias)
 
 
+@hal.by_metadata
 def _why_not_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Sequence[str]:
     return reasons(x, bias)
 

@@ -113,6 +113,7 @@ def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tens
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
 
 
+@hal.by_metadata
 def _why_not(
     q: Tensor,
     k: Tensor,

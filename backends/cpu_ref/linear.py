@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 
 from . import cpu
@@ -61,6 +62,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+@hal.by_metadata
 def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[str]:
     return reasons(x, weight, bias)
 

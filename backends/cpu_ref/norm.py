@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 
 from .build import lib
@@ -14,6 +15,7 @@ from .device import CpuRef
 from .tensors import CODE, REAL, parameter, reasons, rows_of
 
 
+@hal.by_metadata
 def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
     return reasons(x, weight, bias)
 
@@ -64,6 +66,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     return y, (x, weight, bias, stats)
 
 
+@hal.by_metadata
 def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
     return reasons(x, weight)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import Rng, dropout_threshold, ops
 
 from .build import lib
@@ -33,6 +34,7 @@ def draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
     return ()
 
 
+@hal.by_metadata
 def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
     if device is not None and torch.device(device).type != "cpu":
         return [f"device {device} (cpu_ref draws into CPU memory)"]
@@ -57,6 +59,7 @@ def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
     return out
 
 
+@hal.by_metadata
 def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
     return reasons(x) or draw_reasons(rng, x.shape)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import Rng, dropout_threshold, ops
 
 from .build import lib
@@ -18,6 +19,7 @@ from .tensors import CODE, REAL, address, parameter, reasons
 _NO_DRAW = Rng(0)
 
 
+@hal.by_metadata
 def _why_not(
     x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
 ) -> Sequence[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 
 from .build import lib
@@ -15,6 +16,7 @@ from .device import CpuRef
 from .tensors import CODE, REAL, parameter, reasons
 
 
+@hal.by_metadata
 def _why_not(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Sequence[str]:
     return reasons(x, cos, sin)
 

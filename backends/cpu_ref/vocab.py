@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hal
 from hal import Comm, ops
 
 from .build import lib
@@ -19,6 +20,7 @@ from .device import CpuRef
 from .tensors import CODE, REAL, reasons, rows_of
 
 
+@hal.by_metadata
 def _why_not_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -114,6 +116,7 @@ def cross_entropy(
     return loss, (logits, target, lse, smoothing, vocab_start, v, inplace_backward)
 
 
+@hal.by_metadata
 def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:
     return reasons(weight)
 

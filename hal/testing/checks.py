@@ -22,7 +22,7 @@ from hal.dispatch import activated
 from hal.errors import UnsupportedOp
 from hal.op import Sample
 
-from .calls import Outcome, backward, build, invoke, run, scattered, tensors, to_double, to_meta, upstream
+from .calls import Outcome, backward, build, invoke, map_tensors, run, scattered, tensors, to_double, to_meta, upstream
 from .comparison import equal_bits, measure, raw
 from .reference import Reference
 from .subject import Subject
@@ -130,6 +130,14 @@ def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tupl
     on_meta = ask(to_meta(arguments), "meta tensors")
     if on_meta != reasons:
         raise subject.fail(f"why_not says {list(reasons)} of the call, but {list(on_meta)} on meta tensors", sample)
+    if subject.impl.by_metadata:
+        dense = ask(map_tensors(to_meta(arguments), torch.Tensor.contiguous), "contiguous meta tensors")
+        if dense != reasons:
+            raise subject.fail(
+                f"why_not is marked by_metadata, but it says {list(reasons)} of the call and {list(dense)} if its "
+                "tensors are contiguous: it may not look at strides",
+                sample,
+            )
     return reasons
 
 

@@ -36,6 +36,38 @@ def test_the_first_that_accepts_runs(toy, two):
         assert toy(X, scale=2.0)[0] == 200
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_only_a_marked_why_not_is_asked_once_per_metadata(toy, make_backend, marked):
+    backend, asked = make_backend(), []
+
+    def why(x, w=None, *, scale=1.0):
+        asked.append(scale)
+        return [] if scale == 1.0 else ["scale"]
+
+    backend.impl(toy, id="a", why_not=hal.by_metadata(why) if marked else why)(lambda x, w=None, *, scale=1.0: x + 100)
+    backend.impl(toy, id="b")(lambda x, w=None, *, scale=1.0: x + 200)
+    with hal.activated(backend()):
+        for _ in range(3):
+            assert toy(X)[0] == 100
+            assert toy(torch.zeros(2))[0] == 100
+        assert asked == [1.0] if marked else len(asked) >= 6
+        assert toy(torch.zeros(3))[0] == 100  # another shape, another question
+        assert toy(X, scale=2.0)[0] == 200
+        assert asked[-1] == 2.0
+        backend.impl(toy, id="c")(lambda x, w=None, *, scale=1.0: x + 300)
+        with hal.policy(pin={"toy": "c"}):
+            assert toy(X)[0] == 300  # what is remembered is remembered under one policy
+        assert toy(X)[0] == 100
+
+
+def test_a_list_among_the_values_is_no_obstacle(make_backend):
+    backend = make_backend()
+    backend.impl(hal.ops.philox_uniform, id="a")(lambda shape, rng, *, device=None: torch.zeros(*shape))
+    with hal.activated(backend()):
+        for _ in range(2):
+            assert hal.ops.philox_uniform([2, 3], hal.Rng(1, 0)).shape == (2, 3)
+
+
 def test_a_pin_is_the_only_candidate(toy, two):
     with hal.activated(two, pin={"toy": "b"}):
         assert toy(X)[0] == 200

@@ -1,5 +1,6 @@
 """The kit can fail: each backend here is wrong in one way, and the kit must say which."""
 
+import dataclasses
 import math
 
 import pytest
@@ -275,6 +276,18 @@ def test_a_why_not_that_accepts_what_then_raises_is_caught():
 def test_a_why_not_that_breaks_its_contract_is_caught(why_not, message):
     _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=why_not), ops.swiglu)
     assert message in messages
+
+
+def test_a_why_not_marked_by_metadata_that_looks_at_strides_is_caught():
+    def dense_only(x, bias=None):
+        return [] if x.is_contiguous() else ["x has gaps"]
+
+    backend = plant(ops.swiglu, ops.swiglu.reference)
+    (impl,) = backend.impls["swiglu"]
+    for marked in (False, True):
+        backend.impls["swiglu"] = [dataclasses.replace(impl, why_not=dense_only, by_metadata=marked)]
+        _, messages = verdict(backend, ops.swiglu)
+        assert ("why_not is marked by_metadata, but it says ['x has gaps']" in messages) == marked
 
 
 def test_an_implementation_that_ran_nothing_fails_with_its_reasons():
