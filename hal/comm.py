@@ -118,11 +118,11 @@ class Comm(ABC):
         Raises ContractError for arguments that are wrong everywhere, UnsupportedOp where `why_not` has reasons.
         """
         self._check(collective, x, op, source)
-        return self._start(collective, x.detach(), op, source)
+        return self._start(collective, x.detach() if x.requires_grad else x, op, source)
 
     def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
         self._check(collective, x, op, source)
-        return self._run_now(collective, x.detach(), op, source)
+        return self._run_now(collective, x.detach() if x.requires_grad else x, op, source)
 
     def _run_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
         """`_start` and wait. A transport that has a shorter way where nobody runs on meanwhile overrides this."""

@@ -51,6 +51,7 @@ class SharedMemoryComm(hal.TorchComm):
         super().__init__(group, transport, **how)
         self._handle, self._memory = _join(self)
         self._run_kernel = build.lib().hal_shm_run
+        self._admitted: set[tuple[Any, ...]] = set()
         self._tasks: queue.SimpleQueue[_Task] | None = None
         self._unfinished: threading.Event | None = None
         if self._handle:
@@ -63,6 +64,14 @@ class SharedMemoryComm(hal.TorchComm):
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         return () if self._takes(collective, x) else super().why_not(collective, x, op)
+
+    def _check(self, collective: str, x: Tensor, op: str, source: int) -> None:
+        # Remembered where the shape does not matter: checking costs as much as a small collective.
+        key = (collective, op, source, x.dtype, x.is_cpu)
+        if key not in self._admitted:
+            super()._check(collective, x, op, source)
+            if collective in ("all_reduce", "broadcast"):
+                self._admitted.add(key)
 
     def _takes(self, collective: str, x: Tensor) -> bool:
         return self._handle != 0 and (x.dtype in _CODE or collective not in _REDUCING) and x.is_cpu

@@ -6,7 +6,8 @@
 //   (3) waits until the peers have posted, copies or reduces their slots into its result, and publishes read = s + 1.
 // Counters only grow and every rank writes its own only, so nothing is ever reset and there is nothing to race for. All
 // ranks reduce everything in the order of ranks: results are bit-equal on every rank and from run to run. Slots are small
-// enough to stay in the second-level caches: memory is read and written once, whatever the size of the tensors.
+// enough to stay in the second-level caches: memory is read and written once, whatever the size of the tensors. Large
+// results are written past the caches, since an ordinary store would read memory a second time and push the slots out.
 //
 // A wait spins for some microseconds, then yields, then sleeps for longer and longer: more ranks than processors make
 // progress. It ends with a fault when the time is up, when a peer has died (its pidfd is readable), when the peer is in
@@ -28,13 +29,15 @@ enum { FAULT_TIMEOUT = 1, FAULT_DEAD, FAULT_MISMATCH, FAULT_CLOSED };
 // After the dtypes of common.h. Truth values are reduced as U8: their sum and max are "or", their min is "and".
 enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
 
-enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 1024 };
+enum { SLOT = 64 << 10, MAX_RANKS = 64, BLOCK = 256 };
+// Bytes copied at a time, and how far ahead of them memory (or the peer's cache) is asked for what comes next.
+enum { PIECE = 1024, AHEAD = 4096 };
 
 // One rank's part of the segment. What another core writes often has a cache line of its own (128: lines come in pairs).
 typedef struct {
     _Alignas(128) uint64_t posted;  // steps whose chunk lies in a slot
+    uint64_t purpose[2];            // of each slot; fetched together with posted
     _Alignas(128) uint64_t read;    // steps that this rank has finished
-    _Alignas(128) uint64_t purpose[2];
     _Alignas(128) char slot[2][SLOT];
 } member;
 
@@ -131,14 +134,25 @@ DEFINE_INTEGER(int16_t, uint16_t)
 DEFINE_INTEGER(int32_t, uint32_t)
 DEFINE_INTEGER(int64_t, uint64_t)
 
-static void reduce(int dtype, const void *const *from, int size, char *out, int64_t n, int reduction) {
+static void reduce(int dtype, const void *const *from, int size, char *out, int64_t n, int reduction, int stream) {
     switch (dtype) {
         case SHM_I8: reduce_int8_t(from, size, (int8_t *)out, n, reduction); break;
         case SHM_U8: reduce_uint8_t(from, size, (uint8_t *)out, n, reduction); break;
         case SHM_I16: reduce_int16_t(from, size, (int16_t *)out, n, reduction); break;
         case SHM_I32: reduce_int32_t(from, size, (int32_t *)out, n, reduction); break;
         case SHM_I64: reduce_int64_t(from, size, (int64_t *)out, n, reduction); break;
-        default: HAL_DISPATCH(dtype, reduce, from, size, out, n, reduction);
+        default: HAL_DISPATCH(dtype, reduce, from, size, out, n, reduction, stream);
+    }
+}
+
+static void copy(char *to, const char *from, int64_t bytes, int stream) {
+    stream = stream && (uintptr_t)from % 64 == 0;
+    for (int64_t begin = 0; begin < bytes; begin += PIECE) {
+        const int64_t end = begin + PIECE < bytes ? begin + PIECE : bytes;
+        int64_t at = begin;
+        PREFETCH((uintptr_t)from + (uintptr_t)at + AHEAD, PIECE, 3);
+        for (; stream && at + 64 <= end; at += 64) STREAM_LINE(to + at, from + at);
+        memcpy(to + at, from + at, (size_t)(end - at));
     }
 }
 
@@ -152,6 +166,8 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
     const int divides = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
     const int64_t share = divides ? SLOT / size / 64 * 64 : SLOT;  // of a slot, for one piece
     const int64_t most = share / bytes;
+    const int whole = kind == ALL_GATHER || kind == ALL_TO_ALL ? size : 1;  // pieces of a result
+    const int stream = streams(out_, whole * count * bytes, whole == 1 ? 64 : count * bytes);
     const uint64_t purpose = (uint64_t)count << 16 | (uint64_t)(kind << 12 | dtype << 6 | reduction << 2 | 1);
     const void *from[MAX_RANKS];
     int64_t done = 0;
@@ -166,9 +182,9 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
         mine->purpose[which] = purpose;
         if (divides) {
             for (int r = 0; r < size; r++)
-                if (r != me) memcpy(mine->slot[which] + r * share, in + (r * count + done) * bytes, (size_t)length);
+                if (r != me) copy(mine->slot[which] + r * share, in + (r * count + done) * bytes, length, 0);
         } else if (kind != BARRIER && (kind != BROADCAST || me == root)) {
-            memcpy(mine->slot[which], in + done * bytes, (size_t)length);
+            copy(mine->slot[which], in + done * bytes, length, 0);
         }
         __atomic_store_n(&mine->posted, step + 1, __ATOMIC_RELEASE);
         for (int r = 0; r < size; r++) {
@@ -181,31 +197,34 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
         }
         switch (kind) {
             case ALL_REDUCE:
-            case REDUCE_SCATTER: reduce(dtype, from, size, out + done * bytes, n, reduction); break;
-            case BROADCAST: memcpy(out + done * bytes, from[root], (size_t)length); break;
+            case REDUCE_SCATTER: reduce(dtype, from, size, out + done * bytes, n, reduction, stream); break;
+            case BROADCAST: copy(out + done * bytes, from[root], length, stream); break;
             case BARRIER: break;
             default:
-                for (int r = 0; r < size; r++) memcpy(out + (r * count + done) * bytes, from[r], (size_t)length);
+                for (int r = 0; r < size; r++) copy(out + (r * count + done) * bytes, from[r], length, stream);
         }
         __atomic_store_n(&mine->read, step + 1, __ATOMIC_RELEASE);
         done += n;
     } while (done < count);
+    if (stream) stream_end();
     return 0;
 }
 
 #else
 
-// out = the reduction of from[0..size), in that order, rounded to T once. A NaN wins every max and min.
-static void NAME(reduce)(const void *const *from, int size, char *out_, int64_t n, int reduction) {
+// out = the reduction of from[0..size), size >= 1, in that order, rounded to T once. A NaN wins every max and min.
+static void NAME(reduce)(const void *const *from, int size, char *out_, int64_t n, int reduction, int stream) {
     T *out = (T *)out_;
     for (int64_t begin = 0; begin < n; begin += BLOCK) {
         const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
         real sum[BLOCK];
-        const T *first = (const T *)from[0] + begin;
+        const T *next = (const T *)from[0] + begin;
+        PREFETCH((uintptr_t)next + AHEAD, BLOCK * sizeof(T), 3);
 #pragma omp simd
-        for (int64_t i = 0; i < count; i++) sum[i] = LOAD(first + i);
+        for (int64_t i = 0; i < count; i++) sum[i] = LOAD(next + i);
         for (int r = 1; r < size; r++) {
-            const T *next = (const T *)from[r] + begin;
+            next = (const T *)from[r] + begin;
+            PREFETCH((uintptr_t)next + AHEAD, BLOCK * sizeof(T), 3);
             if (reduction == MAX) {
 #pragma omp simd
                 for (int64_t i = 0; i < count; i++) {
@@ -223,9 +242,11 @@ static void NAME(reduce)(const void *const *from, int size, char *out_, int64_t 
                 for (int64_t i = 0; i < count; i++) sum[i] += LOAD(next + i);
             }
         }
-        const real scale = reduction == AVG ? (real)size : 1;
+        if (reduction == AVG) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; i++) STORE(out + begin + i, sum[i] / scale);
+            for (int64_t i = 0; i < count; i++) sum[i] /= (real)size;
+        }
+        STORE_ROW(stream, out + begin, count, i, sum[i]);
     }
 }
 
