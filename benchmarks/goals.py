@@ -52,6 +52,10 @@ RATIOS = [  # the first that matches counts
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
+    # 80 % of what is demanded of even shapes.
+    Goal("attention odd shapes *", "f32 * S777 *", "sdpa", 0.8 * 3.3, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * S4001 *", "sdpa-mask", 0.8 * 25.0, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * causal", "sdpa*", 0.8 * 2.5, holds=_avx512),
     Goal("attention memory", "*", "naive", 50.0),
     Goal("growth", "window 256: S", "linear growth", 0.9),
     Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),

@@ -1,5 +1,7 @@
 """Peers do the same work as HAL: on small inputs each gives the reference's values, and FLOP counts are right."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import hal
 from hal import ops
-from hal.bench import attention, worker
+from hal.bench import attention, goals, machine, worker
 from hal.bench import ops as fused
 from hal.bench.attention import Shape
 from hal.bench.plain_gpt import PlainGPT
@@ -39,12 +41,17 @@ def references(monkeypatch, recwarn):
         yield
 
 
-@given(st.integers(1, 40), st.none() | st.integers(0, 50), st.booleans())
-def test_flop_count_pairs_in_the_band(s, pre, backward):
-    shape = Shape(b=2, h=3, s=s, d=4, pre=pre)
+@given(st.integers(1, 40), st.none() | st.integers(0, 50), st.integers(0, 50), st.booleans())
+def test_flop_count_pairs_in_the_band(s, pre, next, backward):
+    shape = Shape(b=2, h=3, s=s, d=4, pre=pre, next=next)
     i, j = torch.arange(s)[:, None], torch.arange(s)
-    inside = (j <= i) if pre is None else (j <= i) & (j >= i - pre)
+    inside = (j <= i + next) if pre is None else (j <= i + next) & (j >= i - pre)
     assert shape.flop(backward) == 2 * 3 * 4 * int(inside.sum()) * (14 if backward else 4)
+
+
+def test_flop_of_packed_sequences_are_those_of_each():
+    packed = Shape(layout="TND", h=3, d=4, lengths=(5, 1, 9))
+    assert packed.flop(True) == sum(Shape(h=3, d=4, s=s).flop(True) for s in packed.lengths)
 
 
 @pytest.mark.parametrize(("peer", "layout"), [("sdpa", "BNSD"), ("sdpa", "SBH"), ("sdpa", "BSH"), ("naive", "BNSD")])
@@ -61,6 +68,31 @@ def test_window_peers_agree(peer):
     q, k, v = shape.inputs(False)
     ours = attention._hal(shape)(q, k, v)
     torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
+
+
+SMALL = {"s": 37, "h": 4}
+ODD = [(replace(shape, **SMALL, d=shape.d // 8), peer) for shape, _, peers in attention.ODD for peer in peers]
+
+
+@pytest.mark.parametrize(("shape", "peer"), ODD, ids=lambda x: str(x).replace(" ", "-"))
+def test_peers_of_odd_shapes_agree(shape, peer):
+    shape = replace(shape, lengths=tuple(n // 100 for n in shape.lengths), pre=shape.pre and 8, next=shape.next // 16)
+    results = []
+    for attend in (attention._hal, attention._PEERS[peer][0]):
+        inputs = shape.inputs(True)
+        out = attend(shape)(*inputs)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    torch.testing.assert_close(*results, atol=5e-5, rtol=1e-4)
+
+
+def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
+    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512f"}))
+    wanted = {"sdpa": {2.64, 2.0}, "sdpa-mask": {20.0}}
+    for case in (c for c in attention.cases() if c.name.startswith("attention odd shapes")):
+        for peer in case.candidates.keys() - {"ours"}:
+            demanded = goals.ratio(case.name, case.shape, peer, "default")
+            assert demanded in wanted.get(peer, {2.0}), (case.shape, peer)
 
 
 @pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))
