@@ -86,6 +86,8 @@ RATIOS = [  # the first that matches counts
     Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),
     Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),
     Goal("training step", "bf16 *", "tuned *", 1.4, "pooled", holds=_bf16),
+    Goal("training memory", "*", "eager", 1.0),
+    Goal("memory at step 1,000", "*", "101 % of step 100", 1.0),
 ]
 
 SHARES = [  # peer is the ceiling's name
