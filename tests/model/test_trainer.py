@@ -1,8 +1,8 @@
 """The trainer: determinism, accumulation, resuming, precision, and what a run leaves behind."""
 
 import json
-import re
 import math
+import re
 
 import pytest
 import torch
