@@ -1,4 +1,5 @@
-"""Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, and memory.
+"""Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, memory, and
+shapes that fit no tile.
 
 FLOP count pairs (query, key) inside the band only: 4 D per pair forward (two products), 14 D forward and backward
 (seven), so a peer that also computes masked pairs gets no credit for them.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,10 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of S tokens, H heads of D channels. A query sees itself and `pre` keys before it (None: all)."""
+    """B sequences of S tokens, H heads of D channels. A query sees itself, `pre` keys before it (None: all) and `next`.
+
+    kv: key/value heads, if fewer. lengths: of packed sequences (layout TND), in place of b and s.
+    """
 
     dtype: str = "f32"
     layout: str = "BNSD"
@@ -34,24 +38,32 @@ class Shape:
     s: int = 1024
     d: int = 64
     pre: int | None = None
+    next: int = 0
+    kv: int | None = None
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        band = "causal" if self.pre is None else f"pre{self.pre}"
-        return f"{self.dtype} {self.layout} B{self.b} H{self.h} S{self.s} D{self.d} {band}"
+        band = "causal" if self.pre is None else f"pre{self.pre}" + (f" next{self.next}" if self.next else "")
+        heads = f"H{self.h}" + (f"/{self.kv}" if self.kv else "")
+        tokens = "+".join(map(str, self.lengths)) if self.lengths else f"{self.s}"
+        return f"{self.dtype} {self.layout} B{self.b} {heads} S{tokens} D{self.d} {band}"
 
     def flop(self, backward: bool) -> float:
-        pre = self.s if self.pre is None else min(self.pre, self.s)
-        outside = (self.s - pre) * (self.s - pre - 1) // 2 if pre < self.s else 0
-        pairs = self.s * (self.s + 1) // 2 - outside
-        return float(self.b * self.h * pairs * self.d * (14 if backward else 4))
+        lengths = self.lengths or (self.s,) * self.b
+        pairs = sum(
+            s * s - _corner(s - (s if self.pre is None else self.pre)) - _corner(s - self.next) for s in lengths
+        )
+        return float(self.h * pairs * self.d * (14 if backward else 4))
 
     def inputs(self, grad: bool) -> list[Tensor]:
         """q, k, v in the layout."""
-        sizes = {"S": self.s, "B": self.b, "N": self.h, "D": self.d, "H": self.h * self.d}
-        shape = [sizes[c] for c in self.layout]
         torch.manual_seed(0)
-        tensors = (torch.randn(shape, device=worker.device(), dtype=DTYPES[self.dtype]) for _ in range(3))
-        return [t.requires_grad_(grad) for t in tensors]
+        found = []
+        for h in (self.h, self.kv or self.h, self.kv or self.h):
+            sizes = {"S": self.s, "B": self.b, "N": h, "D": self.d, "H": h * self.d, "T": sum(self.lengths)}
+            shape = [sizes[c] for c in self.layout]
+            found.append(torch.randn(shape, device=worker.device(), dtype=DTYPES[self.dtype]).requires_grad_(grad))
+        return found
 
     def bnsd(self, x: Tensor) -> Tensor:
         """A view of x [layout] as [b, n, s, d]: torch's kernels read strides, so a peer pays for no copy."""
@@ -60,13 +72,24 @@ class Shape:
         return x.permute(_TO_BNSD[self.layout])
 
 
+def _corner(n: int) -> int:
+    """Pairs in the triangle that a band leaves out at one side."""
+    return n * (n - 1) // 2 if n > 0 else 0
+
+
 _TO_BNSD = {"SBH": (1, 2, 0, 3), "BSH": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
 
 
 def _hal(shape: Shape) -> Attend:
+    heads = {"num_heads": shape.h, "num_kv_heads": shape.kv or shape.h}
+    band = {"pre_tokens": shape.pre, "next_tokens": shape.next}
+    starts = None
+    if shape.lengths:
+        starts = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=worker.device())
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result: Tensor = hal.ops.flash_attention(
-            q, k, v, layout=shape.layout, num_heads=shape.h, pre_tokens=shape.pre, next_tokens=0
+            q, k, v, layout=shape.layout, **heads, **band, cu_seqlens_q=starts, cu_seqlens_k=starts
         )
         return result
 
@@ -74,7 +97,19 @@ def _hal(shape: Shape) -> Attend:
 
 
 def _sdpa(shape: Shape) -> Attend:
-    return lambda q, k, v: F.scaled_dot_product_attention(shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), is_causal=True)
+    options = {"is_causal": True, "enable_gqa": shape.kv is not None}
+    return lambda q, k, v: F.scaled_dot_product_attention(shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), **options)
+
+
+def _sdpa_each(shape: Shape) -> Attend:
+    """Packed sequences [t, n, d], one after the other."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.transpose(0, 1)[None].split(shape.lengths, 2) for x in (q, k, v)))
+        outs = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        return torch.cat(outs, 2)[0].transpose(0, 1)
+
+    return attend
 
 
 def _sdpa_medium(shape: Shape) -> Attend:
@@ -82,13 +117,13 @@ def _sdpa_medium(shape: Shape) -> Attend:
     return _sdpa(shape)
 
 
-def _allowed(s: int, pre: int) -> Tensor:
+def _allowed(s: int, pre: int, next: int = 0) -> Tensor:
     i, j = torch.arange(s)[:, None], torch.arange(s)
-    return ((j <= i) & (j >= i - pre)).to(worker.device())
+    return ((j <= i + next) & (j >= i - pre)).to(worker.device())
 
 
 def _sdpa_mask(shape: Shape) -> Attend:
-    allowed = _allowed(shape.s, shape.pre if shape.pre is not None else shape.s)
+    allowed = _allowed(shape.s, shape.pre if shape.pre is not None else shape.s, shape.next)
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
 
 
@@ -156,6 +191,7 @@ _PEERS: dict[str, tuple[Callable[[Shape], Attend], str]] = {
     "sdpa-medium": (_sdpa_medium, "medium"),
     "sdpa-mask": (_sdpa_mask, "torch"),
     "sdpa-chunked": (_sdpa_chunked, "torch"),
+    "sdpa-each": (_sdpa_each, "torch"),
     "flex": (_flex, "flex"),
     "naive": (_naive, "naive"),
 }
@@ -187,6 +223,19 @@ def _case(
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 _MODES = (("fwd", False), ("fwd+bwd", True))
+_BAND = Shape(s=4001, pre=128, next=64)
+_PACKED = Shape(layout="TND", lengths=(777, 1531, 300))
+ODD = (
+    (Shape(s=777, d=40), False, ("sdpa",)),
+    (Shape(s=777, d=80), True, ("sdpa",)),
+    (Shape(s=1531, d=96), False, ("sdpa",)),
+    (Shape(s=1531, kv=2), True, ("sdpa",)),
+    (_BAND, False, ("sdpa-mask",)),
+    (_BAND, True, ("sdpa-mask",)),
+    (_PACKED, False, ("sdpa-each",)),
+    (_PACKED, True, ("sdpa-each",)),
+)
+"""Shapes that fit no tile, no layout and no power of two: (shape, backward, peers)."""
 
 
 def cases() -> list[Case]:
@@ -209,5 +258,7 @@ def cases() -> list[Case]:
         found.append(_case("attention over window", at, False, ("sdpa-chunked",), "S 4096: window", pre))
     for h in (1, 2, 4, 8, 16, 32):
         found.append(_case("attention over heads", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
+    for odd, backward, peers in ODD:
+        found.append(_case(f"attention odd shapes {_MODES[backward][0]}", odd, backward, peers))
     found.append(_case("attention memory", Shape(s=8192), True, ("naive",), memory=True))
     return found

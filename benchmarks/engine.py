@@ -18,6 +18,8 @@ CLEAN_SHARE = 0.15
 """A round counts as clean if other processes used less than this share of one processor."""
 CLOSE, LOOKS = 0.05, 3
 """A figure within this share of its goal is measured again, up to so many times in all; all rounds count."""
+FAR = 0.1
+"""A case is settled once `least` clean rounds each met every goal of it by more than this share, or it has none."""
 CEILING = "ceiling"
 """The candidate that measures the machine itself; it is interleaved like the others."""
 
@@ -51,8 +53,9 @@ class Effort:
 class Row:
     """One comparison. ratio = the peer's time (or bytes) / ours: 2.0 = twice as fast.
 
-    ours: our median in `unit`. share_of_ceiling: our rate / the ceiling's, in the same rounds. goal, share_goal: what
-    `--check` demands. clean: how many of `rounds` had no other load; only those count if there are three.
+    ours: our median in `unit`. share_of_ceiling, share_min: our rate / the ceiling's, in the same rounds; median and
+    smallest. goal, share_goal: what `--check` demands. clean: how many of `rounds` had no other load; only those count
+    if there are three.
     """
 
     suite: str
@@ -67,6 +70,7 @@ class Row:
     unit: str = "s"
     ceiling: str = ""
     share_of_ceiling: float | None = None
+    share_min: float | None = None
     goal: float | None = None
     share_goal: float | None = None
     clean: int = 0
@@ -93,6 +97,12 @@ class Row:
         """Whether a figure is so near its goal, on either side, that chance may decide."""
         pairs = ((self.ratio_median, self.goal), (self.share_of_ceiling, self.share_goal))
         return any(v is not None and g is not None and abs(v - g) <= CLOSE * g for v, g in pairs)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every round met the goals by more than FAR, so that more rounds would decide nothing."""
+        pairs = ((self.ratio_min, self.goal), (self.share_min, self.share_goal))
+        return all(g is None or (v is not None and v > (1.0 + FAR) * g) for v, g in pairs)
 
 
 @dataclass(frozen=True)
@@ -122,8 +132,13 @@ class Samples:
         return Samples([r for s in parts for r in s.rounds], self.clean + more.clean, self.taken + more.taken)
 
 
-def interleave(names: Sequence[str], clock: Clock, effort: Effort) -> Samples:
-    """Runs every candidate once per round, in an order that rotates. Clean rounds only, if there are at least three."""
+def interleave(
+    names: Sequence[str], clock: Clock, effort: Effort, settled: Callable[[Samples], bool] = lambda samples: False
+) -> Samples:
+    """Runs every candidate once per round, in an order that rotates. Clean rounds only, if there are at least three.
+
+    settled: asked after `effort.least` clean rounds and after each more; true ends the measurement.
+    """
     counts, spent = {}, 0.0
     for name in names:
         clock.run(name, 1)  # the warm-up
@@ -140,6 +155,9 @@ def interleave(names: Sequence[str], clock: Clock, effort: Effort) -> Samples:
         clock.restart()
         times = {name: clock.run(name, counts[name]) / counts[name] for name in [*names[turn:], *names[:turn]]}
         taken.append((times, clock.share() < CLEAN_SHARE))
+        clean = [times for times, ok in taken if ok]
+        if len(clean) >= max(effort.least, 3) and settled(Samples(clean, len(clean), len(taken))):
+            break
     clean = [times for times, ok in taken if ok]
     return Samples(clean if len(clean) >= 3 else [times for times, _ in taken], len(clean), len(taken))
 
@@ -160,9 +178,9 @@ def rows(
         return times[OURS] - times[case.minus] if case.minus else times[OURS]
 
     mine = statistics.median(ours(t) for t in samples.rounds)
-    share = None
+    shares = []
     if case.ceiling and case.work and CEILING in samples.rounds[0]:
-        share = statistics.median(case.work / ours(t) * t[CEILING] / ceiling_work for t in samples.rounds)
+        shares = [case.work / ours(t) * t[CEILING] / ceiling_work for t in samples.rounds]
     peers = [n for n in samples.rounds[0] if n not in (OURS, CEILING, case.minus)]
     result = []
     for peer in [*peers, *case.budgets]:
@@ -182,7 +200,8 @@ def rows(
                 ours=mine,
                 unit=UNITS[case.quantity],
                 ceiling=case.ceiling,
-                share_of_ceiling=share,
+                share_of_ceiling=statistics.median(shares) if shares else None,
+                share_min=min(shares, default=None),
                 goal=goal(peer),
                 share_goal=None if result else share_goal,  # it is about ours, not about the peer: said once
                 clean=samples.clean,

@@ -52,6 +52,10 @@ RATIOS = [  # the first that matches counts
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
+    # 80 % of what is demanded of even shapes.
+    Goal("attention odd shapes *", "f32 * S777 *", "sdpa", 0.8 * 3.3, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * S4001 *", "sdpa-mask", 0.8 * 25.0, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * causal", "sdpa*", 0.8 * 2.5, holds=_avx512),
     Goal("attention memory", "*", "naive", 50.0),
     Goal("growth", "window 256: S", "linear growth", 0.9),
     Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),
@@ -82,6 +86,8 @@ RATIOS = [  # the first that matches counts
     Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),
     Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),
     Goal("training step", "bf16 *", "tuned *", 1.4, "pooled", holds=_bf16),
+    Goal("training memory", "*", "eager", 1.0),
+    Goal("memory at step 1,000", "*", "101 % of step 100", 1.0),
 ]
 
 SHARES = [  # peer is the ceiling's name

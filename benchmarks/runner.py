@@ -145,7 +145,9 @@ def _one(
         elif case.quantity.startswith("counted"):
             made = compare(Samples([{n: workers.count(n) for n in names}], 1, 1))
         else:
-            samples = interleave(names, workers, effort)
+            # The exponent of a series is a figure of its own, to which each of its points adds.
+            bends = _goal(backend, "growth", case.series, "linear growth", allocator) is not None
+            samples = interleave(names, workers, effort, lambda s: not bends and all(r.settled for r in compare(s)))
             made = compare(samples)
             for _ in range(1, LOOKS):
                 if any(r.close for r in made):

@@ -193,6 +193,11 @@ class Workers:
 _backend: Any = None
 
 
+def backend() -> Any:
+    """The benchmarked hal.Backend; only HAL's own processes have taken it into use."""
+    return _backend
+
+
 def device() -> Any:
     """The torch.device that candidates put their tensors on: the benchmarked backend's."""
     return _backend.device()

@@ -33,7 +33,7 @@ from .report import Report, Silence
 from .saving import SaveFailed
 from .signals import StopRequest
 from .tokenizer import Tokenizer, build_tokenizer
-from .trainer import Trainer, TrainingFailed
+from .trainer import Trainer, TrainingFailed, peak_memory_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,8 @@ def train(config: Config) -> Trainer:
             report.finish(prompt, text)
             if text:
                 report.say(f" a sample:\n{prompt}{text}")
-            report.say(f" {report.tokens_per_second():.0f} tokens/s; results are in {folder}")
+            memory = f"{peak_memory_bytes() / 2**20:,.0f} MiB at the peak"
+            report.say(f" {report.tokens_per_second():.0f} tokens/s; {memory}; results are in {folder}")
     return trainer
 
 

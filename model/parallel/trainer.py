@@ -200,7 +200,7 @@ class ParallelTrainer(Trainer):
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             assert last is not None
-            value = last.loss(logits, labels)
+            value = last.loss(logits, labels, inplace_backward=True)
             if counted is not None:
                 # From the mean of the tokens that count here to a share of the mean of all that count.
                 value = value * ((labels != documents.IGNORED).sum() * (count / counted))

@@ -92,6 +92,38 @@ def test_slow_cases_take_fewer_rounds():
     assert samples.taken == 5
 
 
+@pytest.mark.parametrize(
+    ("goal", "share_goal", "taken"),
+    [(None, None, 5), (1.8, None, 5), (1.9, None, 9), (3.0, None, 9), (1.8, 0.4, 5), (1.8, 0.48, 9), (1.9, 0.4, 9)],
+)
+def test_a_case_far_above_its_goals_takes_fewer_rounds(goal, share_goal, taken):
+    """Ratio 2.0 and half of the ceiling's rate in every round; 1.9 and 0.48 are less than a tenth below that."""
+    clock = FakeClock({"ours": 1.0, "peer": 2.0, CEILING: 5.0})
+
+    def compare(samples):
+        what = case(work=10.0, ceiling="copy")
+        return rows("s", what, "default", samples, ceiling_work=100.0, goal=lambda p: goal, share_goal=share_goal)
+
+    effort = Effort(rounds=9, least=5, budget=1e9)
+    samples = interleave(list(clock.seconds), clock, effort, lambda s: all(r.settled for r in compare(s)))
+    assert (samples.taken, len(samples.rounds)) == (taken, taken)
+
+
+def test_one_round_near_the_goal_keeps_a_case_going():
+    clock = FakeClock({"ours": 1.0, "peer": lambda r: 1.05 if r == 3 else 2.0})
+
+    def settled(samples):
+        return all(r.settled for r in rows("s", case(), "default", samples, goal=lambda peer: 1.0))
+
+    assert interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9), settled).taken == 9
+
+
+def test_only_clean_rounds_settle_a_case():
+    clock = FakeClock({"ours": 1.0, "peer": 2.0}, [0.9, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0])
+    samples = interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9), lambda samples: True)
+    assert (samples.taken, samples.clean, len(samples.rounds)) == (7, 5, 5)
+
+
 def test_what_is_subtracted_is_no_peer_and_budgets_are():
     found = measured({"ours": 3e-6, "direct": 1e-6}, minus="direct", budgets={"budget of 1 us": 1e-6})
     assert [r.peer for r in found] == ["budget of 1 us"]
@@ -194,18 +226,28 @@ class FakeWorkers(FakeClock):
         return self.seconds[name]
 
 
-def run_one(monkeypatch, seconds, goal, **kw):
-    monkeypatch.setattr(runner, "_goal", lambda *args: goal)
+def run_one(monkeypatch, seconds, goal, growth_goal=None, **kw):
+    monkeypatch.setattr(runner, "_goal", lambda backend, name, *others: growth_goal if name == "growth" else goal)
     found = Found()
-    effort = Effort(rounds=5, least=5)
+    effort = Effort(rounds=7, least=5, budget=1e9)
     runner._one(FakeWorkers(seconds), "suite", "cpu_ref", 0, case(**kw), "default", (), effort, found)
     return found
 
 
-@pytest.mark.parametrize(("goal", "rounds"), [(2.0, 15), (1.95, 15), (2.05, 15), (1.5, 5), (3.0, 5), (None, 5)])
-def test_only_a_figure_near_its_goal_gets_more_looks(monkeypatch, goal, rounds):
+@pytest.mark.parametrize(
+    ("goal", "rounds"), [(2.0, 21), (1.95, 21), (2.05, 21), (1.5, 5), (1.85, 7), (3.0, 7), (None, 5)]
+)
+def test_a_figure_near_its_goal_gets_more_looks_and_one_far_above_fewer_rounds(monkeypatch, goal, rounds):
     (row,) = run_one(monkeypatch, {"ours": 1.0, "peer": 2.0}, goal).rows
     assert row.rounds == rounds
+
+
+def test_a_point_of_a_series_with_a_goal_gets_all_its_rounds(monkeypatch):
+    seconds = {"ours": 1.0, "peer": 2.0}
+    (row,) = run_one(monkeypatch, seconds, None, growth_goal=0.9, series="window: S", x=1.0).rows
+    assert row.rounds == 7
+    (row,) = run_one(monkeypatch, seconds, None, series="heads", x=1.0).rows
+    assert row.rounds == 5
 
 
 def test_memory_that_was_not_seen_to_be_used_is_no_goal_met(monkeypatch):

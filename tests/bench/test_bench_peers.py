@@ -1,5 +1,8 @@
 """Peers do the same work as HAL: on small inputs each gives the reference's values, and FLOP counts are right."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 import hal
 from hal import ops
-from hal.bench import attention, worker
+from hal.bench import attention, goals, machine, megatron_gpt, train, worker
 from hal.bench import ops as fused
 from hal.bench.attention import Shape
 from hal.bench.plain_gpt import PlainGPT
@@ -39,12 +42,17 @@ def references(monkeypatch, recwarn):
         yield
 
 
-@given(st.integers(1, 40), st.none() | st.integers(0, 50), st.booleans())
-def test_flop_count_pairs_in_the_band(s, pre, backward):
-    shape = Shape(b=2, h=3, s=s, d=4, pre=pre)
+@given(st.integers(1, 40), st.none() | st.integers(0, 50), st.integers(0, 50), st.booleans())
+def test_flop_count_pairs_in_the_band(s, pre, next, backward):
+    shape = Shape(b=2, h=3, s=s, d=4, pre=pre, next=next)
     i, j = torch.arange(s)[:, None], torch.arange(s)
-    inside = (j <= i) if pre is None else (j <= i) & (j >= i - pre)
+    inside = (j <= i + next) if pre is None else (j <= i + next) & (j >= i - pre)
     assert shape.flop(backward) == 2 * 3 * 4 * int(inside.sum()) * (14 if backward else 4)
+
+
+def test_flop_of_packed_sequences_are_those_of_each():
+    packed = Shape(layout="TND", h=3, d=4, lengths=(5, 1, 9))
+    assert packed.flop(True) == sum(Shape(h=3, d=4, s=s).flop(True) for s in packed.lengths)
 
 
 @pytest.mark.parametrize(("peer", "layout"), [("sdpa", "BNSD"), ("sdpa", "SBH"), ("sdpa", "BSH"), ("naive", "BNSD")])
@@ -61,6 +69,31 @@ def test_window_peers_agree(peer):
     q, k, v = shape.inputs(False)
     ours = attention._hal(shape)(q, k, v)
     torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
+
+
+SMALL = {"s": 37, "h": 4}
+ODD = [(replace(shape, **SMALL, d=shape.d // 8), peer) for shape, _, peers in attention.ODD for peer in peers]
+
+
+@pytest.mark.parametrize(("shape", "peer"), ODD, ids=lambda x: str(x).replace(" ", "-"))
+def test_peers_of_odd_shapes_agree(shape, peer):
+    shape = replace(shape, lengths=tuple(n // 100 for n in shape.lengths), pre=shape.pre and 8, next=shape.next // 16)
+    results = []
+    for attend in (attention._hal, attention._PEERS[peer][0]):
+        inputs = shape.inputs(True)
+        out = attend(shape)(*inputs)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    torch.testing.assert_close(*results, atol=5e-5, rtol=1e-4)
+
+
+def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
+    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512f"}))
+    wanted = {"sdpa": {2.64, 2.0}, "sdpa-mask": {20.0}}
+    for case in (c for c in attention.cases() if c.name.startswith("attention odd shapes")):
+        for peer in case.candidates.keys() - {"ours"}:
+            demanded = goals.ratio(case.name, case.shape, peer, "default")
+            assert demanded in wanted.get(peer, {2.0}), (case.shape, peer)
 
 
 @pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))
@@ -140,3 +173,69 @@ def test_the_plain_gpt_is_the_same_function():
     ids = torch.randint(vocabulary, (3, length + 1))
     tokens, labels = ids[:, :-1], ids[:, 1:]
     torch.testing.assert_close(plain(tokens, labels), ours.loss(ours(tokens), labels), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def megatron_world():
+    """What `megatron_gpt.enter` makes of a worker for the rest of its life, ended with the test."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
+    pytest.importorskip("psutil", reason="psutil is not installed (extra: megatron)")
+    from megatron.core import parallel_state
+
+    megatron_gpt.enter()
+    hal.activate(worker.backend(), fallback="reference")
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    assert megatron_gpt._routed is not None
+    megatron_gpt._routed.close()
+    megatron_gpt._routed = None
+
+
+def test_without_megatron_core_its_rows_say_so_and_demand_nothing(monkeypatch):
+    """An exception of a candidate's `make` becomes a row that was not measured; see test_bench_workers."""
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    monkeypatch.setattr(References, "memory_stats", lambda self: {"allocated": 0, "peak": 0})
+    cases = [c for c in train.cases() if "megatron-core" in c.candidates]
+    assert {c.name for c in cases} == {"training step", "training memory"} and len(cases) == 4
+    for case in cases:
+        with pytest.raises(ImportError, match="megatron"):
+            case.candidates["megatron-core"].make()
+        assert not any(goals.ratio(case.name, case.shape, "megatron-core", a) for a in case.allocators)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_megatron_core_is_the_same_function_and_learns(megatron_world, bf16):
+    """HAL's weights in megatron-core's model give HAL's loss, and its own steps lower it."""
+    from hal.model.conversion.megatron_core import to_megatron_core
+
+    layers, hidden, heads, length, vocabulary = 2, 32, 4, 16, 128
+    config = Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=length,
+        vocab_size=vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    ours = GPT(config, torch.device("cpu"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    core = megatron_gpt.gpt(layers, hidden, heads, length, vocabulary, bf16=bf16)
+    state = {n: p.detach() for n, p in to_megatron_core(dict(ours.named_parameters())).items()}
+    missing, unexpected = core.load_state_dict(state, strict=False)
+    assert not unexpected and all(name.endswith("_extra_state") for name in missing)
+    ids = torch.randint(vocabulary, (3, length + 1))
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    wanted = ours.loss(ours(tokens), labels)
+    if not bf16:
+        torch.testing.assert_close(megatron_gpt.losses(core, tokens, labels).mean(), wanted, atol=1e-5, rtol=1e-5)
+    step = megatron_gpt.step_of(core, tokens, labels, bf16=bf16)
+    for _ in range(20):
+        step()
+    after = megatron_gpt.losses(core, tokens, labels).float().mean()
+    assert after < wanted - 0.01, (after, wanted)
+    assert {p.dtype for p in core.parameters()} == {torch.bfloat16 if bf16 else torch.float32}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -175,6 +176,7 @@ def test_a_run_leaves_its_folder_and_continues_it(tiny, tmp_path, capsys):
     for cell in ("lm loss:", "learning rate:", "grad norm:", "loss scale:", "tokens per second:", "model GFLOP/s:"):
         assert cell in line
     assert "validation loss at iteration 3" in out
+    assert re.search(r"tokens/s; [1-9][0-9,]* MiB at the peak; results are in", out)
 
 
 def test_checkpoints_are_not_mixed_or_misread(tiny, tmp_path):

@@ -1,0 +1,203 @@
+"""Kernels keep their accumulators in registers: read off the machine code with objdump, never off a clock.
+
+Two kinds of innermost loops are judged. A product's loop (gemm.h) only loads: a vector register it writes to memory,
+wherever that lies, is an accumulator that found no register. Attention's exponentials write their results, but touch no
+vector on the stack. What a full block must hold is counted: 24 sums with 32 registers, 12 with 16.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hal.backends.cpu_ref import build, cpu
+
+PRODUCT = re.compile(r"(multiply_rows|add_rows|add_columns|stripes?|block|tile)\b")
+EXPONENTIALS = re.compile(r"(forward|backward)_(piece|keys)\b|(softmax|gradient)_columns\b|exponentiate")
+MULTIPLY_ADD = re.compile(r"vf(?:n?)m(?:add|sub)\d+(p[sd])|vdpbf16(ps)")
+AVX2 = ["-march=haswell", "-mtune=generic"]
+
+
+@pytest.fixture(autouse=True)
+def _readable() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip(f"reads x86-64 instructions; this is {platform.machine()}")
+    if os.environ.get("HAL_CPU_REF_SANITIZE"):
+        pytest.skip("reads optimised code; HAL_CPU_REF_SANITIZE is set")
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed (Debian/Ubuntu: apt install binutils)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop. stack: the registers through which its function reaches its stack frame."""
+
+    function: str
+    stack: tuple[str, ...]
+    instructions: tuple[tuple[str, str], ...]  # mnemonic, operands in AT&T's order: the destination is the last
+
+    @property
+    def multiply_adds(self) -> list[tuple[str, str]]:
+        return [(op, args) for op, args in self.instructions if MULTIPLY_ADD.match(op)]
+
+    @property
+    def sums(self) -> set[str]:
+        """The registers that multiply-adds accumulate into."""
+        return {args.rpartition(",")[2].split("{")[0] for _, args in self.multiply_adds}
+
+    @property
+    def kind(self) -> str:
+        """f32, f64 or bf16."""
+        op = self.multiply_adds[0][0]
+        return "bf16" if op.startswith("vdp") else "f64" if op.endswith("pd") else "f32"
+
+    @property
+    def stored(self) -> list[str]:
+        """Vector registers written to memory."""
+        return [args for op, args in self.instructions if op.startswith("v") and args.endswith(")")]
+
+    @property
+    def on_stack(self) -> list[str]:
+        """Instructions with a vector register and an address in the stack frame."""
+        frame = "|".join(f"%{r}" for r in self.stack)
+        return [f"{op} {args}" for op, args in self.instructions if "mm" in args and re.search(rf"\(({frame})\b", args)]
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  {op} {args}" for op, args in self.instructions)
+        return f"{self.function}, {len(self.multiply_adds)} multiply-adds:\n{lines}"
+
+
+def innermost_loops(binary: Path) -> Iterator[Loop]:
+    """All loops of at least four multiply-adds that contain no other loop."""
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(binary)]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    parts = re.split(r"(?m)^[0-9a-f]+ <(.+)>:$", listing.stdout)
+    for name, body in zip(parts[1::2], parts[2::2]):
+        found = re.findall(r"(?m)^\s*([0-9a-f]+):\t(\S+)[ \t]*([^#<\n]*)", body)
+        code = [(op, args.strip()) for _, op, args in found]
+        at = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
+        jumps = [(at.get(int(args, 16)), i) for i, (op, args) in enumerate(code) if op[0] == "j" and args.isalnum()]
+        loops = [(first, last) for first, last in jumps if first is not None and first <= last]
+        stack = ("rsp", "rbp") if ("mov", "%rsp,%rbp") in code else ("rsp",)
+        for first, last in loops:
+            if any((a, b) != (first, last) and first <= a and b <= last for a, b in loops):
+                continue
+            loop = Loop(name, stack, tuple(code[first : last + 1]))
+            if len(loop.multiply_adds) >= 4:
+                yield loop
+
+
+def faults(loops: list[Loop], full: int) -> list[str]:
+    """What is wrong with the products among `loops`, of which the largest blocks hold `full` sums."""
+    products = [loop for loop in loops if PRODUCT.match(loop.function)]
+    found = [f"sums are written to memory in {loop}" for loop in products if loop.stored]
+    for kind in sorted({loop.kind for loop in products}) or ["any"]:
+        blocks = [loop for loop in products if loop.kind in (kind, "any") and len(loop.sums) >= full]
+        if not blocks:
+            found.append(f"{kind}: no block of {full} sums in registers")
+        for loop in blocks:
+            if len(loop.instructions) > 2 * len(loop.multiply_adds):
+                found.append(f"{len(loop.instructions)} instructions are too many in {loop}")
+    return found
+
+
+def compiled(source: str, folder: Path, *flags: str, kernels: Path = build.KERNELS) -> list[Loop]:
+    """The loops of one kernel file, compiled as the backend would, but for `flags`."""
+    wanted = [f for f in build._wanted_flags() if not (flags and f.startswith(("-march", "-mprefer")))]
+    target = folder / "kernel.o"
+    command = [*build.find_compiler(), *wanted, *flags, "-c", str(kernels / source), "-o", str(target)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(innermost_loops(target))
+
+
+def registers() -> int:
+    """Sums of a full block on this processor. Skips where there are no multiply-adds to look for."""
+    if not {"avx2", "fma"} <= cpu.features():
+        pytest.skip("looks for fused multiply-adds; this processor has none")
+    return 24 if {"avx512f", "avx512bw", "avx512dq"} <= cpu.features() else 12
+
+
+def test_the_kernels_in_use_keep_their_sums_in_registers() -> None:
+    full = registers()
+    loops = list(innermost_loops(build.ensure_built()))
+    found = faults(loops, full)
+    assert not found, "\n".join(found)
+    products = [loop for loop in loops if PRODUCT.match(loop.function) and len(loop.sums) >= full]
+    kinds = {"f32", "f64"} | ({"bf16"} if {"avx512f", "avx512_bf16"} <= cpu.features() else set())
+    assert {loop.kind for loop in products} == kinds
+    assert {"tile", "multiply_rows", "add_rows", "add_columns"} <= {p.function.split(".")[0] for p in products}
+
+
+def exponential_faults(loops: list[Loop]) -> list[str]:
+    """What is wrong with attention's exponentials, four keys at a time with five multiply-adds each or more."""
+    # float64 calls the C library's exp2, one lane at a time: nothing stays in registers over a call.
+    ours = [x for x in loops if EXPONENTIALS.match(x.function) and not any(op == "call" for op, _ in x.instructions)]
+    found = [f"{loop.on_stack} in {loop}" for loop in ours if loop.on_stack]
+    whole = {loop.function.split(".")[0] for loop in ours if len(loop.multiply_adds) >= 20}
+    return found if len(whole) >= 2 else [*found, f"no loop over four keys, forward and backward, only in {whole}"]
+
+
+def test_attentions_exponentials_touch_no_vector_on_the_stack() -> None:
+    if registers() < 24:
+        pytest.skip("with 16 registers the polynomial's constants are read from memory")
+    found = exponential_faults(list(innermost_loops(build.ensure_built())))
+    assert not found, "\n".join(found)
+
+
+def test_a_spill_planted_in_the_exponentials_is_found(tmp_path: Path) -> None:
+    if registers() < 24:
+        pytest.skip("with 16 registers the polynomial's constants are read from memory")
+    kernels = tmp_path / "kernels"
+    shutil.copytree(build.KERNELS, kernels)
+    text = (kernels / "flash_attention_forward.h").read_text()
+    assert text.count("vec p[4];") == 1
+    (kernels / "flash_attention_forward.h").write_text(text.replace("vec p[4];", "volatile vec p[4];"))
+    found = exponential_faults(compiled("flash_attention_f32.c", tmp_path, kernels=kernels))
+    assert any("(%rsp)" in fault or "(%rbp)" in fault for fault in found)
+
+
+def test_linear_compiled_for_avx2_keeps_its_sums_in_registers(tmp_path: Path) -> None:
+    found = faults(compiled("linear.c", tmp_path, *AVX2), 12)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_attention_compiled_for_avx2_keeps_its_sums_in_registers(kind: str, tmp_path: Path) -> None:
+    found = faults(compiled(f"flash_attention_{kind}.c", tmp_path, *AVX2), 12)
+    assert not found, "\n".join(found)
+
+
+# What the block of gemm.h begins with instead, and what is then found.
+PLANTED = {
+    "a bound that the compiler does not know": ("volatile int n = mr; mr = n; vec acc[8][4];", "too many"),
+    "sums of variable extent": ("volatile int n = nv; nv = n; vec acc[mr][nv];", "written to memory"),
+    "more sums than registers": ("nv = nv == 3 ? 5 : nv; vec acc[8][5];", "written to memory"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("target", ["this processor", "AVX2"])
+def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> None:
+    full, flags = (registers(), []) if target == "this processor" else (12, AVX2)
+    kernels = tmp_path / "kernels"
+    shutil.copytree(build.KERNELS, kernels)
+    text, (planted, said) = (kernels / "gemm.h").read_text(), PLANTED[fault]
+    for old, new in (("vec acc[8][4];", planted), ("uvec bj[4];", "uvec bj[5];")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (kernels / "gemm.h").write_text(text)
+    assert said in "\n".join(faults(compiled("linear.c", tmp_path, *flags, kernels=kernels), full))
+
+
+def test_a_file_without_products_is_no_proof() -> None:
+    """Code in which nothing was recognised must not pass for code without faults."""
+    assert faults([], 24) == ["any: no block of 24 sums in registers"]

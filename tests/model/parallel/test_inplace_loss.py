@@ -1,0 +1,61 @@
+"""The parallel trainer lets the loss write its gradient over the logits, and that changes no bit of what is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from runs import GPT2, trainer
+from test_layouts import CP2, DOCUMENTS, INTERLEAVED, PP2, SP, TP2, ZBV
+from torch import Tensor
+
+from hal.model.gpt import GPT
+from hal.model.optimizer import local
+from hal.testing.processes import run_processes
+
+
+def _iterations(options: dict[str, Any], allowed: bool) -> tuple[list[Any], int]:
+    """(loss and digests of the gradients of two iterations, how many logits were written over) on this rank."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    original = GPT.loss
+
+    def loss(self: GPT, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
+        seen.append((logits.detach(), logits.detach().clone()))
+        return original(self, logits, labels, inplace_backward=inplace_backward and allowed)
+
+    GPT.loss = loss  # type: ignore[method-assign]  # this process ends with the test
+    run, found = trainer(options), []
+    for _ in range(2):
+        value = run.forward_backward()
+        grads = {n: local(g).contiguous() for n, g in run.optimizer.grads().items()}
+        found.append((float(value), {n: hashlib.sha256(g.numpy().tobytes()).hexdigest() for n, g in grads.items()}))
+        run.optimizer.step(1e-2, run.optimizer.grad_norm())
+        run.optimizer.zero_grad()
+        run.iteration += 1
+    return found, sum(not torch.equal(now, before) for now, before in seen)
+
+
+CASES = {
+    "tp2-documents": (2, {**TP2, **SP, **DOCUMENTS}),
+    "pp2": (2, PP2),
+    "pp2-interleaved": (2, INTERLEAVED),
+    "pp2-zero-bubble": (2, ZBV),
+    "pp2-zero-bubble-untied": (2, {**ZBV, "untie_embeddings_and_output_weights": True}),
+    "dp2-zero3": (2, {"zero_stage": 3}),
+    "cp2-ring": (2, CP2),
+    "tp2-pp2-zero-bubble": (4, {**TP2, **ZBV}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [c if c == "tp2-documents" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_losses_and_gradients_are_bit_equal_when_the_logits_are_written_over(name: str) -> None:
+    world, layout = CASES[name]
+    options = {**GPT2, "hidden_dropout": 0.1, **layout}
+    inplace, apart = (run_processes(world, _iterations, options, allowed) for allowed in (True, False))
+    assert [found for found, _ in inplace] == [found for found, _ in apart]
+    assert sum(count for _, count in apart) == 0
+    assert sum(count for _, count in inplace) > 0, "no logits were written over"
