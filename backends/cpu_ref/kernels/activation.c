@@ -16,7 +16,10 @@
 
 enum { SILU = 0, GELU_ERF = 1, GELU_TANH = 2, GELU_FAST = 3 };
 
-enum { BLOCK = 64 };  // columns
+enum {
+    BLOCK = 64,  // columns
+    ROWS = 4,    // whose bias gradients are added up in real before they go into the running sums in double
+};
 
 typedef struct {
     double a, b;
@@ -161,8 +164,8 @@ HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y,
     NAME(put)(stream, y, value, columns);
 }
 
-// dx, and its contribution to the running sums db. The gate's half of x, bias, dx and db lies `width` further on.
-HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, double *db, int64_t columns,
+// dx, and its contribution to the sums db. The gate's half of x, bias, dx and db lies `width` further on.
+HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t columns,
                                   int64_t width, family_t family, int stream) {
     _Alignas(64) real value[BLOCK], slope[BLOCK];
     NAME(activate)(x, bias, columns, family, value, slope);
@@ -198,7 +201,7 @@ static void NAME(fwd_row)(int gated, const T *x, const real *bias, T *y, int64_t
         NAME(fwd_columns)(gated, x + i, bias ? bias + i : 0, y + i, width - i, width, family, stream);
 }
 
-static void NAME(bwd_row)(int gated, const T *x, const real *bias, const T *dy, T *dx, double *db, int64_t width,
+static void NAME(bwd_row)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t width,
                           family_t family, int stream) {
     int64_t i = 0;
     if (bias)
@@ -210,6 +213,15 @@ static void NAME(bwd_row)(int gated, const T *x, const real *bias, const T *dy, 
     if (i < width)
         NAME(bwd_columns)(gated, x + i, bias ? bias + i : 0, dy + i, dx + i, bias ? db + i : 0, width - i, width, family,
                           stream);
+}
+
+// sums += recent; recent = 0.
+static void NAME(move_sums)(double *sums, real *recent, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+        sums[i] += recent[i];
+        recent[i] = 0;
+    }
 }
 
 static void NAME(activation_fwd)(int kind, int gated, uintptr_t x_, uintptr_t bias_, uintptr_t y_, int64_t rows,
@@ -239,18 +251,21 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const int64_t row_bytes = width * (int64_t)sizeof(T);
     // Not beside running sums, which it makes slower by more than it saves (measured).
     const int stream = !bias && streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
-    double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * sizeof(double)) : 0;
+    double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {
 #pragma omp for schedule(static)
         for (int64_t piece = 0; piece < pieces; piece++) {
             const int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
             double *db = partial ? partial + piece * x_width : 0;
+            real *recent = partial ? (real *)(partial + pieces * x_width) + piece * x_width : 0;
             if (db) memset(db, 0, (size_t)x_width * sizeof(double));
+            if (db) memset(recent, 0, (size_t)x_width * sizeof(real));
             for (int64_t row = begin; row < end; row++) {
                 const T *x = (const T *)x_ + row * x_width, *dy = (const T *)dy_ + row * width;
                 T *dx = (T *)dx_ + row * x_width;
-                NAME(bwd_row)(gated, x, bias, dy, dx, db, width, family, stream);
+                NAME(bwd_row)(gated, x, bias, dy, dx, recent, width, family, stream);
+                if (db && ((row - begin) % ROWS == ROWS - 1 || row == end - 1)) NAME(move_sums)(db, recent, x_width);
             }
         }
         if (stream) stream_end();
