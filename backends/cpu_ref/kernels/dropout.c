@@ -98,9 +98,9 @@ HAL_INLINE void NAME(store_chunk)(const real *value, uintptr_t p, int wide, int6
     for (; j < n; j++) STORE((T *)p + at + j, value[j]);
 }
 
-HAL_INLINE void NAME(dropout_chunk)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out, int out_wide,
-                                    uint32_t threshold, real scale, philox_t rng, uint64_t first, int64_t at, int64_t i,
-                                    int64_t n) {
+HAL_INLINE void NAME(dropout_chunk)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out,
+                                    int out_wide, uint32_t threshold, real scale, philox_t rng, uint64_t first, int64_t at,
+                                    int64_t i, int64_t n) {
     real value[PHILOX_CHUNK] = {0};
     NAME(add_chunk)(value, x, x_wide, at, n);
     if (bias) NAME(add_chunk)(value, bias, 1, i, n);
@@ -123,7 +123,8 @@ static void NAME(dropout)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t res
         const int64_t row = task / cuts, begin = task % cuts * CUT, end = begin + CUT < width ? begin + CUT : width;
         if (plain) {
             const int64_t at = row * width + begin;
-            NAME(add_row)((const T *)x + at, (const real *)bias + begin, (const T *)residual + at, (T *)out + at, end - begin);
+            NAME(add_row)((const T *)x + at, (const real *)bias + begin, (const T *)residual + at, (T *)out + at,
+                          end - begin);
             continue;
         }
         const uint64_t start = row_start(draw, row);

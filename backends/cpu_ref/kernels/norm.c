@@ -88,8 +88,8 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     }
 }
 
-// `columns` columns of `count` rows: dx, or if there is `line`, dx's values one line after the other; and their contribution
-// to the running sums dw, db.
+// `columns` columns of `count` rows: dx, or if there is `line`, dx's values one line after the other; and their
+// contribution to the running sums dw, db.
 HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
                                        const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *dx,
                                        real *line, double *dw, double *db, int64_t columns, int64_t width) {
