@@ -82,6 +82,9 @@ class Optimizer:
     for a float32 model, `main` is the parameters themselves.
     """
 
+    keeps_rounded = True
+    """Whether a gradient that nothing was added to may stay in 16 bits: it has no more digits, and is copied less."""
+
     def __init__(self, config: Config, parameters: Mapping[str, nn.Parameter]) -> None:
         self.config, self.model = config, dict(parameters)
         # Parameters sharded by fully_shard are the float32 ones; it casts them itself.
@@ -101,14 +104,16 @@ class Optimizer:
 
     def _collect(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if name in self.main_grads:
-            self.main_grads[name].add_(parameter.grad)
+        grad, held = parameter.grad, self.main_grads.get(name)
+        if held is not None:
+            self.main_grads[name] = held.float().add_(grad)
         else:
-            self.main_grads[name] = parameter.grad.float()
+            # Unscaling would round once more, and in fp16 underflow.
+            self.main_grads[name] = grad if self.keeps_rounded and not self.config.fp16 else grad.float()
         parameter.grad = None
 
     def grads(self) -> dict[str, Tensor]:
-        """This step's gradients, float32, of parameters that have one."""
+        """This step's gradients of parameters that have one, float32 unless `keeps_rounded`."""
         if self.low:
             return self.main_grads
         return {n: local(p.grad) for n, p in self.model.items() if p.grad is not None}

@@ -3,7 +3,8 @@
 MKL keeps its AVX-512 kernels for Intel's processors; on others torch.mm runs float32 at half the speed of oneDNN, which
 torch brings along and offers through the operator its compiler uses for fused layers. The weight's gradient, for which
 that operator would copy its operands, is our own kernel there. Accuracy is the same (float32 products and sums). 16-bit
-products go through oneDNN in torch.mm already.
+products go through oneDNN in torch.mm already, except that torch's linear adds a bias to what it has written: the
+operator adds it before rounding, for nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +46,20 @@ def _onednn_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
     return _onednn() if large else None
 
 
+@cache
+def _onednn_bf16() -> Callable[..., Tensor] | None:
+    """The same for bfloat16, if torch has it and this processor can."""
+    operators = torch.ops.mkldnn
+    if not (torch.backends.mkldnn.is_available() and hasattr(operators, "_is_mkldnn_bf16_supported")):
+        return None
+    usable = hasattr(operators, "_linear_pointwise") and operators._is_mkldnn_bf16_supported()
+    return operators._linear_pointwise.default if usable else None
+
+
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] times the transpose of w [n, k], plus bias [n]."""
-    onednn = _onednn_for(x, w)
+    biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
+    onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
         return torch.nn.functional.linear(x, w, bias)
     return onednn(_dense(x), _dense(w), bias, "none", [], "")

@@ -37,6 +37,8 @@ WORD, COPY = "embedding.word_embeddings.weight", "output_layer.weight"
 class ParallelOptimizer(Optimizer):
     """AdamW on this rank's share; overflow and gradient norm are those of the whole model."""
 
+    keeps_rounded = False  # gradients are summed over ranks, too
+
     def __init__(self, config: Config, parameters: Mapping[str, nn.Parameter], world: hal.Comm) -> None:
         super().__init__(config, parameters)
         self.world = world

@@ -4,7 +4,7 @@
 // one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has derivative
 // Phi(v) + v phi(v); Phi comes from erfc(t) = exp(-t^2) erfcx(t), erfcx as a degree-9 polynomial in 1 / (1 + 0.35 t) fitted
 // to a relative error of 1e-8, so small tails keep their relative accuracy.
-// Whether erf, gate and bias take part is a constant in each instance of the loops. The bias gradient is summed like a
+// Rows are worked through in blocks of 64 columns, whose intermediate values stay in L1. The bias gradient is summed like a
 // norm's weight gradient, in pieces of consecutive rows (see piece_count).
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx (large results past the caches). Nothing
@@ -16,13 +16,20 @@
 
 enum { SILU = 0, GELU_ERF = 1, GELU_TANH = 2, GELU_FAST = 3 };
 
+enum {
+    BLOCK = 64,  // columns
+    ROWS = 4,    // whose bias gradients are added up in real before they go into the running sums in double
+};
+
 typedef struct {
     double a, b;
+    int erf;
 } family_t;
 
 static family_t family_of(int kind) {
     const double c = 2 * 0.79788456080286536;  // 2 sqrt(2/pi)
-    return kind == SILU ? (family_t){1, 0} : kind == GELU_FAST ? (family_t){1.702, 0} : (family_t){c, 0.044715 * c};
+    if (kind == GELU_TANH) return (family_t){c, 0.044715 * c, 0};
+    return (family_t){kind == GELU_FAST ? 1.702 : 1, 0, kind == GELU_ERF};
 }
 
 // Standard normal distribution and density.
@@ -45,6 +52,46 @@ HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
     *pdf = 0.398942280f * gauss;
 }
 
+// s[i] = 1 / (1 + exp(-z[i])) for a block.
+#ifdef __AVX512F__
+// Four vectors side by side, since a chain of dependent instructions this long fills the scheduler before it is half done;
+// and clamps of one instruction, which compilers make of C's only if told that NaN does not matter.
+HAL_INLINE void sigmoids_f32(float *s, const float *z) {
+    __m512 x[4], n[4], r[4], q[4], even[4], odd[4];
+#define EACH for (int k = 0; k < 4; k++)
+#define ALL(c) _mm512_set1_ps(c)
+    for (int i = 0; i < BLOCK; i += 64) {
+        EACH x[k] = _mm512_sub_ps(ALL(0.0f), _mm512_load_ps(z + i + 16 * k));
+        EACH x[k] = _mm512_max_ps(ALL(-88.0f), _mm512_min_ps(ALL(89.5f), x[k]));  // the second operand if it is NaN
+        // exp(x) as fast_expf computes it, but for the order of the polynomial's terms.
+        EACH n[k] = _mm512_fmadd_ps(x[k], ALL(1.44269504f), ALL(12582912.0f));
+        EACH n[k] = _mm512_sub_ps(n[k], ALL(12582912.0f));
+        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(0.693145752f), x[k]);
+        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(1.42860677e-6f), r[k]);
+        EACH q[k] = _mm512_mul_ps(r[k], r[k]);
+        EACH even[k] = _mm512_fmadd_ps(ALL(1.38145394e-3f), q[k], ALL(4.1668389e-2f));
+        EACH odd[k] = _mm512_fmadd_ps(ALL(8.36874545e-3f), q[k], ALL(1.66665211e-1f));
+        EACH even[k] = _mm512_fmadd_ps(even[k], q[k], ALL(0.49999994f));
+        EACH even[k] = _mm512_fmadd_ps(odd[k], r[k], even[k]);
+        EACH r[k] = _mm512_add_ps(r[k], ALL(1.0f));
+        EACH r[k] = _mm512_fmadd_ps(even[k], q[k], r[k]);
+        EACH r[k] = _mm512_scalef_ps(r[k], n[k]);
+        EACH _mm512_store_ps(s + i + 16 * k, _mm512_div_ps(ALL(1.0f), _mm512_add_ps(ALL(1.0f), r[k])));
+    }
+#undef EACH
+#undef ALL
+}
+#else
+HAL_INLINE void sigmoids_f32(float *s, const float *z) {
+#pragma omp simd
+    for (int i = 0; i < BLOCK; i++) s[i] = 1 / (1 + fast_expf(-z[i]));
+}
+#endif
+
+HAL_INLINE void sigmoids_f64(double *s, const double *z) {
+    for (int i = 0; i < BLOCK; i++) s[i] = 1 / (1 + exp(-z[i]));
+}
+
 HAL_INLINE void normal_f64(double v, double *cdf, double *pdf) {
     *cdf = 0.5 * erfc(-v * 0.70710678118654752);
     *pdf = 0.39894228040143268 * exp(-0.5 * v * v);
@@ -65,76 +112,117 @@ void hal_activation_bwd(int dtype, int kind, int gated, uintptr_t x, uintptr_t b
 
 #else
 
-// Returns act(v); *slope = act'(v), not computed where it is not used.
-HAL_INLINE real NAME(activate)(const int erf, real v, real a, real b, real *slope) {
-    if (erf) {
-        real cdf, pdf;
-        RNAME(normal)(v, &cdf, &pdf);
-        *slope = cdf + v * pdf;
-        return v * cdf;
-    }
-    real square = v * v;
-    square = square > (real)1e30 ? (real)1e30 : square;  // b = 0 times inf would be NaN
-    const real s = 1 / (1 + RNAME(exp)(-v * (a + b * square)));
-    *slope = s + v * s * (1 - s) * (a + 3 * b * square);
-    return v * s;
+HAL_INLINE real NAME(square)(real v) {
+    const real square = v * v;
+    return square > (real)1e30 ? (real)1e30 : square;  // b = 0 times inf would be NaN
 }
 
-HAL_INLINE real NAME(fwd_one)(const int erf, const int gated, const int biased, const T *x, const real *bias, int64_t i,
-                              int64_t width, real a, real b) {
-    const real v = LOAD(x + i) + (biased ? bias[i] : 0);
-    const real gate = gated ? LOAD(x + width + i) + (biased ? bias[width + i] : 0) : 1;
-    real slope;
-    return NAME(activate)(erf, v, a, b, &slope) * gate;
-}
-
-HAL_INLINE void NAME(fwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, T *y,
-                              int64_t width, real a, real b, int stream) {
-    STORE_ROW(stream, y, width, i, NAME(fwd_one)(erf, gated, biased, x, bias, i, width, a, b));
-}
-
-// Of `count` columns; dgate and the gate's half of x, bias and db lie `width` further on.
-HAL_INLINE void NAME(bwd_some)(const int erf, const int gated, const int biased, const T *x, const real *bias, const T *dy,
-                               T *dx, T *dgates, double *db, int64_t count, int64_t width, real a, real b) {
+// value[i] = act(x[i] + bias[i]) and slope[i] = act' there (unless slope is 0), for `columns` <= BLOCK columns.
+HAL_INLINE void NAME(activate)(const T *x, const real *bias, int64_t columns, family_t family, real *value, real *slope) {
+    _Alignas(64) real v[BLOCK], z[BLOCK], s[BLOCK];
+    const real a = (real)family.a, b = (real)family.b;
+    if (family.erf) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; i++) {
-        const real v = LOAD(x + i) + (biased ? bias[i] : 0), d = LOAD(dy + i);
-        const real gate = gated ? LOAD(x + width + i) + (biased ? bias[width + i] : 0) : 1;
-        real slope;
-        const real value = NAME(activate)(erf, v, a, b, &slope), dv = d * gate * slope, dgate = d * value;
-        STORE(dx + i, dv);
-        if (gated) STORE(dgates + i, dgate);
-        if (biased) db[i] += dv;
-        if (biased && gated) db[width + i] += dgate;
+        for (int64_t i = 0; i < columns; i++) {
+            const real vi = LOAD(x + i) + (bias ? bias[i] : 0);
+            real cdf, pdf;
+            RNAME(normal)(vi, &cdf, &pdf);
+            value[i] = vi * cdf;
+            if (slope) slope[i] = cdf + vi * pdf;
+        }
+        return;
+    }
+    if (columns < BLOCK) memset(z, 0, sizeof z);
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++) {
+        v[i] = LOAD(x + i) + (bias ? bias[i] : 0);
+        z[i] = v[i] * (a + b * NAME(square)(v[i]));
+    }
+    RNAME(sigmoids)(s, z);
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++) {
+        value[i] = v[i] * s[i];
+        if (slope) slope[i] = s[i] + v[i] * s[i] * (1 - s[i]) * (a + 3 * b * NAME(square)(v[i]));
     }
 }
 
-HAL_INLINE void NAME(bwd_row)(const int erf, const int gated, const int biased, const T *x, const real *bias, const T *dy,
-                              T *dx, double *db, int64_t width, real a, real b, int stream) {
+HAL_INLINE void NAME(put)(int stream, T *to, const real *values, int64_t columns) {
     enum { LINE = 64 / sizeof(T) };
     int64_t i = 0;
-    for (; stream && i + LINE <= width; i += LINE) {
-        _Alignas(64) T line[2 * LINE];
-        const real *bias_i = biased ? bias + i : 0;
-        double *db_i = biased ? db + i : 0;
-        NAME(bwd_some)(erf, gated, biased, x + i, bias_i, dy + i, line, line + LINE, db_i, LINE, width, a, b);
-        STREAM_LINE(dx + i, line);
-        if (gated) STREAM_LINE(dx + width + i, line + LINE);
-    }
-    if (i == 0) NAME(bwd_some)(erf, gated, biased, x, bias, dy, dx, dx + width, db, width, width, a, b);
+    for (; i + LINE <= columns; i += LINE) NAME(store_line)(stream, to + i, values + i);
+    for (; i < columns; i++) STORE(to + i, values[i]);
 }
 
-#define EACH_VARIANT(call, ...)                                            \
-    switch (4 * (kind == GELU_ERF) + 2 * (gated != 0) + (bias != 0)) {     \
-        case 0: call(0, 0, 0, __VA_ARGS__); break;                         \
-        case 1: call(0, 0, 1, __VA_ARGS__); break;                         \
-        case 2: call(0, 1, 0, __VA_ARGS__); break;                         \
-        case 3: call(0, 1, 1, __VA_ARGS__); break;                         \
-        case 4: call(1, 0, 0, __VA_ARGS__); break;                         \
-        case 5: call(1, 0, 1, __VA_ARGS__); break;                         \
-        case 6: call(1, 1, 0, __VA_ARGS__); break;                         \
-        default: call(1, 1, 1, __VA_ARGS__);                               \
+HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y, int64_t columns, int64_t width,
+                                  family_t family, int stream) {
+    _Alignas(64) real value[BLOCK];
+    NAME(activate)(x, bias, columns, family, value, 0);
+    if (gated) {
+#pragma omp simd
+        for (int64_t i = 0; i < columns; i++) value[i] *= LOAD(x + width + i) + (bias ? bias[width + i] : 0);
     }
+    NAME(put)(stream, y, value, columns);
+}
+
+// dx, and its contribution to the sums db. The gate's half of x, bias, dx and db lies `width` further on.
+HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t columns,
+                                  int64_t width, family_t family, int stream) {
+    _Alignas(64) real value[BLOCK], slope[BLOCK];
+    NAME(activate)(x, bias, columns, family, value, slope);
+    if (gated) {
+#pragma omp simd
+        for (int64_t i = 0; i < columns; i++) {
+            const real d = LOAD(dy + i);
+            slope[i] *= d * (LOAD(x + width + i) + (bias ? bias[width + i] : 0));
+            value[i] *= d;
+            if (bias) db[i] += slope[i];
+            if (bias) db[width + i] += value[i];
+        }
+        NAME(put)(stream, dx + width, value, columns);
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < columns; i++) {
+            slope[i] *= LOAD(dy + i);
+            if (bias) db[i] += slope[i];
+        }
+    }
+    NAME(put)(stream, dx, slope, columns);
+}
+
+// Whole blocks with constants for the compiler, except what hardly costs anything per block.
+static void NAME(fwd_row)(int gated, const T *x, const real *bias, T *y, int64_t width, family_t family, int stream) {
+    int64_t i = 0;
+    if (bias)
+        for (; i + BLOCK <= width; i += BLOCK)
+            NAME(fwd_columns)(gated, x + i, bias + i, y + i, BLOCK, width, family, stream);
+    else
+        for (; i + BLOCK <= width; i += BLOCK) NAME(fwd_columns)(gated, x + i, 0, y + i, BLOCK, width, family, stream);
+    if (i < width)
+        NAME(fwd_columns)(gated, x + i, bias ? bias + i : 0, y + i, width - i, width, family, stream);
+}
+
+static void NAME(bwd_row)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t width,
+                          family_t family, int stream) {
+    int64_t i = 0;
+    if (bias)
+        for (; i + BLOCK <= width; i += BLOCK)
+            NAME(bwd_columns)(gated, x + i, bias + i, dy + i, dx + i, db + i, BLOCK, width, family, stream);
+    else
+        for (; i + BLOCK <= width; i += BLOCK)
+            NAME(bwd_columns)(gated, x + i, 0, dy + i, dx + i, 0, BLOCK, width, family, stream);
+    if (i < width)
+        NAME(bwd_columns)(gated, x + i, bias ? bias + i : 0, dy + i, dx + i, bias ? db + i : 0, width - i, width, family,
+                          stream);
+}
+
+// sums += recent; recent = 0.
+static void NAME(move_sums)(double *sums, real *recent, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+        sums[i] += recent[i];
+        recent[i] = 0;
+    }
+}
 
 static void NAME(activation_fwd)(int kind, int gated, uintptr_t x_, uintptr_t bias_, uintptr_t y_, int64_t rows,
                                  int64_t width) {
@@ -149,7 +237,7 @@ static void NAME(activation_fwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
         for (int64_t row = 0; row < rows; row++) {
             const T *x = (const T *)x_ + row * x_width;
             T *y = (T *)y_ + row * width;
-            EACH_VARIANT(NAME(fwd_row), x, bias, y, width, (real)family.a, (real)family.b, stream);
+            NAME(fwd_row)(gated, x, bias, y, width, family, stream);
         }
         if (stream) stream_end();
     }
@@ -163,24 +251,26 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const int64_t row_bytes = width * (int64_t)sizeof(T);
     // Not beside running sums, which it makes slower by more than it saves (measured).
     const int stream = !bias && streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
-    double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * sizeof(double)) : 0;
+    double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {
 #pragma omp for schedule(static)
         for (int64_t piece = 0; piece < pieces; piece++) {
             const int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
             double *db = partial ? partial + piece * x_width : 0;
+            real *recent = partial ? (real *)(partial + pieces * x_width) + piece * x_width : 0;
             if (db) memset(db, 0, (size_t)x_width * sizeof(double));
+            if (db) memset(recent, 0, (size_t)x_width * sizeof(real));
             for (int64_t row = begin; row < end; row++) {
                 const T *x = (const T *)x_ + row * x_width, *dy = (const T *)dy_ + row * width;
                 T *dx = (T *)dx_ + row * x_width;
-                EACH_VARIANT(NAME(bwd_row), x, bias, dy, dx, db, width, (real)family.a, (real)family.b, stream);
+                NAME(bwd_row)(gated, x, bias, dy, dx, recent, width, family, stream);
+                if (db && ((row - begin) % ROWS == ROWS - 1 || row == end - 1)) NAME(move_sums)(db, recent, x_width);
             }
         }
         if (stream) stream_end();
         if (bias) RNAME(sum_pieces)(partial, pieces, x_width, x_width, (real *)dbias_);
     }
 }
-#undef EACH_VARIANT
 
 #endif

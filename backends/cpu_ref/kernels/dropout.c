@@ -88,31 +88,64 @@ HAL_INLINE void NAME(drop_chunk)(real *value, philox_t rng, uint64_t first, uint
 }
 
 HAL_INLINE void NAME(store_chunk)(const real *value, uintptr_t p, int wide, int64_t at, int64_t n) {
+    enum { LINE = 64 / sizeof(T) };
     if (wide) {
         memcpy((real *)p + at, value, (size_t)n * sizeof(real));
-    } else {
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) STORE((T *)p + at + j, value[j]);
+        return;
     }
+    int64_t j = 0;
+    for (; j + LINE <= n; j += LINE) NAME(store_line)(0, (T *)p + at + j, value + j);
+    for (; j < n; j++) STORE((T *)p + at + j, value[j]);
+}
+
+HAL_INLINE void NAME(dropout_chunk)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out,
+                                    int out_wide, uint32_t threshold, real scale, philox_t rng, uint64_t first, int64_t at,
+                                    int64_t i, int64_t n) {
+    real value[PHILOX_CHUNK] = {0};
+    NAME(add_chunk)(value, x, x_wide, at, n);
+    if (bias) NAME(add_chunk)(value, bias, 1, i, n);
+    NAME(drop_chunk)(value, rng, first, threshold, scale, n);
+    if (residual) NAME(add_chunk)(value, residual, out_wide, at, n);
+    NAME(store_chunk)(value, out, out_wide, at, n);
+}
+
+// Without dropout, in one dtype: the sums need no array.
+HAL_INLINE void NAME(add_row)(const T *x, const real *bias, const T *residual, T *out, int64_t n) {
+    STORE_ROW(0, out, n, i, LOAD(x + i) + bias[i] + LOAD(residual + i));
 }
 
 static void NAME(dropout)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t residual, uintptr_t out, int out_wide,
                           uint32_t threshold, double scale, const draw_t *draw, int64_t rows, int64_t width) {
     const int64_t cuts = (width + CUT - 1) / CUT, tasks = rows * cuts;
+    const int plain = !threshold && bias && residual && !x_wide && !out_wide;
 #pragma omp parallel for schedule(static) if (tasks * (width < CUT ? width : CUT) >= HAL_PARALLEL_MIN)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t row = task / cuts, begin = task % cuts * CUT, end = begin + CUT < width ? begin + CUT : width;
-        const uint64_t start = row_start(draw, row);
-        for (int64_t i = begin; i < end; i += PHILOX_CHUNK) {
-            const int64_t n = end - i < PHILOX_CHUNK ? end - i : PHILOX_CHUNK, at = row * width + i;
-            real value[PHILOX_CHUNK] = {0};
-            NAME(add_chunk)(value, x, x_wide, at, n);
-            if (bias) NAME(add_chunk)(value, bias, 1, i, n);
-            NAME(drop_chunk)(value, draw->rng, start + (uint64_t)i, threshold, (real)scale, n);
-            if (residual) NAME(add_chunk)(value, residual, out_wide, at, n);
-            NAME(store_chunk)(value, out, out_wide, at, n);
+        if (plain) {
+            const int64_t at = row * width + begin;
+            NAME(add_row)((const T *)x + at, (const real *)bias + begin, (const T *)residual + at, (T *)out + at,
+                          end - begin);
+            continue;
         }
+        const uint64_t start = row_start(draw, row);
+        int64_t i = begin;
+        for (; i + PHILOX_CHUNK <= end; i += PHILOX_CHUNK)  // with a constant for the compiler
+            NAME(dropout_chunk)(x, x_wide, bias, residual, out, out_wide, threshold, (real)scale, draw->rng,
+                                start + (uint64_t)i, row * width + i, i, PHILOX_CHUNK);
+        if (i < end)
+            NAME(dropout_chunk)(x, x_wide, bias, residual, out, out_wide, threshold, (real)scale, draw->rng,
+                                start + (uint64_t)i, row * width + i, i, end - i);
     }
+}
+
+HAL_INLINE void NAME(dropout_bwd_chunk)(uintptr_t dy, int dy_wide, uintptr_t dx, double *db, uint32_t threshold, real scale,
+                                        philox_t rng, uint64_t first, int64_t at, int64_t n) {
+    real value[PHILOX_CHUNK] = {0};
+    NAME(add_chunk)(value, dy, dy_wide, at, n);
+    NAME(drop_chunk)(value, rng, first, threshold, scale, n);
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) db[j] += value[j];
+    if (dx) NAME(store_chunk)(value, dx, 0, at, n);
 }
 
 static void NAME(dropout_bwd)(uintptr_t dy, int dy_wide, uintptr_t dx, uintptr_t dbias, uint32_t threshold, double scale,
@@ -127,15 +160,13 @@ static void NAME(dropout_bwd)(uintptr_t dy, int dy_wide, uintptr_t dx, uintptr_t
             memset(db, 0, (size_t)width * sizeof(double));
             for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; row++) {
                 const uint64_t start = row_start(draw, row);
-                for (int64_t i = 0; i < width; i += PHILOX_CHUNK) {
-                    const int64_t n = width - i < PHILOX_CHUNK ? width - i : PHILOX_CHUNK, at = row * width + i;
-                    real value[PHILOX_CHUNK] = {0};
-                    NAME(add_chunk)(value, dy, dy_wide, at, n);
-                    NAME(drop_chunk)(value, draw->rng, start + (uint64_t)i, threshold, (real)scale, n);
-#pragma omp simd
-                    for (int64_t j = 0; j < n; j++) db[i + j] += value[j];
-                    if (dx) NAME(store_chunk)(value, dx, 0, at, n);
-                }
+                int64_t i = 0;
+                for (; i + PHILOX_CHUNK <= width; i += PHILOX_CHUNK)
+                    NAME(dropout_bwd_chunk)(dy, dy_wide, dx, db + i, threshold, (real)scale, draw->rng,
+                                            start + (uint64_t)i, row * width + i, PHILOX_CHUNK);
+                if (i < width)
+                    NAME(dropout_bwd_chunk)(dy, dy_wide, dx, db + i, threshold, (real)scale, draw->rng,
+                                            start + (uint64_t)i, row * width + i, width - i);
             }
         }
         RNAME(sum_pieces)(partial, pieces, width, width, (real *)dbias);

@@ -88,17 +88,22 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     }
 }
 
-// `columns` columns of `count` rows: dx, `stride` apart, and their contribution to the running sums dw, db.
+// `columns` columns of `count` rows: dx, or if there is `line`, dx's values one line after the other; and their
+// contribution to the running sums dw, db.
 HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
                                        const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *dx,
-                                       int64_t stride, double *dw, double *db, int64_t columns, int64_t width) {
+                                       real *line, double *dw, double *db, int64_t columns, int64_t width) {
 #pragma omp simd
     for (int64_t i = 0; i < columns; i++) {
         real dwi = 0, dbi = 0;
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
             const real d = LOAD(dy + r * width + i), n = (LOAD(x + r * width + i) - mean[r]) * rstd[r];
-            STORE(dx + r * stride + i, rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]));
+            const real value = rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]);
+            if (line)
+                line[r * columns + i] = value;
+            else
+                STORE(dx + r * width + i, value);
             dwi += d * n;
             dbi += d;
         }
@@ -127,15 +132,15 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
     }
     enum { LINE = 64 / sizeof(T) };
     int64_t i = 0;
-    for (; stream && i + LINE <= width; i += LINE) {
-        _Alignas(64) T lines[ROWS * LINE];
-        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, lines, LINE, dw + i,
+    for (; (stream || NAME(HAL_ROUNDS)) && i + LINE <= width; i += LINE) {
+        _Alignas(64) real lines[ROWS * LINE];
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, 0, lines, dw + i,
                                db + i, LINE, width);
-        for (int r = 0; r < count; r++) STREAM_LINE(dx + r * width + i, lines + r * LINE);
+        for (int r = 0; r < count; r++) NAME(store_line)(stream, dx + r * width + i, lines + r * LINE);
     }
     if (i < width)
-        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, dx + i, width,
-                               dw + i, db + i, width - i, width);
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, dx + i, 0, dw + i,
+                               db + i, width - i, width);
 }
 
 HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const int stream, const T *x, const T *dy, const real *weight,

@@ -20,6 +20,8 @@ void exps(const float *x, float *y, int64_t n) {
 _Pragma("omp simd") EACH y[i] = fast_expf(x[i]); }
 void to_bf16(const float *x, bf16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_bf16(y + i, x[i]); }
+void lines_to_bf16(const float *x, bf16 *y, int64_t n) {
+    for (int64_t i = 0; i + 32 <= n; i += 32) store_line_bf16(0, y + i, x + i); }
 void to_f16(const float *x, f16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_f16(y + i, x[i]); }
 void from_bf16(const bf16 *x, float *y, int64_t n) {
@@ -89,6 +91,16 @@ def test_16_bit_conversions_are_exact_and_round_to_nearest_even(
     assert torch.equal(got.isnan(), x.isnan())
     keep = ~x.isnan()
     assert torch.equal(got[keep].view(torch.int16), want[keep].view(torch.int16))
+
+
+def test_lines_of_bf16_are_rounded_like_single_values_but_for_subnormals(call: Callable[..., torch.Tensor]) -> None:
+    x = floats(1021)
+    x = x[: x.numel() // 32 * 32]
+    got, want = call("lines_to_bf16", x, torch.int16).view(torch.bfloat16), x.bfloat16()
+    assert torch.equal(got.isnan(), x.isnan())
+    normal = x.abs() >= torch.finfo(torch.float32).tiny
+    assert torch.equal(got[normal].view(torch.int16), want[normal].view(torch.int16))
+    assert (got.double() - want.double())[~x.isnan() & ~normal].abs().max() <= torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 63, 64, 65, 1000])
