@@ -70,17 +70,17 @@ static void pack_tile(const struct fa_call *call, const char *src, int64_t strid
     const struct hal_flash_attention *g = call->shape;
     const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d), size = element_size(g->dtype);
     unit *along = KU == 1 ? pairs : w->rows;  // one and the same for KU = 1
-    if (KU == 2 && rows == FA_QUERIES && d % (KU * PAD) == 0 && stride % (KU * size) == 0) {
-        transpose(transposed, FA_QUERIES, (const unit *)src, stride / (KU * size), FA_QUERIES, ldr);
+    const int64_t used = padded(rows);
+    if (KU == 2 && rows == used && d % (KU * PAD) == 0 && stride % (KU * size) == 0) {
+        transpose(transposed, FA_QUERIES, (const unit *)src, stride / (KU * size), used, ldr);
     } else {
         pack_rows(along, ldr, src, stride, g->dtype, rows, d);
-        memset(along + rows * ldr, 0, (size_t)((FA_QUERIES - rows) * ldr) * sizeof(unit));
-        transpose(transposed, FA_QUERIES, along, ldr, FA_QUERIES, ldr);
+        memset(along + rows * ldr, 0, (size_t)((used - rows) * ldr) * sizeof(unit));
+        transpose(transposed, FA_QUERIES, along, ldr, used, ldr);
     }
     if (KU == 1) return;
     pack_pairs(pairs, ldp, src, stride, g->dtype, rows, d);
-    const int64_t used = units(rows);
-    memset(pairs + used * ldp, 0, (size_t)((ROW - used) * ldp) * sizeof(unit));
+    memset(pairs + units(rows) * ldp, 0, (size_t)((used / KU - units(rows)) * ldp) * sizeof(unit));
 }
 
 // W partial sums of a * b over a row.
@@ -154,7 +154,8 @@ struct backward_state {
 static void backward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
                           const struct backward_space *w, struct backward_state *q) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = padded(g->head_size), size = element_size(g->dtype), i0 = tile * FA_QUERIES, which = tile % FA_SWEEP;
+    const int64_t d = padded(g->head_size), size = element_size(g->dtype), which = tile % FA_SWEEP;
+    const int64_t i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * d * FA_QUERIES;
     q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * d * ROW;

@@ -242,8 +242,8 @@ HAL_INLINE void write_block(char *dst, char *rest, int64_t stride, const real *s
 static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
                        int64_t rows, int64_t n, real *buffer, real *rounded) {
     const int64_t ld = padded(n), bytes = W * (int64_t)sizeof(unit);
-    if (is_unit(dtype) && rows == FA_QUERIES && n % (KU * W) == 0) {
-        for (int v = 0; v < FA_QUERIES; v += W)
+    if (is_unit(dtype) && rows % W == 0 && n % (KU * W) == 0) {
+        for (int64_t v = 0; v < rows; v += W)
             for (int64_t e = 0; e < n; e += KU * W) {
                 const int64_t at = v * stride + e / KU * (int64_t)sizeof(unit);
                 // After the last block of these rows: the first one of the next.
