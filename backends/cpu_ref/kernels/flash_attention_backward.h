@@ -169,9 +169,13 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     }
     const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
     const char *out = rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
+    fetch_rows(dout, g->dout[1] * size, q->t.rows, g->head_size * size);
+    fetch_rows(out, g->out[1] * size, q->t.rows, g->head_size * size);
+    if (call->rest) fetch_rows(call->rest + (out - call->out), g->out[1] * size, q->t.rows, g->head_size * size);
+    const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
+    fetch_rows(rows, g->q[1] * size, q->t.rows, g->head_size * size);
     row_dots(call, out, dout, q->t.rows, w->buffer, q->delta);
-    pack_tile(call, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, q->t.rows, w, q->qt,
-              q->qp);
+    pack_tile(call, rows, g->q[1] * size, q->t.rows, w, q->qt, q->qp);
     pack_tile(call, dout, g->dout[1] * size, q->t.rows, w, q->dot, q->dop);
     memset(q->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }

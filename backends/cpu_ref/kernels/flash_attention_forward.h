@@ -37,6 +37,7 @@ static struct operand operand_of(const char *source, int64_t stride, const struc
 static void operand_fill(const struct operand *o, const struct hal_flash_attention *g, int64_t from, int64_t to) {
     if (!o->source || from >= to) return;
     const char *rows = o->source + from * o->stride;
+    fetch_rows(rows, o->stride, to - from, g->head_size * element_size(g->dtype));
     if (o->pairs)
         pack_pairs(o->packed + from / KU * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
     else
@@ -197,8 +198,10 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
     q->ot = w->ot + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
+    fetch_rows(rows, g->q[1] * element_size(g->dtype), q->t.rows, d * element_size(g->dtype));
     const int64_t used = padded(q->t.rows);
-    if (is_unit(g->dtype) && q->t.rows == used && d % (KU * PAD) == 0 && (g->q[1] == d || (KU == 2 && g->q[1] % KU == 0))) {
+    const int direct = g->q[1] == d || (KU == 2 && g->q[1] % KU == 0);  // long rows far apart are slower to transpose
+    if (is_unit(g->dtype) && q->t.rows == used && d % (KU * PAD) == 0 && direct) {
         transpose(q->qt, FA_QUERIES, (const unit *)rows, g->q[1] / KU, used, ldr);
     } else {
         pack_rows(w->rows, ldr, rows, g->q[1] * element_size(g->dtype), g->dtype, q->t.rows, d);

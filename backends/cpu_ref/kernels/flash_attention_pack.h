@@ -13,6 +13,20 @@ static int is_real(int64_t dtype) { return dtype == (sizeof(real) == 8 ? HAL_F64
 // Whether KU adjacent ones are a unit.
 static int is_unit(int64_t dtype) { return KU == 2 ? dtype == HAL_BF16 : is_real(dtype); }
 
+#ifdef FA_KIND_BF16
+// Lane by lane, even in the low half and odd in the high half of a unit, rounded to bfloat16.
+HAL_INLINE uvec pair(vec even, vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+// 16 adjacent elements = 8 units along the row.
+HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
+#else
+HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
+HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
+#endif
+
 // dst[0..n) = the row as real.
 static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #ifdef FA_KIND_F64
@@ -42,6 +56,11 @@ static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t
 
 // The row = scale * src[0..n), rounded to dtype.
 static void write_row(char *dst, const real *src, real scale, int64_t dtype, int64_t n) {
+    if (is_unit(dtype) && n % W == 0) {
+        const vec factor = splat(scale);
+        for (int64_t e = 0; e < n; e += W) store_rounded(dst + e / KU * (int64_t)sizeof(unit), load(src + e) * factor);
+        return;
+    }
 #ifdef FA_KIND_F64
     (void)dtype;
     for (int64_t e = 0; e < n; e++) ((double *)dst)[e] = scale * src[e];
@@ -59,12 +78,27 @@ static void write_row(char *dst, const real *src, real scale, int64_t dtype, int
 #endif
 }
 
+// Asks for rows that are read next, all at once: where each lies on a page of its own, hardware foresees none of them.
+// (Inline, or compilers drop a call that has no effect.)
+HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
+    if (stride <= 4096) return;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + r * stride + at, 0, 2);
+}
+
 // dst [rows][ld] = rows of n elements as units along the row, zero up to ld.
 static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
+#ifdef FA_KIND_BF16
+    (void)dtype;
+    if (n == ld * KU) {  // short rows, for which two calls would take longer than the copy
+        for (int64_t r = 0; r < rows; r++, dst += ld, src += stride)
+            for (int64_t e = 0; e < ld; e += W) store_units(dst + e, load_units((const unit *)src + e));
+        return;
+    }
+#endif
     for (int64_t r = 0; r < rows; r++, dst += ld, src += stride) {
         memset(dst + n / KU, 0, (size_t)(ld - n / KU) * sizeof(unit));
 #ifdef FA_KIND_BF16
-        (void)dtype;
         memcpy(dst, src, (size_t)n * sizeof(bf16));
 #else
         read_row(dst, src, dtype, n);
@@ -72,12 +106,20 @@ static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, in
     }
 }
 
+#ifdef FA_KIND_BF16
+HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+#endif
+
 // dst [units(rows)][ld] = rows of n elements as units along the column: unit [r][e] holds rows KU r ... of channel e.
 #ifdef FA_KIND_BF16
 static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
     (void)dtype;
     for (int64_t r = 0; r < rows; r += 2, dst += ld, src += 2 * stride) {
         const bf16 *even = (const bf16 *)src, *odd = (const bf16 *)(src + stride);
+        if (r + 1 < rows && n == ld) {
+            for (int64_t e = 0; e < n; e += W) store_units(dst + e, widened(even + e) | widened(odd + e) << 16);
+            continue;
+        }
         if (r + 1 < rows) {
 #pragma omp simd
             for (int64_t e = 0; e < n; e++) dst[e] = (uint32_t)even[e] | (uint32_t)odd[e] << 16;
@@ -90,20 +132,6 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 }
 #else
 #define pack_pairs pack_rows
-#endif
-
-#ifdef FA_KIND_BF16
-// Lane by lane, even in the low half and odd in the high half of a unit, rounded to bfloat16.
-HAL_INLINE uvec pair(vec even, vec odd) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-}
-// 16 adjacent elements = 8 units along the row.
-HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
-#else
-HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
-HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
 #endif
 
 // Rows that the next sweep needs, on their way from memory a few lines at a time while this one computes. Only where
