@@ -45,8 +45,8 @@ HAL_INLINE int exceeds(vec a, vec b) {
 #endif
 
 // 2^x for x <= 0 (and a little above): x = n + r, |r| <= 1/2, 2^r by a minimax polynomial with p(0) = 1 (relative error
-// 9e-8); 0 gives exactly 1, -inf exactly 0, NaN stays NaN. Scaling by 2^n: AVX-512 has instructions for r and for the scaling.
-// Otherwise through the exponent bits, 0 below 2^-127: adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits.
+// 9e-8); 0 gives exactly 1, -inf exactly 0, NaN stays NaN. AVX-512 has instructions for r and for scaling by 2^n; elsewhere
+// through the exponent bits, 0 below 2^-127: adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits.
 #ifdef FA_KIND_F64
 HAL_INLINE real log_of(real x) { return log(x); }
 HAL_INLINE vec exp2_of(vec x) {

@@ -159,7 +159,7 @@ static void ahead_step(struct ahead *a) {
     }
 }
 
-// A W x W block in registers is transposed in log2(W) steps, which exchange elements between the registers i and i + s. Those
+// A W x W block in registers is transposed in log2(W) steps, which exchange elements between registers i and i + s. Those
 // inside the 128-bit parts of a register come first: they are the cheapest shuffles.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
@@ -241,8 +241,8 @@ HAL_INLINE void fetch_for_write(const char *row, int64_t stride, int64_t rows_le
         for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + AFTER * stride + at, 1, 3);
 }
 
-// W rows of a tensor, W units each, = scale * transpose of src [channels][FA_QUERIES]; those `ahead` bytes further on are
-// fetched, which would otherwise happen one after the other. rest, if not NULL, gets what rounding took away.
+// W rows of a tensor, W units each, = scale * transpose of src [channels][FA_QUERIES]; those `ahead` bytes further on
+// are fetched, which would otherwise happen one after the other. rest, if not NULL, gets what rounding took away.
 HAL_INLINE void write_block(char *dst, char *rest, int64_t stride, const real *src, vec scale, int64_t ahead) {
     uvec r[16], lost[16];
 #pragma GCC unroll 16
@@ -265,8 +265,8 @@ HAL_INLINE void write_block(char *dst, char *rest, int64_t stride, const real *s
     for (int l = 0; l < W; l++) store_units(rest + l * stride, lost[l]);
 }
 
-// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL, gets
-// what rounding took away.
+// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL,
+// gets what rounding took away.
 static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
                        int64_t rows, int64_t n, real *buffer, real *rounded) {
     const int64_t ld = padded(n), bytes = W * (int64_t)sizeof(unit);
@@ -276,7 +276,8 @@ static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, con
                 const int64_t at = v * stride + e / KU * (int64_t)sizeof(unit);
                 // After the last block of these rows: the first one of the next.
                 const int64_t ahead = e + KU * W < n ? bytes : W * stride - n / KU * (int64_t)sizeof(unit) + bytes;
-                write_block(dst + at, rest ? rest + at : NULL, stride, src + e * FA_QUERIES + v, load(scale + v), ahead);
+                const real *from = src + e * FA_QUERIES + v;
+                write_block(dst + at, rest ? rest + at : NULL, stride, from, load(scale + v), ahead);
             }
         return;
     }
