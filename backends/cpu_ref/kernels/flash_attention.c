@@ -99,10 +99,10 @@ struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limi
     const int64_t begin = t0 / FA_SWEEP * FA_SWEEP;
     struct fa_sweep sweep = {t0, begin + FA_SWEEP < limit ? begin + FA_SWEEP : limit, 0, 0};
     int64_t first, end;
-    fa_visible(seq, begin * FA_QUERIES, fa_rows(seq, begin), &sweep.first, &end);
+    fa_visible(seq, fa_first(seq, begin), fa_rows(seq, begin), &sweep.first, &end);
     sweep.end = sweep.first;
     for (int64_t tile = t0; tile < sweep.t1; tile++) {
-        fa_visible(seq, tile * FA_QUERIES, fa_rows(seq, tile), &first, &end);
+        fa_visible(seq, fa_first(seq, tile), fa_rows(seq, tile), &first, &end);
         if (end > sweep.end) sweep.end = end;
     }
     return sweep;
@@ -110,7 +110,7 @@ struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limi
 
 static int64_t tile_cost(const struct fa_sequence *seq, int64_t tile) {
     int64_t first, end;
-    fa_visible(seq, tile * FA_QUERIES, fa_rows(seq, tile), &first, &end);
+    fa_visible(seq, fa_first(seq, tile), fa_rows(seq, tile), &first, &end);
     return end - first + 32;  // 32: packing and unpacking a tile of queries takes as long as some 32 keys
 }
 

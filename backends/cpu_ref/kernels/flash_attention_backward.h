@@ -68,18 +68,33 @@ static void gradient_columns(const struct tile *t, int v, real c, real dropout_s
 static void pack_tile(const struct fa_call *call, const char *src, int64_t stride, int rows, const struct backward_space *w,
                       unit *transposed, unit *pairs) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d);
+    const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d), size = element_size(g->dtype);
     unit *along = KU == 1 ? pairs : w->rows;  // one and the same for KU = 1
-    pack_rows(along, ldr, src, stride, g->dtype, rows, d);
-    memset(along + rows * ldr, 0, (size_t)((FA_QUERIES - rows) * ldr) * sizeof(unit));
-    transpose(transposed, FA_QUERIES, along, ldr, FA_QUERIES, ldr);
+    const int64_t used = padded(rows);
+    if (KU == 2 && rows == used && d % (KU * PAD) == 0 && stride % (KU * size) == 0) {
+        transpose(transposed, FA_QUERIES, (const unit *)src, stride / (KU * size), used, ldr);
+    } else {
+        pack_rows(along, ldr, src, stride, g->dtype, rows, d);
+        memset(along + rows * ldr, 0, (size_t)((used - rows) * ldr) * sizeof(unit));
+        transpose(transposed, FA_QUERIES, along, ldr, used, ldr);
+    }
     if (KU == 1) return;
     pack_pairs(pairs, ldp, src, stride, g->dtype, rows, d);
-    const int64_t used = units(rows);
-    memset(pairs + used * ldp, 0, (size_t)((ROW - used) * ldp) * sizeof(unit));
+    memset(pairs + units(rows) * ldp, 0, (size_t)((used / KU - units(rows)) * ldp) * sizeof(unit));
 }
 
-// sums [W lanes] += a * b over a row.
+// W partial sums of a * b over a row.
+#ifdef FA_KIND_BF16
+HAL_INLINE vec row_products(const char *a, const char *b, int64_t n) {
+    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t e = 0; e < n; e += 2 * W) {
+        const __mmask32 valid = n - e < 2 * W ? ((__mmask32)1 << (n - e)) - 1 : ~(__mmask32)0;
+        const __m512i x = _mm512_maskz_loadu_epi16(valid, a + 2 * e), y = _mm512_maskz_loadu_epi16(valid, b + 2 * e);
+        sum[e / (2 * W) % 2] = _mm512_dpbf16_ps(sum[e / (2 * W) % 2], (__m512bh)x, (__m512bh)y);
+    }
+    return sum[0] + sum[1];
+}
+#else
 HAL_INLINE vec row_products(const real *a, const real *b, int64_t n) {
     vec sum[2] = {{0}, {0}};
     int64_t e = 0;
@@ -91,6 +106,7 @@ HAL_INLINE vec row_products(const real *a, const real *b, int64_t n) {
     for (int l = 0; e < n; e++, l++) sum[1][l] += a[e] * b[e];
     return sum[0] + sum[1];
 }
+#endif
 
 // delta[q] = sum over channels of dO * out. A row's sum stays in W lanes until 48 rows can be transposed: adding up lanes
 // row by row took as long as the rest.
@@ -102,9 +118,16 @@ static void row_dots(const struct fa_call *call, const char *out, const char *do
     for (int q = 0; q < FA_QUERIES; q++) {
         vec sum = {0};
         if (q < rows) {
-            const real *b = as_real(buffer + padded(d), dout + q * g->dout[1] * size, g->dtype, d);
-            sum = row_products(as_real(buffer, out + q * g->out[1] * size, g->dtype, d), b, d);
-            if (rest) sum += row_products(as_real(buffer, rest + q * g->out[1] * size, g->dtype, d), b, d);
+            const char *a = out + q * g->out[1] * size, *b = dout + q * g->dout[1] * size;
+#ifdef FA_KIND_BF16
+            (void)buffer;
+            sum = row_products(a, b, d);
+            if (rest) sum += row_products(rest + q * g->out[1] * size, b, d);
+#else
+            const real *b_real = as_real(buffer + padded(d), b, g->dtype, d);
+            sum = row_products(as_real(buffer, a, g->dtype, d), b_real, d);
+            if (rest) sum += row_products(as_real(buffer, rest + q * g->out[1] * size, g->dtype, d), b_real, d);
+#endif
         }
         store(sums + q * W, sum);
     }
@@ -131,7 +154,8 @@ struct backward_state {
 static void backward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
                           const struct backward_space *w, struct backward_state *q) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = padded(g->head_size), size = element_size(g->dtype), i0 = tile * FA_QUERIES, which = tile % FA_SWEEP;
+    const int64_t d = padded(g->head_size), size = element_size(g->dtype), which = tile % FA_SWEEP;
+    const int64_t i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * d * FA_QUERIES;
     q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * d * ROW;
@@ -145,9 +169,13 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     }
     const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
     const char *out = rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
+    fetch_rows(dout, g->dout[1] * size, q->t.rows, g->head_size * size);
+    fetch_rows(out, g->out[1] * size, q->t.rows, g->head_size * size);
+    if (call->rest) fetch_rows(call->rest + (out - call->out), g->out[1] * size, q->t.rows, g->head_size * size);
+    const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
+    fetch_rows(rows, g->q[1] * size, q->t.rows, g->head_size * size);
     row_dots(call, out, dout, q->t.rows, w->buffer, q->delta);
-    pack_tile(call, rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head), g->q[1] * size, q->t.rows, w, q->qt,
-              q->qp);
+    pack_tile(call, rows, g->q[1] * size, q->t.rows, w, q->qt, q->qp);
     pack_tile(call, dout, g->dout[1] * size, q->t.rows, w, q->dot, q->dop);
     memset(q->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }

@@ -37,6 +37,7 @@ static struct operand operand_of(const char *source, int64_t stride, const struc
 static void operand_fill(const struct operand *o, const struct hal_flash_attention *g, int64_t from, int64_t to) {
     if (!o->source || from >= to) return;
     const char *rows = o->source + from * o->stride;
+    fetch_rows(rows, o->stride, to - from, g->head_size * element_size(g->dtype));
     if (o->pairs)
         pack_pairs(o->packed + from / KU * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
     else
@@ -84,9 +85,10 @@ static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_c
 static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struct fa_sequence *seq, const char *base,
                         const int64_t stride[3], int64_t head, const struct fa_sweep *sweep) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t from = sweep->t0 * FA_QUERIES, to = sweep->t1 * FA_QUERIES, size = element_size(g->dtype);
+    const int64_t size = element_size(g->dtype), from = fa_first(seq, sweep->t0);
+    const int64_t to = fa_first(seq, sweep->t1 - 1) + fa_rows(seq, sweep->t1 - 1);
     ahead_add(a, rows_of(base, stride, g->dtype, seq->batch, seq->q0 + from, head), stride[1] * size, g->head_size * size,
-              (to < seq->sq ? to : seq->sq) - from);
+              to - from);
 }
 
 // Moves *head and *sweep to what follows them, and adds the keys and values that are new there; returns whether more is to
@@ -190,18 +192,21 @@ struct forward_state {
 static void forward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
                          const struct forward_space *w, struct forward_state *q) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = g->head_size, ldr = padded(units(d)), i0 = tile * FA_QUERIES;
+    const int64_t d = g->head_size, ldr = padded(units(d)), i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     q->ot = w->ot + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
-    if (is_unit(g->dtype) && q->t.rows == FA_QUERIES && d % (KU * PAD) == 0 && g->q[1] == d) {
-        transpose(q->qt, FA_QUERIES, (const unit *)rows, g->q[1] / KU, FA_QUERIES, ldr);
+    fetch_rows(rows, g->q[1] * element_size(g->dtype), q->t.rows, d * element_size(g->dtype));
+    const int64_t used = padded(q->t.rows);
+    const int direct = g->q[1] == d || (KU == 2 && g->q[1] % KU == 0);  // long rows far apart are slower to transpose
+    if (is_unit(g->dtype) && q->t.rows == used && d % (KU * PAD) == 0 && direct) {
+        transpose(q->qt, FA_QUERIES, (const unit *)rows, g->q[1] / KU, used, ldr);
     } else {
         pack_rows(w->rows, ldr, rows, g->q[1] * element_size(g->dtype), g->dtype, q->t.rows, d);
-        memset(w->rows + q->t.rows * ldr, 0, (size_t)((FA_QUERIES - q->t.rows) * ldr) * sizeof(unit));
-        transpose(q->qt, FA_QUERIES, w->rows, ldr, FA_QUERIES, ldr);
+        memset(w->rows + q->t.rows * ldr, 0, (size_t)((used - q->t.rows) * ldr) * sizeof(unit));
+        transpose(q->qt, FA_QUERIES, w->rows, ldr, used, ldr);
     }
     memset(q->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }

@@ -45,8 +45,8 @@ HAL_INLINE int exceeds(vec a, vec b) {
 #endif
 
 // 2^x for x <= 0 (and a little above): x = n + r, |r| <= 1/2, 2^r by a minimax polynomial with p(0) = 1 (relative error
-// 9e-8), 2^n through the exponent bits. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits. Below 2^-127 it is exactly
-// 0; 0 gives exactly 1; NaN stays NaN.
+// 9e-8); 0 gives exactly 1, -inf exactly 0, NaN stays NaN. AVX-512 has instructions for r and for scaling by 2^n; elsewhere
+// through the exponent bits, 0 below 2^-127: adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits.
 #ifdef FA_KIND_F64
 HAL_INLINE real log_of(real x) { return log(x); }
 HAL_INLINE vec exp2_of(vec x) {
@@ -56,9 +56,14 @@ HAL_INLINE vec exp2_of(vec x) {
 #else
 HAL_INLINE real log_of(real x) { return logf(x); }
 HAL_INLINE vec exp2_of(vec x) {
+#if FA_VECTOR_BYTES == 64
+    const vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vec n = x - r;
+#else
     x = max(splat(-127.0f), x);
     const vec shifted = x + (12582912.0f + 127.0f);
     const vec r = x - (shifted - (12582912.0f + 127.0f));
+#endif
 #ifdef FA_KIND_BF16  // 3e-6 is a thousandth of bfloat16's rounding
     vec p = r * 0x1.3a02cc9fdb194p-7f + 0x1.c9fc45e1e25e2p-5f;
     p = p * r + 0x1.ec037755a3ab9p-3f;
@@ -70,7 +75,11 @@ HAL_INLINE vec exp2_of(vec x) {
     p = p * r + 0x1.62e4292034e08p-1f;
 #endif
     p = p * r + 1.0f;
+#if FA_VECTOR_BYTES == 64
+    return _mm512_scalef_ps(p, n);
+#else
     return p * (vec)((ivec)shifted << 23);
+#endif
 }
 #endif
 

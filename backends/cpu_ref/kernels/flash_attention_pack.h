@@ -13,6 +13,20 @@ static int is_real(int64_t dtype) { return dtype == (sizeof(real) == 8 ? HAL_F64
 // Whether KU adjacent ones are a unit.
 static int is_unit(int64_t dtype) { return KU == 2 ? dtype == HAL_BF16 : is_real(dtype); }
 
+#ifdef FA_KIND_BF16
+// Lane by lane, even in the low half and odd in the high half of a unit, rounded to bfloat16.
+HAL_INLINE uvec pair(vec even, vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+// 16 adjacent elements = 8 units along the row.
+HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
+#else
+HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
+HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
+#endif
+
 // dst[0..n) = the row as real.
 static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #ifdef FA_KIND_F64
@@ -31,15 +45,22 @@ static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #endif
 }
 
+#ifndef FA_KIND_BF16
 // The row as real: itself if it is, else in buffer.
 static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t n) {
     if (is_real(dtype)) return (const real *)src;
     read_row(buffer, src, dtype, n);
     return buffer;
 }
+#endif
 
 // The row = scale * src[0..n), rounded to dtype.
 static void write_row(char *dst, const real *src, real scale, int64_t dtype, int64_t n) {
+    if (is_unit(dtype) && n % W == 0) {
+        const vec factor = splat(scale);
+        for (int64_t e = 0; e < n; e += W) store_rounded(dst + e / KU * (int64_t)sizeof(unit), load(src + e) * factor);
+        return;
+    }
 #ifdef FA_KIND_F64
     (void)dtype;
     for (int64_t e = 0; e < n; e++) ((double *)dst)[e] = scale * src[e];
@@ -57,12 +78,27 @@ static void write_row(char *dst, const real *src, real scale, int64_t dtype, int
 #endif
 }
 
+// Asks for rows that are read next, all at once: where each lies on a page of its own, hardware foresees none of them.
+// (Inline, or compilers drop a call that has no effect.)
+HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
+    if (stride <= 4096) return;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + r * stride + at, 0, 2);
+}
+
 // dst [rows][ld] = rows of n elements as units along the row, zero up to ld.
 static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
+#ifdef FA_KIND_BF16
+    (void)dtype;
+    if (n == ld * KU) {  // short rows, for which two calls would take longer than the copy
+        for (int64_t r = 0; r < rows; r++, dst += ld, src += stride)
+            for (int64_t e = 0; e < ld; e += W) store_units(dst + e, load_units((const unit *)src + e));
+        return;
+    }
+#endif
     for (int64_t r = 0; r < rows; r++, dst += ld, src += stride) {
         memset(dst + n / KU, 0, (size_t)(ld - n / KU) * sizeof(unit));
 #ifdef FA_KIND_BF16
-        (void)dtype;
         memcpy(dst, src, (size_t)n * sizeof(bf16));
 #else
         read_row(dst, src, dtype, n);
@@ -70,12 +106,20 @@ static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, in
     }
 }
 
+#ifdef FA_KIND_BF16
+HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+#endif
+
 // dst [units(rows)][ld] = rows of n elements as units along the column: unit [r][e] holds rows KU r ... of channel e.
 #ifdef FA_KIND_BF16
 static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
     (void)dtype;
     for (int64_t r = 0; r < rows; r += 2, dst += ld, src += 2 * stride) {
         const bf16 *even = (const bf16 *)src, *odd = (const bf16 *)(src + stride);
+        if (r + 1 < rows && n == ld) {
+            for (int64_t e = 0; e < n; e += W) store_units(dst + e, widened(even + e) | widened(odd + e) << 16);
+            continue;
+        }
         if (r + 1 < rows) {
 #pragma omp simd
             for (int64_t e = 0; e < n; e++) dst[e] = (uint32_t)even[e] | (uint32_t)odd[e] << 16;
@@ -88,20 +132,6 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 }
 #else
 #define pack_pairs pack_rows
-#endif
-
-#ifdef FA_KIND_BF16
-// Lane by lane, even in the low half and odd in the high half of a unit, rounded to bfloat16.
-HAL_INLINE uvec pair(vec even, vec odd) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-}
-// 16 adjacent elements = 8 units along the row.
-HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
-#else
-HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
-HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
 #endif
 
 // Rows that the next sweep needs, on their way from memory a few lines at a time while this one computes. Only where
@@ -129,7 +159,8 @@ static void ahead_step(struct ahead *a) {
     }
 }
 
-// A W x W block in registers is transposed in log2(W) steps; step s swaps the off-diagonal s x s blocks.
+// A W x W block in registers is transposed in log2(W) steps, which exchange elements between registers i and i + s. Those
+// inside the 128-bit parts of a register come first: they are the cheapest shuffles.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
 #else
@@ -140,14 +171,9 @@ HAL_INLINE uvec shuffle_lanes(uvec a, uvec b, ivec mask) {
 }
 #define SHUFFLE(a, b, mask) shuffle_lanes(a, b, mask)
 #endif
+enum { PART = 16 / (int)sizeof(unit) };  // lanes of 128 bits
 
-HAL_INLINE void transpose_step(uvec r[16], int s) {
-    ivec low, high;
-#pragma GCC unroll 16
-    for (int l = 0; l < W; l++) {
-        low[l] = l & s ? l - s + W : l;
-        high[l] = l & s ? l + W : l + s;
-    }
+HAL_INLINE void exchange(uvec r[16], int s, ivec low, ivec high) {
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++) {
         if (i & s) continue;
@@ -157,6 +183,44 @@ HAL_INLINE void transpose_step(uvec r[16], int s) {
     }
 }
 
+// In each part: runs of s lanes of the one register and the other in turn, from the part's lower (upper) half.
+HAL_INLINE void interleave(uvec r[16], int s) {
+    ivec low, high;
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) {
+        const int run = l % PART / s;
+        low[l] = l / PART * PART + run / 2 * s + l % s + run % 2 * W;
+        high[l] = low[l] + PART / 2;
+    }
+    exchange(r, s, low, high);
+}
+
+// The even (odd) parts of the one register, then those of the other.
+HAL_INLINE void gather_parts(uvec r[16], int s) {
+    ivec low, high;
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) {
+        low[l] = l % (W / 2) / PART * 2 * PART + l % PART + 2 * l / W * W;
+        high[l] = low[l] + PART;
+    }
+    exchange(r, s, low, high);
+}
+
+HAL_INLINE void transpose_block(uvec r[16]) {
+    interleave(r, 1);
+    if (PART == 4) {
+        interleave(r, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < W; i += 4) {  // runs of two came out in the order 0, 2, 1, 3
+            const uvec second = r[i + 1];
+            r[i + 1] = r[i + 2];
+            r[i + 2] = second;
+        }
+    }
+    if (W > (int)PART) gather_parts(r, PART);
+    if (W > 2 * (int)PART) gather_parts(r, 2 * PART);
+}
+
 // dst [columns][ldd] = transpose of src [rows][lds]; both multiples of 16.
 static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i += W)
@@ -164,10 +228,7 @@ static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int6
             uvec r[16];
 #pragma GCC unroll 16
             for (int l = 0; l < W; l++) r[l] = load_units(src + (i + l) * lds + j);
-            transpose_step(r, 1);
-            if (W > 2) transpose_step(r, 2);
-            if (W > 4) transpose_step(r, 4);
-            if (W > 8) transpose_step(r, 8);
+            transpose_block(r);
 #pragma GCC unroll 16
             for (int l = 0; l < W; l++) store_units(dst + (j + l) * ldd + i, r[l]);
         }
@@ -180,17 +241,44 @@ HAL_INLINE void fetch_for_write(const char *row, int64_t stride, int64_t rows_le
         for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + AFTER * stride + at, 1, 3);
 }
 
-// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES], which may get scaled itself; `rows`
-// real ones. rest, if not NULL, gets what rounding took away.
-static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, real *src, const real *scale, int64_t rows,
-                       int64_t n, real *buffer, real *rounded) {
-    const int64_t ld = padded(n);
-    if (is_real(dtype) && rows == FA_QUERIES && n % PAD == 0 && stride == n * (int64_t)sizeof(real)) {
-        for (int v = 0; v < FA_QUERIES; v += W) {
-            const vec factor = load(scale + v);
-            for (int64_t e = 0; e < n; e++) store(src + e * FA_QUERIES + v, load(src + e * FA_QUERIES + v) * factor);
-        }
-        transpose((unit *)dst, n, (const unit *)src, FA_QUERIES, n, FA_QUERIES);
+// W rows of a tensor, W units each, = scale * transpose of src [channels][FA_QUERIES]; those `ahead` bytes further on
+// are fetched, which would otherwise happen one after the other. rest, if not NULL, gets what rounding took away.
+HAL_INLINE void write_block(char *dst, char *rest, int64_t stride, const real *src, vec scale, int64_t ahead) {
+    uvec r[16], lost[16];
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) {
+        __builtin_prefetch(dst + l * stride + ahead, 1, 3);
+#ifdef FA_KIND_BF16
+        const vec even = load(src + 2 * l * FA_QUERIES) * scale, odd = load(src + (2 * l + 1) * FA_QUERIES) * scale;
+        r[l] = pair(even, odd);
+        lost[l] = pair(even - (vec)(r[l] << 16), odd - (vec)(r[l] & 0xffff0000u));
+#else
+        r[l] = (uvec)(load(src + l * FA_QUERIES) * scale);
+#endif
+    }
+    transpose_block(r);
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) store_units(dst + l * stride, r[l]);
+    if (KU == 1 || !rest) return;
+    transpose_block(lost);
+#pragma GCC unroll 16
+    for (int l = 0; l < W; l++) store_units(rest + l * stride, lost[l]);
+}
+
+// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL,
+// gets what rounding took away.
+static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
+                       int64_t rows, int64_t n, real *buffer, real *rounded) {
+    const int64_t ld = padded(n), bytes = W * (int64_t)sizeof(unit);
+    if (is_unit(dtype) && rows % W == 0 && n % (KU * W) == 0) {
+        for (int64_t v = 0; v < rows; v += W)
+            for (int64_t e = 0; e < n; e += KU * W) {
+                const int64_t at = v * stride + e / KU * (int64_t)sizeof(unit);
+                // After the last block of these rows: the first one of the next.
+                const int64_t ahead = e + KU * W < n ? bytes : W * stride - n / KU * (int64_t)sizeof(unit) + bytes;
+                const real *from = src + e * FA_QUERIES + v;
+                write_block(dst + at, rest ? rest + at : NULL, stride, from, load(scale + v), ahead);
+            }
         return;
     }
     transpose((unit *)buffer, ld, (const unit *)src, FA_QUERIES, ld, FA_QUERIES);

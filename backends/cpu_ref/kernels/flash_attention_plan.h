@@ -43,13 +43,20 @@ struct fa_sweep {
 };
 struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit);
 
-static inline int64_t fa_rows(const struct fa_sequence *seq, int64_t tile) {
-    const int64_t rows = seq->sq - tile * FA_QUERIES;
-    return rows < FA_QUERIES ? rows : FA_QUERIES;
-}
-
 static inline int64_t fa_tiles(const struct fa_sequence *seq) {
     return seq->sq > 0 ? (seq->sq + FA_QUERIES - 1) / FA_QUERIES : 1;  // an empty one still has to write its gradients
+}
+
+// The first row of a tile. A last tile of at most FA_SUB rows takes FA_SUB more from the one before it: products with a
+// single vector of queries are slow, and a causal last tile has the most of them.
+static inline int64_t fa_first(const struct fa_sequence *seq, int64_t tile) {
+    const int64_t first = tile * FA_QUERIES;
+    return tile > 0 && seq->sq > first && seq->sq - first <= FA_SUB ? first - FA_SUB : first;
+}
+
+static inline int64_t fa_rows(const struct fa_sequence *seq, int64_t tile) {
+    const int64_t end = fa_first(seq, tile + 1);
+    return (end < seq->sq ? end : seq->sq) - fa_first(seq, tile);
 }
 
 // Tiles [t0, t1) of all query heads of one (sequence, kv head). slot >= 0: the head is cut, its dK and dV are partial.
