@@ -179,13 +179,13 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
             const int fault = r == me || step < 2 ? 0 : wait_for(g, r, &g->members[r].read, step - 1);
             if (fault) return fault;
         }
-        mine->purpose[which] = purpose;
         if (divides) {
             for (int r = 0; r < size; r++)
                 if (r != me) copy(mine->slot[which] + r * share, in + (r * count + done) * bytes, length, 0);
         } else if (kind != BARRIER && (kind != BROADCAST || me == root)) {
             copy(mine->slot[which], in + done * bytes, length, 0);
         }
+        mine->purpose[which] = purpose;  // here, or a waiting peer would fetch the line twice
         __atomic_store_n(&mine->posted, step + 1, __ATOMIC_RELEASE);
         for (int r = 0; r < size; r++) {
             from[r] = in + (divides ? me * count + done : done) * bytes;
