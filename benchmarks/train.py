@@ -84,6 +84,12 @@ def _megatron(bf16: bool) -> Call:
     return megatron_gpt.step_of(model, *batch(), bf16=bf16)
 
 
+def _peak(make: Callable[[bool], Call], bf16: bool) -> Callable[[], float]:
+    if make is _megatron:
+        megatron_gpt.enter()  # what it imports is not what its training takes
+    return peak_of(lambda: make(bf16), 3)
+
+
 def _growth() -> Callable[[], float]:
     """Returns the trainer's peak after 1,000 steps / after 100."""
     from .layout import config_of, trainer_of
@@ -112,7 +118,7 @@ def _memory() -> list[Case]:
             "training memory",
             _shape(bf16),
             {
-                name: Candidate(lambda m=make, b=bf16: peak_of(lambda: m(b), 3), f"{kind}-memory-{_dtype(bf16)}")
+                name: Candidate(lambda m=make, b=bf16: _peak(m, b), f"{kind}-memory-{_dtype(bf16)}")
                 for name, (make, kind) in makers.items()
             },
             quantity="counted bytes",

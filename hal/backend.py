@@ -61,9 +61,10 @@ class Impl:
 
 
 def by_metadata(why_not: F) -> F:
-    """Marks a why_not whose answer depends on nothing but what a check may see: shapes, dtypes, plain values, and which
-    tensors are in host memory; not on strides, addresses or requires_grad. Its answer is then asked for once per
-    metadata instead of on every call. The kit refuses the mark where strides change the answer.
+    """Marks a why_not whose answer depends only on shapes, dtypes, plain values, which tensors are in host memory, on
+    an Rng's full_shape and start, and on a Comm's size: not on strides, addresses, requires_grad or a device's index.
+    It is then asked once for all calls that agree in those. The kit refuses the mark where strides, or an Rng's seed
+    and offset, change the answer.
 
     >>> @by_metadata
     ... def why_not(x, bias=None):
@@ -184,7 +185,7 @@ class Backend(ABC):
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
-            op.known.clear()  # whatever was looked up before is out of date
+            op.forget()
             marked = why_not is None or getattr(why_not, "by_metadata", False)
             mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
             return function

@@ -23,6 +23,7 @@ from . import registry
 from .backend import Backend, Impl
 from .errors import BackendNotFound, BackendUnavailable, ContractError, HalError, PluginError, UnsupportedOp
 from .op import OPS, Op
+from .signature import define, fragments
 
 FALLBACKS = ("error", "reference")
 
@@ -72,7 +73,7 @@ def _set(active: _Active | None) -> None:
     global _active
     _active = active
     for op in OPS.values():
-        op.known.clear()
+        op.forget()
 
 
 def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
@@ -171,19 +172,25 @@ def _learn(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
             break
         if not _reasons(impl, args, kwargs):
             return impl.call
-    return self.ask
+    return self.asks or self.asking()
 
 
-def _ask(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
-    active = _state()
-    for impl in _candidates(self, active):
-        if not _reasons(impl, args, kwargs):
-            return impl.call(*args, **kwargs)
-    return _refused(self, active, args, kwargs)
+def _asking(self: Op[Any, Any]) -> Any:
+    active, f = _state(), fragments(self.signature)
+    source = (
+        f"def ask({f.header}):\n    for why_not, call in pairs:\n"
+        f"        if not why_not({f.passed}):\n            return call({f.passed})\n    return refused({f.passed})\n"
+    )
+    scope = {
+        "pairs": tuple((i.why_not, i.call) for i in _candidates(self, active)),
+        "refused": lambda *args, **kwargs: _refused(self, active, args, kwargs),
+    }
+    self.asks = define("ask", source, {**scope, **f.scope}, f"candidates of {self.name}")
+    return self.asks
 
 
 Op.learn = _learn  # type: ignore[method-assign]
-Op.ask = _ask  # type: ignore[method-assign]
+Op.asking = _asking  # type: ignore[method-assign]
 
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -117,7 +117,9 @@ class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
     known: dict[tuple[Any, ...], Callable[..., Any]]
-    """What runs a call of this metadata on the active backend, as `learn` found it: an implementation, or `ask`."""
+    """What runs a call of this metadata on the active backend, as `learn` found it: an implementation, or `asks`."""
+    asks: Callable[..., Any] | None = None
+    """What `asking` has made."""
 
     def __init__(
         self,
@@ -191,9 +193,14 @@ class Op(Generic[P, R]):
             with contextlib.suppress(TypeError):
                 self.known[key] = run
 
-    def ask(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the first implementation that has no reasons against this very call. Completed by dispatch.py."""
+    def asking(self) -> Callable[..., Any]:
+        """A function that runs the first implementation without reasons against the call. Completed by dispatch.py."""
         raise NotImplementedError
+
+    def forget(self) -> None:
+        """Makes calls look everything up anew: the backend, its implementations or the policy have changed."""
+        self.known.clear()
+        self.asks = None
 
     def tensor_params(self) -> tuple[str, ...]:
         """Names of the parameters that are a single tensor (or tensor | None)."""
@@ -246,7 +253,10 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
             f"    return run({f.passed})\n"
         )
     else:
-        source = f"def __call__(self, {f.header}):\n    return self.learn({f.passed})({f.passed})\n"
+        source = (
+            f"def __call__(self, {f.header}):\n    self.admit({f.passed})\n"
+            f"    return (self.asks or self.asking())({f.passed})\n"
+        )
     own: dict[str, Any] = {"known": {}}  # each op has a class of its own
     call = define("__call__", source, {**own, **f.scope}, f"dispatch of {name}")
     return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})

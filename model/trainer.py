@@ -134,6 +134,7 @@ class Trainer:
             loss = self.model.loss(logits, labels, inplace_backward=True)
             loss.backward(grad * share)
             total += loss.detach() * share
+            del logits, loss  # or they would live beside the next microbatch's
         return total / count
 
     def document_starts(self, split: str, tokens: Tensor) -> Tensor | None:

@@ -34,6 +34,8 @@ def _directed() -> list[Sample]:
         Sample((T((3, 0)), T((5, 0)), T((5,)))),
         Sample((T((6, 8), strided="rows"), T((3, 8), strided="rows"))),
         Sample((T((6, 8), strided="last"), T((3, 8), strided="last"), T((3,)))),
+        Sample((T((6, 8)), T((5, 8)), T((5,), strided="last"))),
+        Sample((T((64, 64)), T((64, 64)), T((64,), strided="last"))),
         Sample((T((130, 65)), T((33, 65)), T((33,)))),
     ]
 

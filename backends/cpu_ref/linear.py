@@ -62,7 +62,8 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
         return torch.nn.functional.linear(x, w, bias)
-    return onednn(_dense(x), _dense(w), bias, "none", [], "")
+    # It reads a bias as if it were contiguous.
+    return onednn(_dense(x), _dense(w), None if bias is None else bias.contiguous(), "none", [], "")
 
 
 def _dense(x: Tensor) -> Tensor:

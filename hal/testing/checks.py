@@ -21,6 +21,7 @@ from hal.autograd import takes_needs
 from hal.dispatch import activated
 from hal.errors import UnsupportedOp
 from hal.op import Sample
+from hal.rng import Rng
 
 from .calls import Outcome, backward, build, invoke, map_tensors, run, scattered, tensors, to_double, to_meta, upstream
 from .comparison import equal_bits, measure, raw
@@ -131,11 +132,15 @@ def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tupl
     if on_meta != reasons:
         raise subject.fail(f"why_not says {list(reasons)} of the call, but {list(on_meta)} on meta tensors", sample)
     if subject.impl.by_metadata:
-        dense = ask(map_tensors(to_meta(arguments), torch.Tensor.contiguous), "contiguous meta tensors")
-        if dense != reasons:
+        others = map_tensors(to_meta(arguments), torch.Tensor.contiguous)
+        for name, value in others.items():
+            if isinstance(value, Rng):
+                others[name] = Rng(value.seed ^ 1 << 40, value.offset ^ 1 << 20, value.full_shape, value.start)
+        elsewhere = ask(others, "contiguous meta tensors")
+        if elsewhere != reasons:
             raise subject.fail(
-                f"why_not is marked by_metadata, but it says {list(reasons)} of the call and {list(dense)} if its "
-                "tensors are contiguous: it may not look at strides",
+                f"why_not is marked by_metadata, but it says {list(reasons)} of the call and {list(elsewhere)} with "
+                "contiguous tensors and another seed: it may look at neither",
                 sample,
             )
     return reasons

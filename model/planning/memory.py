@@ -126,9 +126,8 @@ def _working(shape: Shape, stage: int) -> float:
     if not shape.last(stage):
         return float(layer)
     # The layers begin when the head has given back what it kept.
-    # In one process, the loss writes its gradient over the logits.
-    logits = shape.vocabulary if shape.plan.layout.world > 1 else 0
-    head = rows * (logits + moved) + shape.vocabulary * h * shape.element
+    # The loss writes its gradient over the logits.
+    head = rows * moved + shape.vocabulary * h * shape.element
     return float(max(head, layer - head_bytes(shape)))
 
 

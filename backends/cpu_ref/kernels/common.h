@@ -1,7 +1,8 @@
 // What every kernel shares: element types, conversions, exp and its relatives, reductions, the dtype template.
 //
 // Style of the kernels: rows are split over OpenMP threads; inside a row, plain loops under `#pragma omp simd` that the
-// compiler turns into AVX-512, AVX2 or NEON code, exact tails included, so one source serves every machine. Statistics
+// compiler turns into AVX-512, AVX2 or NEON code, exact tails included, so one source serves every machine; instructions
+// that compilers do not find on their own are named under #if, beside a loop that needs none. Statistics
 // and arithmetic are in `real` (float; double for float64 tensors). A reduction's order depends on the shape only, never
 // on timing or the number of threads, so results are bit-equal from run to run.
 #pragma once
@@ -124,8 +125,8 @@ HAL_INLINE void stream_end(void) {
 }
 
 // store_line_<dtype>: rounds 64 bytes' worth of values to their dtype and writes them, past the caches if `stream` (`to` is
-// then 64-byte aligned). A compiler's vectors take a dozen instructions to round 16 floats to bfloat16, AVX512-BF16 one
-// (which makes numbers below 2^-126 zero).
+// then 64-byte aligned). A compiler's vectors take a dozen instructions to round 16 floats to bfloat16, AVX512-BF16 one,
+// which would make subnormal numbers zero: a line that holds one goes the long way.
 #define DEFINE_STORE_LINE(T, real, ROUND)                                                    \
     HAL_INLINE void store_line_##T(int stream, T *to, const real *values) {                  \
         _Alignas(64) T line[64 / sizeof(T)];                                                 \
@@ -135,9 +136,17 @@ HAL_INLINE void stream_end(void) {
     }
 #define ROUND_EACH(T, line, values) \
     _Pragma("omp simd") for (int i = 0; i < (int)(64 / sizeof(T)); i++) store_##T(line + i, values[i])
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#define ROUND_BF16(T, line, values) \
-    _mm512_store_si512(line, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values)))
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+HAL_INLINE void round_bf16(bf16 *line, const float *values) {
+    enum { SUBNORMAL = 0x20 };
+    const __m512 low = _mm512_loadu_ps(values), high = _mm512_loadu_ps(values + 16);
+    if (_mm512_fpclass_ps_mask(low, SUBNORMAL) | _mm512_fpclass_ps_mask(high, SUBNORMAL)) {
+        for (int i = 0; i < 32; i++) store_bf16(line + i, values[i]);
+    } else {
+        _mm512_store_si512(line, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+#define ROUND_BF16(T, line, values) round_bf16(line, values)
 enum { HAL_ROUNDS_bf16 = 1 };
 #else
 #define ROUND_BF16 ROUND_EACH

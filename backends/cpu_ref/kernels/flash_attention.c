@@ -1,6 +1,7 @@
 // Flash attention (Dao et al., 2022): entry points, the split over threads, and the workspace.
 //
-// Everything is computed transposed. For a tile of 48 queries, Q^T is packed once; then for each tile of 96 keys
+// Everything is computed transposed. For a tile of 48 queries (at the end two smaller ones, where the last would hold 16 or
+// fewer), Q^T is packed once; then for each tile of 96 keys
 //   S^T [key][query] = K Q^T        K's scalars are broadcast from where they lie, queries fill the vector lanes,
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
 //   O^T [d][query] += V^T P^T       V's scalars are broadcast the same way; O^T is rescaled when a maximum has grown.

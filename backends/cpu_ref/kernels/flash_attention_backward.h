@@ -8,7 +8,7 @@ struct backward_space {
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
     unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
-    real *buffer;           // rows of the tensors out and dO as real
+    real *buffer;           // rows of the tensors out and dO as real, where they have to be converted
     unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
     real *dk, *dv;          // [keys][padded d] gradients of a head
     struct bytes_tile *bytes;

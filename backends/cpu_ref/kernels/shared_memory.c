@@ -29,7 +29,8 @@ enum { FAULT_TIMEOUT = 1, FAULT_DEAD, FAULT_MISMATCH, FAULT_CLOSED };
 // After the dtypes of common.h. Truth values are reduced as U8: their sum and max are "or", their min is "and".
 enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
 
-enum { SLOT = 64 << 10, MAX_RANKS = 64, BLOCK = 256 };
+// Smaller slots mean more meetings, each of which costs a turn of the scheduler where ranks share a processor.
+enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 256 };
 // Bytes copied at a time, and how far ahead of them memory (or the peer's cache) is asked for what comes next.
 enum { PIECE = 1024, AHEAD = 4096 };
 

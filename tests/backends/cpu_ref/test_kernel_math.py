@@ -93,14 +93,12 @@ def test_16_bit_conversions_are_exact_and_round_to_nearest_even(
     assert torch.equal(got[keep].view(torch.int16), want[keep].view(torch.int16))
 
 
-def test_lines_of_bf16_are_rounded_like_single_values_but_for_subnormals(call: Callable[..., torch.Tensor]) -> None:
-    x = floats(1021)
+def test_lines_of_bf16_are_rounded_like_single_values(call: Callable[..., torch.Tensor]) -> None:
+    x = torch.cat([floats(1021), torch.full((32,), 1e-39), torch.linspace(-1.2e-38, 1.2e-38, 320)])
     x = x[: x.numel() // 32 * 32]
     got, want = call("lines_to_bf16", x, torch.int16).view(torch.bfloat16), x.bfloat16()
     assert torch.equal(got.isnan(), x.isnan())
-    normal = x.abs() >= torch.finfo(torch.float32).tiny
-    assert torch.equal(got[normal].view(torch.int16), want[normal].view(torch.int16))
-    assert (got.double() - want.double())[~x.isnan() & ~normal].abs().max() <= torch.finfo(torch.float32).tiny
+    assert torch.equal(got[~x.isnan()].view(torch.int16), want[~x.isnan()].view(torch.int16))
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 63, 64, 65, 1000])

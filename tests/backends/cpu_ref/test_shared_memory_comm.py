@@ -53,6 +53,27 @@ def _chunks() -> list[str]:
     return wrong
 
 
+def _large() -> list[str]:
+    """Results above 6 MiB, which are written past the caches, and such at an address that does not allow it."""
+    comm, wrong, rows = shared(), [], (7 << 20) // 2 + 2
+    for dtype in (torch.bfloat16, torch.int16):
+        xs = [torch.randint(0, 50, (rows + 1,), generator=torch.Generator().manual_seed(r)).to(dtype) for r in (0, 1)]
+        for first in (0, 1):
+            mine = [x[first : first + rows] for x in xs]
+            for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
+                got = comm.start(collective, mine[comm.rank], source=1).wait()
+                if not torch.equal(got, run_meaning(mine, collective, source=1)[comm.rank]):
+                    wrong.append(f"{collective} {dtype} from {first}")
+    tiny = torch.full((64,), 1e-39, dtype=torch.bfloat16)
+    if not torch.equal(comm.all_reduce(tiny, op="max"), tiny):
+        wrong.append("max of subnormal numbers")
+    return wrong
+
+
+def test_large_results_and_tiny_numbers() -> None:
+    assert run_processes(2, _large) == [[]] * 2
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_tensors_of_several_chunks(size: int) -> None:
     assert run_processes(size, _chunks) == [[]] * size

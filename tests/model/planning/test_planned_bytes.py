@@ -117,6 +117,15 @@ def test_two_ranks(options) -> None:
         assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.08)
 
 
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loss_needs_no_second_buffer_of_logits(world) -> None:
+    options = {**GPT, "vocab_size": 8192, "seq_length": 256, "global_batch_size": world}
+    logits = 256 * 8192 * 4
+    planned = rank_memory(Shape.of(*plan_of(options, world)), 0).total
+    for _, peak in run_processes(world, _measured, options):
+        assert planned - logits / 2 < peak < planned + logits / 2
+
+
 def _whole(count: int, **options: Any) -> dict[str, float]:
     config, plan = plan_of({**GPT, "global_batch_size": 64, **options}, count)
     return states(Shape.of(config, plan), 0)
