@@ -127,10 +127,13 @@ def test_optimizer_peers_agree():
     torch.testing.assert_close(ours, [p.detach() for p in theirs])
 
 
-def test_the_plain_gpt_is_the_same_function():
-    """HAL's weights in the plain model give HAL's loss. (HAL orders QKV's rows by head, the plain model by kind.)"""
-    layers, hidden, heads, length, vocabulary = 2, 32, 4, 16, 128
-    config = Config(
+SIZES = 2, 32, 4, 16, 128
+"""Layers, hidden size, heads, length and vocabulary of the models that are compared."""
+
+
+def _config() -> Config:
+    layers, hidden, heads, length, vocabulary = SIZES
+    return Config(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -139,6 +142,12 @@ def test_the_plain_gpt_is_the_same_function():
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
+
+
+def test_the_plain_gpt_is_the_same_function():
+    """HAL's weights in the plain model give HAL's loss. (HAL orders QKV's rows by head, the plain model by kind.)"""
+    layers, hidden, heads, length, vocabulary = SIZES
+    config = _config()
     ours, plain = GPT(config, torch.device("cpu")), PlainGPT(vocabulary, length, layers, hidden, heads)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -208,16 +217,8 @@ def test_megatron_core_is_the_same_function_and_learns(megatron_world, bf16):
     """HAL's weights in megatron-core's model give HAL's loss, and its own steps lower it."""
     from hal.model.conversion.megatron_core import to_megatron_core
 
-    layers, hidden, heads, length, vocabulary = 2, 32, 4, 16, 128
-    config = Config(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=length,
-        vocab_size=vocabulary,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
+    layers, hidden, heads, length, vocabulary = SIZES
+    config = _config()
     ours = GPT(config, torch.device("cpu"))
     torch.manual_seed(0)
     with torch.no_grad():
