@@ -18,6 +18,10 @@ from .errors import ContractError
 INTERVAL = 0.5
 """Seconds between two publications."""
 
+STORE_ANSWERS = 60.0
+"""Seconds that a process waits at its end for the store to answer its publishing thread. On a machine that is busy with
+other jobs five were too few once, and the process was aborted."""
+
 
 class GroupProgress:
     """This rank's count of started collectives in one group, and a view of the other ranks'."""
@@ -116,12 +120,14 @@ class Progress:
 
     def _end(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=STORE_ANSWERS)
 
     def _loop(self) -> None:
+        store: Any = None
         try:
-            store = self.store.clone()  # a connection of its own: another thread may be waiting on the first
             while not self._stop.wait(INTERVAL):
+                # A connection of its own: another thread may be waiting on the first.
+                store = store or self.store.clone()
                 for group in list(self.groups):
                     group.publish(store)
         except RuntimeError:
