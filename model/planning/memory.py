@@ -1,8 +1,8 @@
 """Bytes that training holds on the fullest device of a layout, by kind, and how they come about.
 
-Weights, gradients and optimizer follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3, with float32 gradients;
-activations are those of activations.py for every microbatch in flight (schedules.py). The trainer is measured against
-this by `hal bench scaling`.
+Weights, gradients and optimizer follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3, with float32 gradients
+(16 bits in a single process whose step is one bfloat16 microbatch); activations are those of activations.py for every
+microbatch in flight (schedules.py). The trainer is measured against this by `hal bench scaling`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def states(shape: Shape, rank: int) -> dict[str, float]:
     count, low = shape.parameters(rank), shape.element < MASTER
     if shape.plan.zero == 0:
         optimizer = (MOMENTS + MASTER * low) * count
-        return {"weights": shape.element * count, "gradients": GRADIENT * count, "optimizer": optimizer}
+        alone = shape.plan.layout.world == 1 and shape.plan.microbatches == 1 and not shape.config.fp16
+        gradient = shape.element if alone else GRADIENT  # what nothing is added to stays as it is
+        return {"weights": shape.element * count, "gradients": gradient * count, "optimizer": optimizer}
     shard = count / (shape.plan.layout.dp * shape.plan.layout.cp)
     return {"weights": MASTER * shard, "gradients": GRADIENT * shard, "optimizer": MOMENTS * shard}
 

@@ -85,7 +85,7 @@ def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves
     assert held.activation_bytes(options) - rest == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
 
 
-@pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}])
+@pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}, {**GPT, **BF16, "global_batch_size": 1}])
 def test_state_between_steps(options) -> None:
     config, plan = plan_of(options, 1)
     assert held.state_bytes(options) == states(Shape.of(config, plan), 0)
