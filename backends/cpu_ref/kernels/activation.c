@@ -64,14 +64,14 @@ HAL_INLINE void sigmoids_f32(float *s, const float *z) {
         EACH x[k] = _mm512_sub_ps(ALL(0.0f), _mm512_load_ps(z + i + 16 * k));
         EACH x[k] = _mm512_max_ps(ALL(-88.0f), _mm512_min_ps(ALL(89.5f), x[k]));  // the second operand if it is NaN
         // exp(x) as fast_expf computes it, but for the order of the polynomial's terms.
-        EACH n[k] = _mm512_fmadd_ps(x[k], ALL(1.44269504f), ALL(12582912.0f));
-        EACH n[k] = _mm512_sub_ps(n[k], ALL(12582912.0f));
-        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(0.693145752f), x[k]);
-        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(1.42860677e-6f), r[k]);
+        EACH n[k] = _mm512_fmadd_ps(x[k], ALL(EXP_LOG2_E), ALL(EXP_ROUND));
+        EACH n[k] = _mm512_sub_ps(n[k], ALL(EXP_ROUND));
+        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(EXP_LN2_HIGH), x[k]);
+        EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(EXP_LN2_LOW), r[k]);
         EACH q[k] = _mm512_mul_ps(r[k], r[k]);
-        EACH even[k] = _mm512_fmadd_ps(ALL(1.38145394e-3f), q[k], ALL(4.1668389e-2f));
-        EACH odd[k] = _mm512_fmadd_ps(ALL(8.36874545e-3f), q[k], ALL(1.66665211e-1f));
-        EACH even[k] = _mm512_fmadd_ps(even[k], q[k], ALL(0.49999994f));
+        EACH even[k] = _mm512_fmadd_ps(ALL(EXP_6), q[k], ALL(EXP_4));
+        EACH odd[k] = _mm512_fmadd_ps(ALL(EXP_5), q[k], ALL(EXP_3));
+        EACH even[k] = _mm512_fmadd_ps(even[k], q[k], ALL(EXP_2));
         EACH even[k] = _mm512_fmadd_ps(odd[k], r[k], even[k]);
         EACH r[k] = _mm512_add_ps(r[k], ALL(1.0f));
         EACH r[k] = _mm512_fmadd_ps(even[k], q[k], r[k]);

@@ -62,17 +62,26 @@ HAL_INLINE void store_f16(f16 *p, float value) {
 
 // exp(x): x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for exp(r) (fitted to 3e-9), scaled by 2^n through the
 // exponent bits. Largest error 1.5 ulp (tested); results below 2^-125.5 become exactly 0, above FLT_MAX inf; NaN stays NaN.
+#define EXP_LOG2_E 1.44269504f
+#define EXP_ROUND 12582912.0f  // 1.5 * 2^23: adding it leaves the rounded number in the low bits
+#define EXP_LN2_HIGH 0.693145752f
+#define EXP_LN2_LOW 1.42860677e-6f
+#define EXP_2 0.49999994f  // the polynomial's coefficient of r^2, and so on
+#define EXP_3 1.66665211e-1f
+#define EXP_4 4.1668389e-2f
+#define EXP_5 8.36874545e-3f
+#define EXP_6 1.38145394e-3f
 HAL_INLINE float fast_expf(float x) {
-    float top = x > 89.0f ? 89.0f : x;                // false for NaN
-    float shifted = top * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 leaves round(x / ln2) in the low bits
-    float n = shifted - 12582912.0f;
-    float r = top - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
-    float p = 1.38145394e-3f;
-    p = p * r + 8.36874545e-3f;
-    p = p * r + 4.1668389e-2f;
-    p = p * r + 1.66665211e-1f;
-    p = p * r + 0.49999994f;
+    float top = x > 89.0f ? 89.0f : x;  // false for NaN
+    float shifted = top * EXP_LOG2_E + EXP_ROUND;
+    float n = shifted - EXP_ROUND;
+    float r = top - n * EXP_LN2_HIGH;
+    r = r - n * EXP_LN2_LOW;
+    float p = EXP_6;
+    p = p * r + EXP_5;
+    p = p * r + EXP_4;
+    p = p * r + EXP_3;
+    p = p * r + EXP_2;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     float half_scale = float_of((bits_of(shifted) - 0x4b400000u + 126) << 23);  // half of 2^n: n may be 128
