@@ -6,8 +6,12 @@ The block mask of a window depends on sizes only and is kept; that of a mask ten
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +30,23 @@ SHAPES = 1024
 
 
 @cache
-def _triton_missing() -> bool:
-    return importlib.util.find_spec("triton") is None
+def _cannot_compile() -> str:
+    """What Triton lacks here ("" if nothing)."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (flex_attention is compiled with it): pip install triton"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "no C compiler (Triton builds what launches its kernels with one): install gcc"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"no {header} (Triton builds what launches its kernels with it): install python3-dev"
+    return ""
 
 
 def _refuse(request: Request) -> list[str]:
     call = request.call
     found = fused(call, "flex")
-    if not launch.simulated() and _triton_missing():
-        found.append("Triton is not installed (flex_attention is compiled with it): pip install triton")
+    if not launch.simulated() and _cannot_compile():
+        found.append(_cannot_compile())
     if call.packed:
         found.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
     if call.d < 16 or call.d > 256:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
+import shutil
+import sysconfig
 
 import pytest
 import torch
@@ -146,6 +149,30 @@ def test_cudnn_is_given_no_gradient_whose_elements_share_memory():
     x = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
     assert cudnn._readable(x).data_ptr() == x.data_ptr()
     assert 0 not in cudnn._readable(x.expand(3, -1, -1, -1)).stride()
+
+
+@pytest.mark.parametrize(
+    ("found", "compiler", "include", "said"),
+    [
+        (None, "gcc", "", "pip install triton"),
+        (object(), None, "", "install gcc"),
+        (object(), "gcc", "", "install python3-dev"),
+        (object(), "gcc", "Python.h", None),
+    ],
+)
+def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, found, compiler, include, said):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if include:
+        (tmp_path / include).touch()
+    flex._cannot_compile.cache_clear()
+    try:
+        q = meta(1, 2, 128, 64)
+        reasons = IMPLS["cuda/flex"].why_not(q, q, q, layout="BNSD")
+        assert (said is None and not reasons) or said in reasons[0]
+    finally:
+        flex._cannot_compile.cache_clear()
 
 
 @pytest.mark.slow
