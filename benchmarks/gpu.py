@@ -216,14 +216,14 @@ def failures(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def benchmarks(about: dict[str, Any]) -> list[dict[str, Any]]:
-    """All rows; adds the copy bandwidth to `about`."""
+def benchmarks(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rows, which are in `result` as soon as there are some; adds the copy bandwidth to its machine."""
     from . import gpu_cases
 
     hal.use("cuda", simulate=False)
     bandwidth = copy_bandwidth()
-    about["copy bandwidth (GB/s)"] = round(bandwidth / 1e9)
-    rows: list[dict[str, Any]] = []
+    result["machine"]["copy bandwidth (GB/s)"] = round(bandwidth / 1e9)
+    rows: list[dict[str, Any]] = result.setdefault("benchmarks", [])
     for cases in (gpu_cases.kernels, gpu_cases.attention, gpu_cases.train_step):
         for case in cases():
             for row in measure(case, bandwidth):
@@ -232,6 +232,7 @@ def benchmarks(about: dict[str, Any]) -> list[dict[str, Any]]:
             # Compilers keep what they made by function, up to a small number, and cases share functions.
             torch._dynamo.reset()
             torch.cuda.empty_cache()
+        write(result)
     return rows
 
 
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "CUDA": torch.version.cuda,
     }
     result: dict[str, Any] = {"machine": about, "errors": {}}
-    makers = {"parity": parity, "device": checks, "training": train, "benchmarks": lambda: benchmarks(about)}
+    makers = {"parity": parity, "device": checks, "training": train, "benchmarks": lambda: benchmarks(result)}
     for part in PARTS:
         try:
             result[part] = makers[part]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import types
 
 import pytest
@@ -60,6 +61,26 @@ def test_an_unfinished_report_says_what_is_missing():
     assert gpu.failures(result) == ["training did not run: OSError: no", "benchmarks has not run"]
     text = gpu.markdown(result)
     assert "**training did not run: OSError: no**" in text and "nothing ran" in text
+
+
+def test_a_part_that_breaks_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    def broken(*args):
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    def half(result):
+        result["benchmarks"] = [row()]
+        broken()
+
+    monkeypatch.setattr(gpu, "VERIFIED", tmp_path)
+    monkeypatch.setattr(hal, "use", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 1")
+    for name, part in (("parity", broken), ("checks", dict), ("train", broken), ("benchmarks", half)):
+        monkeypatch.setattr(gpu, name, part)
+    assert gpu.main([]) == 1
+    kept = json.loads((tmp_path / "cuda-nvidia-test-1.json").read_text())
+    assert set(kept["errors"]) == {"parity", "training", "benchmarks"} and len(kept["benchmarks"]) == 1
+    assert "an illegal memory access" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
+    assert "parity did not run: RuntimeError: CUDA error" in capsys.readouterr().out
 
 
 def test_whatever_a_peer_raises_it_is_absent_and_ours_is_a_failure(monkeypatch):
