@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # A second environment: torch-npu changes how torch starts, so it must not be where people work by default.
 SIM := .venv-sim
+# And one for a GPU, without torch-npu, so that torch there is as its users have it.
+GPU := .venv-gpu
 DOCS := .venv-docs
 # Where the OpenCL backend is installed from its own wheel, beside a HAL wheel, as a stranger would.
 OPENCL := .venv-opencl
@@ -53,8 +55,13 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 	$(OPENCL)/bin/python -m pip uninstall --quiet --yes hal-opencl
 	cd build/opencl && $(abspath $(OPENCL))/bin/python $(CURDIR)/examples/hal-opencl/tests/after_uninstalling.py
 
-gpu: $(SIM)/.ready  ## everything that needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
-	$(SIM)/bin/python -m hal.bench.gpu
+gpu: $(GPU)/.ready  ## everything that needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
+	$(GPU)/bin/python -m hal.bench.gpu
+
+$(GPU)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python $(INSTALL) ".[train,cuda]" hypothesis
+	touch $@
 
 sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
 	HAL_CPU_REF_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -90,4 +97,4 @@ $(DOCS)/.ready: mkdocs.yml constraints.txt setup.cfg
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SIM) $(DOCS) $(OPENCL) build dist *.egg-info runs
+	rm -rf $(VENV) $(SIM) $(GPU) $(DOCS) $(OPENCL) build dist *.egg-info runs

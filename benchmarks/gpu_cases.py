@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,20 +78,23 @@ def _peer(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
     return run
 
 
-def _flex(length: int, window: int | None) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _pinned(impl: hal.Impl) -> Callable[..., Tensor]:
+    """One implementation, called as the dispatcher would (a pin makes the dispatcher anew, at a cost per call)."""
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        causal = j <= i
-        return causal if window is None else causal & (j >= i - window)
+    def run(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+        refused = impl.why_not(q, k, v, **call)
+        if refused:
+            raise hal.UnsupportedOp("; ".join(refused))
+        return impl.call(q, k, v, **call)  # type: ignore[no-any-return]
 
-    blocks = create_block_mask(visible, None, None, length, length, hal.device())
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=True)
+    return run
 
 
 def attention(shrink: int = 1) -> Iterator[Case]:
-    """Causal, and causal with a window; bfloat16, grouped-query heads; [b, n, s, d] for everybody."""
+    """Causal, and causal with a window; bfloat16, grouped-query heads; [b, n, s, d] for everybody.
+
+    flex_attention, torch's peer for windows, is there as cuda/flex: the same kernel, compiled once for both.
+    """
     for length in (n // shrink for n in LENGTHS):
         b = max(1, TOKENS // shrink // length)
         q, k, v = (
@@ -98,19 +103,11 @@ def attention(shrink: int = 1) -> Iterator[Case]:
         )
         shape = f"b{b} n{HEADS}/{KV_HEADS} s{length} d{SIZE} bf16"
         for window in (None, WINDOW):
-
-            def ours(q: Tensor, k: Tensor, v: Tensor, window: int | None = window, pin: str | None = None) -> Tensor:
-                call = {"layout": "BNSD", "pre_tokens": window, "next_tokens": 0}
-                if pin is None:
-                    return ops.flash_attention(q, k, v, **call)  # type: ignore[arg-type, return-value]
-                with hal.policy(pin={"flash_attention": pin}):
-                    return ops.flash_attention(q, k, v, **call)  # type: ignore[arg-type, return-value]
-
-            functions: dict[str, Callable[..., Tensor]] = {"ours": ours}
+            call = {"layout": "BNSD", "pre_tokens": window, "next_tokens": 0}
+            functions: dict[str, Callable[..., Tensor]] = {"ours": partial(ops.flash_attention, **call)}
             for impl in hal.backend().impls["flash_attention"]:
                 if impl.id != "cuda/unfused":  # it would need s x s memory
-                    functions[impl.id] = lambda q, k, v, w=window, i=impl.id: ours(q, k, v, w, i)
-            functions["flex_attention"] = _flex(length, window)
+                    functions[impl.id] = partial(_pinned(impl), **call)
             if window is None:
                 functions["SDPA flash"] = _peer(SDPBackend.FLASH_ATTENTION, True)
                 functions["SDPA cuDNN"] = _peer(SDPBackend.CUDNN_ATTENTION, True)

@@ -89,11 +89,9 @@ def torch_comm(
         interface = interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        dist.init_process_group(
-            transport.backend,
-            timeout=datetime.timedelta(seconds=timeout),
-            device_id=device if device is not None and device.index is not None else None,
-        )
+        # Without device_id: given one, torch would make every group by splitting the world's communicator, a call in
+        # which NCCL wants all ranks of the world, not the group's members alone.
+        dist.init_process_group(transport.backend, timeout=datetime.timedelta(seconds=timeout))
     world = dist.get_world_size()
     members = list(range(world)) if ranks is None else [int(r) for r in ranks]
     if sorted(set(members)) != members or not all(0 <= r < world for r in members):
@@ -103,7 +101,12 @@ def torch_comm(
     if len(members) == 1:
         return Solo(f"rank {members[0]}")
     group = dist.new_group(
-        members, datetime.timedelta(seconds=timeout), transport.backend, use_local_synchronization=True
+        members,
+        datetime.timedelta(seconds=timeout),
+        transport.backend,
+        use_local_synchronization=True,
+        # Connects the members now: they need not all take part in the first exchange.
+        device_id=device if device is not None and device.index is not None else None,
     )
     name = "world" if len(members) == world else "ranks " + ",".join(map(str, members))
     return (kind or TorchComm)(group, transport, name=name, timeout=timeout, device=device)

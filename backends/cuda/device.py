@@ -21,6 +21,9 @@ from .comm import NCCL
 from .order import DEFAULT, MEASURED, order_for, source_for
 from .simulator.build import Simulator, find_compiler, library
 
+OLDEST = (8, 0)
+"""The first compute capability that has the instructions of the kernels (bfloat16)."""
+
 STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
 
 
@@ -60,11 +63,14 @@ class Cuda(hal.Backend):
         if self.simulated:
             launch.set_engine(Simulator(library()))
             return
-        torch.cuda.init()
-        architectures = {
-            "sm_{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
-        }
-        launch.set_engine(launch.Device({a: compile.cubins(a) for a in sorted(architectures)}))
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:  # a driver older than torch's CUDA, say
+            raise hal.BackendUnavailable(f"torch cannot start CUDA: {error}") from error
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        _require_kernels_for(torch.cuda.get_device_capability())
+        architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
+        launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
         name = torch.cuda.get_device_name()
         self.impls = in_measured_order(self.impls, name)  # type: ignore[misc]
         self.order_sources = {"flash_attention": source_for(name)}
@@ -110,9 +116,11 @@ class Cuda(hal.Backend):
             return
         outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(outer)
-        with torch.cuda.stream(side):
-            yield side
-        outer.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                yield side
+        finally:
+            outer.wait_stream(side)
 
     def event(self) -> torch.cuda.Event | None:
         """A timing event for the current stream (record, elapsed_time); None on the simulator, which has no time."""
@@ -165,6 +173,22 @@ def _probe_device() -> hal.Probe:
         return hal.Probe(False, 0, compile.missing(), facts)
     facts["attention order"] = f"{', '.join(DEFAULT)} where no device was measured: {', '.join(MEASURED) or 'none yet'}"
     return hal.Probe(True, count, f"{count} NVIDIA device{'s' if count > 1 else ''}", facts)
+
+
+def _require_kernels_for(capability: tuple[int, int]) -> None:
+    """Raises BackendUnavailable if no kernels can be compiled for the current device."""
+    name, (major, minor) = torch.cuda.get_device_name(), capability
+    if capability < OLDEST:
+        raise hal.BackendUnavailable(
+            f"{name} has compute capability {major}.{minor}; HAL's kernels need {OLDEST[0]}.{OLDEST[1]} or later. "
+            "CUDA_VISIBLE_DEVICES chooses another device"
+        )
+    known = compile.nvrtc().getSupportedArchs()
+    if major * 10 + minor not in known:
+        raise hal.BackendUnavailable(
+            f"{name} is an sm_{major}{minor}, which this NVRTC ({'.'.join(map(str, compile.nvrtc().getVersion()))}, "
+            f"up to sm_{max(known)}) does not know; pip install --upgrade nvidia-cuda-nvrtc"
+        )
 
 
 def _has_driver() -> bool:

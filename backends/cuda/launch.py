@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -85,7 +86,7 @@ def run(kernel: str, grid: tuple[int, int], threads: int, *parameters: Any, shar
 
 
 class Device:
-    """Kernels on a GPU, loaded per device when first used."""
+    """Kernels on a GPU. All are loaded on a device at its first launch: while a graph is captured is too late."""
 
     device_type = "cuda"
 
@@ -95,10 +96,9 @@ class Device:
 
         self._driver, self._cubins = driver, cubins
         self._functions: dict[tuple[int, str], int] = {}
-        self._modules: dict[tuple[int, int], int] = {}
+        self._loading, self._thread = threading.Lock(), threading.local()
         self._stream = torch._C._cuda_getCurrentRawStream
         self._current = torch.cuda.current_device
-        self._capability = torch.cuda.get_device_capability
         self._several = torch.cuda.device_count() > 1
         self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
@@ -107,18 +107,37 @@ class Device:
             return ""
         return f"a tensor on {device} while cuda:{self._current()} is the current device (torch.cuda.set_device)"
 
-    def _function(self, device: int, kernel: str) -> int:
-        major, minor = self._capability(device)
-        cubin, name = self._cubins[f"sm_{major}{minor}"][kernel]
-        at = (device, id(cubin))
-        if at not in self._modules:
-            self._modules[at] = self._driver.moduleLoadData(cubin)
-        self._functions[device, kernel] = function = self._driver.moduleGetFunction(self._modules[at], name)
-        return function
+    def _load(self, device: int) -> None:
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        if architecture not in self._cubins:
+            raise hal.HalError(f"cuda:{device} is an {architecture}; HAL's kernels need sm_80 or later")
+        modules: dict[int, int] = {}
+        functions: dict[tuple[int, str], int] = {}
+        with self._loading:
+            for kernel, (cubin, name) in self._cubins[architecture].items():
+                if (device, kernel) in self._functions:  # another thread was faster
+                    return
+                if id(cubin) not in modules:
+                    modules[id(cubin)] = self._driver.moduleLoadData(cubin)
+                functions[device, kernel] = self._driver.moduleGetFunction(modules[id(cubin)], name)
+            self._functions.update(functions)
+
+    def _enter_thread(self, device: int) -> None:
+        """Makes the device's context current in this thread.
+
+        A new thread has none, autograd's neither: torch leaves out cudaSetDevice where the device is 0 already. The
+        driver's functions, unlike the runtime's, do not make up for that; torch.cuda.set_device does.
+        """
+        torch.cuda.set_device(device)
+        self._thread.entered = True
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
         device = self._current()
-        function = self._functions.get((device, kernel)) or self._function(device, kernel)
+        if not hasattr(self._thread, "entered"):
+            self._enter_thread(device)
+        if (device, kernel) not in self._functions:
+            self._load(device)
+        function = self._functions[device, kernel]
         buffer = ctypes.create_string_buffer(parameters, len(parameters))
         size = ctypes.c_size_t(len(parameters))
         # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).

@@ -111,12 +111,17 @@ def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, com
     return reasons(weight)
 
 
+FEW_IDS = 3072
+"""Up to so many ids torch's embedding_dense_backward adds into the gradient itself."""
+
+
 def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     rows, absent, v_local, dtype = residuals
     if absent is not None:
         dy = dy.masked_fill(absent[..., None], 0.0)
-    # torch's CUDA kernel sorts the ids and adds the rows of each in float32; on the CPU the sums are made float32 here.
-    grad = dy.float() if launch.simulated() else dy
+    # torch's CUDA kernel for many ids sorts them and adds the rows of each in float32. The one for few ids, and the
+    # CPU's, round every sum to dy's dtype: they are given float32.
+    grad = dy.float() if launch.simulated() or rows.numel() <= FEW_IDS else dy
     return (torch.ops.aten.embedding_dense_backward.default(grad, rows, v_local, -1, False).to(dtype),)
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +106,31 @@ def test_a_world_without_a_launcher_is_one_process() -> None:
     assert torch_comm(GLOO).size == 1
     with pytest.raises(hal.ContractError, match="launcher"):
         torch_comm(GLOO, [0, 1])
+
+
+def test_a_group_on_devices_is_made_by_its_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that is bound to devices would be split for it, and NCCL waits there for ranks that never come."""
+    made: dict[str, dict] = {}
+
+    class Stop(Exception):
+        pass
+
+    def new_group(*args: object, **kwargs: object) -> None:
+        made["group"] = kwargs
+        raise Stop
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.update(world=kwargs))
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    environment = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**environment, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Stop):
+        torch_comm(Transport("nccl"), [0, 1], device=torch.device("cuda", 1))
+    assert "device_id" not in made["world"]
+    assert made["group"]["device_id"] == torch.device("cuda", 1) and made["group"]["use_local_synchronization"]
 
 
 POOR = Transport("gloo", emulate=dict.fromkeys(("avg", "reduce_scatter", "all_to_all"), "a test"), carry=GLOO.carry)

@@ -112,7 +112,10 @@ def readable(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def ordered_sums() -> Iterator[None]:
-    """Has torch's backward kernels add in a fixed order, if the backend was made so (they use atomics otherwise)."""
+    """Has torch's backward kernels add in a fixed order, if the backend was made so (they use atomics otherwise).
+
+    Only for the call of such a kernel: products of matrices raise in here unless CUBLAS_WORKSPACE_CONFIG is set.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if not launch.deterministic or before == (True, False):
         yield
@@ -218,8 +221,7 @@ def register(
         call, ran, *saved = residuals
         if ran:
             assert backward is not None
-            with ordered_sums():
-                grads: Sequence[Tensor] = backward(call, saved, heads_first(dout, call.layout, call.heads))
+            grads: Sequence[Tensor] = backward(call, saved, heads_first(dout, call.layout, call.heads))
         else:
             grads = [torch.zeros_like(x) for x in saved]
         return tuple(as_given(g, call.layout) for g in grads)

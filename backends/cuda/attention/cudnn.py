@@ -21,6 +21,10 @@ def _refuse(request: Request) -> list[str]:
         found.append("packed sequences (cudnn, as torch calls it, takes dense batches)")
     if call.d % 8 or call.d > 128:
         found.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
+    if call.sq == 1 or call.skv == 1:
+        found.append(f"{call.sq} queries and {call.skv} keys (cudnn takes at least two of each)")
+    if launch.deterministic:
+        found.append("deterministic=True (cudnn's backward adds in no fixed order)")
     if not call.unbounded and not (call.causal and call.sq == call.skv):
         found.append(
             f"window ({call.pre}, {call.next}) of {call.sq} queries and {call.skv} keys "
@@ -29,11 +33,16 @@ def _refuse(request: Request) -> list[str]:
     return found
 
 
+def _readable(x: Tensor) -> Tensor:
+    """As `readable`, and without elements that share memory, as an expanded gradient has them."""
+    return readable(x) if all(x.stride()) else x.clone(memory_format=torch.contiguous_format)
+
+
 def _forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     kernel = stand_ins.cudnn_forward if launch.simulated() else torch.ops.aten._scaled_dot_product_cudnn_attention
-    q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = (_readable(x) for x in (q, k, v))
     found = kernel(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)
     out, lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = found
     saved = (q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k)
@@ -45,7 +54,7 @@ def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tenso
     kernel = stand_ins.cudnn_backward if launch.simulated() else aten
     q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k = saved
     state = (seed, offset, None, starts_q, starts_k, max_q, max_k)
-    dq, dk, dv = kernel(readable(dout), q, k, v, out, lse, *state, 0.0, call.causal, scale=call.scale)
+    dq, dk, dv = kernel(_readable(dout), q, k, v, out, lse, *state, 0.0, call.causal, scale=call.scale)
     return dq, dk, dv
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import launch
 from . import stand_ins
-from .common import Call, Request, negative_window, readable, register, sixteen_bit
+from .common import Call, Request, negative_window, ordered_sums, readable, register, sixteen_bit
 
 ID = "cuda/flash"
 
@@ -20,6 +20,11 @@ def _refuse(request: Request) -> list[str]:
     found = sixteen_bit(request, "flash") + negative_window(call, "flash")
     if call.d % 8 or call.d > 256:
         found.append(f"head size {call.d} (flash takes multiples of 8 up to 256)")
+    if not call.packed and call.next is not None and call.skv <= call.next < call.sq - 1:
+        found.append(
+            f"next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
+            "(flash reads a side as long as the keys as unbounded)"
+        )
     return found
 
 
@@ -42,8 +47,20 @@ def _rows(x: Tensor, packed: bool) -> Tensor:
 
 
 def _how(call: Call) -> dict[str, Any]:
-    left = -1 if call.pre is None else call.pre
-    return {"scale": call.scale, "window_size_left": left, "window_size_right": -1 if call.next is None else call.next}
+    # A side that hides nothing is unbounded; as a number it might not fit the kernel's 32 bits.
+    left = -1 if call.pre is None or call.pre >= call.skv else call.pre
+    right = -1 if call.next is None or call.next >= call.sq else call.next
+    return {"scale": call.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _lengths(call: Call, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
+    """The longest sequences, as the kernel must be told of them; upper bounds will do."""
+    longest_q, longest_k = _longest(cu_q, call.sq), _longest(cu_k, call.skv)
+    if longest_q == 1 and call.sq != cu_q.numel() - 1:
+        longest_q = 2  # at 1 the kernel moves query heads into the batch, for which no sequence may be empty
+    if call.next is not None and longest_k <= call.next < longest_q - 1:
+        longest_k = call.next + 1  # up to next_tokens, the kernel would read the right side as unbounded
+    return longest_q, longest_k
 
 
 def _forward(
@@ -53,7 +70,8 @@ def _forward(
     q, k, v = (_rows(x, call.packed) for x in (q, k, v))
     longest = (call.sq, call.skv)
     if cu_q is not None and cu_k is not None:
-        longest = _longest(cu_q, call.sq), _longest(cu_k, call.skv)
+        longest = _lengths(call, cu_q, cu_k)
+        cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, call.causal, False, **_how(call))
     saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
     shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel's word for a row that sees nothing is +inf
@@ -64,7 +82,8 @@ def _forward(
 def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kernel = stand_ins.flash_backward if launch.simulated() else torch.ops.aten._flash_attention_backward
     *inputs, state, unused = saved
-    grads = kernel(_rows(dout, call.packed), *inputs, 0.0, call.causal, state, unused, **_how(call))
+    with ordered_sums():
+        grads = kernel(_rows(dout, call.packed), *inputs, 0.0, call.causal, state, unused, **_how(call))
     dq, dk, dv = ((g[None] if call.packed else g).transpose(1, 2) for g in grads)
     return dq, dk, dv
 

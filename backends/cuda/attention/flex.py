@@ -6,8 +6,12 @@ The block mask of a window depends on sizes only and is kept; that of a mask ten
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +23,53 @@ from .common import Call, Request, fused, register
 from .masks import dense_mask, outside_window
 
 ID = "cuda/flex"
+BLOCK = 128
+"""Queries and keys of a block of its masks."""
+SHAPES = 1024
+"""For how many kinds of call (shape, dtype, window, with or without gradients) a process may compile it."""
 
 
 @cache
-def _triton_missing() -> bool:
-    return importlib.util.find_spec("triton") is None
+def _cannot_compile() -> str:
+    """What Triton lacks here ("" if nothing)."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (flex_attention is compiled with it): pip install triton"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "no C compiler (Triton builds what launches its kernels with one): install gcc"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"no {header} (Triton builds what launches its kernels with it): install python3-dev"
+    return ""
 
 
 def _refuse(request: Request) -> list[str]:
     call = request.call
     found = fused(call, "flex")
-    if not launch.simulated() and _triton_missing():
-        found.append("Triton is not installed (flex_attention is compiled with it): pip install triton")
+    if not launch.simulated() and _cannot_compile():
+        found.append(_cannot_compile())
     if call.packed:
         found.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
     if call.d < 16 or call.d > 256:
         found.append(f"head size {call.d} (flex takes 16 to 256)")
+    if min(call.sq, call.skv) < BLOCK:
+        found.append(f"{call.sq} queries and {call.skv} keys (flex compiles for every shape: from {BLOCK} of each on)")
     return found
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    function, lse = torch.compile(flex_attention, dynamic=False), AuxRequest(lse=True)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        # At torch's limit, 8 shapes, it would go on without its compiler, and flex_attention raises there.
+        with config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+            out, aux = function(*args, return_aux=lse, **kwargs)
+        return out, aux.lse
+
+    return run
 
 
 def _visible(call: Call, mask: Tensor | None) -> Callable[..., Tensor]:
@@ -86,7 +113,7 @@ def _forward(
         hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], call.sq, call.skv)
         return (*stand_ins.flex(q, k, v, hidden, call.scale), ())
     blocks = _blocks(call, mask, q.device)
-    out, lse = _compiled()(q, k, v, block_mask=blocks, scale=call.scale, enable_gqa=call.group > 1, return_lse=True)
+    out, lse = _compiled()(q, k, v, block_mask=blocks, scale=call.scale, enable_gqa=call.group > 1)
     return out, lse, ()
 
 

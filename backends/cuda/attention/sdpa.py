@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import launch
 from . import stand_ins
-from .common import Call, Request, fused, readable, register
+from .common import Call, Request, fused, ordered_sums, readable, register
 from .masks import dense_mask
 
 ID = "cuda/sdpa"
@@ -74,7 +74,8 @@ def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tenso
     if dead is not None:
         dout = dout.masked_fill(dead, 0.0)
     wanted = [True, True, True, False]
-    dq, dk, dv, _ = kernel(readable(dout), *inputs, 0.0, wanted, causal, scale=call.scale)
+    with ordered_sums():
+        dq, dk, dv, _ = kernel(readable(dout), *inputs, 0.0, wanted, causal, scale=call.scale)
     if call.group > 1:
         dk, dv = (g.unflatten(1, (call.kv_heads, call.group)).float().sum(2).to(g.dtype) for g in (dk, dv))
     return dq, dk, dv

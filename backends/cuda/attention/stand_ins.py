@@ -35,8 +35,9 @@ def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s
     return tuple(g.to(x.dtype) for g, x in zip(grads, (q, k, v)))
 
 
-def _window(sq: int, skv: int, left: int, right: int) -> Tensor:
-    """flash-attn's window as a bias; -1 = unbounded."""
+def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
+    """flash-attn's window as a bias; -1 = unbounded, and so is a side as long as the longest sequence of keys."""
+    left, right = (-1 if n >= longest else n for n in (left, right))
     i, j = torch.arange(sq)[:, None] + (skv - sq), torch.arange(skv)
     hidden = torch.zeros(sq, skv, dtype=torch.bool)
     if left >= 0:
@@ -78,9 +79,11 @@ def flash_forward(
     heads = q.shape[-2]
     shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
     lse = torch.empty(shape, dtype=torch.float32)
+    if cu_q is not None and max_q == 1 and heads > k.shape[1] and max(window_size_left, window_size_right) < 0:
+        q.reshape(cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1])  # raises for an empty sequence
     for at_q, at_k in _sequences(q, k, cu_q, cu_k):
         qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
-        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right))
+        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)
         y, part = _softmax(qs, ks, vs, bias, scale)
         out[at_q] = y.transpose(0, 1).to(q.dtype)
         # The kernel writes +inf for a row that sees nothing.
@@ -115,7 +118,7 @@ def flash_backward(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for at_q, at_k in _sequences(q, k, cu_q, cu_k):
         qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
-        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right))
+        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)
         gq, gk, gv = _grads(d, qs, ks, vs, bias, scale)
         dq[at_q], dk[at_k], dv[at_k] = gq.transpose(0, 1), gk.transpose(0, 1), gv.transpose(0, 1)
     return dq, dk, dv

@@ -33,7 +33,7 @@ template <int W> INLINE Floats<3> moments_of(const float (&v)[W]) {
 }
 
 template <class T, class P, bool CENTERED>
-__global__ void __launch_bounds__(256) norm_fwd(const T *x_, const P *weight, const P *bias, T *y_, float *means, float *rstds,
+__global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight, const P *bias, T *y_, float *means, float *rstds,
                                                 double eps, i64 rows, i64 width_, i64 vec) {
     const int width = (int)width_;
     constexpr int V = Lanes<T>::count;

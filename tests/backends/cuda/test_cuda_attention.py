@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import shutil
+import sysconfig
 
 import pytest
 import torch
 
 import hal
 from hal import ops
-from hal.backends.cuda import Cuda
-from hal.backends.cuda.attention import common, flash
+from hal.backends.cuda import Cuda, launch
+from hal.backends.cuda.attention import common, cudnn, flash, flex, masks, stand_ins, unfused
 
 IMPLS = {impl.id: impl for impl in Cuda.impls["flash_attention"]}
 CU = torch.tensor([0, 3, 40, 100], dtype=torch.int32)
@@ -60,8 +64,8 @@ def test_what_a_kernel_could_not_read_is_copied():
 
 @pytest.mark.parametrize("id", list(IMPLS))
 def test_a_row_that_sees_nothing_gives_zero_and_minus_infinity_from_every_implementation(simulated, id):
-    q = torch.randn(1, 40, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-    k = torch.randn(1, 24, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    q = torch.randn(1, 152, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(1, 136, 2, 16, dtype=torch.bfloat16, requires_grad=True)
     how = {"layout": "BSND", "next_tokens": 0, "return_lse": True}
     if id == "cuda/cudnn":  # such rows need more queries than keys, which it refuses
         assert IMPLS[id].why_not(q, k, k, **how)
@@ -81,6 +85,112 @@ def test_the_longest_packed_sequence_is_read_once_per_tensor():
     assert flash._longest(cu, 100) == 7
     cu[2] = 90  # ... until the tensor changes
     assert flash._longest(cu, 100) == 87
+
+
+@pytest.mark.parametrize("next_tokens", [0, 6, 9, 12, 13, 40])
+def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_tokens):
+    """The kernel takes a side as long as the keys for unbounded, which is another window if there are more queries."""
+    q, k = torch.randn(14, 2, 16, dtype=torch.float16), torch.randn(9, 2, 16, dtype=torch.float16)
+    dense = (q[None], k[None], k[None])
+    cu_q, cu_k = torch.tensor([0, 14], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+    packed = {"layout": "TND", "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "next_tokens": next_tokens}
+    expected = ops.flash_attention.reference(*dense, layout="BSND", next_tokens=next_tokens)[0]
+    found = IMPLS["cuda/flash"].call(q, k, k, **packed)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    refused = IMPLS["cuda/flash"].why_not(*dense, layout="BSND", next_tokens=next_tokens)
+    assert bool(refused) == (next_tokens in (9, 12))
+    if not refused:
+        found = IMPLS["cuda/flash"].call(*dense, layout="BSND", next_tokens=next_tokens)[0]
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_sides_beyond_32_bits_reach_the_kernel_as_unbounded():
+    call = common.Call("BNSD", 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None)
+    assert (flash._how(call)["window_size_left"], flash._how(call)["window_size_right"]) == (-1, -1)
+
+
+def test_packed_single_queries_and_empty_sequences_with_grouped_heads(simulated):
+    """With one query at most, the kernel moves query heads into the batch and raises if a sequence has none."""
+    q, k = torch.randn(2, 4, 16, dtype=torch.float16), torch.randn(9, 2, 16, dtype=torch.float16)
+    cu = {"cu_seqlens_q": torch.tensor([0, 1, 1, 2], dtype=torch.int32)}
+    cu["cu_seqlens_k"] = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+    found = IMPLS["cuda/flash"].call(q, k, k, layout="TND", **cu)
+    torch.testing.assert_close(found, ops.flash_attention.reference(q, k, k, layout="TND", **cu), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("id", list(IMPLS))
+def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, monkeypatch, id):
+    """A product of matrices raises in torch's deterministic mode, unless an environment variable is set."""
+    monkeypatch.setattr(launch, "deterministic", True)
+    seen = []
+    for module, name in (
+        (stand_ins, "flash_backward"),
+        (stand_ins, "efficient_backward"),
+        (unfused, "softmax_backward"),
+    ):
+        real = getattr(module, name)
+
+        def watched(*args, real=real, **kwargs):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+    q = torch.randn(1, 2, 130, 16, dtype=torch.bfloat16, requires_grad=True)
+    if id == "cuda/cudnn":
+        assert any("deterministic" in r for r in IMPLS[id].why_not(q, q, q, layout="BNSD"))
+        return
+    out = IMPLS[id].call(q, q, q, layout="BNSD")
+    torch.autograd.grad(out, q, torch.ones_like(out))
+    assert seen == {"cuda/flex": [], "cuda/unfused": [False]}.get(id, [True])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_cudnn_is_given_no_gradient_whose_elements_share_memory():
+    x = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    assert cudnn._readable(x).data_ptr() == x.data_ptr()
+    assert 0 not in cudnn._readable(x.expand(3, -1, -1, -1)).stride()
+
+
+@pytest.mark.parametrize(
+    ("found", "compiler", "include", "said"),
+    [
+        (None, "gcc", "", "pip install triton"),
+        (object(), None, "", "install gcc"),
+        (object(), "gcc", "", "install python3-dev"),
+        (object(), "gcc", "Python.h", None),
+    ],
+)
+def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, found, compiler, include, said):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if include:
+        (tmp_path / include).touch()
+    flex._cannot_compile.cache_clear()
+    try:
+        q = meta(1, 2, 128, 64)
+        reasons = IMPLS["cuda/flex"].why_not(q, q, q, layout="BNSD")
+        assert (said is None and not reasons) or said in reasons[0]
+    finally:
+        flex._cannot_compile.cache_clear()
+
+
+@pytest.mark.slow
+def test_flex_is_compiled_for_more_shapes_than_torch_allows(monkeypatch):
+    """torch's limit is 8 per function, after which flex_attention raises. (Its own compiler is left out here.)"""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    flex._compiled.cache_clear()
+    try:
+        for length in range(128, 139):
+            call = common.Call("BNSD", 2, 1, length, length + 3, 16, 40, 0, 0.25, 0.0, None)
+            q, k = torch.randn(1, 2, length, 16), torch.randn(1, 1, length + 3, 16)
+            blocks = flex._blocks(call, None, q.device)
+            out, lse = flex._compiled()(q, k, k, block_mask=blocks, scale=call.scale, enable_gqa=True)
+            expected = stand_ins.flex(q, k, k, masks.dense_mask(call, None, q.device), call.scale)
+            torch.testing.assert_close((out, lse), expected)
+    finally:
+        flex._compiled.cache_clear()
+        torch._dynamo.reset()
 
 
 def test_packed_and_dense_agree(simulated):

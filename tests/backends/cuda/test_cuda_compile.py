@@ -40,6 +40,8 @@ def test_a_warning_is_an_error_and_the_log_is_shown(tmp_path):
     source.write_text('#include "common.h"\n' + source.read_text())
     with pytest.raises(hal.HalError, match="unused"):
         compile.compile_file(source, "sm_90")
+    # A user's NVRTC may warn of more than those that were tried.
+    assert compile.compile_file(source, "sm_90", strict=False).cubin
 
 
 @pytest.mark.slow

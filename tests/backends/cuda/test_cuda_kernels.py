@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hal
 from hal import Rng, ops
-from hal.backends.cuda import launch, norm, optimizer
+from hal.backends.cuda import launch, norm, optimizer, vocab
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -139,3 +139,11 @@ def test_cross_entropy_may_write_its_gradient_over_the_logits(simulated):
     assert torch.equal(got, want) and got.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
+
+
+def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatch):
+    """torch's CUDA kernel for few ids adds in the gradient's dtype, as the CPU's does, which stands in for it here."""
+    monkeypatch.setattr(launch, "simulated", lambda: False)
+    ids, dy = torch.zeros(2000, dtype=torch.int64), torch.full((2000, 4), 0.0078125, dtype=torch.bfloat16)
+    (grad,) = vocab._embedding_bwd((ids, None, 3, torch.bfloat16), dy)
+    assert grad.dtype == torch.bfloat16 and (grad[0] == 15.625).all() and not grad[1:].any()
