@@ -46,7 +46,7 @@ HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
     p = p * t + 0.188389935f;
     p = p * t + 0.197075643f;
     p = p * t + 0.197487247f;
-    const float gauss = fast_expf(-0.5f * v * v);
+    const float gauss = low_expf(-0.5f * v * v);
     const float tail = 0.5f * gauss * p * t;
     *cdf = v < 0 ? tail : 1.0f - tail;
     *pdf = 0.398942280f * gauss;
