@@ -17,6 +17,8 @@ from hal import ops
 from hal.backends.cpu_ref import memory
 from hal.bench.memory import Tracker
 
+unsanitized = pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer brings its own malloc")
+
 ROWS, WIDTH = 1024, 1280  # 5 MiB of float32
 SIZE = 4 * ROWS * WIDTH
 
@@ -153,12 +155,13 @@ def test_a_tracker_counts_them() -> None:
         assert held.now() == 0
 
 
+@unsanitized
 def test_out_of_memory_is_said() -> None:
     with pytest.raises(MemoryError):
         memory.empty((1 << 60,), torch.uint8)
 
 
-@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer brings its own malloc")
+@unsanitized
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="about glibc's malloc")
 def test_a_loop_uses_the_same_pages_again() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
