@@ -13,6 +13,7 @@ from hal import ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty, empty_like
 from .tensors import CODE, REAL, address, parameter, reasons, rows_of
 
 _SILU, _GELU = 0, {"none": 1, "tanh": 2, "fast": 3}
@@ -22,7 +23,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Te
     x = x.contiguous()
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     b = None if bias is None else parameter(bias, REAL[x.dtype])
-    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    y = empty((*x.shape[:-1], width), x.dtype)
     lib().hal_activation_fwd(CODE[x.dtype], kind, gated, x.data_ptr(), address(b), y.data_ptr(), rows_of(x), width)
     return y, (x, bias, kind, gated)
 
@@ -30,7 +31,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Te
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias, kind, gated = residuals
     dy, real = dy.contiguous(), REAL[x.dtype]
-    dx, b, db = torch.empty_like(x), None, None
+    dx, b, db = empty_like(x), None, None
     if bias is not None:
         b, db = parameter(bias, real), torch.empty(bias.shape, dtype=real)
     lib().hal_activation_bwd(

@@ -20,6 +20,7 @@ from hal import ContractError, Rng, ops
 
 from .build import ffi, lib
 from .device import CpuRef
+from .memory import empty, empty_like
 from .tensors import CODE, REAL, address, reasons
 
 _UNBOUNDED = 1 << 40
@@ -141,9 +142,9 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
     layout, strides, *others = call
     described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *others)
     dq, dk, dv = (
-        torch.empty(q.shape, dtype=q.dtype),
-        torch.empty(k.shape, dtype=q.dtype),
-        torch.empty(k.shape, dtype=q.dtype),
+        empty(q.shape, q.dtype),
+        empty(k.shape, q.dtype),
+        empty(k.shape, q.dtype),
     )
     status = lib().hal_flash_attention_backward(
         described,
@@ -204,9 +205,9 @@ def flash_attention(
         (None, None) if rng is None else (rng.full_shape, rng.start),
     )
     described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
+    out, lse = empty(q.shape, q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
     wants_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    rest = torch.empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
+    rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(
         described,
         q.data_ptr(),

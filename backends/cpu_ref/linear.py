@@ -23,6 +23,7 @@ from hal import ops
 from . import cpu
 from .build import lib
 from .device import CpuRef
+from .memory import empty
 from .tensors import address, reasons
 
 _SMALL = 1 << 22
@@ -96,7 +97,7 @@ def _backward(
 
 def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
     """dy^T x and, if there is a bias, the sum of dy's rows (kernels/linear.c)."""
-    dw = torch.empty(dy.shape[1], x.shape[1])
+    dw = empty((dy.shape[1], x.shape[1]), torch.float32)
     db = torch.empty(dy.shape[1]) if biased else None
     lib().hal_linear_wgrad(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), address(db), x.shape[0], *dw.shape)
     return dw, db

@@ -12,6 +12,7 @@ from hal import ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty_like
 from .tensors import CODE, REAL, parameter, reasons, rows_of
 
 
@@ -23,7 +24,7 @@ def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e
 def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, bias, stats = residuals
     real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
-    w, dx, grads = parameter(weight, real), torch.empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
+    w, dx, grads = parameter(weight, real), empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
     dw, db = grads.unbind()
     mean = stats.data_ptr()
     lib().hal_norm_bwd(
@@ -48,7 +49,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     real, x = REAL[x.dtype], x.contiguous()
     rows = rows_of(x)
     w, b = parameter(weight, real), parameter(bias, real)
-    y, stats = torch.empty_like(x), torch.empty(2, rows, dtype=real)
+    y, stats = empty_like(x), torch.empty(2, rows, dtype=real)
     mean = stats.data_ptr()
     lib().hal_norm_fwd(
         CODE[x.dtype],
@@ -74,7 +75,7 @@ def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[
 def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
     x, weight, rstd = residuals
     real, dy = rstd.dtype, dy.contiguous()
-    w, dx, dw = parameter(weight, real), torch.empty_like(x), torch.empty(x.shape[-1], dtype=real)
+    w, dx, dw = parameter(weight, real), empty_like(x), torch.empty(x.shape[-1], dtype=real)
     lib().hal_norm_bwd(
         CODE[x.dtype],
         0,
@@ -96,7 +97,7 @@ def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
     real, x = REAL[x.dtype], x.contiguous()
     rows = rows_of(x)
-    w, y, rstd = parameter(weight, real), torch.empty_like(x), torch.empty(rows, dtype=real)
+    w, y, rstd = parameter(weight, real), empty_like(x), torch.empty(rows, dtype=real)
     lib().hal_norm_fwd(
         CODE[x.dtype], 0, x.data_ptr(), w.data_ptr(), 0, y.data_ptr(), 0, rstd.data_ptr(), eps, rows, x.shape[-1]
     )

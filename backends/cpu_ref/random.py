@@ -14,6 +14,7 @@ from hal import Rng, dropout_threshold, ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty, empty_like
 from .tensors import CODE, reasons
 
 
@@ -43,7 +44,7 @@ def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | N
 
 @CpuRef.impl(ops.philox_uniform, id="cpu_ref/c", why_not=_why_not_uniform)
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
-    out = torch.empty(tuple(shape), dtype=torch.float32)
+    out = empty(tuple(shape), torch.float32)
     if out.numel():
         lib().hal_philox_uniform(out.data_ptr(), *draw_of(rng, shape, out.numel()))
     return out
@@ -51,7 +52,7 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
 
 def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = empty_like(x)
     if x.numel():
         draw = draw_of(rng, x.shape, x.numel())
         scale = 1.0 / (1.0 - p)

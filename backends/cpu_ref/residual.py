@@ -13,6 +13,7 @@ from hal import Rng, dropout_threshold, ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty
 from .random import draw_of, draw_reasons
 from .tensors import CODE, REAL, address, parameter, reasons
 
@@ -56,7 +57,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     if same and bias is None:
         return dy, None, dy
     rows = dy.contiguous()
-    dx = dy if same else torch.empty(dy.shape, dtype=data)
+    dx = dy if same else empty(dy.shape, data)
     if bias is None:
         _run(rows, None, None, dx, data, p, rng)
         return dx, None, dy
@@ -81,7 +82,7 @@ def bias_dropout_add(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     if rng is None:
         p = 0.0
-    out = torch.empty(residual.shape, dtype=residual.dtype)
+    out = empty(residual.shape, residual.dtype)
     b = None if bias is None else parameter(bias, REAL[x.dtype])
     _run(x.contiguous(), b, residual.contiguous(), out, x.dtype, p, rng)
     return out, (bias, x.dtype, p, rng)

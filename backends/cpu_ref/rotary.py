@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import hal
@@ -13,6 +12,7 @@ from hal import ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty
 from .tensors import CODE, REAL, parameter, reasons
 
 
@@ -40,7 +40,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
     rows = x if x.ndim == 4 else x[None]
     real = REAL[x.dtype]
     cos, sin = parameter(cos, real), parameter(sin, real)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = empty(x.shape, x.dtype)
     if x.numel():
         lib().hal_rotary(
             CODE[x.dtype],

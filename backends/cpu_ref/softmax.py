@@ -13,6 +13,7 @@ from hal import ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty_like
 from .tensors import CODE, REAL, address, reasons
 
 
@@ -23,7 +24,7 @@ def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     y, x, lse, scale, causal = residuals
-    dy, dx = dy.contiguous(), torch.empty_like(y)
+    dy, dx = dy.contiguous(), empty_like(y)
     b, n, sq, sk = y.shape
     if y.numel():
         lib().hal_softmax_bwd(
@@ -48,7 +49,7 @@ def scale_mask_softmax(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     narrow = REAL[x.dtype] != x.dtype  # then the backward pass wants unrounded probabilities, made from x and lse
-    y, lse = torch.empty_like(x), torch.empty(x.shape[:-1]) if narrow else None
+    y, lse = empty_like(x), torch.empty(x.shape[:-1]) if narrow else None
     at, strides = 0, (0, 0, 0, 0)
     if mask is not None:
         mask = mask.expand(x.shape)  # a view: broadcast dimensions get stride 0

@@ -17,6 +17,7 @@ from hal import Comm, ops
 
 from .build import lib
 from .device import CpuRef
+from .memory import empty_like
 from .tensors import CODE, REAL, reasons, rows_of
 
 
@@ -61,7 +62,7 @@ def _sharded(
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
     logits, target, lse, smoothing, vocab_start, v, inplace = residuals
-    dlogits = logits if inplace else torch.empty_like(logits)
+    dlogits = logits if inplace else empty_like(logits)
     if logits.numel():
         dloss = dloss.contiguous()
         lib().hal_cross_entropy_bwd(

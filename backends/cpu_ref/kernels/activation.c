@@ -18,6 +18,7 @@ enum { SILU = 0, GELU_ERF = 1, GELU_TANH = 2, GELU_FAST = 3 };
 
 enum {
     BLOCK = 64,  // columns
+    AHEAD = 16384,  // bytes, between a block and the one that is asked for when it is worked on
     ROWS = 4,    // whose bias gradients are added up in real before they go into the running sums in double
 };
 
@@ -46,7 +47,7 @@ HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
     p = p * t + 0.188389935f;
     p = p * t + 0.197075643f;
     p = p * t + 0.197487247f;
-    const float gauss = fast_expf(-0.5f * v * v);
+    const float gauss = low_expf(-0.5f * v * v);
     const float tail = 0.5f * gauss * p * t;
     *cdf = v < 0 ? tail : 1.0f - tail;
     *pdf = 0.398942280f * gauss;
@@ -153,9 +154,15 @@ HAL_INLINE void NAME(put)(int stream, T *to, const real *values, int64_t columns
     for (; i < columns; i++) STORE(to + i, values[i]);
 }
 
+HAL_INLINE void NAME(ask)(const T *block, int64_t columns) {
+    PREFETCH((uintptr_t)block + AHEAD, columns * (int64_t)sizeof(T), 3);
+}
+
 HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y, int64_t columns, int64_t width,
                                   family_t family, int stream) {
     _Alignas(64) real value[BLOCK];
+    if (stream) NAME(ask)(x, columns);
+    if (stream && gated) NAME(ask)(x + width, columns);
     NAME(activate)(x, bias, columns, family, value, 0);
     if (gated) {
 #pragma omp simd
@@ -168,6 +175,9 @@ HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y,
 HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t columns,
                                   int64_t width, family_t family, int stream) {
     _Alignas(64) real value[BLOCK], slope[BLOCK];
+    if (stream) NAME(ask)(x, columns);
+    if (stream && gated) NAME(ask)(x + width, columns);
+    if (stream) NAME(ask)(dy, columns);
     NAME(activate)(x, bias, columns, family, value, slope);
     if (gated) {
 #pragma omp simd

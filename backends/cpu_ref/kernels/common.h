@@ -60,8 +60,8 @@ HAL_INLINE void store_f16(f16 *p, float value) {
     *p = (f16)(half | (bits >> 16 & 0x8000));
 }
 
-// exp(x): x = n ln2 + r with |r| <= ln2/2, a degree-6 polynomial for exp(r) (fitted to 3e-9), scaled by 2^n through the
-// exponent bits. Largest error 1.5 ulp (tested); results below 2^-125.5 become exactly 0, above FLT_MAX inf; NaN stays NaN.
+// exp(x) = p 2^n with x = n ln2 + r, |r| <= ln2/2, and p a degree-6 polynomial for exp(r) (fitted to 3e-9). Returns p; the
+// low bits of *shifted hold n. Largest error 1.5 ulp (tested).
 #define EXP_LOG2_E 1.44269504f
 #define EXP_ROUND 12582912.0f  // 1.5 * 2^23: adding it leaves the rounded number in the low bits
 #define EXP_LN2_HIGH 0.693145752f
@@ -71,11 +71,10 @@ HAL_INLINE void store_f16(f16 *p, float value) {
 #define EXP_4 4.1668389e-2f
 #define EXP_5 8.36874545e-3f
 #define EXP_6 1.38145394e-3f
-HAL_INLINE float fast_expf(float x) {
-    float top = x > 89.0f ? 89.0f : x;  // false for NaN
-    float shifted = top * EXP_LOG2_E + EXP_ROUND;
-    float n = shifted - EXP_ROUND;
-    float r = top - n * EXP_LN2_HIGH;
+HAL_INLINE float exp_reduced(float x, float *shifted) {
+    *shifted = x * EXP_LOG2_E + EXP_ROUND;
+    float n = *shifted - EXP_ROUND;
+    float r = x - n * EXP_LN2_HIGH;
     r = r - n * EXP_LN2_LOW;
     float p = EXP_6;
     p = p * r + EXP_5;
@@ -83,15 +82,29 @@ HAL_INLINE float fast_expf(float x) {
     p = p * r + EXP_3;
     p = p * r + EXP_2;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    return p * r + 1.0f;
+}
+
+// Results below 2^-125.5 become exactly 0, above FLT_MAX inf; NaN stays NaN.
+HAL_INLINE float fast_expf(float x) {
+    float shifted, p = exp_reduced(x > 89.0f ? 89.0f : x, &shifted);            // false for NaN
     float half_scale = float_of((bits_of(shifted) - 0x4b400000u + 126) << 23);  // half of 2^n: n may be 128
     float result = (p + p) * half_scale;
     return x < -86.98f ? 0.0f : result;
 }
 
+// The same number for x <= 88, as where a row's maximum or log-sum-exp was subtracted, which rounding may leave a little
+// above 0: three instructions of seventeen less.
+HAL_INLINE float low_expf(float x) {
+    float shifted, p = exp_reduced(x, &shifted);
+    return x < -86.98f ? 0.0f : p * float_of((bits_of(shifted) + 127) << 23);
+}
+
 // float64 tensors exist for gradient checks: libm is good enough there.
 HAL_INLINE float exp_f32(float x) { return fast_expf(x); }
 HAL_INLINE double exp_f64(double x) { return exp(x); }
+HAL_INLINE float low_exp_f32(float x) { return low_expf(x); }
+HAL_INLINE double low_exp_f64(double x) { return exp(x); }
 HAL_INLINE float log_f32(float x) { return logf(x); }
 HAL_INLINE double log_f64(double x) { return log(x); }
 HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
@@ -213,6 +226,27 @@ enum { LANES = 32 };
         }                                                                             \
         ADD_LANES(lane_);                                                             \
         sum = lane_[0];                                                               \
+    } while (0)
+// top = the largest of top, value(0), ..., value(count - 1), NaN left aside. With AVX-512 in four registers: a single one,
+// as compilers make of `reduction(max)`, waits for its own last comparison.
+#define ROW_MAX(top, count, i, value)                                                 \
+    do {                                                                              \
+        enum { WIDE_ = 2 * LANES };                                                   \
+        int64_t at_ = 0;                                                              \
+        if ((count) >= 2 * WIDE_) {                                                   \
+            real lane_[WIDE_];                                                        \
+            for (int l_ = 0; l_ < WIDE_; l_++) lane_[l_] = (top);                     \
+            for (; at_ + WIDE_ <= (count); at_ += WIDE_) {                            \
+                _Pragma("omp simd") for (int l_ = 0; l_ < WIDE_; l_++) {              \
+                    const int64_t i = at_ + l_;                                       \
+                    lane_[l_] = (value) > lane_[l_] ? (value) : lane_[l_];            \
+                }                                                                     \
+            }                                                                         \
+            _Pragma("omp simd reduction(max : top)") for (int l_ = 0; l_ < WIDE_; l_++) \
+                top = lane_[l_] > top ? lane_[l_] : top;                              \
+        }                                                                             \
+        _Pragma("omp simd reduction(max : top)") for (int64_t i = at_; i < (count); i++) \
+            top = (value) > top ? (value) : top;                                      \
     } while (0)
 // Two sums over the same elements, each as ROW_SUM forms it.
 #define ROW_SUMS(type, sum_a, sum_b, count, i, term_a, term_b)                        \

@@ -7,14 +7,15 @@
 // backward pass of every shard is local.
 //
 // Memory traffic: forward reads the logits once, asking for them two blocks ahead, because a block's exponentials take as
-// long as fetching the next one; backward reads them once and writes the gradient, past the caches unless in place.
+// long as fetching the next one; backward reads them once, asking for them four pages ahead, and writes the gradient, past
+// the caches unless in place.
 // 16-bit logits are converted in registers, never copied.
 #ifndef HAL_BODY
 #include "common.h"
 
 #include "cross_entropy_api.h"
 
-enum { VOCAB_BLOCK = 2048 };
+enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, AHEAD = 16384 };  // the last one in bytes
 
 #define HAL_SELF "cross_entropy.c"
 #include "dtypes.h"
@@ -42,15 +43,14 @@ HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maxi
         const int64_t count = begin + VOCAB_BLOCK < v ? VOCAB_BLOCK : v - begin;
         const T *block = x + begin;
         real block_top = top;
-#pragma omp simd reduction(max : block_top)
-        for (int64_t j = 0; j < count; j++) block_top = LOAD(block + j) > block_top ? LOAD(block + j) : block_top;
+        ROW_MAX(block_top, count, j, LOAD(block + j));
         if (block_top > top) {
             sum *= RNAME(exp)(top - block_top);
             top = block_top;
         }
         const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
         real part;
-        ROW_SUM_AHEAD(real, part, count, j, RNAME(exp)(LOAD(block + j) - shift),
+        ROW_SUM_AHEAD(real, part, count, j, RNAME(low_exp)(LOAD(block + j) - shift),
                       PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
         sum += part;
         if (smoothing) {
@@ -112,8 +112,13 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
             const real lse = lses[row], upstream = dloss[row];
             const int here = target >= 0 && target < v;
             const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
-            STORE_ROW(stream, dx, v, j, upstream * (RNAME(exp)(LOAD(x + j) - lse) - uniform));
-            if (here) STORE(dx + target, upstream * (RNAME(exp)(at - lse) - uniform - hit));
+            for (int64_t begin = 0; begin < v; begin += GRADIENT_BLOCK) {
+                const int64_t count = begin + GRADIENT_BLOCK < v ? GRADIENT_BLOCK : v - begin;
+                const T *block = x + begin;
+                PREFETCH((uintptr_t)block + AHEAD, count * (int64_t)sizeof(T), 3);
+                STORE_ROW(stream, dx + begin, count, j, upstream * (RNAME(low_exp)(LOAD(block + j) - lse) - uniform));
+            }
+            if (here) STORE(dx + target, upstream * (RNAME(low_exp)(at - lse) - uniform - hit));
         }
         if (stream) stream_end();
     }

@@ -1,4 +1,5 @@
-// Memory that is kept: per-thread scratch for kernels, and the setting that makes the C library reuse freed blocks.
+// Memory that is kept: per-thread scratch for kernels, the setting that makes the C library reuse freed blocks, and plain
+// malloc for large results (memory.py says why).
 //
 // A large tensor fresh from the system costs a page fault per 4 KiB (about 4 GB/s), more than most kernels cost; glibc
 // maps and unmaps such blocks at every allocation unless told otherwise. OpenMP's workers live as long as the process, so
@@ -35,3 +36,7 @@ int hal_keep_freed_memory(void) {
     return 0;
 #endif
 }
+
+void *hal_allocate(size_t bytes) { return malloc(bytes); }
+
+void hal_free(void *block) { free(block); }

@@ -115,7 +115,7 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
 #pragma omp simd reduction(+ : sum)
             for (int64_t j = 0; j < padded; j++) {
                 const real shifted = LOAD(in + j) * scale - top;
-                v[j] = v[j] == -(real)INFINITY && top > v[j] ? 0 : RNAME(exp)(shifted);
+                v[j] = v[j] == -(real)INFINITY && top > v[j] ? 0 : RNAME(low_exp)(shifted);
                 sum += v[j];
             }
             if (lse) lse[row] = top + RNAME(log)(sum);
@@ -146,7 +146,7 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
                 const real lse = lses[row];
 #pragma omp simd
                 for (int64_t j = 0; j < columns; j++)
-                    p[j] = LOAD(y + j) == 0 ? 0 : RNAME(exp)(LOAD(x + j) * scale - lse);
+                    p[j] = LOAD(y + j) == 0 ? 0 : RNAME(low_exp)(LOAD(x + j) * scale - lse);
                 ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
                 STORE_ROW(stream, dx, columns, j, scale * p[j] * (LOAD(dy + j) - dot));
             } else {

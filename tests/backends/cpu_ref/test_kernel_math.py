@@ -15,9 +15,14 @@ from hal.backends.cpu_ref import build
 SOURCE = """
 #include "common.h"
 #include "philox.h"
+#define real float
 #define EACH for (int64_t i = 0; i < n; i++)
 void exps(const float *x, float *y, int64_t n) {
 _Pragma("omp simd") EACH y[i] = fast_expf(x[i]); }
+void low_exps(const float *x, float *y, int64_t n) {
+_Pragma("omp simd") EACH y[i] = low_expf(x[i]); }
+void largest(const float *x, float *y, int64_t n) {
+    float top = -INFINITY; ROW_MAX(top, n, i, x[i]); *y = top; }
 void to_bf16(const float *x, bf16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_bf16(y + i, x[i]); }
 void lines_to_bf16(const float *x, bf16 *y, int64_t n) {
@@ -47,7 +52,7 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., torch.Tensor
 
     def run(name: str, x: torch.Tensor, out: torch.dtype, n: int | None = None) -> torch.Tensor:
         count = x.numel() if n is None else n
-        y = torch.empty(count if name != "sums" else 1, dtype=out)
+        y = torch.empty(count if name not in ("sums", "largest") else 1, dtype=out)
         getattr(library, name)(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(count))
         return y
 
@@ -72,6 +77,24 @@ def test_exp_is_within_one_and_a_half_ulp_and_saturates(call: Callable[..., torc
     assert torch.equal(got.isnan(), x.isnan())
     special = torch.tensor([-float("inf"), float("inf"), 0.0, -0.0])
     assert call("exps", special, torch.float32).tolist() == [0.0, float("inf"), 1.0, 1.0]
+
+
+def test_exp_of_what_is_not_above_88_is_the_same_number_bit_by_bit(call: Callable[..., torch.Tensor]) -> None:
+    x = torch.cat([torch.linspace(-87.5, 88.0, 1_000_001), floats(4099), torch.tensor([0.0, -0.0, -float("inf")])])
+    x = x[~(x > 88.0)]  # keeps NaN
+    got, want = call("low_exps", x, torch.float32), call("exps", x, torch.float32)
+    assert torch.equal(got.isnan(), x.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 127, 128, 129, 1000, 4099])
+def test_the_largest_is_found_wherever_it_stands(call: Callable[..., torch.Tensor], n: int) -> None:
+    x = -1.0 - torch.rand(n + 1)
+    assert call("largest", x, torch.float32, n).item() == max(x[:n].tolist(), default=-float("inf"))
+    for at in range(n):
+        x[at] = float(at)
+        assert call("largest", x, torch.float32, n).item() == at
+        x[at] = float("nan")  # left aside, also in front of the next one
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])

@@ -1,0 +1,55 @@
+"""Memory for the results of kernels: large ones from plain malloc, which hands out again what was just freed.
+
+torch asks the C library for aligned blocks. glibc cuts slivers off those, which its caches of small blocks may keep:
+what was freed is then too small for the next request of the same size, and the heap grows into pages never touched,
+which cost more than most kernels. A plain request fits the block that an equal one left; it is aligned inside.
+
+Such a tensor is an ordinary one, except that its storage cannot be resized; the block is freed with its last view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import build
+
+LARGE = 4 << 20
+"""Bytes from which a tensor is made here. It takes 3 us, torch's own way 0.7, filling so many bytes 50 or more."""
+_LINE = 64
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous tensor. Raises MemoryError."""
+    if math.prod(shape) * dtype.itemsize < LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return _large(shape, dtype)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """The same, with the shape and dtype of x, which is contiguous."""
+    return torch.empty_like(x) if x.nbytes < LARGE else _large(x.shape, x.dtype)
+
+
+def _large(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    count, ffi = math.prod(shape), build.ffi()
+    size = count * dtype.itemsize + _LINE
+    block = _allocator()("char[]", size)
+    offset = -int(ffi.cast("uintptr_t", block)) % _LINE
+    storage = torch.frombuffer(ffi.buffer(block, size), dtype=dtype, count=count, offset=offset).untyped_storage()
+    # Not a view (autograd would not let it be changed in place), and made by an operation that counters of memory see.
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+
+
+@cache
+def _allocator() -> Callable[[str, int], Any]:
+    lib = build.lib()
+    made: Callable[[str, int], Any] = build.ffi().new_allocator(
+        lib.hal_allocate, lib.hal_free, should_clear_after_alloc=False
+    )
+    return made
