@@ -57,7 +57,8 @@ def _numbers(c: Config) -> Iterator[str]:
     for option in fields(c):
         bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and not (math.isfinite(value) and BOUNDS[bounds](value)):
+        finite = isinstance(value, int) or (number and math.isfinite(value))
+        if number and not (finite and BOUNDS[bounds](value)):
             yield f"{_flag(option.name)} must be {bounds}; found {value}"
     try:
         shares = [float(part) for part in c.split.split(",")]

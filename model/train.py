@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(config: Config, argv: Sequence[str]) -> int:
     """Runs this command on --nproc-per-node processes of this machine."""
-    logs = None if config.run_dir is None else make_folder(Path(config.run_dir)) / "logs"
+    logs = None if config.run_dir is None else _writable(Path(config.run_dir), "--run-dir") / "logs"
     with private():
         return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
 
@@ -77,22 +77,19 @@ def train(config: Config) -> Trainer:
         _require_free(config, trainer.iteration)
         started = datetime.datetime.fromtimestamp(trainer.agreed(int(time.time())))
         folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
-        with Report(config, folder, trainer.iteration) if trainer.lead else Silence() as report:
+        with Report(config, _writable(folder, "--run-dir"), trainer.iteration) if trainer.lead else Silence() as report:
             _announce(report, trainer)
             try:
                 trainer.run(
                     stop=lambda: bool(trainer.agreed(stop.asked is not None)),
                     on_step=report.step,
                     on_evaluation=report.evaluation,
-                    on_save=lambda path: report.say(f" saved {path}"),
+                    on_save=report.saved,
                 )
                 stopped = trainer.agreed(stop.asked is not None)
                 if stopped or save is not None:
                     trainer.save(save or folder / "checkpoints")
                 trainer.saver.wait()
-            except (SaveFailed, OSError):
-                report.finish("", "")  # the losses survive a full disk elsewhere
-                raise
             except TrainingFailed:
                 trainer.saver.wait()  # all ranks are here: what failed is the same on all of them
                 raise
@@ -142,13 +139,15 @@ def local_device() -> torch.device:
 
 def _save_folder(config: Config) -> Path | None:
     """Where the end of the run is saved, or None. Raises ConfigError now rather than after the training."""
-    if config.save is None:
-        return None
-    folder = Path(config.save)
+    return None if config.save is None else _writable(Path(config.save), "--save")
+
+
+def _writable(folder: Path, option: str) -> Path:
+    """Makes a folder if it is not there. Raises ConfigError unless it can be written."""
     try:
         require_writable(make_folder(folder))
     except OSError as error:
-        raise ConfigError(f"--save {folder} cannot be written ({error.strerror}); give a folder that can") from None
+        raise ConfigError(f"{option} {folder} cannot be written ({error.strerror}); give a folder that can") from None
     return folder
 
 
