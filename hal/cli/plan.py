@@ -17,7 +17,7 @@ from hal.accelerator import Accelerator
 from hal.errors import HalError
 from hal.registry import load
 
-from .arguments import Parser, add_backend
+from .arguments import Parser, add_backend, require_writable
 
 _UNITS = {
     "memory": ("--device-memory", "GiB", 2.0**30),
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         made.error(f"--devices must be 1 or more, got {arguments.devices}")
     if not 0.0 <= arguments.headroom < 1.0:
         made.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
+    require_writable("--json", None if arguments.json == "-" else arguments.json)
     device = _device(arguments)
     config = build(read(rest), check_model)
     set_vocabulary(config)
