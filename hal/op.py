@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from .comm import Comm
 from .errors import ContractError, HalError
 from .rng import Rng
 from .signature import annotation_text, define, fragments, tensor_kind
@@ -229,7 +230,9 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "float": (float, int, numbers.Real, torch.SymFloat, torch.SymInt),
     "bool": (bool, torch.SymBool),
     "str": (str,),
+    "Sequence[int]": (list, tuple),
     "Rng": (Rng,),
+    "Comm": (Comm,),
 }
 _MEMO_LIMIT = 4096
 
