@@ -45,7 +45,7 @@ class Silence:
     def evaluation(self, iteration: int, loss: float) -> None:
         """Nothing."""
 
-    def saved(self, path: Path) -> None:
+    def record(self) -> None:
         """Nothing."""
 
     def finish(self, prompt: str, text: str) -> None:
@@ -131,10 +131,10 @@ class Report:
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
 
-    def saved(self, path: Path) -> None:
-        """Says that a checkpoint is whole, and writes run.json for whoever continues from it."""
-        self.say(f" saved {path}")
-        self._write_record()
+    def record(self) -> None:
+        """Writes run.json for whoever continues from the checkpoint to come; if it cannot, the run's end says so."""
+        with contextlib.suppress(OSError):
+            self._write_record()
 
     def finish(self, prompt: str, text: str) -> None:
         """Writes run.json, loss.png and sample.txt."""

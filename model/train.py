@@ -5,11 +5,13 @@ Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 fa
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -70,7 +72,7 @@ def _launch(config: Config, argv: Sequence[str]) -> int:
 def train(config: Config) -> Trainer:
     """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
     save = _save_folder(config)
-    with StopRequest() as stop:
+    with StopRequest() as stop, _alone(save):
         trainer, tokenizer = build(config)
         if config.load and not (checkpoint.latest(Path(config.load)) is None and config.load == config.save):
             trainer.load(Path(config.load))
@@ -84,10 +86,12 @@ def train(config: Config) -> Trainer:
                     stop=lambda: bool(trainer.agreed(stop.asked is not None)),
                     on_step=report.step,
                     on_evaluation=report.evaluation,
-                    on_save=report.saved,
+                    on_save=lambda path: report.say(f" saved {path}"),
+                    before_save=report.record,
                 )
                 stopped = trainer.agreed(stop.asked is not None)
                 if stopped or save is not None:
+                    report.record()
                     trainer.save(save or folder / "checkpoints")
                 trainer.saver.wait()
             except TrainingFailed:
@@ -149,6 +153,27 @@ def _writable(folder: Path, option: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{option} {folder} cannot be written ({error.strerror}); give a folder that can") from None
     return folder
+
+
+@contextlib.contextmanager
+def _alone(save: Path | None) -> Iterator[None]:
+    """Within it no other run saves in this folder; the kernel lets go of it if the process dies."""
+    if save is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    handle = os.open(save, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--save {save}: another run is saving there; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def _require_free(config: Config, start: int) -> None:

@@ -282,9 +282,11 @@ class Trainer:
         on_step: Callable[[StepResult], None],
         on_evaluation: Callable[[int, float], None],
         on_save: Callable[[Path], None],
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
 
+        before_save: called when all that a checkpoint covers is known, before it is written.
         on_save: called with each checkpoint that has become whole, with async_save maybe some iterations later.
         """
         c = self.config
@@ -294,6 +296,7 @@ class Trainer:
             if c.eval_interval and self.iteration % c.eval_interval == 0:
                 on_evaluation(self.iteration, self.evaluate())
             if root and c.save_interval and self.iteration % c.save_interval == 0:
+                before_save()
                 self.save(root)
             for path in self.saver.finished():
                 on_save(path)

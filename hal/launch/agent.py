@@ -252,6 +252,7 @@ def _shown(folder: Path) -> tuple[int, ...]:
 def _following(agent: Any, folder: Path) -> Iterator[None]:
     """Copies the logs of this node's workers that are to be seen to the console while they run."""
     stop = threading.Event()
+    earlier = {path: _touched(path) for path in folder.glob("worker_*.log")}  # of a job that had the same folder
 
     def copy() -> None:
         positions: dict[Path, int] = {}
@@ -261,7 +262,7 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
             if workers and all(w.global_rank is not None and w.id is not None for w in workers):
                 for i in _shown(folder):
                     positions.setdefault(log_path(folder, workers[i].global_rank), 0)
-            for path in [path for path in positions if path.exists()]:
+            for path in [path for path in positions if path.exists() and _touched(path) != earlier.get(path)]:
                 with path.open("rb") as log:
                     log.seek(positions[path])
                     text = log.read()
@@ -279,6 +280,11 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+def _touched(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]) -> int:

@@ -13,7 +13,8 @@ from hal import HalError
 from hal.model import checkpoint, saving
 from hal.model import train as command
 from hal.model.checkpoint import RELEASE
-from hal.model.trainer import TrainingFailed
+from hal.model.config import ConfigError
+from hal.model.trainer import Trainer, TrainingFailed
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +189,21 @@ def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, ther
             assert torch.equal(tensor, getattr(after.optimizer, held)[name]), (held, name)
     for name, parameter in after.model.named_parameters():
         assert torch.equal(parameter, before.optimizer.main[name].to(parameter.dtype))
+
+
+def test_two_runs_do_not_save_in_one_folder(tiny, tmp_path, monkeypatch):
+    config = tiny(save=str(tmp_path / "save"), train_iters=2, sample_tokens=0)
+    step = Trainer.step
+
+    def meanwhile(self):
+        with pytest.raises(ConfigError, match="another run is saving there"):
+            command.train(config)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", meanwhile)
+        assert command.train(config).iteration == 2
+    assert command.train(tiny(save=config.save, load=config.save, train_iters=3, sample_tokens=0)).iteration == 3
 
 
 @pytest.mark.parametrize("there", [{}, {"fp16": True, "loss_scale": 512.0}, {"fp16": True}])
