@@ -205,11 +205,6 @@ class Op(Generic[P, R]):
         self.known.clear()
         self.asks = None
 
-    def tensor_params(self) -> tuple[str, ...]:
-        """Names of the parameters that are a single tensor (or tensor | None)."""
-        kinds = {n: tensor_kind(p.annotation) for n, p in self.signature.parameters.items()}
-        return tuple(n for n, kind in kinds.items() if kind in ("tensor", "optional"))
-
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
 
