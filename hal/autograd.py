@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .errors import HalError
+from .errors import HalError, UnsupportedOp
 from .op import Op
 from .signature import define, fragments, tensor_kind
 
@@ -41,6 +40,22 @@ def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., 
     apply = _function(op, positional, bwd, id, list(f.names)).apply
     scope = {"forward": forward, "grad_enabled": torch.is_grad_enabled, "apply": apply, **f.scope}
     return define("call", source, scope, f"{id} for {op.name}")
+
+
+def noting_writes(op: Op[Any, Any], call: Callable[..., Any], id: str) -> Callable[..., Any]:
+    """`call`, and then autograd is told that `op.mutates` were written, as torch's own in-place functions tell it: a
+    backward pass that has saved the old values raises instead of using the new ones."""
+    f = fragments(op.signature)
+    body = f"result = forward({f.passed})\n    written({', '.join(op.mutates)})\n    return result"
+    source = f"def call({f.header}):\n    {body}\n"
+    return define("call", source, {"forward": call, "written": _written, **f.scope}, f"{id} for {op.name}")
+
+
+def _written(*arguments: Any) -> None:
+    for value in arguments:
+        tensors = (value,) if isinstance(value, torch.Tensor) else value or ()
+        # Tensors of inference mode have no version.
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def takes_needs(bwd: Callable[..., Any]) -> bool:
@@ -72,26 +87,50 @@ def _function(
             return output
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *output_grads: Any) -> Any:
-            saved = iter(ctx.saved_tensors)
-            residuals = tuple(next(saved) if r is _TENSOR else r for r in ctx.plain)
-            if ctx.diff is not None:
-                output_grads = tuple(output_grads[i] for i in ctx.diff)
-            wanted = {"needs": tuple(ctx.needs_input_grad[slot] for slot in slots)} if told else {}
-            grads = bwd(residuals, *output_grads, **wanted)
-            if not isinstance(grads, tuple) or len(grads) != len(slots):
-                raise HalError(
-                    f"bwd of implementation '{id}' must return a tuple of {len(slots)} gradients, for {op.grads}; "
-                    f"it returned {type(grads).__name__} of length {len(grads) if hasattr(grads, '__len__') else '?'}"
-                )
-            result: list[Any] = [None] * n_params
-            for slot, grad in zip(slots, grads):
-                result[slot] = grad
-            return tuple(result)
+            with torch.no_grad():
+                grads = gradients(ctx, output_grads)
+            if not torch.is_grad_enabled():
+                return grads
+            # create_graph: torch's once_differentiable would return constants unless output_grads ask for more.
+            asking = [g if g is None else g.detach().requires_grad_() for g in grads]
+            return _Once.apply(op.name, id, *asking)  # type: ignore[no-untyped-call]
+
+    def gradients(ctx: Any, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        residuals = tuple(next(saved) if r is _TENSOR else r for r in ctx.plain)
+        if ctx.diff is not None:
+            output_grads = tuple(output_grads[i] for i in ctx.diff)
+        wanted = {"needs": tuple(ctx.needs_input_grad[slot] for slot in slots)} if told else {}
+        grads = bwd(residuals, *output_grads, **wanted)
+        if not isinstance(grads, tuple) or len(grads) != len(slots):
+            raise HalError(
+                f"bwd of implementation '{id}' must return a tuple of {len(slots)} gradients, for {op.grads}; "
+                f"it returned {type(grads).__name__} of length {len(grads) if hasattr(grads, '__len__') else '?'}"
+            )
+        result: list[Any] = [None] * n_params
+        for slot, grad in zip(slots, grads):
+            result[slot] = grad
+        return tuple(result)
 
     # The metaclass names the graph's node when a class is made, so that profiles and errors show op and implementation.
     return type(f"{op.name}[{id}]", (ImplFunction,), {})
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on; differentiating them raises UnsupportedOp."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, id: str, *grads: Any) -> Any:
+        ctx.op, ctx.id = op, id
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> Any:
+        raise UnsupportedOp(
+            f"{ctx.op}: implementation '{ctx.id}' has no second derivative; pin={{'{ctx.op}': 'reference'}} runs the "
+            f"reference, which torch can differentiate twice"
+        )
 
 
 _TENSOR = object()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .autograd import make_call
+from .autograd import make_call, noting_writes
 from .errors import HalError
 from .op import Op, accepting_hints, require_same_signature
 from .signature import define, fragments
@@ -185,6 +185,8 @@ class Backend(ABC):
             if any(i.id == id for i in mine) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
+            if op.mutates:
+                call = noting_writes(op, call, id)
             op.forget()
             marked = why_not is None or getattr(why_not, "by_metadata", False)
             mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))

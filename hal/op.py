@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from .comm import Comm
 from .errors import ContractError, HalError
 from .rng import Rng
-from .signature import define, fragments, tensor_kind
+from .signature import annotation_text, define, fragments, tensor_kind
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -174,6 +176,7 @@ class Op(Generic[P, R]):
                 "tensors": value is None
                 or (isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)),
             }.get(kind, True)
+            good = good and (bool(kind) or _fits(value, self.signature.parameters[name].annotation))
             require(good, self.name, f"{name}: {self.signature.parameters[name].annotation}", type(value).__name__)
         self.check(*args, **kwargs)
 
@@ -202,11 +205,6 @@ class Op(Generic[P, R]):
         self.known.clear()
         self.asks = None
 
-    def tensor_params(self) -> tuple[str, ...]:
-        """Names of the parameters that are a single tensor (or tensor | None)."""
-        kinds = {n: tensor_kind(p.annotation) for n, p in self.signature.parameters.items()}
-        return tuple(n for n, kind in kinds.items() if kind in ("tensor", "optional"))
-
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
 
@@ -214,6 +212,23 @@ class Op(Generic[P, R]):
         return _find_op, (self.name,)
 
 
+def _fits(value: object, annotation: object) -> bool:
+    """Whether a plain value is what its parameter's annotation says; of an annotation unknown here, True."""
+    wanted, bar, _ = annotation_text(annotation).partition(" | None")
+    if value is None:
+        return bool(bar) or wanted not in _PLAIN
+    return isinstance(value, _PLAIN.get(wanted, (object,)))
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int, numbers.Integral, torch.SymInt),
+    "float": (float, int, numbers.Real, torch.SymFloat, torch.SymInt),
+    "bool": (bool, torch.SymBool),
+    "str": (str,),
+    "Sequence[int]": (list, tuple),
+    "Rng": (Rng,),
+    "Comm": (Comm,),
+}
 _MEMO_LIMIT = 4096
 
 

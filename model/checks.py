@@ -57,7 +57,8 @@ def _numbers(c: Config) -> Iterator[str]:
     for option in fields(c):
         bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and not (math.isfinite(value) and BOUNDS[bounds](value)):
+        finite = isinstance(value, int) or (number and math.isfinite(value))
+        if number and not (finite and BOUNDS[bounds](value)):
             yield f"{_flag(option.name)} must be {bounds}; found {value}"
     try:
         shares = [float(part) for part in c.split.split(",")]
@@ -155,7 +156,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
-        ("keep_checkpoint_max async_save", c.save is not None, "--save"),
+        ("save_interval keep_checkpoint_max async_save", c.save is not None, "--save"),
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]

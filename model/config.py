@@ -41,6 +41,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     ">= 0": lambda x: x >= 0,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
+    "in 0..4294967295": lambda x: 0 <= x < 2**32,
     "in 0..3": lambda x: 0 <= x <= 3,
     "any integer": lambda x: True,
 }
@@ -159,7 +160,7 @@ class Config:
     global_batch_size: int | None = _opt(None, "sequences per step; default micro_batch_size")
     train_iters: int = _opt(100, "steps")
     exit_interval: int | None = _opt(None, "stop (and save) when the iteration is a multiple of this")
-    seed: int = _opt(1234, "seed of weights, data order and dropout", ">= 0")
+    seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
     lr: float = _opt(6e-4, "peak learning rate", ">= 0")

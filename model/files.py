@@ -67,12 +67,19 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file's content atomically."""
     new = beside(path, new_token())
-    with open(new, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.chmod(FILE_MODE)
-    new.replace(path)
+    try:
+        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.chmod(FILE_MODE)
+        new.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # of the file that was asked for, not of the one beside it
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     sync_folder(path.parent)
 
 

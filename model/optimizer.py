@@ -61,6 +61,12 @@ class LossScaler:
             config.hysteresis,
         )
 
+    def resume(self, stored: LossScaler) -> None:
+        """Continues where a run's scaler stood, under this run's options. A constant scale is an option."""
+        if self.dynamic and stored.dynamic:
+            self.scale = max(stored.scale, self.minimum)
+            self.good_steps, self.hysteresis_left = stored.good_steps, stored.hysteresis_left
+
     def update(self, overflow: bool) -> None:
         """Counts a step and changes the scale if it is time."""
         if not self.dynamic:
@@ -71,7 +77,7 @@ class LossScaler:
                 self.scale = max(self.scale * 0.5, self.minimum)
             return
         self.good_steps += 1
-        if self.good_steps == self.window:
+        if self.good_steps >= self.window:
             self.scale, self.good_steps, self.hysteresis_left = self.scale * 2.0, 0, self.hysteresis
 
 

@@ -5,6 +5,7 @@ Log lines have Megatron's form. run.json holds every iteration's loss and gradie
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -44,6 +45,9 @@ class Silence:
     def evaluation(self, iteration: int, loss: float) -> None:
         """Nothing."""
 
+    def record(self) -> None:
+        """Nothing."""
+
     def finish(self, prompt: str, text: str) -> None:
         """Nothing."""
 
@@ -53,7 +57,10 @@ class Silence:
 
 
 class Report:
-    """Collects a run's results. Use as a context manager: leaving it closes the bar and the event file."""
+    """Collects a run's results. Use as a context manager: leaving it closes the bar and the event file.
+
+    However the run ends, run.json holds the iterations it made; killed, those up to its last checkpoint.
+    """
 
     def __init__(self, config: Config, folder: Path, start: int) -> None:
         self.config, self.folder = config, make_folder(folder)
@@ -68,6 +75,7 @@ class Report:
         self.flops_per_token = flops_per_token(config)
         self._since_log: list[StepResult] = []
         self._seconds: list[float] = []
+        self._finished = False
         self._trackers = trackers(config, self.folder, options(config))
         self._bar = _Bar(start, config.train_iters) if sys.stdout.isatty() else None
 
@@ -75,6 +83,9 @@ class Report:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._seconds and not self._finished:
+            with contextlib.suppress(OSError):  # a full disk, maybe: what went wrong first is to be heard
+                self.finish("", "")
         if self._bar is not None:
             self._bar.close()
         for tracker in self._trackers:
@@ -115,15 +126,21 @@ class Report:
         """Records and prints an evaluation."""
         self.evaluations.append([iteration, loss])
         self._scalars(iteration, {"lm loss validation": loss})
-        perplexity = math.exp(min(20.0, loss))
+        perplexity = math.exp(20.0 if loss > 20.0 else loss)  # of NaN, NaN
         self.say(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
 
+    def record(self) -> None:
+        """Writes run.json for whoever continues from the checkpoint to come; if it cannot, the run's end says so."""
+        with contextlib.suppress(OSError):
+            self._write_record()
+
     def finish(self, prompt: str, text: str) -> None:
         """Writes run.json, loss.png and sample.txt."""
+        self._finished = True
+        self._write_record()
         write_text(self.folder / "sample.txt", f"[prompt]\n{prompt}\n[generated]\n{text}\n")
-        write_text(self.folder / "run.json", json.dumps(self._record(), indent=1, allow_nan=False) + "\n")
         if self.losses:
             _plot(self.folder / "loss.png", self.losses, self.evaluations)
 
@@ -158,6 +175,9 @@ class Report:
         for tracker in self._trackers:
             tracker.scalars(iteration, known)
 
+    def _write_record(self) -> None:
+        write_text(self.folder / "run.json", json.dumps(self._record(), indent=1, allow_nan=False) + "\n")
+
     def _record(self) -> dict[str, Any]:
         backend = hal.backend()
         probe = backend.probe()
@@ -177,7 +197,7 @@ class Report:
             "fallbacks": hal.fallbacks(),
             "losses": [[n, _finite(v)] for n, v in self.losses],
             "grad_norms": [[n, _finite(v)] for n, v in self.grad_norms],
-            "evaluations": self.evaluations,
+            "evaluations": [[n, _finite(v)] for n, v in self.evaluations],
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second(),
             "model_flops_per_second": self.tokens_per_second() * self.flops_per_token,

@@ -5,11 +5,13 @@ Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 fa
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(config: Config, argv: Sequence[str]) -> int:
     """Runs this command on --nproc-per-node processes of this machine."""
-    logs = None if config.run_dir is None else make_folder(Path(config.run_dir)) / "logs"
+    logs = None if config.run_dir is None else _writable(Path(config.run_dir), "--run-dir") / "logs"
     with private():
         return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
 
@@ -70,14 +72,14 @@ def _launch(config: Config, argv: Sequence[str]) -> int:
 def train(config: Config) -> Trainer:
     """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
     save = _save_folder(config)
-    with StopRequest() as stop:
+    with StopRequest() as stop, _alone(save):
         trainer, tokenizer = build(config)
         if config.load and not (checkpoint.latest(Path(config.load)) is None and config.load == config.save):
             trainer.load(Path(config.load))
         _require_free(config, trainer.iteration)
         started = datetime.datetime.fromtimestamp(trainer.agreed(int(time.time())))
         folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
-        with Report(config, folder, trainer.iteration) if trainer.lead else Silence() as report:
+        with Report(config, _writable(folder, "--run-dir"), trainer.iteration) if trainer.lead else Silence() as report:
             _announce(report, trainer)
             try:
                 trainer.run(
@@ -85,14 +87,13 @@ def train(config: Config) -> Trainer:
                     on_step=report.step,
                     on_evaluation=report.evaluation,
                     on_save=lambda path: report.say(f" saved {path}"),
+                    before_save=report.record,
                 )
                 stopped = trainer.agreed(stop.asked is not None)
                 if stopped or save is not None:
+                    report.record()
                     trainer.save(save or folder / "checkpoints")
                 trainer.saver.wait()
-            except (SaveFailed, OSError):
-                report.finish("", "")  # the losses survive a full disk elsewhere
-                raise
             except TrainingFailed:
                 trainer.saver.wait()  # all ranks are here: what failed is the same on all of them
                 raise
@@ -142,14 +143,37 @@ def local_device() -> torch.device:
 
 def _save_folder(config: Config) -> Path | None:
     """Where the end of the run is saved, or None. Raises ConfigError now rather than after the training."""
-    if config.save is None:
-        return None
-    folder = Path(config.save)
+    return None if config.save is None else _writable(Path(config.save), "--save")
+
+
+def _writable(folder: Path, option: str) -> Path:
+    """Makes a folder if it is not there. Raises ConfigError unless it can be written."""
     try:
         require_writable(make_folder(folder))
     except OSError as error:
-        raise ConfigError(f"--save {folder} cannot be written ({error.strerror}); give a folder that can") from None
+        raise ConfigError(f"{option} {folder} cannot be written ({error.strerror}); give a folder that can") from None
     return folder
+
+
+@contextlib.contextmanager
+def _alone(save: Path | None) -> Iterator[None]:
+    """Within it no other run saves in this folder; the kernel lets go of it if the process dies."""
+    if save is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    handle = os.open(save, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--save {save}: another run is saving there; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def _require_free(config: Config, start: int) -> None:

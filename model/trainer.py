@@ -65,6 +65,20 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
         raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
 
 
+def _require_same_model(state: Mapping[str, Any], config: Config, folder: Path) -> None:
+    """Raises ConfigError where the checkpoint's model is another in what the shapes of its weights do not show."""
+    saved = state.get("config")
+    for name in _SHAPELESS if isinstance(saved, dict) else ():
+        if saved.get(name, here := getattr(config, name)) != here:
+            raise ConfigError(
+                f"the checkpoint {folder} was made with {name.replace('_', '-')} {saved[name]}, this run has {here}; "
+                f"give the model options it was saved with"
+            )
+
+
+_SHAPELESS = ("num_attention_heads", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "geglu")
+
+
 class Trainer:
     """A model, its data and its optimizer. `iteration` and `consumed` (samples) are where the run stands."""
 
@@ -243,6 +257,7 @@ class Trainer:
         weights_only = c.finetune or folder.name == RELEASE
         if not weights_only:
             _require_progress(state, folder)
+        _require_same_model(state, c, folder)
         if not (weights_only or c.no_load_rng) and tuple(state["rng"]) != self.rng.state():
             raise ConfigError(
                 f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {c.seed}; the "
@@ -256,9 +271,7 @@ class Trainer:
         if c.no_load_optim:
             return
         self.optimizer.steps = state["optimizer_steps"]
-        stored = LossScaler(**state["loss_scaler"])
-        if stored.dynamic == self.optimizer.scaler.dynamic:
-            self.optimizer.scaler = stored
+        self.optimizer.scaler.resume(LossScaler(**state["loss_scaler"]))
 
     # The loop.
 
@@ -269,9 +282,11 @@ class Trainer:
         on_step: Callable[[StepResult], None],
         on_evaluation: Callable[[int, float], None],
         on_save: Callable[[Path], None],
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
 
+        before_save: called when all that a checkpoint covers is known, before it is written.
         on_save: called with each checkpoint that has become whole, with async_save maybe some iterations later.
         """
         c = self.config
@@ -281,6 +296,7 @@ class Trainer:
             if c.eval_interval and self.iteration % c.eval_interval == 0:
                 on_evaluation(self.iteration, self.evaluate())
             if root and c.save_interval and self.iteration % c.save_interval == 0:
+                before_save()
                 self.save(root)
             for path in self.saver.finished():
                 on_save(path)

@@ -217,6 +217,8 @@ def _directed() -> list[Sample]:
         _packed([3, 0, 9, 1], [3, 4, 9, 6], 8, (4, 2), next_tokens=0),
         _packed([5, 8], [7, 8], 16, (2, 2), pre_tokens=2, next_tokens=1, return_lse=True),
         _packed([5, 8], [7, 8], 8, (2, 1), dropout_p=0.3, rng=rng),
+        _packed([3, 0, 2], [3, 4, 2], 8, (1, 1), next_tokens=0, return_lse=True),  # one head: a product without rows
+        _attention(shape=(2, 5, 7, 8), mask=T((1, 7), "bool", p=0.5, dtype=torch.bool), return_lse=True),
         _attention(shape=(1, 70, 130, 33), next_tokens=0),  # several tiles, odd head size
         _attention(shape=(1, 130, 130, 64), heads=(2, 1), pre_tokens=40, next_tokens=0),
         _attention(shape=(1, 3, 5, 256), heads=(1, 1)),
@@ -237,6 +239,8 @@ def _samples() -> SearchStrategy[Sample]:
             kw |= {"dropout_p": draw(st.sampled_from([0.1, 0.5])), "rng": Rng(draw(st.integers(0, 2**32)))}
         if draw(st.booleans()):
             kw["scale"] = draw(st.sampled_from([0.3, 1.0, 2.0]))
+        if draw(st.booleans()):
+            kw["return_lse"] = True
         length = st.integers(1, 40)
         if draw(st.integers(0, 4)) == 0:
             pairs = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
@@ -336,6 +340,8 @@ def _tnd(
         require(ends[0] == 0 and rising and ends[-1] == total, _OP, f"{name} rising from 0 to {total}", ends)
     outs, lses = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
     for q0, q1, k0, k1 in zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:]):
+        if q0 == q1:
+            continue
         q_BNQD, k_BGKD, v_BGKD = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         masked = band_mask(q1 - q0, k1 - k0, pre, next, q.device)
         part = None if keep is None else keep[:, q0:q1, k0:k1]

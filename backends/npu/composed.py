@@ -80,6 +80,11 @@ def _why_not_attention(
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Sequence[str]:
+    if not q.numel():
+        batch = 1 if layout == "TND" else q.shape[layout.index("B")]
+        heads = num_heads if layout.endswith("H") else q.shape[layout.index("N")]
+        if batch == heads == 1:
+            return ["one head without queries (torch_npu's matmul cannot differentiate a product without rows)"]
     return reasons(q)
 
 

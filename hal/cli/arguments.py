@@ -6,11 +6,15 @@ Wrong usage is one line with a hint and exit code 2, as everywhere in `hal`.
 from __future__ import annotations
 
 import argparse
+import errno
 import inspect
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, NoReturn
 
+from hal.errors import HalError
 from hal.registry import load, names
 
 
@@ -43,6 +47,22 @@ def add_backend(parser: Parser, *, required: bool, default_from_environment: boo
 def options(arguments: argparse.Namespace) -> dict[str, object]:
     """Constructor options of the backend, from the command line."""
     return {"simulate": True} if arguments.simulate else {}
+
+
+def require_writable(option: str, path: str | Path | None) -> None:
+    """Raises HalError unless the file that `option` names, if any, can be written: now rather than after the work."""
+    if path is None:
+        return
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists():
+            target.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=target.absolute().parent).close()
+    except OSError as error:
+        raise HalError(f"{option} {path} cannot be written ({error.strerror}); give a file that can") from None
 
 
 def takes_simulate(name: str) -> bool:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import Parser
+from .arguments import Parser, require_writable
 
 
 def parser() -> Parser:
@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
     made = parser()
     options, layout = made.parse_known_args(argv)
+    require_writable("--json", options.json)
+    require_writable("--html", options.html)
     registry.load(options.backend)  # an unknown name fails here, not in a child process
     if layout and options.suite != "train":
         made.error(f"unrecognized arguments: {' '.join(layout)}; only `hal bench train` takes the options of hal train")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,11 +89,20 @@ def _shaped(op: Op[Any, Any], given: Namespace, dtype: torch.dtype) -> dict[str,
     """What the shape options say about this op; for an op unknown here, its first directed call."""
     maker = _MAKERS.get(op.name)
     if maker is not None:
-        return maker(_Sizes(given), lambda *shape, kind=dtype: torch.empty(shape, dtype=kind, device="meta"))
+        return maker(_Sizes(given), lambda *shape, kind=dtype: _meta(shape, kind))
     sample = next(iter(op.directed()), Sample(()))
     args, kwargs = sample.build(dtype)
     bound = op.signature.bind_partial(*args, **kwargs).arguments
     return {n: _to_meta(v) for n, v in bound.items()}
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError):
+        raise HalError(
+            f"there is no tensor of shape {tuple(shape)}: sizes must be 0 or more, in all below 2**63 bytes"
+        ) from None
 
 
 def _to_meta(value: Any) -> Any:
@@ -195,7 +204,7 @@ def _tensor(name: str, text: str, dtype: torch.dtype) -> Tensor:
     if match is None or (match[2] and match[2] not in DTYPES):
         raise HalError(f"--arg {name}={text}: a tensor is 2x16x64 or 4x4:bool; dtypes: {', '.join(DTYPES)}")
     shape = [int(n) for n in match[1].split("x")] if match[1] else []
-    return torch.empty(shape, dtype=DTYPES[match[2]] if match[2] else dtype, device="meta")
+    return _meta(shape, DTYPES[match[2]] if match[2] else dtype)
 
 
 def shown(args: tuple[Any, ...], kwargs: dict[str, Any], op: Op[Any, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Parser
+from .arguments import Parser, require_writable
 
 if TYPE_CHECKING:
     from hal.model.config import Config
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         made.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
     if arguments.eval_samples is not None and arguments.eval_samples < 1:
         made.error("--eval-samples must be at least 1")
+    require_writable("--output-file", arguments.output_file)
     more = ("seed", "micro_batch_size", *data)
     prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
     body = _harness if arguments.task == "lm-eval" else _measure

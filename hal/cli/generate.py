@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import Parser
+from .arguments import Parser, require_writable
 
 if TYPE_CHECKING:
     from hal.model.pretrained import Pretrained
@@ -53,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
         made.error("--num-tokens-to-generate and --num-samples must be at least 1")
     if arguments.prompt and arguments.prompt_file:
         made.error("--prompt and --prompt-file contradict each other; give one")
+    if not all(arguments.stop):
+        made.error("--stop needs a text; an empty one would end every text before it begins")
+    require_writable("--output-file", arguments.output_file)
     more = ("seed", "micro_batch_size")
     return pretrained.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *more)
 

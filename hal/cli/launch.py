@@ -17,6 +17,7 @@ from hal.errors import ContractError
 from hal.launch.agent import Job, run
 from hal.launch.hosts import Host, parse_hostfile, select, this_host
 
+from . import COMMANDS
 from .arguments import Parser
 
 _DEFAULT_PORT = 29500
@@ -56,7 +57,14 @@ def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
         if options.include or options.exclude:
             raise ContractError("--include and --exclude choose from a --hostfile, which was not given")
         return None
-    hosts = select(parse_hostfile(options.hostfile.read_text()), options.include, options.exclude)
+    try:
+        text = options.hostfile.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ContractError(
+            f"--hostfile {options.hostfile} cannot be read ({reason}); it has a 'name slots=COUNT' a line"
+        ) from None
+    hosts = select(parse_hostfile(text), options.include, options.exclude)
     if options.nnodes not in (None, len(hosts)):
         raise ContractError(f"--nnodes {options.nnodes} contradicts the hostfile, which leaves {len(hosts)} machines")
     options.nnodes = len(hosts)
@@ -89,14 +97,14 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
         environment["HAL_BACKEND"] = options.backend
         if command and command[0] != "-m" and not command[0].endswith(".py") and "--backend" not in command:
             command += ["--backend", options.backend]
-    nnodes = options.nnodes or 1
+    nnodes = 1 if options.nnodes is None else options.nnodes
     if nnodes > 1 and options.master_addr is None:
         raise ContractError(f"--nnodes {nnodes} needs --master-addr, the address of machine 0")
     if options.join == "false" and options.log_dir is None:
         raise ContractError("--join false needs --log-dir: nobody else will see what the job prints")
     job = Job(
         command,
-        nproc=options.nproc_per_node or 1,
+        nproc=1 if options.nproc_per_node is None else options.nproc_per_node,
         nnodes=nnodes,
         node_rank=options.node_rank or 0,
         master_addr=options.master_addr or "127.0.0.1",
@@ -108,9 +116,23 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
     return job, options.join == "true"
 
 
+def _require_command(command: Sequence[str]) -> None:
+    """Raises ContractError for what no worker could run, before there are any."""
+    if not command or command[0] == "-m":
+        return
+    if command[0].endswith(".py"):
+        if not Path(command[0]).is_file():
+            raise ContractError(f"launch: there is no script {command[0]}")
+    elif command[0] not in COMMANDS:
+        raise ContractError(
+            f"launch: '{command[0]}' is neither a script (.py) nor a hal command; commands: {', '.join(COMMANDS)}"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the job; the exit code is that of the worker that failed first."""
     job, join = job_of(argv)
+    _require_command(job.command)
     os.umask(os.umask(0o027) | 0o027)  # logs, and what the workers write, are not for everybody
     if join:
         return run(job)

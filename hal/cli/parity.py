@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hal.errors import HalError
 
-from .arguments import Parser, add_backend, options, takes_simulate
+from .arguments import Parser, add_backend, options, require_writable, takes_simulate
 
 if TYPE_CHECKING:
     from hal.testing.report import Row
@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
         made.error("--html and --markdown show the ops' results, not --collectives or --todo")
     if arguments.todo and arguments.op:
         made.error("--todo lists all ops that are missing; leave out --op")
+    for option in ("json", "html", "markdown"):
+        require_writable(f"--{option}", getattr(arguments, option))
     if arguments.todo:
         return _todo(arguments)
     if arguments.collectives:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hal.accelerator import Accelerator
 from hal.errors import HalError
 from hal.registry import load
 
-from .arguments import Parser, add_backend
+from .arguments import Parser, add_backend, require_writable
 
 _UNITS = {
     "memory": ("--device-memory", "GiB", 2.0**30),
@@ -40,8 +41,11 @@ def main(argv: Sequence[str]) -> int:
         made.error("nothing runs, so there is nothing to --simulate")
     if arguments.devices < 1:
         made.error(f"--devices must be 1 or more, got {arguments.devices}")
+    if arguments.top < 1:
+        made.error(f"--top must be 1 or more, got {arguments.top}")
     if not 0.0 <= arguments.headroom < 1.0:
         made.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
+    require_writable("--json", None if arguments.json == "-" else arguments.json)
     device = _device(arguments)
     config = build(read(rest), check_model)
     set_vocabulary(config)
@@ -82,13 +86,11 @@ def _device(arguments: argparse.Namespace) -> Accelerator:
     """The accelerator chosen, with what was given on the command line in place of its own figures."""
     known = {a.name: a for a in load(arguments.backend).accelerators}
     given = {name: getattr(arguments, name) for name in _UNITS if getattr(arguments, name) is not None}
-    for name, value in (
-        *given.items(),
-        ("device_flops", arguments.device_flops),
-        ("per_node", arguments.devices_per_node),
-    ):
-        if value is not None and value <= 0:
-            raise HalError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    figures = {_UNITS[name][0]: value for name, value in given.items()}
+    figures |= {"--device-flops": arguments.device_flops, "--devices-per-node": arguments.devices_per_node}
+    for flag, value in figures.items():
+        if value is not None and not 0 < value < math.inf:
+            raise HalError(f"{flag} must be above 0 and finite, got {value:g}")
     names = ", ".join(known) or "none"
     if arguments.accelerator is not None and arguments.accelerator not in known:
         raise HalError(

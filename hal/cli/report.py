@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import Parser
+from .arguments import Parser, require_writable
 
 
 def parser() -> Parser:
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.reporting.record import read_parity, read_runs
 
     arguments = parser().parse_args(argv)
+    require_writable("--output", arguments.output)
     page = build_page(read_runs(arguments.runs), [read_parity(p) for p in arguments.parity], arguments.title)
     write_text(arguments.output, page)
     print(f"{arguments.output} shows {len(arguments.runs)} run{'s' if len(arguments.runs) > 1 else ''}")

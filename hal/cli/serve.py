@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     for name, least in (("port", 0), ("max_batch_size", 1), ("max_waiting", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
             made.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if arguments.port > 65535:
+        made.error("--port must be at most 65535")
     return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model))
 
 

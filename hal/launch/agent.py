@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -57,6 +58,14 @@ class Job:
                 f"launch: {self.nproc} processes on node {self.node_rank} of {self.nnodes}; a node runs at least one "
                 "process, and its rank is less than the number of nodes"
             )
+        if not 0 <= self.master_port <= 65535:
+            raise ContractError(
+                f"launch: --master-port is at most 65535, and 0 lets the system choose; found {self.master_port}"
+            )
+        if not 0 < self.cluster_timeout < math.inf:
+            raise ContractError(
+                f"launch: --cluster-timeout is a number of seconds above 0; found {self.cluster_timeout}"
+            )
         if self.nnodes > 1 and not 1024 <= self.master_port <= 65535:
             raise ContractError(
                 f"launch: {self.nnodes} nodes need an agreed --master-port in 1024..65535, not {self.master_port}"
@@ -72,7 +81,10 @@ def run(job: Job) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it reports what _explain says better
     temporary = job.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="hal-job-")) if job.log_dir is None else job.log_dir
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HalError(f"launch: --log-dir {folder} cannot be made ({error.strerror}); give another") from None
     for stale in (*folder.glob("failure_*.json"), mark_path(folder)):
         stale.unlink(missing_ok=True)
     store = _store(job)
@@ -240,6 +252,7 @@ def _shown(folder: Path) -> tuple[int, ...]:
 def _following(agent: Any, folder: Path) -> Iterator[None]:
     """Copies the logs of this node's workers that are to be seen to the console while they run."""
     stop = threading.Event()
+    earlier = {path: _touched(path) for path in folder.glob("worker_*.log")}  # of a job that had the same folder
 
     def copy() -> None:
         positions: dict[Path, int] = {}
@@ -249,7 +262,7 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
             if workers and all(w.global_rank is not None and w.id is not None for w in workers):
                 for i in _shown(folder):
                     positions.setdefault(log_path(folder, workers[i].global_rank), 0)
-            for path in [path for path in positions if path.exists()]:
+            for path in [path for path in positions if path.exists() and _touched(path) != earlier.get(path)]:
                 with path.open("rb") as log:
                     log.seek(positions[path])
                     text = log.read()
@@ -269,6 +282,11 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
         thread.join()
 
 
+def _touched(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
 def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]) -> int:
     """Prints why the job failed, the first cause first; returns its exit code."""
     records = {r: json.loads(failure_path(folder, r).read_text()) for r in ranks if failure_path(folder, r).exists()}
@@ -279,7 +297,7 @@ def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], 
     order = list(dict.fromkeys([*killed, *recorded, *unrecorded]))
     first = order[0]
     code = records[first]["code"] if first in records else exit_codes[first]
-    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    how = f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
     print(f"hal launch: rank {first} failed first ({how}); its log is {log_path(folder, first)}", file=sys.stderr)
     text = records[first]["text"].rstrip() if first in records else ""
     print(text or _tail(log_path(folder, first)), file=sys.stderr)
@@ -294,6 +312,13 @@ def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], 
     if stopped:
         print(f"hal launch: then ended: ranks {', '.join(map(str, sorted(stopped)))}", file=sys.stderr)
     return code if code > 0 else 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals between the first and the last have no names
+        return f"signal {number}"
 
 
 def _tail(path: Path, lines: int = 20) -> str:

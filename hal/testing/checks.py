@@ -50,7 +50,7 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
     oracle, native, dys = references(subject, sample)
     with_grad = bool(op.grads) and sample.grad
     dys_there = [dy.to(subject.device) for dy in dys]
-    before = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there})
+    before, settings = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there}), _settings()
     outcome = _run(subject, sample, arguments, with_grad)
     if with_grad:
         outcome.gradients = _backward(subject, sample, outcome, dys_there)
@@ -72,7 +72,18 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
     for name, y in outcome.outputs.items():
         if not equal_bits(y, repeated.outputs[name]):
             raise subject.fail(f"{name} differs in bits in a second, equal call (without autograd)", sample)
+    for name, value in _settings().items():
+        if value != settings[name]:
+            raise subject.fail(f"the call changed {name}, which belongs to the whole process", sample)
     return Verdict((), worst)
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "the state of torch's random generator": torch.get_rng_state().numpy().tobytes(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's grad mode": torch.is_grad_enabled(),
+    }
 
 
 def references(subject: Subject, sample: Sample) -> tuple[Outcome, Outcome, list[Tensor]]:

@@ -1,5 +1,7 @@
 """The wrapper around a forward and a backward: who gets which gradient, and what is skipped."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,11 +73,42 @@ def test_a_saved_tensor_that_was_changed_is_noticed(wrapped):
         y.sum().backward()
 
 
-def test_a_second_derivative_is_refused_not_wrong(wrapped):
+@pytest.mark.parametrize("power", [2, 1])  # whether the output's gradient asks for a gradient itself
+def test_a_second_derivative_is_refused_not_wrong(wrapped, power):
     x = torch.ones(3, requires_grad=True)
-    (dx,) = torch.autograd.grad((wrapped(x) ** 2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    (dx,) = torch.autograd.grad((wrapped(x) ** power).sum(), x, create_graph=True)
+    with pytest.raises(hal.UnsupportedOp, match="implementation 'a' has no second derivative"):
+        dx.square().sum().backward()
+    with pytest.raises(hal.UnsupportedOp, match="second derivative"):  # a gradient penalty beside the loss
+        y = wrapped(x).sum()
+        (y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()).backward()
+
+
+def test_autograd_knows_what_an_op_has_written(isolated, make_backend):
+    def check(x: Tensor, more: Sequence[Tensor] | None = None) -> None:
+        pass
+
+    def fill(x: Tensor, more: Sequence[Tensor] | None = None) -> None:
+        pass
+
+    op = hal.op(check=check, tol={}, samples=lambda: None, directed=list, mutates=("x", "more"))(fill)
+    backend = make_backend()
+
+    @backend.impl(op, id="a")
+    def through_a_pointer(x, more=None):
+        for t in (x, *(more or ())):
+            t.numpy()[...] = 7.0
+
+    with hal.activated(backend()):
+        for at in (0, 1):
+            saved, other = torch.ones(3), torch.ones(3)
+            y = (torch.ones(3, requires_grad=True) * saved).sum()
+            op(*((saved, None), (other, [saved]))[at])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+        with torch.inference_mode():
+            op(x := torch.ones(3))
+        assert x.tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize("returned", [(torch.ones(3),), torch.ones(3), [torch.ones(3), None], (None, None, None)])

@@ -135,6 +135,8 @@ def test_a_wrong_call_never_reaches_a_backend(toy, two):
         for _ in range(2):  # a verdict is remembered, a refusal is not
             with pytest.raises(hal.ContractError, match="toy: expected a scale that is not 0; found 0"):
                 toy(X, scale=0.0)
+        with pytest.raises(hal.ContractError, match=r"scale: float; found str"):
+            toy(torch.ones(3), scale="2")
         with pytest.raises(hal.ContractError, match=r"x: .*Tensor; found list"):
             toy([1.0])
 

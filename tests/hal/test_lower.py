@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hal
+import hal.comm_threads
 from hal import Rng, ops
 from hal.testing import Reference, calls
 from hal.testing.comparison import equal_bits

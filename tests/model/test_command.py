@@ -63,6 +63,8 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
         (["--backend", "cpu_ref", "--text-file", "absent.txt"], 2, "absent.txt cannot be read"),
         (["--backend", "cpu_ref", "--data-path", "absent"], 2, "absent.idx does not exist"),
         (["--backend", "cpu_ref", "--pin", "linear=nobody"], 2, "cpu_ref/"),
+        (["--backend", "cpu_ref", "--seed", str(2**32)], 2, "--seed must be in 0..4294967295"),
+        (["--backend", "cpu_ref", "--num-layers", "1" + 400 * "0", "--lr", "inf"], 2, "--lr must be >= 0"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(cpu_ref, argv, code, words, capsys, monkeypatch):
@@ -77,6 +79,12 @@ def test_a_loss_that_explodes_is_exit_code_1(cpu_ref, text, tmp_path, cache, cap
     monkeypatch.setattr("hal.use", lambda *a, **k: cpu_ref)
     code = main([*arguments(text, tmp_path), "--lr", "1e30", "--clip-grad", "0", "--sample-tokens", "0"])
     assert code == 1 and "nothing was updated" in capsys.readouterr().err
+    losses = json.loads((tmp_path / "run" / "run.json").read_text())["losses"]
+    assert [n for n, _ in losses] == list(range(1, len(losses) + 1)) and losses, "what was trained is on record"
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/run"):
+        assert main([*arguments(text, tmp_path), "--run-dir", str(tmp_path / folder)]) == 2
+        assert f"--run-dir {tmp_path / folder} cannot be written" in capsys.readouterr().err
 
 
 def test_the_example_is_a_valid_config():

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from test_pretrained import written
 
+from hal.cli import main as hal_command
 from hal.cli.generate import main
+from hal.errors import HalError
+from hal.model.files import write_text
 from hal.model.prompting import read_prompts
 
 
@@ -110,3 +113,43 @@ def test_numbers_that_no_sampling_has_are_refused(run: Any) -> None:
         assert code == 2 and reason in said
     code, said = run("--prompt-file", "/nothing/there")
     assert code == 2 and "/nothing/there" in said
+
+
+def test_what_would_be_lost_is_refused_before_the_work(run: Any, tmp_path: Path) -> None:
+    for out in (tmp_path, tmp_path / "absent" / "out.jsonl"):
+        with pytest.raises(HalError, match=f"--output-file {out} cannot be written"):
+            run("--prompt", "ab", "--output-file", str(out))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(SystemExit, match="2"):
+        run("--prompt", "ab", "--stop", "")
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(IsADirectoryError, match="there"):
+        write_text(tmp_path / "there", "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["eval", "--backend", "cpu_ref", "--load", "absent", "--task", "valid", "--output-file"],
+        ["report", "absent", "--output"],
+        ["plan", "--backend", "cpu_ref", "--devices", "1", "--json"],
+        ["parity", "--backend", "cpu_ref", "--json"],
+        ["parity", "--backends", "cpu_ref,npu", "--html"],
+        ["bench", "dispatch", "--html"],
+    ],
+)
+def test_every_command_looks_at_its_output_first(argv: list[str], tmp_path: Path, capsys: Any) -> None:
+    assert hal_command([*argv, str(tmp_path / "absent" / "file")]) == 2
+    said = capsys.readouterr()
+    assert f"{argv[-1]} {tmp_path / 'absent' / 'file'} cannot be written" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_serve_refuses_a_port_that_is_none(port: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        hal_command(["serve", "--backend", "cpu_ref", "--load", "absent", "--port", port])
+    assert "--port must be at" in capsys.readouterr().err

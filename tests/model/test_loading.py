@@ -48,6 +48,19 @@ def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
     assert all(not bool(m.any()) for m in after.optimizer.exp_avg_sq.values())
 
 
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"num_attention_heads": 2}, "num-attention-heads 4, this run has 2"),
+        ({"position_embedding_type": "rope"}, "position-embedding-type learned_absolute, this run has rope"),
+        ({"normalization": "RMSNorm", "finetune": True}, "normalization LayerNorm, this run has RMSNorm"),
+    ],
+)
+def test_another_model_of_the_same_shapes_is_refused(saved, tiny, other, words):
+    with pytest.raises(ConfigError, match=words):
+        command.build(tiny(load=str(saved[1]), **other))[0].load(saved[1])
+
+
 def test_no_load_rng_goes_on_with_another_seed(saved, tiny):
     before, root = saved
     other = command.build(tiny(load=str(root), seed=99))[0]
@@ -68,7 +81,9 @@ def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
     assert checkpoint.latest(tmp_path) == 4
 
 
-@pytest.mark.parametrize("options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}])
+@pytest.mark.parametrize(
+    "options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}, {"save_interval": 2}]
+)
 def test_options_that_nothing_would_read_are_refused(options, tiny):
     with pytest.raises(ConfigError, match="would be ignored"):
         tiny(**options)

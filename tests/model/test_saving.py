@@ -13,7 +13,8 @@ from hal import HalError
 from hal.model import checkpoint, saving
 from hal.model import train as command
 from hal.model.checkpoint import RELEASE
-from hal.model.trainer import TrainingFailed
+from hal.model.config import ConfigError
+from hal.model.trainer import Trainer, TrainingFailed
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +189,49 @@ def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, ther
             assert torch.equal(tensor, getattr(after.optimizer, held)[name]), (held, name)
     for name, parameter in after.model.named_parameters():
         assert torch.equal(parameter, before.optimizer.main[name].to(parameter.dtype))
+
+
+def test_two_runs_do_not_save_in_one_folder(tiny, tmp_path, monkeypatch):
+    config = tiny(save=str(tmp_path / "save"), train_iters=2, sample_tokens=0)
+    step = Trainer.step
+
+    def meanwhile(self):
+        with pytest.raises(ConfigError, match="another run is saving there"):
+            command.train(config)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", meanwhile)
+        assert command.train(config).iteration == 2
+    assert command.train(tiny(save=config.save, load=config.save, train_iters=3, sample_tokens=0)).iteration == 3
+
+
+@pytest.mark.parametrize("there", [{}, {"fp16": True, "loss_scale": 512.0}, {"fp16": True}])
+@pytest.mark.parametrize("here, scale", [({}, 1.0), ({"bf16": True}, 1.0), ({"fp16": True, "loss_scale": 64.0}, 64.0)])
+def test_a_constant_loss_scale_is_this_runs_whatever_the_checkpoint_had(tiny, tmp_path, there, here, scale):
+    start(tiny(**there)).save(tmp_path)
+    after = start(tiny(**here))
+    after.load(tmp_path)
+    assert after.optimizer.scaler.scale == scale and not after.optimizer.scaler.dynamic
+    expected = start(tiny(**here)).step().grad_norm
+    assert after.step().grad_norm == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_dynamic_loss_scale_goes_on_under_this_runs_options(tiny, tmp_path):
+    def options(**more):
+        return tiny(fp16=True, initial_loss_scale=256.0, **more)
+
+    before = start(options(loss_scale_window=9))
+    for _ in range(3):
+        before.step()
+    before.save(tmp_path)
+    same, shorter = start(options(loss_scale_window=9)), start(options(loss_scale_window=2, min_loss_scale=64.0))
+    same.load(tmp_path)
+    shorter.load(tmp_path)
+    assert same.optimizer.scaler == before.optimizer.scaler
+    assert (shorter.optimizer.scaler.window, shorter.optimizer.scaler.minimum) == (2, 64.0)
+    shorter.step()
+    assert shorter.optimizer.scaler.scale == 512.0, "three good steps and one more are at least two"
 
 
 def test_modes_are_the_same_whatever_the_umask(tmp_path):

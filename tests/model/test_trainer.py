@@ -9,8 +9,10 @@ import torch
 
 import hal
 from hal.model import train as command
+from hal.model import trainer as trainer_module
 from hal.model.config import ConfigError
 from hal.model.optimizer import Optimizer, no_decay
+from hal.model.report import Report
 from hal.model.trainer import TrainingFailed
 
 BF16, FP16 = {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1}
@@ -27,6 +29,40 @@ def start(config):
 
 def steps(trainer, count):
     return [(r.loss, r.grad_norm, r.lr, r.loss_scale) for r in (trainer.step() for _ in range(count))]
+
+
+def test_a_run_that_is_killed_leaves_its_record_up_to_the_last_checkpoint(tiny, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    config = tiny(save=str(tmp_path / "save"), save_interval=2, train_iters=5, sample_tokens=0)
+    save = trainer_module.Trainer.save
+
+    def dying(self, root):
+        save(self, root)
+        if self.iteration == 4:  # the checkpoint is whole, and nobody has heard of it
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "save", dying)
+        patch.setattr(Report, "__exit__", lambda *error: None)  # nothing more is done
+        with pytest.raises(Killed):
+            command.train(config)
+    command.train(tiny(load=config.save, save=config.save, train_iters=5, sample_tokens=0))
+    whole = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [n for n, _ in whole["losses"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_validation_loss_that_is_not_finite_is_said_and_recorded(tiny, tmp_path, capsys):
+    command.train(tiny(lr=1e30, train_iters=1, eval_interval=1, eval_iters=1, sample_tokens=0))
+    assert "lm loss value: NAN | lm loss PPL: NAN" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["evaluations"] == [[1, None]]
+
+
+def test_losses_are_kept_when_no_sample_can_be_made(tiny, tmp_path):
+    with pytest.raises(hal.HalError, match="no token can be chosen"):
+        command.train(tiny(lr=1e30, train_iters=1, sample_tokens=4))
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["losses"]) == 1
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(tiny):

@@ -31,6 +31,11 @@ def swapped_window(pre_tokens, next_tokens, **rest):
     return attention.reference(pre_tokens=next_tokens, next_tokens=pre_tokens, **rest)
 
 
+def lse_in_base_2_beside_a_mask(mask, return_lse, **rest):
+    result = ops.flash_attention.reference(mask=mask, return_lse=return_lse, **rest)
+    return (result[0], result[1] / 0.6931) if return_lse and mask is not None else result
+
+
 def stale_offset(x, p, rng):
     return ops.dropout.reference(x, p, rng and hal.Rng(rng.seed, 0, rng.full_shape, rng.start))
 
@@ -57,12 +62,20 @@ def writes_between_elements(grads, inv_scale):
     return ops.unscale_and_check.reference(grads, inv_scale)
 
 
+def seeds_torch(x, bias):
+    torch.manual_seed(3)
+    return ops.swiglu.reference(x, bias)
+
+
 def loses_nan(x, bias):
     return torch.nan_to_num(ops.swiglu.reference(x, bias))
 
 
+_OWN = torch.Generator()
+
+
 def noisy(x, bias):
-    return ops.swiglu.reference(x, bias) * (1.0 + 1e-7 * torch.rand(()))
+    return ops.swiglu.reference(x, bias) * (1.0 + 1e-7 * torch.rand((), generator=_OWN))
 
 
 def returns_its_input(x, p, rng):
@@ -98,11 +111,13 @@ PLANTED = [
     (softmax, dead_rows_give_nan, "got nan"),
     (attention, without_last_key, "the output: error"),
     (attention, swapped_window, "the output: error"),
+    (attention, lse_in_base_2_beside_a_mask, "output 1: error"),
     (ops.dropout, stale_offset, "the output: error of inf tolerances"),
     (ops.dropout, strict_comparison, "at [0, 0, 1, 5]: got 0, float64 says 0.34"),
     (ops.dropout, returns_its_input, "shares memory with the argument x"),
     (ops.rms_norm, overwrites_input, "the call wrote to x"),
     (ops.unscale_and_check, writes_between_elements, "memory between the elements of grads[0]"),
+    (ops.swiglu, seeds_torch, "changed the state of torch's random generator"),
     (ops.swiglu, loses_nan, "float64 says nan"),
     (ops.swiglu, noisy, "differs in bits in a second, equal call"),
     (ops.layer_norm, all_in_low_precision, "error of"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import hal
+from hal.cli import main as hal_command
 from hal.cli.launch import argv_without_join, job_of
+from hal.launch.agent import Job, _explain, run
 from hal.launch.hosts import Host, parse_hostfile, select
 
 TEXT = """# a cluster
@@ -84,11 +88,35 @@ def test_a_hostfile_becomes_the_job_of_this_node(tmp_path) -> None:
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "its rank is less"),
         (["--include", "a", "x.py"], "--hostfile"),
         (["--join", "false", "x.py"], "--log-dir"),
+        (["--nproc-per-node", "0", "x.py"], "0 processes on node 0"),
+        (["--nnodes", "0", "x.py"], "node 0 of 0"),
+        (["--master-port", "65536", "x.py"], "at most 65535"),
+        (["--cluster-timeout", "nan", "x.py"], "--cluster-timeout is a number of seconds above 0"),
+        (["--cluster-timeout", "-1", "x.py"], "--cluster-timeout is a number of seconds above 0"),
+        (["--hostfile", "absent", "x.py"], "--hostfile absent cannot be read"),
     ],
 )
 def test_contradictions_are_refused_before_anything_starts(argv: list[str], message: str) -> None:
     with pytest.raises(hal.ContractError, match=message):
         job_of(argv)
+
+
+@pytest.mark.parametrize("argv, words", [(["absent.py"], "no script absent.py"), (["trian"], "nor a hal command")])
+def test_what_no_worker_could_run_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hal_command(["launch", "--nproc-per-node", "2", *argv]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(hal.HalError, match=r"--log-dir .*file cannot be made"):
+        run(Job(["x.py"], nproc=1, log_dir=tmp_path / "file"))
+
+
+def test_a_signal_without_a_name_can_end_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _explain(tmp_path, [0, 1], {1: -37}, ()) == 1
+    assert "rank 1 failed first (killed by signal 37)" in capsys.readouterr().err
 
 
 def test_only_the_launchers_own_join_is_taken_out() -> None:

@@ -49,6 +49,15 @@ def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 60) -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
+def test_the_console_does_not_repeat_an_earlier_jobs_log(tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text("import sys; print(' '.join(sys.argv[1:]))")
+    said = [
+        launch("--log-dir", str(tmp_path / "logs"), str(tmp_path / "say.py"), *words).stdout.split()
+        for words in (["a", "long", "first", "line"], ["short"])
+    ]
+    assert said == [["a", "long", "first", "line"], ["short"]]
+
+
 def test_a_job_of_two_writes_its_logs_and_leaves_nothing(worker: str, tmp_path: Path) -> None:
     done = launch("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), worker, "listening")
     assert done.returncode == 0, done.stderr
