@@ -14,7 +14,7 @@ from hal import ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, address, parameter, reasons, rows_of
+from .tensors import CODE, REAL, absent, address, parameter, reasons, rows_of
 
 _SILU, _GELU = 0, {"none": 1, "tanh": 2, "fast": 3}
 
@@ -24,7 +24,9 @@ def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Te
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     b = None if bias is None else parameter(bias, REAL[x.dtype])
     y = empty((*x.shape[:-1], width), x.dtype)
-    lib().hal_activation_fwd(CODE[x.dtype], kind, gated, x.data_ptr(), address(b), y.data_ptr(), rows_of(x), width)
+    lib().hal_activation_fwd(
+        CODE[x.dtype], kind, gated, x.data_ptr() or absent(x), address(b), y.data_ptr() or absent(y), rows_of(x), width
+    )
     return y, (x, bias, kind, gated)
 
 
@@ -38,10 +40,10 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         CODE[x.dtype],
         kind,
         gated,
-        x.data_ptr(),
+        x.data_ptr() or absent(x),
         address(b),
-        dy.data_ptr(),
-        dx.data_ptr(),
+        dy.data_ptr() or absent(dy),
+        dx.data_ptr() or absent(dx),
         address(db),
         rows_of(x),
         dy.shape[-1],

@@ -24,7 +24,7 @@ from . import cpu
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import address, reasons
+from .tensors import absent, address, reasons
 
 _SMALL = 1 << 22
 """Below this many multiplications the two cost the same, and torch.mm has the cheaper call."""
@@ -99,7 +99,14 @@ def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tenso
     """dy^T x and, if there is a bias, the sum of dy's rows (kernels/linear.c)."""
     dw = empty((dy.shape[1], x.shape[1]), torch.float32)
     db = torch.empty(dy.shape[1]) if biased else None
-    lib().hal_linear_wgrad(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), address(db), x.shape[0], *dw.shape)
+    lib().hal_linear_wgrad(
+        dy.data_ptr() or absent(dy),
+        x.data_ptr() or absent(x),
+        dw.data_ptr() or absent(dw),
+        address(db),
+        x.shape[0],
+        *dw.shape,
+    )
     return dw, db
 
 

@@ -13,7 +13,7 @@ from hal import ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, parameter, reasons, rows_of
+from .tensors import CODE, REAL, absent, parameter, reasons, rows_of
 
 
 @hal.by_metadata
@@ -26,18 +26,18 @@ def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, 
     real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
     w, dx, grads = parameter(weight, real), empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
     dw, db = grads.unbind()
-    mean = stats.data_ptr()
+    mean = stats.data_ptr() or absent(stats)
     lib().hal_norm_bwd(
         CODE[x.dtype],
         1,
-        x.data_ptr(),
-        w.data_ptr(),
+        x.data_ptr() or absent(x),
+        w.data_ptr() or absent(w),
         mean,
         mean + rows * stats.element_size(),
-        dy.data_ptr(),
-        dx.data_ptr(),
-        dw.data_ptr(),
-        db.data_ptr(),
+        dy.data_ptr() or absent(dy),
+        dx.data_ptr() or absent(dx),
+        dw.data_ptr() or absent(dw),
+        db.data_ptr() or absent(db),
         rows,
         x.shape[-1],
     )
@@ -50,14 +50,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     rows = rows_of(x)
     w, b = parameter(weight, real), parameter(bias, real)
     y, stats = empty_like(x), torch.empty(2, rows, dtype=real)
-    mean = stats.data_ptr()
+    mean = stats.data_ptr() or absent(stats)
     lib().hal_norm_fwd(
         CODE[x.dtype],
         1,
-        x.data_ptr(),
-        w.data_ptr(),
-        b.data_ptr(),
-        y.data_ptr(),
+        x.data_ptr() or absent(x),
+        w.data_ptr() or absent(w),
+        b.data_ptr() or absent(b),
+        y.data_ptr() or absent(y),
         mean,
         mean + rows * stats.element_size(),
         eps,
@@ -79,13 +79,13 @@ def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Te
     lib().hal_norm_bwd(
         CODE[x.dtype],
         0,
-        x.data_ptr(),
-        w.data_ptr(),
+        x.data_ptr() or absent(x),
+        w.data_ptr() or absent(w),
         0,
-        rstd.data_ptr(),
-        dy.data_ptr(),
-        dx.data_ptr(),
-        dw.data_ptr(),
+        rstd.data_ptr() or absent(rstd),
+        dy.data_ptr() or absent(dy),
+        dx.data_ptr() or absent(dx),
+        dw.data_ptr() or absent(dw),
         0,
         rows_of(x),
         x.shape[-1],
@@ -99,6 +99,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tupl
     rows = rows_of(x)
     w, y, rstd = parameter(weight, real), empty_like(x), torch.empty(rows, dtype=real)
     lib().hal_norm_fwd(
-        CODE[x.dtype], 0, x.data_ptr(), w.data_ptr(), 0, y.data_ptr(), 0, rstd.data_ptr(), eps, rows, x.shape[-1]
+        CODE[x.dtype],
+        0,
+        x.data_ptr() or absent(x),
+        w.data_ptr() or absent(w),
+        0,
+        y.data_ptr() or absent(y),
+        0,
+        rstd.data_ptr() or absent(rstd),
+        eps,
+        rows,
+        x.shape[-1],
     )
     return y, (x, weight, rstd)

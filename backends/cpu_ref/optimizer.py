@@ -13,11 +13,11 @@ from hal import ops
 
 from .build import lib
 from .device import CpuRef
-from .tensors import CODE, reasons
+from .tensors import CODE, absent, reasons
 
 
 def _addresses(tensors: Iterable[Tensor]) -> array[int]:
-    return array("Q", [t.data_ptr() for t in tensors])
+    return array("Q", [t.data_ptr() or absent(t) for t in tensors])
 
 
 def _sizes(tensors: Iterable[Tensor]) -> array[int]:

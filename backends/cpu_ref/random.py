@@ -15,7 +15,7 @@ from hal import Rng, dropout_threshold, ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, reasons
+from .tensors import CODE, absent, reasons
 
 
 def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | N
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     out = empty(tuple(shape), torch.float32)
     if out.numel():
-        lib().hal_philox_uniform(out.data_ptr(), *draw_of(rng, shape, out.numel()))
+        lib().hal_philox_uniform(out.data_ptr() or absent(out), *draw_of(rng, shape, out.numel()))
     return out
 
 
@@ -56,7 +56,18 @@ def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
     if x.numel():
         draw = draw_of(rng, x.shape, x.numel())
         scale = 1.0 / (1.0 - p)
-        lib().hal_dropout(CODE[x.dtype], x.data_ptr(), 0, 0, 0, out.data_ptr(), 0, dropout_threshold(p), scale, *draw)
+        lib().hal_dropout(
+            CODE[x.dtype],
+            x.data_ptr() or absent(x),
+            0,
+            0,
+            0,
+            out.data_ptr() or absent(out),
+            0,
+            dropout_threshold(p),
+            scale,
+            *draw,
+        )
     return out
 
 

@@ -15,7 +15,7 @@ from .build import lib
 from .device import CpuRef
 from .memory import empty
 from .random import draw_of, draw_reasons
-from .tensors import CODE, REAL, address, parameter, reasons
+from .tensors import CODE, REAL, absent, address, parameter, reasons
 
 _NO_DRAW = Rng(0)
 
@@ -39,11 +39,11 @@ def _run(
     draw = draw_of(rng or _NO_DRAW, x.shape, x.shape[-1])
     lib().hal_dropout(
         CODE[data],
-        x.data_ptr(),
+        x.data_ptr() or absent(x),
         x.dtype != data,
         address(bias),
         address(residual),
-        out.data_ptr(),
+        out.data_ptr() or absent(out),
         out.dtype != data,
         threshold,
         scale,
@@ -65,10 +65,10 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     if dy.numel():
         lib().hal_dropout_bwd(
             CODE[data],
-            rows.data_ptr(),
+            rows.data_ptr() or absent(rows),
             dy.dtype != data,
-            0 if same else dx.data_ptr(),
-            dbias.data_ptr(),
+            0 if same else dx.data_ptr() or absent(dx),
+            dbias.data_ptr() or absent(dbias),
             dropout_threshold(p),
             1.0 / (1.0 - p),
             *draw_of(rng or _NO_DRAW, dy.shape, dy.shape[-1]),

@@ -13,7 +13,7 @@ from hal import ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import CODE, REAL, parameter, reasons
+from .tensors import CODE, REAL, absent, parameter, reasons
 
 
 @hal.by_metadata
@@ -46,10 +46,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
             CODE[x.dtype],
             interleaved,
             sign,
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            y.data_ptr(),
+            x.data_ptr() or absent(x),
+            cos.data_ptr() or absent(cos),
+            sin.data_ptr() or absent(sin),
+            y.data_ptr() or absent(y),
             *rows.shape,
             cos.shape[-1],
             *rows.stride()[:3],

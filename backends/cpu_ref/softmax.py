@@ -14,7 +14,7 @@ from hal import ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, address, reasons
+from .tensors import CODE, REAL, absent, address, reasons
 
 
 @hal.by_metadata
@@ -29,11 +29,11 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     if y.numel():
         lib().hal_softmax_bwd(
             CODE[y.dtype],
-            y.data_ptr(),
+            y.data_ptr() or absent(y),
             address(x),
             address(lse),
-            dy.data_ptr(),
-            dx.data_ptr(),
+            dy.data_ptr() or absent(dy),
+            dx.data_ptr() or absent(dx),
             scale,
             causal,
             b * n * sq,
@@ -53,9 +53,17 @@ def scale_mask_softmax(
     at, strides = 0, (0, 0, 0, 0)
     if mask is not None:
         mask = mask.expand(x.shape)  # a view: broadcast dimensions get stride 0
-        at, strides = mask.data_ptr(), mask.stride()
+        at, strides = mask.data_ptr() or absent(mask), mask.stride()
     if x.numel():
         lib().hal_softmax_fwd(
-            CODE[x.dtype], x.data_ptr(), y.data_ptr(), scale, causal, *x.shape, address(lse), at, *strides
+            CODE[x.dtype],
+            x.data_ptr() or absent(x),
+            y.data_ptr() or absent(y),
+            scale,
+            causal,
+            *x.shape,
+            address(lse),
+            at,
+            *strides,
         )
     return y, (y, x if narrow else None, lse, scale, causal)

@@ -18,7 +18,7 @@ from hal import Comm, ops
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, reasons, rows_of
+from .tensors import CODE, REAL, absent, reasons, rows_of
 
 
 @hal.by_metadata
@@ -42,9 +42,9 @@ def _sharded(
     stats = torch.zeros(4, rows, dtype=REAL[logits.dtype])
     lib().hal_cross_entropy_stats(
         CODE[logits.dtype],
-        logits.data_ptr(),
-        target.data_ptr(),
-        stats.data_ptr(),
+        logits.data_ptr() or absent(logits),
+        target.data_ptr() or absent(target),
+        stats.data_ptr() or absent(stats),
         smoothing != 0.0,
         rows,
         logits.shape[-1],
@@ -67,11 +67,11 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
         dloss = dloss.contiguous()
         lib().hal_cross_entropy_bwd(
             CODE[logits.dtype],
-            logits.data_ptr(),
-            target.data_ptr(),
-            lse.data_ptr(),
-            dloss.data_ptr(),
-            dlogits.data_ptr(),
+            logits.data_ptr() or absent(logits),
+            target.data_ptr() or absent(target),
+            lse.data_ptr() or absent(lse),
+            dloss.data_ptr() or absent(dloss),
+            dlogits.data_ptr() or absent(dlogits),
             smoothing,
             rows_of(logits),
             logits.shape[-1],
@@ -105,10 +105,10 @@ def cross_entropy(
         if logits.numel():
             lib().hal_cross_entropy_fwd(
                 CODE[logits.dtype],
-                logits.data_ptr(),
-                target.data_ptr(),
-                loss.data_ptr(),
-                lse.data_ptr(),
+                logits.data_ptr() or absent(logits),
+                target.data_ptr() or absent(target),
+                loss.data_ptr() or absent(loss),
+                lse.data_ptr() or absent(lse),
                 smoothing,
                 rows_of(logits),
                 logits.shape[-1],
