@@ -6,7 +6,7 @@
 
 from . import autoload  # noqa: F401  before anything that imports torch
 from .accelerator import Accelerator
-from .backend import API, Backend, Impl, Probe, by_metadata
+from .backend import API, Backend, Impl, Probe, address, by_metadata
 from .comm import Comm, Message, Pending, Solo
 from .comm_torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
 from .dispatch import Why, activate, activated, backend, device, fallbacks, policy, use, why
@@ -56,6 +56,7 @@ __all__ = [
     "Why",
     "activate",
     "activated",
+    "address",
     "backend",
     "by_metadata",
     "device",

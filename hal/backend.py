@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from .autograd import make_call, noting_writes
-from .errors import HalError
+from .errors import ContractError, HalError
 from .op import Op, accepting_hints, require_same_signature
 from .signature import define, fragments
 
@@ -58,6 +58,23 @@ class Impl:
     bwd: Callable[..., Any] | None
     waivers: Mapping[torch.dtype, tuple[float, str]]
     by_metadata: bool = False
+
+
+def address(t: torch.Tensor | None) -> int:
+    """Where a tensor's data lies, for kernels that are given addresses; 0 for None and for a tensor without elements.
+
+    Raises ContractError for a tensor that has no memory of its own, of which data_ptr() says 0: a kernel that reads
+    there ends the process. `t.data_ptr() or address(t)` does the same where every nanosecond counts.
+    """
+    if t is None:
+        return 0
+    at = t.data_ptr()
+    if at == 0 and t.numel() > 0:
+        raise ContractError(
+            f"a {type(t).__name__} of shape {tuple(t.shape)} has no memory that a kernel could read or write: it wraps "
+            "other tensors (DTensor's to_local() gives them), only describes one, or its storage was freed"
+        )
+    return at
 
 
 def by_metadata(why_not: F) -> F:

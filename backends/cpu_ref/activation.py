@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, absent, address, parameter, reasons, rows_of
+from .tensors import CODE, REAL, parameter, reasons, rows_of
 
 _SILU, _GELU = 0, {"none": 1, "tanh": 2, "fast": 3}
 
@@ -25,7 +25,14 @@ def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Te
     b = None if bias is None else parameter(bias, REAL[x.dtype])
     y = empty((*x.shape[:-1], width), x.dtype)
     lib().hal_activation_fwd(
-        CODE[x.dtype], kind, gated, x.data_ptr() or absent(x), address(b), y.data_ptr() or absent(y), rows_of(x), width
+        CODE[x.dtype],
+        kind,
+        gated,
+        x.data_ptr() or address(x),
+        address(b),
+        y.data_ptr() or address(y),
+        rows_of(x),
+        width,
     )
     return y, (x, bias, kind, gated)
 
@@ -40,10 +47,10 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         CODE[x.dtype],
         kind,
         gated,
-        x.data_ptr() or absent(x),
+        x.data_ptr() or address(x),
         address(b),
-        dy.data_ptr() or absent(dy),
-        dx.data_ptr() or absent(dx),
+        dy.data_ptr() or address(dy),
+        dx.data_ptr() or address(dx),
         address(db),
         rows_of(x),
         dy.shape[-1],

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ContractError, Rng, ops
+from hal import ContractError, Rng, address, ops
 
 from .build import ffi, lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, absent, address, reasons
+from .tensors import CODE, REAL, reasons
 
 _UNBOUNDED = 1 << 40
 """Stands for None in pre_tokens and next_tokens: beyond any sequence, far from overflow."""
@@ -148,20 +148,20 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
     )
     status = lib().hal_flash_attention_backward(
         described,
-        q.data_ptr() or absent(q),
-        k.data_ptr() or absent(k),
-        v.data_ptr() or absent(v),
+        q.data_ptr() or address(q),
+        k.data_ptr() or address(k),
+        v.data_ptr() or address(v),
         address(mask),
         address(cu_q),
         address(cu_k),
         *((0, 0) if rng is None else rng),
-        out.data_ptr() or absent(out),
+        out.data_ptr() or address(out),
         address(rest),
-        lse.data_ptr() or absent(lse),
-        dout.data_ptr() or absent(dout),
-        dq.data_ptr() or absent(dq),
-        dk.data_ptr() or absent(dk),
-        dv.data_ptr() or absent(dv),
+        lse.data_ptr() or address(lse),
+        dout.data_ptr() or address(dout),
+        dq.data_ptr() or address(dq),
+        dk.data_ptr() or address(dk),
+        dv.data_ptr() or address(dv),
     )
     _require_done(status, cu_q, cu_k, q, k)
     return dq, dk, dv
@@ -210,16 +210,16 @@ def flash_attention(
     rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(
         described,
-        q.data_ptr() or absent(q),
-        k.data_ptr() or absent(k),
-        v.data_ptr() or absent(v),
+        q.data_ptr() or address(q),
+        k.data_ptr() or address(k),
+        v.data_ptr() or address(v),
         address(mask),
         address(cu_seqlens_q),
         address(cu_seqlens_k),
         *((0, 0) if rng is None else (rng.seed, rng.offset)),
-        out.data_ptr() or absent(out),
+        out.data_ptr() or address(out),
         address(rest),
-        lse.data_ptr() or absent(lse),
+        lse.data_ptr() or address(lse),
     )
     _require_done(status, cu_seqlens_q, cu_seqlens_k, q, k)
     state = None if rng is None else (rng.seed, rng.offset)

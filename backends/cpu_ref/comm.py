@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hal
+from hal import address
 
 from . import build
-from .tensors import absent
 
 _KIND = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 2, "broadcast": 3, "all_to_all": 4, "barrier": 5}
 _REDUCTION = {"sum": 0, "max": 1, "min": 2, "avg": 3}
@@ -118,8 +118,8 @@ class SharedMemoryComm(hal.TorchComm):
         fault = self._run_kernel(
             self._handle,
             _KIND[collective],
-            x.data_ptr() or absent(x),
-            out.data_ptr() or absent(out),
+            x.data_ptr() or address(x),
+            out.data_ptr() or address(out),
             count,
             x.element_size(),
             _CODE.get(dtype, 0),

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from . import cpu
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import absent, address, reasons
+from .tensors import reasons
 
 _SMALL = 1 << 22
 """Below this many multiplications the two cost the same, and torch.mm has the cheaper call."""
@@ -100,9 +100,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tenso
     dw = empty((dy.shape[1], x.shape[1]), torch.float32)
     db = torch.empty(dy.shape[1]) if biased else None
     lib().hal_linear_wgrad(
-        dy.data_ptr() or absent(dy),
-        x.data_ptr() or absent(x),
-        dw.data_ptr() or absent(dw),
+        dy.data_ptr() or address(dy),
+        x.data_ptr() or address(x),
+        dw.data_ptr() or address(dw),
         address(db),
         x.shape[0],
         *dw.shape,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, absent, parameter, reasons, rows_of
+from .tensors import CODE, REAL, parameter, reasons, rows_of
 
 
 @hal.by_metadata
@@ -26,18 +26,18 @@ def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, 
     real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
     w, dx, grads = parameter(weight, real), empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
     dw, db = grads.unbind()
-    mean = stats.data_ptr() or absent(stats)
+    mean = stats.data_ptr() or address(stats)
     lib().hal_norm_bwd(
         CODE[x.dtype],
         1,
-        x.data_ptr() or absent(x),
-        w.data_ptr() or absent(w),
+        x.data_ptr() or address(x),
+        w.data_ptr() or address(w),
         mean,
         mean + rows * stats.element_size(),
-        dy.data_ptr() or absent(dy),
-        dx.data_ptr() or absent(dx),
-        dw.data_ptr() or absent(dw),
-        db.data_ptr() or absent(db),
+        dy.data_ptr() or address(dy),
+        dx.data_ptr() or address(dx),
+        dw.data_ptr() or address(dw),
+        db.data_ptr() or address(db),
         rows,
         x.shape[-1],
     )
@@ -50,14 +50,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     rows = rows_of(x)
     w, b = parameter(weight, real), parameter(bias, real)
     y, stats = empty_like(x), torch.empty(2, rows, dtype=real)
-    mean = stats.data_ptr() or absent(stats)
+    mean = stats.data_ptr() or address(stats)
     lib().hal_norm_fwd(
         CODE[x.dtype],
         1,
-        x.data_ptr() or absent(x),
-        w.data_ptr() or absent(w),
-        b.data_ptr() or absent(b),
-        y.data_ptr() or absent(y),
+        x.data_ptr() or address(x),
+        w.data_ptr() or address(w),
+        b.data_ptr() or address(b),
+        y.data_ptr() or address(y),
         mean,
         mean + rows * stats.element_size(),
         eps,
@@ -79,13 +79,13 @@ def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Te
     lib().hal_norm_bwd(
         CODE[x.dtype],
         0,
-        x.data_ptr() or absent(x),
-        w.data_ptr() or absent(w),
+        x.data_ptr() or address(x),
+        w.data_ptr() or address(w),
         0,
-        rstd.data_ptr() or absent(rstd),
-        dy.data_ptr() or absent(dy),
-        dx.data_ptr() or absent(dx),
-        dw.data_ptr() or absent(dw),
+        rstd.data_ptr() or address(rstd),
+        dy.data_ptr() or address(dy),
+        dx.data_ptr() or address(dx),
+        dw.data_ptr() or address(dw),
         0,
         rows_of(x),
         x.shape[-1],
@@ -101,12 +101,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tupl
     lib().hal_norm_fwd(
         CODE[x.dtype],
         0,
-        x.data_ptr() or absent(x),
-        w.data_ptr() or absent(w),
+        x.data_ptr() or address(x),
+        w.data_ptr() or address(w),
         0,
-        y.data_ptr() or absent(y),
+        y.data_ptr() or address(y),
         0,
-        rstd.data_ptr() or absent(rstd),
+        rstd.data_ptr() or address(rstd),
         eps,
         rows,
         x.shape[-1],

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
-from .tensors import CODE, absent, reasons
+from .tensors import CODE, reasons
 
 
 def _addresses(tensors: Iterable[Tensor]) -> array[int]:
-    return array("Q", [t.data_ptr() or absent(t) for t in tensors])
+    return array("Q", [t.data_ptr() or address(t) for t in tensors])
 
 
 def _sizes(tensors: Iterable[Tensor]) -> array[int]:

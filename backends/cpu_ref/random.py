@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, dropout_threshold, ops
+from hal import Rng, address, dropout_threshold, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, absent, reasons
+from .tensors import CODE, reasons
 
 
 def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | N
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     out = empty(tuple(shape), torch.float32)
     if out.numel():
-        lib().hal_philox_uniform(out.data_ptr() or absent(out), *draw_of(rng, shape, out.numel()))
+        lib().hal_philox_uniform(out.data_ptr() or address(out), *draw_of(rng, shape, out.numel()))
     return out
 
 
@@ -58,11 +58,11 @@ def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
         scale = 1.0 / (1.0 - p)
         lib().hal_dropout(
             CODE[x.dtype],
-            x.data_ptr() or absent(x),
+            x.data_ptr() or address(x),
             0,
             0,
             0,
-            out.data_ptr() or absent(out),
+            out.data_ptr() or address(out),
             0,
             dropout_threshold(p),
             scale,

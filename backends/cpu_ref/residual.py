@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, dropout_threshold, ops
+from hal import Rng, address, dropout_threshold, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty
 from .random import draw_of, draw_reasons
-from .tensors import CODE, REAL, absent, address, parameter, reasons
+from .tensors import CODE, REAL, parameter, reasons
 
 _NO_DRAW = Rng(0)
 
@@ -39,11 +39,11 @@ def _run(
     draw = draw_of(rng or _NO_DRAW, x.shape, x.shape[-1])
     lib().hal_dropout(
         CODE[data],
-        x.data_ptr() or absent(x),
+        x.data_ptr() or address(x),
         x.dtype != data,
         address(bias),
         address(residual),
-        out.data_ptr() or absent(out),
+        out.data_ptr() or address(out),
         out.dtype != data,
         threshold,
         scale,
@@ -65,10 +65,10 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     if dy.numel():
         lib().hal_dropout_bwd(
             CODE[data],
-            rows.data_ptr() or absent(rows),
+            rows.data_ptr() or address(rows),
             dy.dtype != data,
-            0 if same else dx.data_ptr() or absent(dx),
-            dbias.data_ptr() or absent(dbias),
+            0 if same else dx.data_ptr() or address(dx),
+            dbias.data_ptr() or address(dbias),
             dropout_threshold(p),
             1.0 / (1.0 - p),
             *draw_of(rng or _NO_DRAW, dy.shape, dy.shape[-1]),

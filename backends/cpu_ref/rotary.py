@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import CODE, REAL, absent, parameter, reasons
+from .tensors import CODE, REAL, parameter, reasons
 
 
 @hal.by_metadata
@@ -46,10 +46,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
             CODE[x.dtype],
             interleaved,
             sign,
-            x.data_ptr() or absent(x),
-            cos.data_ptr() or absent(cos),
-            sin.data_ptr() or absent(sin),
-            y.data_ptr() or absent(y),
+            x.data_ptr() or address(x),
+            cos.data_ptr() or address(cos),
+            sin.data_ptr() or address(sin),
+            y.data_ptr() or address(y),
             *rows.shape,
             cos.shape[-1],
             *rows.stride()[:3],

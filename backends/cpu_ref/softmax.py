@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, absent, address, reasons
+from .tensors import CODE, REAL, reasons
 
 
 @hal.by_metadata
@@ -29,11 +29,11 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     if y.numel():
         lib().hal_softmax_bwd(
             CODE[y.dtype],
-            y.data_ptr() or absent(y),
+            y.data_ptr() or address(y),
             address(x),
             address(lse),
-            dy.data_ptr() or absent(dy),
-            dx.data_ptr() or absent(dx),
+            dy.data_ptr() or address(dy),
+            dx.data_ptr() or address(dx),
             scale,
             causal,
             b * n * sq,
@@ -53,12 +53,12 @@ def scale_mask_softmax(
     at, strides = 0, (0, 0, 0, 0)
     if mask is not None:
         mask = mask.expand(x.shape)  # a view: broadcast dimensions get stride 0
-        at, strides = mask.data_ptr() or absent(mask), mask.stride()
+        at, strides = mask.data_ptr() or address(mask), mask.stride()
     if x.numel():
         lib().hal_softmax_fwd(
             CODE[x.dtype],
-            x.data_ptr() or absent(x),
-            y.data_ptr() or absent(y),
+            x.data_ptr() or address(x),
+            y.data_ptr() or address(y),
             scale,
             causal,
             *x.shape,

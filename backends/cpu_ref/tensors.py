@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hal import ContractError
-
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 REAL = {
     torch.float32: torch.float32,
@@ -44,21 +42,6 @@ def _reasons(tensors: Sequence[Tensor | None]) -> Sequence[str]:
 def parameter(t: Tensor, real: torch.dtype) -> Tensor:
     """A weight or bias as kernels read it: contiguous, in the dtype of arithmetic (a copy only if it is not)."""
     return t if t.dtype is real and t.is_contiguous() else t.to(real).contiguous()
-
-
-def address(t: Tensor | None) -> int:
-    """The address of t's data; 0 for None. Where every nanosecond counts: `t.data_ptr() or absent(t)`."""
-    return 0 if t is None else t.data_ptr() or absent(t)
-
-
-def absent(t: Tensor) -> int:
-    """The address of a tensor that has none: 0 if it has no elements. Raises ContractError otherwise."""
-    if t.numel() == 0:
-        return 0
-    raise ContractError(
-        f"a {type(t).__name__} of shape {tuple(t.shape)} has no memory that a kernel could read or write: it wraps "
-        "other tensors (DTensor's to_local() gives them), only describes one, or its storage was freed"
-    )
 
 
 def rows_of(x: Tensor) -> int:

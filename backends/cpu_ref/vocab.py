@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Comm, ops
+from hal import Comm, address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, absent, reasons, rows_of
+from .tensors import CODE, REAL, reasons, rows_of
 
 
 @hal.by_metadata
@@ -42,9 +42,9 @@ def _sharded(
     stats = torch.zeros(4, rows, dtype=REAL[logits.dtype])
     lib().hal_cross_entropy_stats(
         CODE[logits.dtype],
-        logits.data_ptr() or absent(logits),
-        target.data_ptr() or absent(target),
-        stats.data_ptr() or absent(stats),
+        logits.data_ptr() or address(logits),
+        target.data_ptr() or address(target),
+        stats.data_ptr() or address(stats),
         smoothing != 0.0,
         rows,
         logits.shape[-1],
@@ -67,11 +67,11 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
         dloss = dloss.contiguous()
         lib().hal_cross_entropy_bwd(
             CODE[logits.dtype],
-            logits.data_ptr() or absent(logits),
-            target.data_ptr() or absent(target),
-            lse.data_ptr() or absent(lse),
-            dloss.data_ptr() or absent(dloss),
-            dlogits.data_ptr() or absent(dlogits),
+            logits.data_ptr() or address(logits),
+            target.data_ptr() or address(target),
+            lse.data_ptr() or address(lse),
+            dloss.data_ptr() or address(dloss),
+            dlogits.data_ptr() or address(dlogits),
             smoothing,
             rows_of(logits),
             logits.shape[-1],
@@ -105,10 +105,10 @@ def cross_entropy(
         if logits.numel():
             lib().hal_cross_entropy_fwd(
                 CODE[logits.dtype],
-                logits.data_ptr() or absent(logits),
-                target.data_ptr() or absent(target),
-                loss.data_ptr() or absent(loss),
-                lse.data_ptr() or absent(lse),
+                logits.data_ptr() or address(logits),
+                target.data_ptr() or address(target),
+                loss.data_ptr() or address(loss),
+                lse.data_ptr() or address(lse),
                 smoothing,
                 rows_of(logits),
                 logits.shape[-1],

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import address, ops
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, address, aligned, column_sum, grid_for, reasons
+from .tensors import LANES, TYPE, aligned, column_sum, grid_for, reasons
 
 _SILU = 0
 _GELU = {"none": 1, "tanh": 2, "fast": 3}

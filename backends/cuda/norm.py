@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import address, ops
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, address, aligned, column_sum, reasons, rows_of, threads_for
+from .tensors import LANES, TYPE, aligned, column_sum, reasons, rows_of, threads_for
 
 
 def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

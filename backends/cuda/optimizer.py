@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import ops
+from hal import address, ops
 
 from . import launch
 from .device import Cuda
-from .tensors import TYPE, address, reasons
+from .tensors import TYPE, reasons
 
 LISTED, CHUNK = 48, 16384
 """As in optimizer.cu: tensors per launch, elements per block."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, dropout_threshold, ops
+from hal import Rng, address, dropout_threshold, ops
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, address, aligned, grid_for, reasons
+from .tensors import LANES, TYPE, aligned, grid_for, reasons
 
 
 def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[bytes, int]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import Rng, dropout_threshold, ops
+from hal import Rng, address, dropout_threshold, ops
 
 from . import launch
 from .device import Cuda
 from .random import draw_of, draw_reasons, run_dropout
-from .tensors import LANES, TYPE, address, aligned, column_sum, grid_for, reasons
+from .tensors import LANES, TYPE, aligned, column_sum, grid_for, reasons
 
 _NO_DRAW = Rng(0)
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hal import address
+
 from . import launch
 
 TYPE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -41,14 +43,10 @@ def _reasons(tensors: Sequence[Tensor | None], where: str) -> Sequence[str]:
     return list(dict.fromkeys(found))
 
 
-def address(t: Tensor | None) -> int:
-    """The address of t's data; 0 for None."""
-    return 0 if t is None else t.data_ptr()
-
-
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all of them start on a 16-byte boundary."""
-    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+    """Whether all of them start on a 16-byte boundary. Raises what hal.address does."""
+    places = [address(t) for t in tensors]
+    return all(at % 16 == 0 for at in places)
 
 
 def rows_of(x: Tensor) -> int:

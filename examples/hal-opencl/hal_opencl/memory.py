@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+import hal
+
 from .engine import Engine, engine, translated
 
 
@@ -153,7 +155,7 @@ class Call:
         if not t.numel():
             return None, np.int64(0)
         self._tensors.append(t)
-        address, size = t.data_ptr(), _span(t)
+        address, size = hal.address(t), _span(t)
         region = self._wrap(t) if self.memory.zero_copy else self._stage(address, size, read)
         if write:
             region.written.append((address - region.address, size))

@@ -147,3 +147,11 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatc
     ids, dy = torch.zeros(2000, dtype=torch.int64), torch.full((2000, 4), 0.0078125, dtype=torch.bfloat16)
     (grad,) = vocab._embedding_bwd((ids, None, 3, torch.bfloat16), dy)
     assert grad.dtype == torch.bfloat16 and (grad[0] == 15.625).all() and not grad[1:].any()
+
+
+def test_a_tensor_without_memory_reaches_no_kernel(simulated):
+    x = torch.randn(4, 32)
+    hal.ops.rms_norm(x, torch.ones(32))
+    x.untyped_storage().resize_(0)
+    with pytest.raises(hal.ContractError, match="has no memory"):
+        hal.ops.rms_norm(x, torch.ones(32))
