@@ -44,6 +44,7 @@ def test_storage_freed_before_the_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_that_only_describe_or_wrap_are_refused() -> None:
     CALLS["rms_norm"](torch.randn(16, 64))
     fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.randn(16, 64))
