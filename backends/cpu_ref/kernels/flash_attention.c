@@ -10,8 +10,8 @@
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
 // in one pass: queries outside, keys inside, dQ of the tile local, dK and dV of the head in a float scratch.
 // All seven products are one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited;
-// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). Products with P or
-// dS skip more: what lies outside of the band of 4 to 8 rows.
+// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). O and dQ
+// skip more: what lies outside of the band of 4 to 8 queries.
 //
 // Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with
 // accumulators; 96 keys make a score tile of 18 KiB, which stays in L1 between the two products while the stores of

@@ -202,10 +202,8 @@ static void backward_keys(const struct fa_call *call, const struct fa_sequence *
         const struct run r = it.r;
         const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
         const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
-        const int64_t ahead = key - (t->i0 + r.v0 * FA_SUB);
-        const struct band band = {ahead - seq->hi, ahead - seq->lo};
-        add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, q->dop + lines, ldp, w->dv + key * ldp, ldp, band);
-        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + lines, ldp, w->dk + key * ldp, ldp, band);
+        add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, q->dop + lines, ldp, w->dv + key * ldp, ldp);
+        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + lines, ldp, w->dk + key * ldp, ldp);
     }
 }
 

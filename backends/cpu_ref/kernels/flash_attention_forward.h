@@ -197,7 +197,7 @@ static void add_keys(struct tile *t, const struct fa_sequence *seq, int64_t d, c
         const int64_t key = t->k0 + from, ahead = t->i0 + v * FA_SUB - key;
         multiply_columns((next - v) * FA_SUB, (d + W - 1) / W, units(to - from), a + from / KU * FA_QUERIES + v * FA_SUB,
                          FA_QUERIES, b->p + key / KU * b->ld, b->ld, sums + v * FA_SUB * ld, ld, t->seen[v],
-                         (struct band){ahead + seq->lo, ahead + seq->hi});
+                         &(struct band){ahead + seq->lo, ahead + seq->hi});
         for (int u = v; u < next; u++) t->seen[u] = 1;
     }
 }

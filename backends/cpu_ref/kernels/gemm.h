@@ -42,19 +42,19 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
             store(c + i * ldc + j * W, add ? load(c + i * ldc + j * W) + acc[i][j] : acc[i][j]);
 }
 
-// In elements, of which units hold KU.
+// In elements, of which units hold KU. No band (NULL, a constant): all of A.
 struct band {
     int64_t low, high;
 };
-static const struct band WHOLE = {-((int64_t)1 << 50), (int64_t)1 << 50};
 
 // All rows of nv vectors of columns; rows that do not fill a block go in blocks of 4, 2 and 1.
 HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
-                       int64_t ldb, real *c, int64_t ldc, int add, struct band band) {
+                       int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     int64_t i = 0;
 #define ROWS(count)                                                                                                    \
-    const int64_t first = i + band.low > 0 ? (i + band.low) / KU : 0, last = (i + count - 1 + band.high) / KU + 1;     \
-    const int64_t end = i + count - 1 + band.high < 0 ? 0 : last < depth ? last : depth;                               \
+    const int64_t low = band ? i + band->low : 0, high = band ? i + count - 1 + band->high : 0;                        \
+    const int64_t first = low > 0 ? low / KU : 0, last = high < 0 ? 0 : high / KU + 1;                                 \
+    const int64_t end = band && last < depth ? last : depth;                                                           \
     block(count, nv, end - first, a + i * row + first * col, row, col, b + first * ldb, ldb, c + i * ldc, ldc, add);   \
     i += count
     while (i + mr <= m) { ROWS(mr); }
@@ -65,7 +65,7 @@ HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, 
 }
 
 HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
-                        int64_t ldb, real *c, int64_t ldc, int add, struct band band) {
+                        int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     while (vectors > 0) {
         int64_t nv = FA_MANY_REGISTERS && vectors % 4 == 0 && vectors % 3 != 0 ? 4 : vectors < 3 ? vectors : 3;
         if (FA_MANY_REGISTERS && vectors == 5) nv = 3;
@@ -84,18 +84,18 @@ HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a
 // C = A B, A's units adjacent along kk.
 static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                           real *c, int64_t ldc) {
-    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0, WHOLE);
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0, NULL);
 }
 
-// C += A B, A a band with its units adjacent along kk.
+// C += A B, A's units adjacent along kk.
 static void add_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
-                     real *c, int64_t ldc, struct band band) {
-    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1, band);
+                     real *c, int64_t ldc) {
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1, NULL);
 }
 
 // C = A B, or C += A B, A a band with its units adjacent along m.
 static void multiply_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b,
-                             int64_t ldb, real *c, int64_t ldc, int add, struct band band) {
+                             int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     if (add) stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1, band);
     else stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 0, band);
 }
