@@ -234,7 +234,6 @@ static void flush(const struct fa_call *call, const struct fa_sequence *seq, int
 
 static struct backward_space backward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
-    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     struct backward_space w = {
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .dot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
@@ -242,7 +241,7 @@ static struct backward_space backward_carve(struct carver *c, const struct fa_ca
         .dop = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
         .dq = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
-        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
+        .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .dp = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .buffer = carve(c, 2 * d, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),

@@ -282,11 +282,10 @@ static void *carve(struct carver *c, int64_t count, size_t size) {
 
 static struct forward_space forward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
-    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     return (struct forward_space){
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
+        .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .o = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
         .k = carve(c, keys * padded(units(d)), sizeof(unit)),
