@@ -1,19 +1,21 @@
 // Flash attention (Dao et al., 2022): entry points, the split over threads, and the workspace.
 //
-// Everything is computed transposed. For a tile of 48 queries (at the end two smaller ones, where the last would hold 16 or
+// Scores are computed transposed. For a tile of 48 queries (at the end two smaller ones, where the last would hold 16 or
 // fewer), Q^T is packed once; then for each tile of 96 keys
 //   S^T [key][query] = K Q^T        K's scalars are broadcast from where they lie, queries fill the vector lanes,
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
-//   O^T [d][query] += V^T P^T       V's scalars are broadcast the same way; O^T is rescaled when a maximum has grown.
+//   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It is
+//                                   rescaled when a maximum has grown.
 // Backward, with P recomputed from the saved log-sum-exp and delta = rowsum(dO * O):
-//   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ^T += K^T dS^T;  dV += P^T dO;  dK += dS^T Q
-// in one pass: queries outside, keys inside, dQ^T of the tile local, dK and dV of the head in a float scratch.
+//   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
+// in one pass: queries outside, keys inside, dQ of the tile local, dK and dV of the head in a float scratch.
 // All seven products are one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited;
-// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h).
+// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). O and dQ
+// skip more: what lies outside of the band of 4 to 8 queries.
 //
 // Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with
 // accumulators; 96 keys make a score tile of 18 KiB, which stays in L1 between the two products while the stores of
-// O^T are paid once per 96 keys (48 keys were some 4 % slower, 128 no faster).
+// O are paid once per 96 keys (48 keys were some 4 % slower, 128 no faster).
 //
 // Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles; from cache: at most 2 S D elements, packed
 // once if their rows are far apart or of another type), Q, dO, O once, out and dQ written once; backward adds one read

@@ -4,7 +4,7 @@ struct backward_space {
     unit *qt, *dot;         // FA_SWEEP x [units(d)][48] Q^T and dO^T
     unit *qp, *dop;         // FA_SWEEP x [48 / KU][padded d] Q and dO as units along the queries
     unit *rows;             // [48][padded] a tile of rows
-    real *dqt;              // FA_SWEEP x [d][48] dQ^T
+    real *dq;               // FA_SWEEP x [48][padded d] dQ
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
     unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
@@ -147,7 +147,7 @@ struct operands {
 struct backward_state {
     struct tile t;
     unit *qt, *dot, *qp, *dop;
-    real *dqt;
+    real *dq;
     real shift[FA_QUERIES] __attribute__((aligned(64))), delta[FA_QUERIES] __attribute__((aligned(64)));
 };
 
@@ -159,7 +159,7 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * d * FA_QUERIES;
     q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * d * ROW;
-    q->dqt = w->dqt + which * d * FA_QUERIES;
+    q->dq = w->dq + which * d * FA_QUERIES;
     const real *lse = lse_of(call, seq, head) + i0;
     for (int i = 0; i < FA_QUERIES; i++) {
         // A query that saw nothing has lse = -inf; with +inf in its place all its probabilities are 0.
@@ -177,7 +177,6 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     row_dots(call, out, dout, q->t.rows, w->buffer, q->delta);
     pack_tile(call, rows, g->q[1] * size, q->t.rows, w, q->qt, q->qp);
     pack_tile(call, dout, g->dout[1] * size, q->t.rows, w, q->dot, q->dop);
-    memset(q->dqt, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }
 
 static void backward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
@@ -198,53 +197,51 @@ static void backward_keys(const struct fa_call *call, const struct fa_sequence *
         ahead_step(ahead);
         if (t->from[v] < t->to[v]) gradient_columns(t, v, scale.c, (real)g->dropout_scale, q->shift, q->delta, w);
     }
+    add_keys(t, seq, d, w->ds_pairs, &o->kp, q->dq, ldp);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
         const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
-        add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(keys), o->kp.p + key / KU * o->kp.ld, o->kp.ld,
-                    w->ds_pairs + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, q->dqt + r.v0 * FA_SUB,
-                    FA_QUERIES);
         add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, q->dop + lines, ldp, w->dv + key * ldp, ldp);
         add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + lines, ldp, w->dk + key * ldp, ldp);
     }
 }
 
 static void backward_close(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
-                           const struct backward_space *w, struct backward_state *q) {
+                           struct backward_state *q) {
     const struct hal_flash_attention *g = call->shape;
     for (int i = 0; i < FA_QUERIES; i++) q->shift[i] = (real)g->scale;
     char *dq = (char *)rows_of(call->dq, g->dq, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
-    write_tile(dq, NULL, g->dq[1] * element_size(g->dtype), g->dtype, q->dqt, q->shift, q->t.rows, g->head_size, w->s,
-               w->buffer);
+    close_sums(&q->t, q->dq, padded(g->head_size));
+    write_tile(dq, NULL, g->dq[1] * element_size(g->dtype), g->dtype, q->dq, q->shift, q->t.rows, g->head_size);
 }
 
 // dK and dV rows [from, to) of a head: from the scratch to the tensors.
 static void flush(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, const real *dk,
                   const real *dv, int64_t from, int64_t to) {
     const struct hal_flash_attention *g = call->shape;
+    enum { AFTER = 8 };
     const int64_t d = g->head_size, ld = padded(d), size = element_size(g->dtype);
     for (int64_t key = from; key < to; key++) {
         char *to_k = (char *)rows_of(call->dk, g->dk, g->dtype, seq->batch, seq->k0 + key, kv_head);
         char *to_v = (char *)rows_of(call->dv, g->dv, g->dtype, seq->batch, seq->k0 + key, kv_head);
-        fetch_for_write(to_k, g->dk[1] * size, to - key, d * size);
-        fetch_for_write(to_v, g->dv[1] * size, to - key, d * size);
-        write_row(to_k, dk + (key - from) * ld, (real)g->scale, g->dtype, d);
-        write_row(to_v, dv + (key - from) * ld, (real)g->dropout_scale, g->dtype, d);
+        if (key + AFTER < to) fetch_for_write(to_k + AFTER * g->dk[1] * size, d * size);
+        if (key + AFTER < to) fetch_for_write(to_v + AFTER * g->dv[1] * size, d * size);
+        write_row(to_k, NULL, dk + (key - from) * ld, (real)g->scale, g->dtype, d);
+        write_row(to_v, NULL, dv + (key - from) * ld, (real)g->dropout_scale, g->dtype, d);
     }
 }
 
 static struct backward_space backward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
-    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     struct backward_space w = {
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .dot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .qp = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
         .dop = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .dqt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
-        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
+        .dq = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
+        .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .dp = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .buffer = carve(c, 2 * d, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
@@ -318,7 +315,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
                 flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, done);
                 flushed = done;
             }
-            for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, w, &q[i]);
+            for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, &q[i]);
         }
     }
     piece->k_end = zeroed;

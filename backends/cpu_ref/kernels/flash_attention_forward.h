@@ -22,12 +22,13 @@ struct operand {
     int pairs;
 };
 
-// Rows are used where they lie if they are already units and not so far apart that they would fight for cache sets.
+// Rows are used where they lie if they are already units, whole vectors of them, and not so far apart that they would
+// fight for cache sets.
 static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
                                  unit *scratch) {
     const int64_t d = g->head_size;
     const int64_t bytes = stride * element_size(g->dtype);
-    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % KU == 0 && stride % KU == 0 && stride == d)
+    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && stride == d)
         return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
     const int64_t ld = pairs ? padded(d) : padded(units(d));
     return (struct operand){scratch, ld, source, bytes, scratch, pairs};
@@ -118,7 +119,7 @@ struct forward_space {
     unit *qt;       // FA_SWEEP x [units(d)][48] Q^T
     unit *rows;     // [48][padded] a tile of rows
     real *s;        // [96][48] scores, then probabilities (as units, in place)
-    real *ot;       // FA_SWEEP x [d][48] O^T
+    real *o;        // FA_SWEEP x [48][padded] O
     unit *k, *v;    // packed operands of a head
     struct bytes_tile *bytes;
 };
@@ -146,12 +147,12 @@ HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *k
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O^T. All three may be relative
-// to a maximum that is too small by a factor of up to 2^SLACK: exact all the same, and O^T is seldom rescaled.
+// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O. All three may be relative
+// to a maximum that is too small by a factor of up to 2^SLACK: exact all the same, and O is seldom rescaled.
 enum { SLACK = 8 };
 
 static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
-                            real *ot, real *m, real *l) {
+                            real *o, real *m, real *l) {
     const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
     for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {
         real *column = s + n * W;
@@ -177,15 +178,41 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
         const vec alpha = exp2_of(old * c - shift);
         store(m + n * W, now);
         store(l + n * W, load(l + n * W) * alpha + sum);
-        for (int64_t e = 0; e < d; e++) store(ot + e * FA_QUERIES + n * W, load(ot + e * FA_QUERIES + n * W) * alpha);
+        if (!t->seen[v]) continue;
+        for (int i = 0; i < W; i++) {
+            real *row = o + (n * W + i) * padded(d);
+            for (int64_t e = 0; e < d; e += W) store(row + e, load(row + e) * alpha[i]);
+        }
     }
+}
+
+// sums[q][d] += A B over the tile's visible keys; a block column's first time, =. a: [96 / KU][48] units along the keys.
+static void add_keys(struct tile *t, const struct fa_sequence *seq, int64_t d, const unit *a, const struct operand *b,
+                     real *sums, int64_t ld) {
+    for (int v = 0, next; v < FA_SUBS; v = next) {
+        for (next = v + 1; next < FA_SUBS && t->from[next] == t->from[v] && t->to[next] == t->to[v]; next++)
+            if (t->seen[next] != t->seen[v]) break;
+        const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
+        if (from >= to) continue;
+        const int64_t key = t->k0 + from, ahead = t->i0 + v * FA_SUB - key;
+        multiply_columns((next - v) * FA_SUB, (d + W - 1) / W, units(to - from), a + from / KU * FA_QUERIES + v * FA_SUB,
+                         FA_QUERIES, b->p + key / KU * b->ld, b->ld, sums + v * FA_SUB * ld, ld, t->seen[v],
+                         &(struct band){ahead + seq->lo, ahead + seq->hi});
+        for (int u = v; u < next; u++) t->seen[u] = 1;
+    }
+}
+
+// Sums of queries that have met no key are 0.
+static void close_sums(const struct tile *t, real *sums, int64_t ld) {
+    for (int v = 0; v < FA_SUBS; v++)
+        if (!t->seen[v]) memset(sums + v * FA_SUB * ld, 0, (size_t)(FA_SUB * ld) * sizeof(real));
 }
 
 // A tile of queries during a sweep over the keys.
 struct forward_state {
     struct tile t;
     unit *qt;                // [units(d)][48] Q^T
-    real *ot;                // [d][48] O^T
+    real *o;                 // [48][padded] O
     real m[FA_QUERIES] __attribute__((aligned(64))), l[FA_QUERIES] __attribute__((aligned(64)));
 };
 
@@ -195,7 +222,7 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
     const int64_t d = g->head_size, ldr = padded(units(d)), i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + tile % FA_SWEEP * padded(d) * FA_QUERIES;
-    q->ot = w->ot + tile % FA_SWEEP * padded(d) * FA_QUERIES;
+    q->o = w->o + tile % FA_SWEEP * padded(d) * FA_QUERIES;
     for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
     fetch_rows(rows, g->q[1] * element_size(g->dtype), q->t.rows, d * element_size(g->dtype));
@@ -208,7 +235,6 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
         memset(w->rows + q->t.rows * ldr, 0, (size_t)((used - q->t.rows) * ldr) * sizeof(unit));
         transpose(q->qt, FA_QUERIES, w->rows, ldr, used, ldr);
     }
-    memset(q->ot, 0, (size_t)(d * FA_QUERIES) * sizeof(real));
 }
 
 static void forward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
@@ -221,30 +247,26 @@ static void forward_keys(const struct fa_call *call, const struct fa_sequence *s
     tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, w->s);
     for (int b = 0; b < FA_SUBS; b++) {
         ahead_step(ahead);
-        if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, d, w->s, q->ot, q->m, q->l);
+        if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, d, w->s, q->o, q->m, q->l);
     }
-    FOR_RUNS(t, r) {
-        const struct run r = it.r;
-        add_columns(d, (r.v1 - r.v0) * SUB_VECTORS, units(r.k_to - r.k_from), v->p + (k0 + r.k_from) / KU * v->ld, v->ld,
-                    (const unit *)w->s + r.k_from / KU * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES, q->ot + r.v0 * FA_SUB,
-                    FA_QUERIES);
-    }
+    add_keys(t, seq, d, (const unit *)w->s, v, q->o, padded(d));
 }
 
 static void forward_close(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
-                          const struct forward_space *w, struct forward_state *q) {
+                          struct forward_state *q) {
     const struct hal_flash_attention *g = call->shape;
     const real c = scaling_of(g->scale).c, keep = (real)g->dropout_scale;
-    real *lse = lse_of(call, seq, head) + q->t.i0;
-    for (int i = 0; i < q->t.rows; i++) {
-        const real l = q->l[i];
-        lse[i] = l == 0 ? -(real)INFINITY : (real)(q->m[i] * c * (real)0.6931471805599453) + log_of(l);
-        q->l[i] = l == 0 ? 0 : keep / l;
-    }
     char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
     char *rest = call->rest_w ? call->rest_w + (out - call->out_w) : NULL;
-    write_tile(out, rest, g->out[1] * element_size(g->dtype), g->dtype, q->ot, q->l, q->t.rows, g->head_size, w->s,
-               (real *)w->rows);
+    for (int i = 0; i < FA_QUERIES; i += W) {
+        const vec l = load(q->l + i), m = load(q->m + i);
+        const ivec none = l == splat(0);
+        store(q->m + i, select(none, splat(-(real)INFINITY), (m * c + log2_of(l)) * (real)0.6931471805599453));
+        store(q->l + i, select(none, splat(0), keep / l));
+    }
+    memcpy(lse_of(call, seq, head) + q->t.i0, q->m, (size_t)q->t.rows * sizeof(real));
+    close_sums(&q->t, q->o, padded(g->head_size));
+    write_tile(out, rest, g->out[1] * element_size(g->dtype), g->dtype, q->o, q->l, q->t.rows, g->head_size);
 }
 
 // Carves aligned buffers out of a workspace; with base NULL it only counts.
@@ -260,12 +282,11 @@ static void *carve(struct carver *c, int64_t count, size_t size) {
 
 static struct forward_space forward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
     const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
-    const int64_t tile = FA_KEYS > d ? FA_KEYS : d;
     return (struct forward_space){
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
-        .s = carve(c, tile * FA_QUERIES, sizeof(real)),
-        .ot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
+        .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
+        .o = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
         .k = carve(c, keys * padded(units(d)), sizeof(unit)),
         .v = carve(c, units(keys) * d, sizeof(unit)),
@@ -301,7 +322,7 @@ static void forward_piece(const struct fa_call *call, const struct fa_piece *pie
             for (int64_t i = 0; i < count; i++) forward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
             for (int64_t k0 = sweep.first; k0 < sweep.end; k0 += FA_KEYS)
                 for (int64_t i = 0; i < count; i++) forward_keys(call, &seq, head, k0, &k, &v, w, &q[i], &ahead);
-            for (int64_t i = 0; i < count; i++) forward_close(call, &seq, head, w, &q[i]);
+            for (int64_t i = 0; i < count; i++) forward_close(call, &seq, head, &q[i]);
         }
     }
 }

@@ -27,6 +27,7 @@ HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
 HAL_INLINE void store_rounded(void *p, vec v) { store(p, v); }
 #endif
 
+#ifndef FA_KIND_BF16
 // dst[0..n) = the row as real.
 static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #ifdef FA_KIND_F64
@@ -45,7 +46,6 @@ static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #endif
 }
 
-#ifndef FA_KIND_BF16
 // The row as real: itself if it is, else in buffer.
 static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t n) {
     if (is_real(dtype)) return (const real *)src;
@@ -54,28 +54,41 @@ static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t
 }
 #endif
 
-// The row = scale * src[0..n), rounded to dtype.
-static void write_row(char *dst, const real *src, real scale, int64_t dtype, int64_t n) {
+#ifdef FA_KIND_BF16
+HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+#define WHAT_IS_LOST(v, rounded) ((v) - (vec)(widened((const bf16 *)(rounded)) << 16))
+#else
+#define WHAT_IS_LOST(v, rounded) ((void)(rounded), (v) - (v))
+#endif
+
+// The row = scale * src[0..n), rounded to dtype. rest, if not NULL, gets what rounding took away.
+static void write_row(char *dst, char *rest, const real *src, real scale, int64_t dtype, int64_t n) {
     if (is_unit(dtype) && n % W == 0) {
-        const vec factor = splat(scale);
-        for (int64_t e = 0; e < n; e += W) store_rounded(dst + e / KU * (int64_t)sizeof(unit), load(src + e) * factor);
+        for (int64_t e = 0; e < n; e += W) {
+            const int64_t at = e / KU * (int64_t)sizeof(unit);
+            const vec v = load(src + e) * scale;
+            store_rounded(dst + at, v);
+            if (rest) store_rounded(rest + at, WHAT_IS_LOST(v, dst + at));
+        }
         return;
     }
+#define WRITE(T)                                                                        \
+    _Pragma("omp simd") for (int64_t e = 0; e < n; e++) store_##T((T *)dst + e, scale * src[e]); \
+    for (int64_t e = 0; rest && e < n; e++)                                             \
+        store_##T((T *)rest + e, scale * src[e] - load_##T((const T *)dst + e))
 #ifdef FA_KIND_F64
     (void)dtype;
-    for (int64_t e = 0; e < n; e++) ((double *)dst)[e] = scale * src[e];
+    WRITE(f64);
 #else
     if (dtype == HAL_F32) {
-#pragma omp simd
-        for (int64_t e = 0; e < n; e++) ((float *)dst)[e] = scale * src[e];
+        WRITE(f32);
     } else if (dtype == HAL_BF16) {
-#pragma omp simd
-        for (int64_t e = 0; e < n; e++) store_bf16((bf16 *)dst + e, scale * src[e]);
+        WRITE(bf16);
     } else {
-#pragma omp simd
-        for (int64_t e = 0; e < n; e++) store_f16((f16 *)dst + e, scale * src[e]);
+        WRITE(f16);
     }
 #endif
+#undef WRITE
 }
 
 // Asks for rows that are read next, all at once: where each lies on a page of its own, hardware foresees none of them.
@@ -105,10 +118,6 @@ static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, in
 #endif
     }
 }
-
-#ifdef FA_KIND_BF16
-HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
-#endif
 
 // dst [units(rows)][ld] = rows of n elements as units along the column: unit [r][e] holds rows KU r ... of channel e.
 #ifdef FA_KIND_BF16
@@ -234,62 +243,19 @@ static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int6
         }
 }
 
-// Fetches the row that is written AFTER rows from now: the core would otherwise wait for the lines of one at a time.
-HAL_INLINE void fetch_for_write(const char *row, int64_t stride, int64_t rows_left, int64_t bytes) {
-    enum { AFTER = 8, LINE = 64 };
-    if (rows_left > AFTER)
-        for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + AFTER * stride + at, 1, 3);
+// Asks for a row that is written some rows from now: the core would otherwise wait for the lines of one at a time.
+HAL_INLINE void fetch_for_write(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 1, 3);
 }
 
-// W rows of a tensor, W units each, = scale * transpose of src [channels][FA_QUERIES]; those `ahead` bytes further on
-// are fetched, which would otherwise happen one after the other. rest, if not NULL, gets what rounding took away.
-HAL_INLINE void write_block(char *dst, char *rest, int64_t stride, const real *src, vec scale, int64_t ahead) {
-    uvec r[16], lost[16];
-#pragma GCC unroll 16
-    for (int l = 0; l < W; l++) {
-        __builtin_prefetch(dst + l * stride + ahead, 1, 3);
-#ifdef FA_KIND_BF16
-        const vec even = load(src + 2 * l * FA_QUERIES) * scale, odd = load(src + (2 * l + 1) * FA_QUERIES) * scale;
-        r[l] = pair(even, odd);
-        lost[l] = pair(even - (vec)(r[l] << 16), odd - (vec)(r[l] & 0xffff0000u));
-#else
-        r[l] = (uvec)(load(src + l * FA_QUERIES) * scale);
-#endif
-    }
-    transpose_block(r);
-#pragma GCC unroll 16
-    for (int l = 0; l < W; l++) store_units(dst + l * stride, r[l]);
-    if (KU == 1 || !rest) return;
-    transpose_block(lost);
-#pragma GCC unroll 16
-    for (int l = 0; l < W; l++) store_units(rest + l * stride, lost[l]);
-}
-
-// dst rows i0.. of a tensor = scale[q] * transpose of src [channels][FA_QUERIES]; `rows` real ones. rest, if not NULL,
-// gets what rounding took away.
+// Rows of a tensor = scale[q] * src [rows][padded]. rest, if not NULL, gets what rounding took away.
 static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
-                       int64_t rows, int64_t n, real *buffer, real *rounded) {
-    const int64_t ld = padded(n), bytes = W * (int64_t)sizeof(unit);
-    if (is_unit(dtype) && rows % W == 0 && n % (KU * W) == 0) {
-        for (int64_t v = 0; v < rows; v += W)
-            for (int64_t e = 0; e < n; e += KU * W) {
-                const int64_t at = v * stride + e / KU * (int64_t)sizeof(unit);
-                // After the last block of these rows: the first one of the next.
-                const int64_t ahead = e + KU * W < n ? bytes : W * stride - n / KU * (int64_t)sizeof(unit) + bytes;
-                const real *from = src + e * FA_QUERIES + v;
-                write_block(dst + at, rest ? rest + at : NULL, stride, from, load(scale + v), ahead);
-            }
-        return;
-    }
-    transpose((unit *)buffer, ld, (const unit *)src, FA_QUERIES, ld, FA_QUERIES);
-    for (int64_t r = 0; r < rows; r++) {
-        real *row = buffer + r * ld;
-        fetch_for_write(dst + r * stride, stride, rows - r, n * element_size(dtype));
-        write_row(dst + r * stride, row, scale[r], dtype, n);
-        if (!rest) continue;
-        read_row(rounded, dst + r * stride, dtype, n);
-#pragma omp simd
-        for (int64_t e = 0; e < n; e++) row[e] = row[e] * scale[r] - rounded[e];
-        write_row(rest + r * stride, row, 1, dtype, n);
+                       int64_t rows, int64_t n) {
+    const int64_t bytes = n * element_size(dtype), after = 4096 / bytes + 1;
+    for (int64_t r = -after; r < rows; r++) {
+        if (r + after < rows) fetch_for_write(dst + (r + after) * stride, bytes);
+        if (r + after < rows && rest) fetch_for_write(rest + (r + after) * stride, bytes);
+        if (r < 0) continue;
+        write_row(dst + r * stride, rest ? rest + r * stride : NULL, src + r * padded(n), scale[r], dtype, n);
     }
 }

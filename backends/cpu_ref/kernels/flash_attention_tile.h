@@ -8,6 +8,7 @@ struct tile {
     int from[FA_SUBS], to[FA_SUBS], whole_from[FA_SUBS], whole_to[FA_SUBS];
     uint8_t some_masked[FA_GROUPS][FA_SUBS];
     int has_mask, has_keep;
+    int seen[FA_SUBS];  // whether a block column has met a key: its sums exist
 };
 
 struct bytes_tile {

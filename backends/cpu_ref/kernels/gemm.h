@@ -1,4 +1,5 @@
-// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h).
+// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h). A may be a band: its row m is
+// then zero outside of the columns m + low ... m + high, and blocks of rows begin and end where theirs do.
 //
 // A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR units
 // of A, straight from wherever A's rows lie; B is a packed tile in L1. With 32 registers: 8 x 3 (24 accumulators, 11 loads
@@ -41,12 +42,20 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
             store(c + i * ldc + j * W, add ? load(c + i * ldc + j * W) + acc[i][j] : acc[i][j]);
 }
 
+// In elements, of which units hold KU. No band (NULL, a constant): all of A.
+struct band {
+    int64_t low, high;
+};
+
 // All rows of nv vectors of columns; rows that do not fill a block go in blocks of 4, 2 and 1.
 HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
-                       int64_t ldb, real *c, int64_t ldc, int add) {
+                       int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     int64_t i = 0;
-#define ROWS(count)                                                                   \
-    block(count, nv, depth, a + i * row, row, col, b, ldb, c + i * ldc, ldc, add); \
+#define ROWS(count)                                                                                                    \
+    const int64_t low = band ? i + band->low : 0, high = band ? i + count - 1 + band->high : 0;                        \
+    const int64_t first = low > 0 ? low / KU : 0, last = high < 0 ? 0 : high / KU + 1;                                 \
+    const int64_t end = band && last < depth ? last : depth;                                                           \
+    block(count, nv, end - first, a + i * row + first * col, row, col, b + first * ldb, ldb, c + i * ldc, ldc, add);   \
     i += count
     while (i + mr <= m) { ROWS(mr); }
     if (mr > 4 && i + 4 <= m) { ROWS(4); }
@@ -56,15 +65,15 @@ HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, 
 }
 
 HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
-                        int64_t ldb, real *c, int64_t ldc, int add) {
+                        int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     while (vectors > 0) {
         int64_t nv = FA_MANY_REGISTERS && vectors % 4 == 0 && vectors % 3 != 0 ? 4 : vectors < 3 ? vectors : 3;
         if (FA_MANY_REGISTERS && vectors == 5) nv = 3;
         switch (nv) {
-            case 4: stripe(MR_WIDE, 4, m, depth, a, row, col, b, ldb, c, ldc, add); break;
-            case 3: stripe(MR, 3, m, depth, a, row, col, b, ldb, c, ldc, add); break;
-            case 2: stripe(MR, 2, m, depth, a, row, col, b, ldb, c, ldc, add); break;
-            default: stripe(MR, 1, m, depth, a, row, col, b, ldb, c, ldc, add);
+            case 4: stripe(MR_WIDE, 4, m, depth, a, row, col, b, ldb, c, ldc, add, band); break;
+            case 3: stripe(MR, 3, m, depth, a, row, col, b, ldb, c, ldc, add, band); break;
+            case 2: stripe(MR, 2, m, depth, a, row, col, b, ldb, c, ldc, add, band); break;
+            default: stripe(MR, 1, m, depth, a, row, col, b, ldb, c, ldc, add, band);
         }
         b += nv * W;
         c += nv * W;
@@ -75,17 +84,18 @@ HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a
 // C = A B, A's units adjacent along kk.
 static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                           real *c, int64_t ldc) {
-    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0);
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0, NULL);
 }
 
 // C += A B, A's units adjacent along kk.
 static void add_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                      real *c, int64_t ldc) {
-    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1);
+    stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1, NULL);
 }
 
-// C += A B, A's units adjacent along m.
-static void add_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b, int64_t ldb,
-                        real *c, int64_t ldc) {
-    stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1);
+// C = A B, or C += A B, A a band with its units adjacent along m.
+static void multiply_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b,
+                             int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
+    if (add) stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1, band);
+    else stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 0, band);
 }

@@ -48,11 +48,11 @@ static void tile(int64_t m, int64_t n, int64_t depth, const float *a, const floa
     if (m == MR && n == PANEL) {
         for (int64_t i = 0; i < MR; i++)  // on its way while the sum is made
             for (int64_t j = 0; j < PANEL; j += W) __builtin_prefetch(c + i * ldc + j, 1);
-        stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add);
+        stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add, NULL);
         return;
     }
     float whole[MR * PANEL] __attribute__((aligned(64)));
-    stripes(MR, (n + W - 1) / W, depth, a, 1, MR, b, PANEL, whole, PANEL, 0);
+    stripes(MR, (n + W - 1) / W, depth, a, 1, MR, b, PANEL, whole, PANEL, 0, NULL);
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
 }
