@@ -156,7 +156,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
-        ("save_interval keep_checkpoint_max async_save", c.save is not None, "--save"),
+        ("keep_checkpoint_max async_save", c.save is not None, "--save"),
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]

@@ -81,9 +81,7 @@ def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
     assert checkpoint.latest(tmp_path) == 4
 
 
-@pytest.mark.parametrize(
-    "options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}, {"save_interval": 2}]
-)
+@pytest.mark.parametrize("options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}])
 def test_options_that_nothing_would_read_are_refused(options, tiny):
     with pytest.raises(ConfigError, match="would be ignored"):
         tiny(**options)
