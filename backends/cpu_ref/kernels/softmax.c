@@ -2,10 +2,11 @@
 //
 // Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
 // (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
-// and its sum; (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
+// and its sum (beyond 2^30 of v itself); (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
 // A row that sees nothing (all masked) is all zeros; a visible NaN or +inf makes its row NaN.
 // Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
-// of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp.
+// of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp, unless that is
+// so large that its own rounding is coarser than y's.
 //
 // Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y (16-bit: and x), dy and writes
 // dx once, large results past the caches. With causal, only the visible half is read.
@@ -39,6 +40,12 @@ typedef struct {
     const uint8_t *data;
     int64_t b, n, q, k;  // strides in bytes
 } mask_t;
+
+// From here on, numbers lie so far apart (128 and more) that a rounded product may differ from the exact one by more than
+// exp can take.
+#define COARSE_f32 0x1p30f
+#define COARSE_f64 0x1p59
+#define LARGEST_LSE 8192  // a float below it is within 2^-12 of the exact number, as near as a float16 y
 
 #define HAL_SELF "softmax.c"
 #include "dtypes.h"
@@ -112,11 +119,18 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
 #pragma omp simd reduction(max : top)
             for (int64_t j = 0; j < padded; j++) top = v[j] > top ? v[j] : top;
             real sum = 0;
+            if (top < RNAME(COARSE) && top > -RNAME(COARSE)) {
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < padded; j++) {
-                const real shifted = LOAD(in + j) * scale - top;
-                v[j] = v[j] == -(real)INFINITY && top > v[j] ? 0 : RNAME(low_exp)(shifted);
-                sum += v[j];
+                for (int64_t j = 0; j < padded; j++) {
+                    const real shifted = LOAD(in + j) * scale - top;
+                    v[j] = v[j] == -(real)INFINITY ? 0 : RNAME(low_exp)(shifted);
+                    sum += v[j];
+                }
+            } else {
+                for (int64_t j = 0; j < padded; j++) {
+                    v[j] = RNAME(low_exp)(v[j] - top);
+                    sum += v[j];
+                }
             }
             if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
@@ -144,9 +158,14 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
             if (p) {
                 const T *x = (const T *)x_ + row * sk;
                 const real lse = lses[row];
+                if (lse < LARGEST_LSE && lse > -LARGEST_LSE) {
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    p[j] = LOAD(y + j) == 0 ? 0 : RNAME(low_exp)(LOAD(x + j) * scale - lse);
+                    for (int64_t j = 0; j < columns; j++)
+                        p[j] = LOAD(y + j) == 0 ? 0 : RNAME(low_exp)(LOAD(x + j) * scale - lse);
+                } else {
+#pragma omp simd
+                    for (int64_t j = 0; j < columns; j++) p[j] = LOAD(y + j);
+                }
                 ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
                 STORE_ROW(stream, dx, columns, j, scale * p[j] * (LOAD(dy + j) - dot));
             } else {

@@ -134,6 +134,21 @@ def test_softmax_ignores_nan_and_inf_behind_the_mask() -> None:
     assert torch.equal(ops.scale_mask_softmax(x, mask), clean)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("size", [1e10, 1e30, -1e30])
+def test_softmax_of_numbers_whose_products_round_by_more_than_exp_can_take(size: float, dtype: torch.dtype) -> None:
+    x = torch.full((1, 1, 5, 70), size, dtype=dtype)
+    x[..., 1::2] *= 1.5 if size < 0 else 0.5  # the others share the row evenly
+    x.requires_grad_()
+    for scale in (0.1, 0.3, 0.7, 1.0):
+        y = ops.scale_mask_softmax(x, None, scale)
+        (dx,) = torch.autograd.grad(y, x, torch.arange(70.0, dtype=dtype).expand(x.shape))
+        assert not y[..., 1::2].any() and not dx[..., 1::2].any()
+        close(y[..., ::2], torch.full((1, 1, 5, 35), 1 / 35), 4e-3 if dtype is BF16 else 1e-6)
+        want = scale / 35 * (torch.arange(0.0, 70.0, 2.0) - 34.0)
+        close(dx[..., ::2], want.expand(1, 1, 5, 35), 3e-2 if dtype is BF16 else 1e-5)
+
+
 def test_cross_entropy_with_a_first_block_of_minus_infinity() -> None:
     logits = normal(3, 5000).float()
     logits[:, :2048] = -float("inf")  # the kernel's whole first block
