@@ -88,16 +88,19 @@ def _function(
 
         @staticmethod
         def backward(ctx: Any, *output_grads: Any) -> Any:
+            kept = ctx.saved_tensors
             with torch.no_grad():
-                grads = gradients(ctx, output_grads)
+                grads = gradients(ctx, kept, output_grads)
             if not torch.is_grad_enabled():
                 return grads
             # create_graph: torch's once_differentiable would return constants unless output_grads ask for more.
             asking = [g if g is None else g.detach().requires_grad_() for g in grads]
-            return _Once.apply(op.name, id, *asking)  # type: ignore[no-untyped-call]
+            # What they depend on is named, or autograd.grad, which runs only what leads to its inputs, would pass by.
+            sources = (*output_grads, *kept, *_leaves(ctx))
+            return _Once.apply(op.name, id, n_params, *asking, *sources)  # type: ignore[no-untyped-call]
 
-    def gradients(ctx: Any, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        saved = iter(ctx.saved_tensors)
+    def gradients(ctx: Any, kept: tuple[Any, ...], output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        saved = iter(kept)
         residuals = tuple(next(saved) if r is _TENSOR else r for r in ctx.plain)
         if ctx.diff is not None:
             output_grads = tuple(output_grads[i] for i in ctx.diff)
@@ -117,13 +120,24 @@ def _function(
     return type(f"{op.name}[{id}]", (ImplFunction,), {})
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The tensors at the ends of the graph behind `node`."""
+    seen, ahead = {node}, [node]
+    while ahead:
+        further = {n for n, _ in ahead.pop().next_functions if n is not None} - seen
+        seen |= further
+        ahead += further
+    return [n.variable for n in seen if n.name() == "torch::autograd::AccumulateGrad"]
+
+
 class _Once(torch.autograd.Function):
-    """Passes gradients on; differentiating them raises UnsupportedOp."""
+    """Passes on the first `count` tensors, gradients, which depend on the rest; differentiating them raises
+    UnsupportedOp."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, id: str, *grads: Any) -> Any:
+    def forward(ctx: Any, op: str, id: str, count: int, *tensors: Any) -> Any:
         ctx.op, ctx.id = op, id
-        return grads
+        return tensors[:count]
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Any) -> Any:

@@ -225,7 +225,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "float": (float, int, numbers.Real, torch.SymFloat, torch.SymInt),
     "bool": (bool, torch.SymBool),
     "str": (str,),
-    "Sequence[int]": (list, tuple),
+    "Sequence[int]": (list, tuple, range),
     "Rng": (Rng,),
     "Comm": (Comm,),
 }

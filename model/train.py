@@ -26,7 +26,7 @@ from .arguments import parse
 from .checks import world_size
 from .config import Config, ConfigError
 from .data import Split, open_data
-from .files import make_folder, private, require_writable
+from .files import FILE_MODE, make_folder, private, require_writable
 from .generate import generate
 from .gpt import GPT
 from .parallel.plan import make_plan
@@ -161,7 +161,8 @@ def _alone(save: Path | None) -> Iterator[None]:
     if save is None or os.environ.get("RANK", "0") != "0":
         yield
         return
-    handle = os.open(save, os.O_RDONLY)
+    # Of a file, as index maps and corpora may lie in the same folder, which is locked while they are made (files.py).
+    handle = os.open(save / "lock", os.O_RDONLY | os.O_CREAT, FILE_MODE)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,7 +172,11 @@ def _alone(save: Path | None) -> Iterator[None]:
             ) from None
         except OSError:  # a file system without locks
             pass
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # also if a process that was forked meanwhile has the file open
     finally:
         os.close(handle)
 

@@ -338,7 +338,8 @@ def _tnd(
     for name, ends, total in (("cu_seqlens_q", q_ends, q.shape[0]), ("cu_seqlens_k", k_ends, k.shape[0])):
         rising = all(a <= b for a, b in pairwise(ends))
         require(ends[0] == 0 and rising and ends[-1] == total, _OP, f"{name} rising from 0 to {total}", ends)
-    outs, lses = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
+    none = q[:0] + k[:0, :1] + v[:0, :1]  # without any queries, keys and values still have gradients: zeros
+    outs, lses = [none], [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
     for q0, q1, k0, k1 in zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:]):
         if q0 == q1:
             continue

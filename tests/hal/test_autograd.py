@@ -84,6 +84,27 @@ def test_a_second_derivative_is_refused_not_wrong(wrapped, power):
         (y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()).backward()
 
 
+@pytest.mark.parametrize("power", [2, 1])
+@pytest.mark.parametrize("asked", ["input", "leaf", "weight"])
+def test_a_second_derivative_is_refused_also_of_autograd_grad(wrapped, power, asked):
+    """autograd.grad runs only the nodes that lead to what was asked for, and gives None or a part without the rest."""
+    leaf, w = torch.full((3,), 2.0, requires_grad=True), torch.ones(3, requires_grad=True)
+    x = leaf * 3.0
+    y = (wrapped(x, w) ** power).sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    at = {"input": x, "leaf": leaf, "weight": w}[asked]
+    if power == 2 or asked != "input":  # of a sum, what `toy` keeps does not lead to x, only to what x was made of
+        with pytest.raises(hal.UnsupportedOp, match="second derivative"):
+            torch.autograd.grad((dx * leaf).sum() + (w * x).sum(), at)
+    other = torch.ones(3, requires_grad=True)
+    assert torch.equal(torch.autograd.grad((dx * other).sum(), other)[0], dx)
+
+
+def test_torchs_hessian_is_refused(wrapped):
+    with pytest.raises(hal.UnsupportedOp, match="second derivative"):
+        torch.autograd.functional.hessian(lambda x: (wrapped(x) ** 3).sum(), torch.ones(3))
+
+
 def test_autograd_knows_what_an_op_has_written(isolated, make_backend):
     def check(x: Tensor, more: Sequence[Tensor] | None = None) -> None:
         pass

@@ -65,8 +65,8 @@ def test_a_list_among_the_values_is_no_obstacle(make_backend):
     backend = make_backend()
     backend.impl(ops.philox_uniform, id="a")(lambda shape, rng, *, device=None: torch.zeros(*shape))
     with hal.activated(backend()):
-        for _ in range(2):
-            assert ops.philox_uniform([2, 3], hal.Rng(1, 0)).shape == (2, 3)
+        for shape in ([2, 3], [2, 3], torch.Size([2, 3]), range(2, 4)):
+            assert ops.philox_uniform(shape, hal.Rng(1, 0)).shape == (2, 3)
 
 
 def test_a_pin_is_the_only_candidate(toy, two):

@@ -1,8 +1,10 @@
 """Saving in the background: what is written is the moment of the call, failures surface, the end of a run waits."""
 
 import errno
+import fcntl
 import json
 import os
+import signal
 import stat
 import threading
 
@@ -204,6 +206,29 @@ def test_two_runs_do_not_save_in_one_folder(tiny, tmp_path, monkeypatch):
         patch.setattr(Trainer, "step", meanwhile)
         assert command.train(config).iteration == 2
     assert command.train(tiny(save=config.save, load=config.save, train_iters=3, sample_tokens=0)).iteration == 3
+
+
+def test_a_run_may_save_where_index_maps_are_made_and_while_a_fork_lives(tiny, tmp_path, monkeypatch):
+    build, forks = command.build, []
+
+    def building(config):
+        folder = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as files.made_once does, which would wait for ever
+        os.close(folder)
+        if (fork := os.fork()) == 0:
+            signal.pause()
+        forks.append(fork)
+        return build(config)
+
+    monkeypatch.setattr(command, "build", building)
+    try:
+        for iterations in (1, 2):
+            config = tiny(save=str(tmp_path), load=str(tmp_path), train_iters=iterations, sample_tokens=0)
+            assert command.train(config).iteration == iterations
+    finally:
+        for fork in forks:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
 
 
 @pytest.mark.parametrize("there", [{}, {"fp16": True, "loss_scale": 512.0}, {"fp16": True}])

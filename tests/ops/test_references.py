@@ -114,3 +114,12 @@ def test_a_block_is_a_slice_of_the_whole_draw(seed, offset, data):
     whole = ops.philox_uniform.reference(full, rng, device=torch.device("cpu"))
     part = ops.philox_uniform.reference(size, rng.block(full, start), device=torch.device("cpu"))
     assert torch.equal(part, whole[tuple(slice(i, i + n) for i, n in zip(start, size))])
+
+
+def test_packed_attention_without_queries_gives_its_keys_a_gradient_of_zeros():
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in ((0, 2, 8), (4, 1, 8), (4, 1, 8)))
+    ends = {"cu_seqlens_q": torch.zeros(2, dtype=torch.int32), "cu_seqlens_k": torch.tensor([0, 4], dtype=torch.int32)}
+    out = ops.flash_attention.reference(q, k, v, layout="TND", **ends)
+    assert out.shape == q.shape
+    for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
+        assert grad.shape == x.shape and not grad.any()
