@@ -273,8 +273,21 @@ def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
             f"    return (self.asks or self.asking())({f.passed})\n"
         )
     own: dict[str, Any] = {"known": {}}  # each op has a class of its own
-    call = define("__call__", source, {**own, **f.scope}, f"dispatch of {name}")
+    call = _between_graphs(define("__call__", source, {**own, **f.scope}, f"dispatch of {name}"))
     return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})
+
+
+def _between_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Has torch.compile run `call`, and all that it calls, as it is: there is nothing to trace in a kernel.
+
+    What torch.compiler.disable does, without its wrapper, which would cost every call a microsecond.
+    """
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "HAL's ops run between graphs; hal.lower(op) is an op for inside one"  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
+    return call
 
 
 def _find_op(name: str) -> Op[Any, Any]:
