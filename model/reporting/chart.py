@@ -123,7 +123,7 @@ def _axis(low: float, high: float, *, log: bool, from_zero: bool) -> tuple[float
         step = max(1, (b - a) // 6)
         return 10.0**a, 10.0**b, [10.0**e for e in range(a, b + 1, step)]
     low = min(0.0, low) if from_zero else low
-    if high <= low:
+    if high - low <= 1e-8 * max(abs(low), abs(high)):  # alike, or so near that ticks between them would round to others
         low, high = low - abs(low) * 0.1 - 0.5, high + abs(high) * 0.1 + 0.5
     margin = 0.04 * (high - low)
     low, high = (low if from_zero else low - margin), high + margin

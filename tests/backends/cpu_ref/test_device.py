@@ -17,9 +17,9 @@ from hal.backends.cpu_ref import CpuRef
 FAULTS = """
 import resource, sys, torch, hal
 hal.use("cpu_ref", keep_memory=sys.argv[1] == "keep")
+x = torch.ones(16, 1 << 20)
 def step():
-    x = torch.ones(16, 1 << 20)  # 64 MiB
-    return hal.ops.swiglu(x).sum().item()
+    return hal.ops.swiglu(x).sum().item()  # 32 MiB; torch's own blocks leave slivers (memory.py), hence none here
 for _ in range(3): step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4): step()
@@ -51,8 +51,7 @@ def test_freed_memory_is_reused_unless_told_otherwise() -> None:
         done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, env=env, check=True)
         return int(done.stdout)
 
-    pages_per_step = (96 << 20) // resource.getpagesize()
-    # Four steps: the heap may still grow once while its pieces settle, but not at every step.
+    pages_per_step = (32 << 20) // resource.getpagesize()  # of four steps
     assert faults("keep") < pages_per_step
     assert faults("leave") > 2 * pages_per_step
     assert faults("keep", MALLOC_ARENA_MAX="2") > 2 * pages_per_step  # the user has made a choice

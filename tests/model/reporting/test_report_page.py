@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hal.cli.report import main
@@ -202,6 +202,7 @@ def test_running_means_stay_between_the_extremes(rows: Any, window: int) -> None
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9), st.booleans())
+@example(360287970.984375, 1.192092896e-07, False)
 def test_axes_hold_what_they_show(low: float, width: float, from_zero: bool) -> None:
     a, b, ticks = _axis(low, low + width, log=False, from_zero=from_zero)
     assert a <= low and b >= low + width and a < b and 1 <= len(ticks) <= 9
