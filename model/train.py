@@ -194,9 +194,10 @@ def _require_free(config: Config, start: int) -> None:
 def _announce(report: Report, trainer: Trainer) -> None:
     backend, count = hal.backend(), trainer.parameter_count()
     simulated = " (simulated)" if backend.simulated else ""
+    at, end = trainer.iteration, trainer.config.train_iters
+    todo = f"iterations {at + 1} to {end}" if at < end else f"at iteration {at}: --train-iters {end} leaves none to do"
     report.say(
-        f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {hal.device()}; "
-        f"iterations {trainer.iteration + 1} to {trainer.config.train_iters}"
+        f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {hal.device()}; {todo}"
     )
     for note in trainer.config.notes:
         report.say(f" note: {note}")

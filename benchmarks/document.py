@@ -1,0 +1,103 @@
+"""Writes a run into a page: `hal bench all --json all.json`, then `python -m hal.bench.document all.json PAGE.md`.
+
+Tables and growth plots of the page are replaced, its words are not. A table follows a comment that says what it shows:
+
+    <!-- cases SUITE PATTERN -->  a line per case and allocator, a column per peer
+    <!-- rows SUITE PATTERN -->   a line per comparison
+
+PATTERN is a regular expression for a case's name and shape, in full; the first table that fits has the row. A plot is
+an image whose text is its series' name; its file is written beside the page. A table without rows is an error, and so
+is a row that no table shows although its suite has some.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import report
+from .engine import Row
+
+_TABLE = re.compile(r"(<!-- (cases|rows) (\w+) (.+?) -->\n\n)(?:\|.*\n)*")
+_PLOT = re.compile(r"!\[(.+?)\]\((.+?\.svg)\)")
+
+
+def _ratio(r: Row) -> str:
+    spread = f" ({r.ratio_min:.1f}..{r.ratio_max:.1f})"
+    if r.goal is None:
+        return f"{r.ratio_median:.2f}x{spread}"
+    if r.ratio_median >= r.goal:
+        return f"{r.ratio_median:.2f}x ≥ {r.goal:g}{spread}"
+    return f"**{r.ratio_median:.2f}x < {r.goal:g}**{spread}"
+
+
+def _share(r: Row) -> str:
+    if r.share_of_ceiling is None:
+        return ""
+    share, of = f"{r.share_of_ceiling:.0%}", f" of {r.ceiling}"
+    if r.share_goal is None:
+        return share + of
+    met = r.share_of_ceiling >= r.share_goal
+    return (f"{share} ≥ {r.share_goal:.0%}" if met else f"**{share} < {r.share_goal:.0%}**") + of
+
+
+def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
+    if kind == "rows":
+        head = ("what", "shape", "peer", "ratio", "share", "clean rounds")
+        return [head, *((r.name, r.shape, r.peer, _ratio(r), _share(r), f"{r.clean}/{r.rounds}") for r in chosen)]
+    peers = list(dict.fromkeys(r.peer for r in chosen))
+    cases: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for r in chosen:
+        cases.setdefault((r.name, r.shape, r.allocator), {})[r.peer] = r
+    lines = [("what", "shape", "malloc", *peers, "share")]
+    for case, found in cases.items():
+        cells = (_ratio(found[peer]) if peer in found else "" for peer in peers)
+        lines.append((*case, *cells, _share(next(iter(found.values())))))
+    return lines
+
+
+def fill(page: str, rows: Sequence[Row]) -> str:
+    """The page with its tables made from `rows`. ValueError: a row without a table, or a table without rows."""
+    suites = {suite for _, _, suite, _ in _TABLE.findall(page)}
+    left = dict.fromkeys(i for i, r in enumerate(rows) if r.suite in suites)
+
+    def table(found: re.Match[str]) -> str:
+        start, kind, suite, pattern = found.groups()
+        chosen = [
+            i for i in left if rows[i].suite == suite and re.fullmatch(pattern, f"{rows[i].name} {rows[i].shape}")
+        ]
+        if not chosen:
+            raise ValueError(f"no row of suite {suite} is left for the table of {pattern!r}")
+        for i in chosen:
+            del left[i]
+        head, *lines = _lines(kind, [rows[i] for i in chosen])
+        return start + "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple("---" for _ in head), *lines))
+
+    filled = _TABLE.sub(table, page)
+    if left:
+        lost = rows[next(iter(left))]
+        raise ValueError(f"{len(left)} rows are in no table; the first: {lost.suite} {lost.name} {lost.shape}")
+    return filled
+
+
+def main(results: str, page: str) -> None:
+    """Rewrites the file `page` from the rows in the file `results`."""
+    rows = [Row(**r) for r in json.loads(Path(results).read_text())]
+    path = Path(page)
+    text = fill(path.read_text(), rows)
+    for series, file in _PLOT.findall(text):
+        drawn = report.plot(series, rows).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        (path.parent / file).write_text(drawn + "\n")
+    path.write_text(text)
+    goals = sum((r.goal is not None) + (r.share_goal is not None) for r in rows)
+    misses = [text for r in rows for text in r.misses]
+    print("\n".join(misses), f"{goals - len(dict.fromkeys(misses))} of {goals} goals met", sep="\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m hal.bench.document RESULTS.json PAGE.md")
+    main(*sys.argv[1:])

@@ -1,0 +1,68 @@
+"""Tables of a page made from a run's rows, and the page of this project."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hal.bench import document
+from hal.bench.engine import Row
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+HEAD = "words before\n\n<!-- cases ops thing .* -->\n\n"
+
+
+def row(ratio, **kw):
+    base = {"suite": "ops", "name": "thing", "shape": "4x4", "peer": "eager", "allocator": "default"}
+    return Row(**{**base, "ratio_median": ratio, "ratio_min": ratio, "ratio_max": ratio, "ours": 1e-3, **kw})
+
+
+def test_a_line_per_case_and_a_column_per_peer():
+    rows = [row(2.0, goal=1.5), row(1.0, peer="compile", goal=1.5), row(3.0, allocator="pooled")]
+    assert document.fill(HEAD + "\nwords after\n", rows) == (
+        HEAD + "| what | shape | malloc | eager | compile | share |\n| --- | --- | --- | --- | --- | --- |\n"
+        "| thing | 4x4 | default | 2.00x ≥ 1.5 (2.0..2.0) | **1.00x < 1.5** (1.0..1.0) |  |\n"
+        "| thing | 4x4 | pooled | 3.00x (3.0..3.0) |  |  |\n\nwords after\n"
+    )
+
+
+def test_the_old_table_goes_and_shares_are_held_to_their_goals():
+    page = "<!-- rows ops .* -->\n\n| old |\n| --- |\n| 9.99x |\n\nwords\n"
+    rows = [
+        row(2.0, ceiling="copy", share_of_ceiling=s, share_goal=g, clean=4, rounds=5)
+        for s, g in ((0.7, 0.8), (0.9, None))
+    ]
+    assert document.fill(page, rows) == (
+        "<!-- rows ops .* -->\n\n| what | shape | peer | ratio | share | clean rounds |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| thing | 4x4 | eager | 2.00x (2.0..2.0) | **70% < 80%** of copy | 4/5 |\n"
+        "| thing | 4x4 | eager | 2.00x (2.0..2.0) | 90% of copy | 4/5 |\n\nwords\n"
+    )
+
+
+def test_nothing_measured_is_left_out_and_no_table_left_behind():
+    with pytest.raises(ValueError, match="1 rows are in no table; the first: ops other 4x4"):
+        document.fill(HEAD, [row(1.0), row(1.0, name="other")])
+    with pytest.raises(ValueError, match="no row of suite ops is left for the table of 'thing"):
+        document.fill(HEAD, [row(1.0, suite="linear")])
+    document.fill(HEAD, [row(1.0), row(1.0, suite="scaling")])  # a suite that the page does not show
+
+
+def test_plots_are_files_of_their_own(tmp_path):
+    series = [row(2.0, name="thing long", series="length", x=float(s)) for s in (512, 1024, 2048)]
+    (tmp_path / "rows.json").write_text(json.dumps([r.as_dict() for r in series]))
+    page = tmp_path / "page.md"
+    page.write_text(HEAD + "\n![length](plot.svg)\n")
+    document.main(str(tmp_path / "rows.json"), str(page))
+    assert (tmp_path / "plot.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg" ')
+    assert page.read_text().count("| thing long |") == 1  # one case: its points differ in x only
+
+
+def test_the_project_s_own_page_has_a_table_behind_every_comment():
+    text = PAGE.read_text()
+    tables = document._TABLE.findall(text)
+    assert len(tables) == text.count("<!--") > 5
+    assert {suite for _, _, suite, _ in tables} == {"train", "attention", "linear", "ops", "dispatch", "comm"}
+    for start, *_ in tables:
+        assert re.match(r"\|.*\|\n\| --- ", text[text.index(start) + len(start) :])
