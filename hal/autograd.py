@@ -89,10 +89,10 @@ def _function(
         @staticmethod
         def backward(ctx: Any, *output_grads: Any) -> Any:
             kept = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return gradients(ctx, kept, output_grads)
             with torch.no_grad():
                 grads = gradients(ctx, kept, output_grads)
-            if not torch.is_grad_enabled():
-                return grads
             # create_graph: torch's once_differentiable would return constants unless output_grads ask for more.
             asking = [g if g is None else g.detach().requires_grad_() for g in grads]
             # What they depend on is named, or autograd.grad, which runs only what leads to its inputs, would pass by.

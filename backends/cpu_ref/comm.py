@@ -52,7 +52,7 @@ class SharedMemoryComm(hal.TorchComm):
         super().__init__(group, transport, **how)
         self._handle, self._memory = _join(self)
         self._run_kernel = build.lib().hal_shm_run
-        self._admitted: set[tuple[Any, ...]] = set()
+        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._tasks: queue.SimpleQueue[_Task] | None = None
         self._unfinished: threading.Event | None = None
         if self._handle:
@@ -66,13 +66,17 @@ class SharedMemoryComm(hal.TorchComm):
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         return () if self._takes(collective, x) else super().why_not(collective, x, op)
 
-    def _check(self, collective: str, x: Tensor, op: str, source: int) -> None:
-        # Remembered where the shape does not matter: checking costs as much as a small collective.
-        key = (collective, op, source, x.dtype, x.is_cpu)
-        if key not in self._admitted:
-            super()._check(collective, x, op, source)
-            if collective in ("all_reduce", "broadcast"):
-                self._admitted.add(key)
+    def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
+        # Remembered where the shape does not matter: looking at everything costs as much as a small collective.
+        key = (collective, op, source, x.dtype, x.is_cpu, x.requires_grad)
+        codes = self._known.get(key)
+        if codes is not None and self._unfinished is None:
+            x = x.contiguous()
+            return self._transfer(collective, codes, x, torch.empty_like(x), x.numel(), source)
+        result = super()._now(collective, x, op, source)
+        if collective in ("all_reduce", "broadcast") and self._takes(collective, x) and not x.requires_grad:
+            self._known[key] = _codes(collective, x.dtype, op)
+        return result
 
     def _takes(self, collective: str, x: Tensor) -> bool:
         return self._handle != 0 and (x.dtype in _CODE or collective not in _REDUCING) and x.is_cpu
@@ -107,25 +111,18 @@ class SharedMemoryComm(hal.TorchComm):
             out, count = torch.empty_like(x), x.numel()
             if collective == "all_to_all":
                 count //= self.size
-        dtype, reduction = x.dtype, _REDUCTION[op]
-        if dtype is torch.bool and op == "sum":
-            reduction = _REDUCTION["max"]
+        return self._transfer(collective, _codes(collective, x.dtype, op), x, out, count, source)
+
+    def _transfer(
+        self, collective: str, codes: tuple[int, ...], x: Tensor, out: Tensor, count: int, source: int
+    ) -> Tensor:
         if not count and collective != "barrier":
             return out  # every rank sees the same emptiness
         if self._broken is not None:
             raise self._broken
         seq = self._progress.arrive(collective)
-        fault = self._run_kernel(
-            self._handle,
-            _KIND[collective],
-            x.data_ptr() or address(x),
-            out.data_ptr() or address(out),
-            count,
-            x.element_size(),
-            _CODE.get(dtype, 0),
-            reduction,
-            source,
-        )
+        at, to = x.data_ptr() or address(x), out.data_ptr() or address(out)
+        fault = self._run_kernel(self._handle, at, to, count, source, *codes)
         if fault:
             self._broken = self._fault(collective, seq, *divmod(fault, 256))
             raise self._broken
@@ -149,6 +146,12 @@ class SharedMemoryComm(hal.TorchComm):
             f"{what} failed on rank {rank}: the process of rank {other} has ended. Ranks that did not arrive: {other}. "
             "A rank that ended is the usual cause: see its log first."
         )
+
+
+def _codes(collective: str, dtype: torch.dtype, op: str) -> tuple[int, ...]:
+    """What the kernel calls the collective, a dtype's size and the dtype, and the reduction."""
+    reduction = "max" if dtype is torch.bool and op == "sum" else op
+    return _KIND[collective], dtype.itemsize, _CODE.get(dtype, 0), _REDUCTION[reduction]
 
 
 _Task = tuple[Future[Tensor], Callable[[], Tensor], threading.Event]

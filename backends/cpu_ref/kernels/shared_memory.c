@@ -1,7 +1,8 @@
 // Collectives between the processes of one machine, through a segment of memory that all of them map.
 //
 // Every rank owns two slots and two counters. A collective is a number of steps, one per chunk of data; in step s a rank
-//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite,
+//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite (known already of a peer that was
+//       seen to have posted step s-1),
 //   (2) copies its chunk into slot s % 2 and publishes posted = s + 1,
 //   (3) waits until the peers have posted, copies or reduces their slots into its result, and publishes read = s + 1.
 // Counters only grow and every rank writes its own only, so nothing is ever reset and there is nothing to race for. All
@@ -45,6 +46,7 @@ typedef struct {
 typedef struct {
     member *members;
     int rank, size, patience, pidfds[MAX_RANKS];
+    uint64_t seen[MAX_RANKS];  // of each peer's `posted`, the last value this rank has waited for
     double timeout;
     int closed;
 } group;
@@ -157,8 +159,8 @@ static void copy(char *to, const char *from, int64_t bytes, int stream) {
     }
 }
 
-int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64_t count, int bytes, int dtype,
-                int reduction, int root) {
+int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, int root, int kind, int bytes, int dtype,
+                int reduction) {
     group *g = (group *)handle;
     const int me = g->rank, size = g->size;
     member *mine = &g->members[me];
@@ -177,7 +179,8 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
         const uint64_t step = mine->posted;
         const int which = step & 1;
         for (int r = 0; r < size; r++) {
-            const int fault = r == me || step < 2 ? 0 : wait_for(g, r, &g->members[r].read, step - 1);
+            if (r == me || step < 2 || g->seen[r] >= step) continue;
+            const int fault = wait_for(g, r, &g->members[r].read, step - 1);
             if (fault) return fault;
         }
         if (divides) {
@@ -194,6 +197,7 @@ int hal_shm_run(uintptr_t handle, int kind, uintptr_t in_, uintptr_t out_, int64
             const int fault = wait_for(g, r, &g->members[r].posted, step + 1);
             if (fault) return fault;
             if (g->members[r].purpose[which] != purpose) return 256 * FAULT_MISMATCH + r;
+            g->seen[r] = step + 1;
             from[r] = g->members[r].slot[which] + (divides ? me * share : 0);
         }
         switch (kind) {
