@@ -6,8 +6,8 @@ Tables and growth plots of the page are replaced, its words are not. A table fol
     <!-- rows SUITE PATTERN -->   a line per comparison
 
 PATTERN is a regular expression for a case's name and shape, in full; the first table that fits has the row. A plot is
-an image whose text is its series' name; its file is written beside the page. A table without rows is an error, and so
-is a row that no table shows although its suite has some.
+an SVG image whose text is its series' name; its file is written beside the page. A table or plot without rows is an
+error, and so is a row that no table shows although its suite has some; nothing is written then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from . import report
 from .engine import Row
 
-_TABLE = re.compile(r"(<!-- (cases|rows) (\w+) (.+?) -->\n\n)(?:\|.*\n)*")
+_TABLE = re.compile(r"(<!-- (cases|rows) (\w+) (.+?) -->\n\n)(?:\|.*\n?)*")
 _PLOT = re.compile(r"!\[(.+?)\]\((.+?\.svg)\)")
 
 
@@ -31,7 +31,7 @@ def _ratio(r: Row) -> str:
         return f"{r.ratio_median:.2f}x{spread}"
     if r.ratio_median >= r.goal:
         return f"{r.ratio_median:.2f}x ≥ {r.goal:g}{spread}"
-    return f"**{r.ratio_median:.2f}x < {r.goal:g}**{spread}"
+    return f"**{_below(r.ratio_median, r.goal, 2)}x < {r.goal:g}**{spread}"
 
 
 def _share(r: Row) -> str:
@@ -40,18 +40,30 @@ def _share(r: Row) -> str:
     share, of = f"{r.share_of_ceiling:.0%}", f" of {r.ceiling}"
     if r.share_goal is None:
         return share + of
-    met = r.share_of_ceiling >= r.share_goal
-    return (f"{share} ≥ {r.share_goal:.0%}" if met else f"**{share} < {r.share_goal:.0%}**") + of
+    if r.share_of_ceiling >= r.share_goal:
+        return f"{share} ≥ {r.share_goal:.0%}{of}"
+    return f"**{_below(100 * r.share_of_ceiling, 100 * r.share_goal, 0)}% < {r.share_goal:.0%}**{of}"
+
+
+def _below(value: float, goal: float, digits: int) -> str:
+    """`value` with so many digits, or more if it would read as the goal that it missed."""
+    while round(value, digits) >= goal and digits < 9:
+        digits += 1
+    return f"{value:.{digits}f}"
 
 
 def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
     if kind == "rows":
-        head = ("what", "shape", "peer", "ratio", "share", "clean rounds")
-        return [head, *((r.name, r.shape, r.peer, _ratio(r), _share(r), f"{r.clean}/{r.rounds}") for r in chosen)]
+        head = ("what", "shape", "malloc", "peer", "ratio", "share", "clean rounds")
+        facts = ((r.name, r.shape, r.allocator, r.peer, _ratio(r), _share(r), f"{r.clean}/{r.rounds}") for r in chosen)
+        return [head, *facts]
     peers = list(dict.fromkeys(r.peer for r in chosen))
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in chosen:
-        cases.setdefault((r.name, r.shape, r.allocator), {})[r.peer] = r
+        found = cases.setdefault((r.name, r.shape, r.allocator), {})
+        if r.peer in found:
+            raise ValueError(f"two rows for {r.name} {r.shape} against {r.peer}, {r.allocator} malloc")
+        found[r.peer] = r
     lines = [("what", "shape", "malloc", *peers, "share")]
     for case, found in cases.items():
         cells = (_ratio(found[peer]) if peer in found else "" for peer in peers)
@@ -60,7 +72,9 @@ def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def fill(page: str, rows: Sequence[Row]) -> str:
-    """The page with its tables made from `rows`. ValueError: a row without a table, or a table without rows."""
+    """The page with its tables made from `rows`. ValueError: see the module's text."""
+    if len(_TABLE.findall(page)) != len(re.findall("<!-- (?:cases|rows) ", page)):
+        raise ValueError("every comment `<!-- cases|rows SUITE PATTERN -->` stands alone, an empty line after it")
     suites = {suite for _, _, suite, _ in _TABLE.findall(page)}
     left = dict.fromkeys(i for i, r in enumerate(rows) if r.suite in suites)
 
@@ -85,16 +99,17 @@ def fill(page: str, rows: Sequence[Row]) -> str:
 
 def main(results: str, page: str) -> None:
     """Rewrites the file `page` from the rows in the file `results`."""
-    rows = [Row(**r) for r in json.loads(Path(results).read_text())]
+    rows = [Row(**r) for r in json.loads(Path(results).read_text(encoding="utf-8"))]
     path = Path(page)
-    text = fill(path.read_text(), rows)
-    for series, file in _PLOT.findall(text):
+    text = fill(path.read_text(encoding="utf-8"), rows)
+    plots = {file: series for series, file in _PLOT.findall(text)}
+    missing = set(plots.values()) - {r.series for r in rows}
+    if missing:
+        raise ValueError(f"no rows for the plots of {', '.join(sorted(missing))}")
+    for file, series in plots.items():
         drawn = report.plot(series, rows).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        (path.parent / file).write_text(drawn + "\n")
-    path.write_text(text)
-    goals = sum((r.goal is not None) + (r.share_goal is not None) for r in rows)
-    misses = [text for r in rows for text in r.misses]
-    print("\n".join(misses), f"{goals - len(dict.fromkeys(misses))} of {goals} goals met", sep="\n")
+        (path.parent / file).write_text(drawn + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

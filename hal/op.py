@@ -177,8 +177,8 @@ class Op(Generic[P, R]):
                 or (isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)),
             }.get(kind, True)
             good = good and (bool(kind) or _fits(value, self.signature.parameters[name].annotation))
-            # NumPy names its types as Python does.
-            found = type(value).__qualname__ if type(value).__module__ == "builtins" else type(value)
+            # With its module: NumPy's bool would read as Python's.
+            found = type(value).__qualname__ if type(value).__module__ == "builtins" else repr(type(value))
             require(good, self.name, f"{name}: {self.signature.parameters[name].annotation}", found)
         self.check(*args, **kwargs)
 

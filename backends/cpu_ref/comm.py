@@ -68,13 +68,13 @@ class SharedMemoryComm(hal.TorchComm):
 
     def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
         # Remembered where the shape does not matter: looking at everything costs as much as a small collective.
-        key = (collective, op, source, x.dtype, x.is_cpu, x.requires_grad)
+        key = (collective, op, source, x.dtype, x.is_cpu)
         codes = self._known.get(key)
         if codes is not None and self._unfinished is None:
-            x = x.contiguous()
+            x = x.resolve_neg().contiguous()
             return self._transfer(collective, codes, x, torch.empty_like(x), x.numel(), source)
         result = super()._now(collective, x, op, source)
-        if collective in ("all_reduce", "broadcast") and self._takes(collective, x) and not x.requires_grad:
+        if collective in ("all_reduce", "broadcast") and x.dtype in _CODE and self._takes(collective, x):
             self._known[key] = _codes(collective, x.dtype, op)
         return result
 
@@ -101,7 +101,7 @@ class SharedMemoryComm(hal.TorchComm):
         return hal.Pending(future.result)
 
     def _shared(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
-        x = x.contiguous()
+        x = x.resolve_conj().resolve_neg().contiguous()  # the kernel reads memory as it is
         if collective == "all_gather":
             out, count = x.new_empty((x.shape[0] * self.size, *x.shape[1:])), x.numel()
         elif collective == "reduce_scatter":

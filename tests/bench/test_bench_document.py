@@ -34,10 +34,10 @@ def test_the_old_table_goes_and_shares_are_held_to_their_goals():
         for s, g in ((0.7, 0.8), (0.9, None))
     ]
     assert document.fill(page, rows) == (
-        "<!-- rows ops .* -->\n\n| what | shape | peer | ratio | share | clean rounds |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        "| thing | 4x4 | eager | 2.00x (2.0..2.0) | **70% < 80%** of copy | 4/5 |\n"
-        "| thing | 4x4 | eager | 2.00x (2.0..2.0) | 90% of copy | 4/5 |\n\nwords\n"
+        "<!-- rows ops .* -->\n\n| what | shape | malloc | peer | ratio | share | clean rounds |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| thing | 4x4 | default | eager | 2.00x (2.0..2.0) | **70% < 80%** of copy | 4/5 |\n"
+        "| thing | 4x4 | default | eager | 2.00x (2.0..2.0) | 90% of copy | 4/5 |\n\nwords\n"
     )
 
 
@@ -46,17 +46,38 @@ def test_nothing_measured_is_left_out_and_no_table_left_behind():
         document.fill(HEAD, [row(1.0), row(1.0, name="other")])
     with pytest.raises(ValueError, match="no row of suite ops is left for the table of 'thing"):
         document.fill(HEAD, [row(1.0, suite="linear")])
+    with pytest.raises(ValueError, match="two rows for thing 4x4 against eager, default malloc"):
+        document.fill(HEAD, [row(1.0), row(2.0)])
+    with pytest.raises(ValueError, match="an empty line after it"):
+        document.fill(HEAD.replace("-->\n", "-->"), [row(1.0)])
     document.fill(HEAD, [row(1.0), row(1.0, suite="scaling")])  # a suite that the page does not show
 
 
+@pytest.mark.parametrize(
+    ("ratio", "share", "text"),
+    [(1.996, 0.5, "**1.996x < 2**"), (1.5, 0.797, "**79.7% < 80%**"), (1.9, 0.79, "**79% < 80%**")],
+)
+def test_a_miss_does_not_read_as_met(ratio, share, text):
+    assert text in document.fill(HEAD, [row(ratio, goal=2.0, ceiling="copy", share_of_ceiling=share, share_goal=0.8)])
+
+
+def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([row(2.0).as_dict()]))
+    page = tmp_path / "page.md"
+    page.write_text(HEAD + "\n![length](plot.svg)\n")
+    with pytest.raises(ValueError, match="no rows for the plots of length"):
+        document.main(str(tmp_path / "rows.json"), str(page))
+    assert "|" not in page.read_text()
+
+
 def test_plots_are_files_of_their_own(tmp_path):
-    series = [row(2.0, name="thing long", series="length", x=float(s)) for s in (512, 1024, 2048)]
+    series = [row(2.0, shape=f"S{s}", series="length", x=float(s)) for s in (512, 1024, 2048)]
     (tmp_path / "rows.json").write_text(json.dumps([r.as_dict() for r in series]))
     page = tmp_path / "page.md"
     page.write_text(HEAD + "\n![length](plot.svg)\n")
     document.main(str(tmp_path / "rows.json"), str(page))
     assert (tmp_path / "plot.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg" ')
-    assert page.read_text().count("| thing long |") == 1  # one case: its points differ in x only
+    assert page.read_text().count("\n| thing |") == 3
 
 
 def test_the_project_s_own_page_has_a_table_behind_every_comment():
