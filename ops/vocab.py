@@ -109,6 +109,10 @@ def _directed_cross_entropy() -> list[Sample]:
         Sample((T((3, 40), strided="last"), target((3,), 40))),
         Sample((T((3, 40), strided="rows"), target((3,), 40)), {"label_smoothing": 0.3}),
         Sample((T((3, 17), scale=1000.0), target((3,), 17))),  # Megatron's test scale; exp must not overflow
+        # Large ones whose sum of exponentials matters: it has no digits left in a float32 of 10001.4.
+        Sample(
+            (T((1, 3), "values", values=(10000.0, 10001.0, 9999.0)), T((1,), "values", values=(1,), dtype=torch.int64))
+        ),
         Sample((T((1, 3), "values", values=(float("nan"), 1.0, 2.0)), target((1,), 3)), grad=False),
         Sample(
             (T((1, 3), "values", values=(-float("inf"), 1.0, 2.0)), T((1,), "values", values=(1,), dtype=torch.int64))

@@ -1,7 +1,7 @@
 """cross_entropy (kernels/cross_entropy.c) and embedding, over a vocabulary that may be sharded across a Comm.
 
 The logits are read in their own dtype, once per pass; between ranks travel a few numbers per token. The backward pass
-of cross_entropy needs no communication: every rank knows the log-sum-exp of the whole vocabulary.
+of cross_entropy needs no communication: every rank knows the maximum and the sum of exponentials of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _why_not_cross_entropy(
 def _sharded(
     logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, v: int, comm: Comm
 ) -> tuple[Tensor, Tensor]:
-    """loss and log-sum-exp [rows] from the ranks' statistics."""
+    """loss [rows] and {maximum, sum of exponentials} [2, rows] from the ranks' statistics."""
     rows = rows_of(logits)
     stats = torch.zeros(4, rows, dtype=REAL[logits.dtype])
     lib().hal_cross_entropy_stats(
@@ -57,11 +57,11 @@ def _sharded(
     loss = (1.0 - smoothing) * (top - sums[1] + log_sum)
     if smoothing:
         loss += smoothing * (top - sums[2] / v + log_sum)
-    return loss, top + log_sum
+    return loss, torch.stack((top, sums[0]))
 
 
 def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, lse, smoothing, vocab_start, v, inplace = residuals
+    logits, target, sums, smoothing, vocab_start, v, inplace = residuals
     dlogits = logits if inplace else empty_like(logits)
     if logits.numel():
         dloss = dloss.contiguous()
@@ -69,7 +69,7 @@ def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tenso
             CODE[logits.dtype],
             logits.data_ptr() or address(logits),
             target.data_ptr() or address(target),
-            lse.data_ptr() or address(lse),
+            sums.data_ptr() or address(sums),
             dloss.data_ptr() or address(dloss),
             dlogits.data_ptr() or address(dlogits),
             smoothing,
@@ -97,24 +97,24 @@ def cross_entropy(
     v = logits.shape[-1] * (comm.size if comm is not None else 1)
     smoothing = label_smoothing * v / (v - 1) if label_smoothing else 0.0
     if comm is not None and comm.size > 1:
-        flat_loss, lse = _sharded(logits, target, smoothing, vocab_start, v, comm)
+        flat_loss, sums = _sharded(logits, target, smoothing, vocab_start, v, comm)
         loss = flat_loss.view(target.shape)
     else:
         loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
-        lse = torch.empty_like(loss)
+        sums = torch.empty(2, target.numel(), dtype=loss.dtype)
         if logits.numel():
             lib().hal_cross_entropy_fwd(
                 CODE[logits.dtype],
                 logits.data_ptr() or address(logits),
                 target.data_ptr() or address(target),
                 loss.data_ptr() or address(loss),
-                lse.data_ptr() or address(lse),
+                sums.data_ptr() or address(sums),
                 smoothing,
                 rows_of(logits),
                 logits.shape[-1],
                 vocab_start,
             )
-    return loss, (logits, target, lse, smoothing, vocab_start, v, inplace_backward)
+    return loss, (logits, target, sums, smoothing, vocab_start, v, inplace_backward)
 
 
 @hal.by_metadata

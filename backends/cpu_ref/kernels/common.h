@@ -207,6 +207,28 @@ DEFINE_STORE_LINE(f64, double, ROUND_EACH)
 // are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
 // bandwidth) and one horizontal sum, which short rows would notice if there were more.
 enum { LANES = 32 };
+// The lanes' sum: the upper half is added to the lower one until one is left.
+#define DEFINE_ADD_LANES(real, suffix)                      \
+    HAL_INLINE real add_lanes_##suffix(real *lane) {        \
+        for (int w = LANES / 2; w > 0; w /= 2)              \
+            for (int l = 0; l < w; l++) lane[l] += lane[l + w]; \
+        return lane[0];                                     \
+    }
+#ifdef __AVX512F__
+// The same additions in registers: of the loop, compilers make five trips through memory, a third of a layer norm's time.
+HAL_INLINE float add_lanes_f32(const float *lane) {
+    const __m512d sixteen = _mm512_castps_pd(_mm512_add_ps(_mm512_loadu_ps(lane), _mm512_loadu_ps(lane + 16)));
+    const __m256 eight = _mm256_add_ps(_mm256_castpd_ps(_mm512_castpd512_pd256(sixteen)),
+                                       _mm256_castpd_ps(_mm512_extractf64x4_pd(sixteen, 1)));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+DEFINE_ADD_LANES(float, f32)
+#endif
+DEFINE_ADD_LANES(double, f64)
+#define ADD_LANES(lane) _Generic((lane)[0], float: add_lanes_f32, double: add_lanes_f64)(lane)
 #define ROW_SUM(type, sum, count, i, term) ROW_SUM_AHEAD(type, sum, count, i, term, (void)0)
 // The same, with a statement before every LANES elements, from i on.
 #define ROW_SUM_AHEAD(type, sum, count, i, term, statement)                           \
@@ -224,8 +246,7 @@ enum { LANES = 32 };
             const int64_t i = at_ + l_;                                               \
             lane_[l_] += (term);                                                      \
         }                                                                             \
-        ADD_LANES(lane_);                                                             \
-        sum = lane_[0];                                                               \
+        sum = ADD_LANES(lane_);                                                       \
     } while (0)
 // top = the largest of top, value(0), ..., value(count - 1), NaN left aside. With AVX-512 in four registers: a single one,
 // as compilers make of `reduction(max)`, waits for its own last comparison.
@@ -265,14 +286,9 @@ enum { LANES = 32 };
             lane_a_[l_] += (term_a);                                                  \
             lane_b_[l_] += (term_b);                                                  \
         }                                                                             \
-        ADD_LANES(lane_a_);                                                           \
-        ADD_LANES(lane_b_);                                                           \
-        sum_a = lane_a_[0];                                                           \
-        sum_b = lane_b_[0];                                                           \
+        sum_a = ADD_LANES(lane_a_);                                                   \
+        sum_b = ADD_LANES(lane_b_);                                                   \
     } while (0)
-#define ADD_LANES(lane)                              \
-    for (int w_ = LANES / 2; w_ > 0; w_ /= 2)        \
-        for (int l_ = 0; l_ < w_; l_++) lane[l_] += lane[l_ + w_]
 
 // Scratch memory of the calling thread, 64-byte aligned, kept until a larger one is asked for: fresh memory costs a page
 // fault per 4 KiB, more than most kernels. Valid until the thread's next call. Aborts when there is no memory.

@@ -2,7 +2,8 @@
 //
 // Forward, one sweep over a row in blocks of 2048 logits that stay in L1: the block's maximum; if it exceeds the running
 // one, the running sum is rescaled; then the block's exponentials are added. No exponential is stored: the backward pass
-// makes them again from lse = max + log(sum), in one sweep that writes the gradient.
+// makes them again, in one sweep that writes the gradient, from the maximum and the sum. These are kept apart: in their
+// log-sum-exp the sum of large logits would lose its digits.
 // A vocabulary shard delivers the four statistics of its rows; the caller combines them (max; then sums), after which the
 // backward pass of every shard is local.
 //
@@ -25,14 +26,14 @@ void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uin
     HAL_DISPATCH(dtype, cross_entropy_stats, logits, targets, stats, smoothing, rows, v, start);
 }
 
-void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t lse, double eps,
+void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t sums, double eps,
                            int64_t rows, int64_t v, int64_t start) {
-    HAL_DISPATCH(dtype, cross_entropy_fwd, logits, targets, loss, lse, eps, rows, v, start);
+    HAL_DISPATCH(dtype, cross_entropy_fwd, logits, targets, loss, sums, eps, rows, v, start);
 }
 
-void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t lse, uintptr_t dloss,
+void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t sums, uintptr_t dloss,
                            uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total) {
-    HAL_DISPATCH(dtype, cross_entropy_bwd, logits, targets, lse, dloss, dlogits, eps, rows, v, start, total);
+    HAL_DISPATCH(dtype, cross_entropy_bwd, logits, targets, sums, dloss, dlogits, eps, rows, v, start, total);
 }
 
 #else
@@ -76,11 +77,12 @@ static void NAME(cross_entropy_stats)(uintptr_t logits, uintptr_t targets_, uint
     }
 }
 
-static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintptr_t loss_, uintptr_t lse_, double eps_,
+// sums: [2][rows] = {maximum, sum of exp(x - maximum)}.
+static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintptr_t loss_, uintptr_t sums_, double eps_,
                                     int64_t rows, int64_t v, int64_t start) {
     const int64_t *targets = (const int64_t *)targets_;
     const real eps = (real)eps_;
-    real *loss = (real *)loss_, *lse = (real *)lse_;
+    real *loss = (real *)loss_, *sums = (real *)sums_;
 #pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
         const T *x = (const T *)logits + row * v;
@@ -88,17 +90,18 @@ static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintpt
         real top, sum, total;
         NAME(row_stats)(x, v, eps_ != 0, &top, &sum, &total);
         const real log_sum = RNAME(log)(sum), at = target >= 0 && target < v ? LOAD(x + target) : 0;
-        lse[row] = top + log_sum;
-        // (top - at) first: it is exact or nearly so, where lse - at would lose the low bits of log_sum.
+        sums[row] = top;
+        sums[rows + row] = sum;
+        // (top - at) first: it is exact or nearly so, where top + log_sum would lose the low bits of log_sum.
         loss[row] = (1 - eps) * (top - at + log_sum);
         if (eps_ != 0) loss[row] += eps * (top - total / (real)v + log_sum);
     }
 }
 
-static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintptr_t lse_, uintptr_t dloss_,
+static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintptr_t sums_, uintptr_t dloss_,
                                     uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total) {
     const int64_t *targets = (const int64_t *)targets_;
-    const real *lses = (const real *)lse_, *dloss = (const real *)dloss_;
+    const real *sums = (const real *)sums_, *dloss = (const real *)dloss_;
     const real uniform = (real)(eps / (double)total), hit = (real)(1 - eps);
     const int64_t row_bytes = v * (int64_t)sizeof(T);
     const int stream = dlogits != logits && streams(dlogits, rows * row_bytes, row_bytes);
@@ -109,16 +112,17 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
             const T *x = (const T *)logits + row * v;
             T *dx = (T *)dlogits + row * v;
             const int64_t target = targets[row] - start;
-            const real lse = lses[row], upstream = dloss[row];
+            const real top = sums[row], inverse = 1 / sums[rows + row], upstream = dloss[row];
+            const real scale = upstream * inverse, shift = eps == 0 ? 0 : upstream * uniform;
             const int here = target >= 0 && target < v;
             const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
             for (int64_t begin = 0; begin < v; begin += GRADIENT_BLOCK) {
                 const int64_t count = begin + GRADIENT_BLOCK < v ? GRADIENT_BLOCK : v - begin;
                 const T *block = x + begin;
                 PREFETCH((uintptr_t)block + AHEAD, count * (int64_t)sizeof(T), 3);
-                STORE_ROW(stream, dx + begin, count, j, upstream * (RNAME(low_exp)(LOAD(block + j) - lse) - uniform));
+                STORE_ROW(stream, dx + begin, count, j, RNAME(low_exp)(LOAD(block + j) - top) * scale - shift);
             }
-            if (here) STORE(dx + target, upstream * (RNAME(low_exp)(at - lse) - uniform - hit));
+            if (here) STORE(dx + target, upstream * (RNAME(low_exp)(at - top) * inverse - uniform - hit));
         }
         if (stream) stream_end();
     }

@@ -4,8 +4,9 @@
 void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t stats, int smoothing, int64_t rows,
                              int64_t v, int64_t start);
 // The same for a vocabulary in one piece, finished: loss = (1 - eps) (lse - x_target) + eps (lse - mean(x)); real [rows].
-void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t lse, double eps,
+// sums, real [2, rows]: maximum, sum of exp(logit - maximum); lse = maximum + log(sum).
+void hal_cross_entropy_fwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t loss, uintptr_t sums, double eps,
                            int64_t rows, int64_t v, int64_t start);
 // dlogits = dloss (exp(x - lse) - (1 - eps) [id = target] - eps / total); dlogits may be logits.
-void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t lse, uintptr_t dloss,
+void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t sums, uintptr_t dloss,
                            uintptr_t dlogits, double eps, int64_t rows, int64_t v, int64_t start, int64_t total);

@@ -95,17 +95,21 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
                                        real *line, double *dw, double *db, int64_t columns, int64_t width) {
 #pragma omp simd
     for (int64_t i = 0; i < columns; i++) {
-        real dwi = 0, dbi = 0;
+        const real w = weight[i];
+        real dwi = 0, dbi = 0, value[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < count; r++) {
             const real d = LOAD(dy + r * width + i), n = (LOAD(x + r * width + i) - mean[r]) * rstd[r];
-            const real value = rstd[r] * (d * weight[i] - g_mean[r] - n * gn_mean[r]);
-            if (line)
-                line[r * columns + i] = value;
-            else
-                STORE(dx + r * width + i, value);
+            value[r] = rstd[r] * (d * w - g_mean[r] - n * gn_mean[r]);
             dwi += d * n;
             dbi += d;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < count; r++) {  // after all loads, which the compiler could not move across a store
+            if (line)
+                line[r * columns + i] = value[r];
+            else
+                STORE(dx + r * width + i, value[r]);
         }
         dw[i] += dwi;
         if (centered) db[i] += dbi;
