@@ -1,8 +1,9 @@
 """Memory for the results of kernels: large ones from plain malloc, which hands out again what was just freed.
 
 torch asks the C library for aligned blocks. glibc cuts slivers off those, which its caches of small blocks may keep:
-what was freed is then too small for the next request of the same size, and the heap grows into pages never touched,
-which cost more than most kernels. A plain request fits the block that an equal one left; it is aligned inside.
+what was freed is then too small for the next request of the same size: blocks are handed out in turns, cold in the
+caches, and the heap grows into pages never touched, which cost more than most kernels. A plain request fits the block
+that an equal one has just left; it is aligned inside.
 
 Such a tensor is an ordinary one, except that its storage cannot be resized; the block is freed with its last view.
 """
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from . import build
 
-LARGE = 4 << 20
-"""Bytes from which a tensor is made here. It takes 3 us, torch's own way 0.7, filling so many bytes 50 or more."""
+LARGE = 1 << 20
+"""Bytes from which a tensor is made here. It takes 3 us, torch's own way 0.7, filling so many bytes 15 or more."""
 _LINE = 64
 
 
