@@ -54,10 +54,25 @@ class Transport:
                 raise HalError(f"transport '{self.backend}': {carrier} cannot carry {dtype}: values would be lost")
 
 
+_GLOO_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+}
+
+
+def _gloo_refuses(collective: str, dtype: torch.dtype, op: str | None) -> Sequence[str]:
+    # Its own refusal, which some ranks may meet later than others, would leave the group broken.
+    return () if dtype in _GLOO_DTYPES else (f"gloo has no {dtype}",)
+
+
 GLOO = Transport(
     "gloo",
     emulate={"avg": "gloo has no average (integers fail, floats depend on torch's version)"},
-    carry={torch.bool: (torch.int32, "gloo adds bool as bytes, which wrap at 256 ranks")},
+    carry={
+        torch.bool: (torch.int32, "gloo adds bool as bytes, which wrap at 256 ranks"),
+        torch.int16: (torch.int32, "gloo has no 16-bit integers"),
+    },
+    refuse=_gloo_refuses,
 )
 """Sockets between processes' host memory; what CPU backends use."""
 

@@ -1,7 +1,7 @@
 """cross_entropy (kernels/cross_entropy.c) and embedding, over a vocabulary that may be sharded across a Comm.
 
 The logits are read in their own dtype, once per pass; between ranks travel a few numbers per token. The backward pass
-of cross_entropy needs no communication: every rank knows the maximum and the sum of exponentials of the whole vocabulary.
+of cross_entropy needs no communication: every rank knows the maximum and the sum of exponentials of whole rows.
 """
 
 from __future__ import annotations
