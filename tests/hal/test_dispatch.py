@@ -1,5 +1,6 @@
 """Which implementation runs: pin, then order of registration, then (if allowed) the reference, else every reason."""
 
+import decimal
 import os
 import subprocess
 import sys
@@ -137,6 +138,8 @@ def test_a_wrong_call_never_reaches_a_backend(toy, two):
                 toy(X, scale=0.0)
         with pytest.raises(hal.ContractError, match=r"scale: float; found str"):
             toy(torch.ones(3), scale="2")
+        with pytest.raises(hal.ContractError, match=r"scale: float; found <class 'decimal.Decimal'>"):
+            toy(torch.ones(3), scale=decimal.Decimal("0.5"))
         with pytest.raises(hal.ContractError, match=r"x: .*Tensor; found list"):
             toy([1.0])
 

@@ -180,6 +180,13 @@ def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
     assert (tmp_path / "release").is_dir()
 
 
+def test_a_run_with_nothing_left_says_so(tiny, tmp_path, capsys):
+    command.train(tiny(save=str(tmp_path), train_iters=1, sample_tokens=0))
+    assert "iterations 1 to 1" in capsys.readouterr().out
+    ended = command.train(tiny(load=str(tmp_path), train_iters=1, sample_tokens=0))
+    assert ended.iteration == 1 and "at iteration 1: --train-iters 1 leaves none to do" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("there, here", [({}, {"bf16": True}), ({"bf16": True}, {}), ({"bf16": True}, {"bf16": True})])
 def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, there, here):
     before, after = start(tiny(**there)), start(tiny(**here))
