@@ -31,7 +31,7 @@ def _reduce(xs: Sequence[Tensor], op: str) -> Tensor:
 
 def average(total: Tensor, count: int) -> Tensor:
     """total / count in total's dtype; integers round towards zero, as a cast does."""
-    if total.is_floating_point():
+    if total.is_floating_point() or total.is_complex():
         return total / count
     return total.div(count, rounding_mode="trunc")
 

@@ -155,17 +155,20 @@ class TorchComm(Comm):
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
-        if op is not None and dtype.is_complex and op in ("max", "min"):
+        if not x.numel():
+            return ()  # nothing travels
+        if dtype.is_complex and op in ("max", "min"):
             return (f"complex numbers have no {op}",)
         return tuple(self.transport.refuse(collective, dtype, op))
 
     def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+        emulate = self.transport.emulate
+        if op == "avg" and "avg" in emulate and collective in ("all_reduce", "reduce_scatter"):
+            # Before the sum travels in another dtype: it wraps as it does in its own.
+            return self._start(collective, x, "sum", source).then(lambda total: average(total, self.size))
         if x.dtype in self.transport.carry:
             dtype = x.dtype
             return self._start(collective, x.to(self.transport.carry[dtype][0]), op, source).then(lambda y: y.to(dtype))
-        emulate = self.transport.emulate
-        if op == "avg" and "avg" in emulate and collective in ("all_reduce", "reduce_scatter"):
-            return self._start(collective, x, "sum", source).then(lambda total: average(total, self.size))
         if collective in emulate:
             whole = self._start("all_reduce" if collective == "reduce_scatter" else "all_gather", x, op, source)
             mine = self._my_chunk if collective == "reduce_scatter" else self._my_chunks

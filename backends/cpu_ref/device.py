@@ -16,7 +16,7 @@ import torch
 
 import hal
 
-from . import build, cpu
+from . import build, cpu, memory
 from .comm import SharedMemoryComm
 
 _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"}
@@ -26,7 +26,8 @@ class CpuRef(hal.Backend):
     """One device: all processors, used by torch.get_num_threads() threads.
 
     keep_memory: freed memory stays with the process for the next tensor (glibc's malloc is told so when the backend is
-        taken into use, for the whole process). False, or any MALLOC_* variable set: malloc stays as it is.
+        taken into use, for the whole process), and large results are blocks of plain malloc, whose storage cannot be
+        resized (memory.py). False: neither. Any MALLOC_* variable set: malloc stays as it is.
     shared_memory: ranks of one machine communicate through memory that they share; False: through gloo's sockets.
     """
 
@@ -65,6 +66,7 @@ class CpuRef(hal.Backend):
 
     def build(self) -> None:
         kernels = build.lib()
+        memory.plain(self.keep_memory)
         if self.keep_memory and not any(name.startswith("MALLOC_") for name in os.environ):
             kernels.hal_keep_freed_memory()
 

@@ -5,12 +5,14 @@ what was freed is then too small for the next request of the same size: blocks a
 caches, and the heap grows into pages never touched, which cost more than most kernels. A plain request fits the block
 that an equal one has just left; it is aligned inside.
 
-Such a tensor is an ordinary one, except that its storage cannot be resized; the block is freed with its last view.
+Such a tensor is an ordinary one, except that its storage cannot be resized; the block is freed with its last view. With
+the backend's option keep_memory=False every tensor is torch's own.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -24,17 +26,25 @@ LARGE = 1 << 20
 """Bytes from which a tensor is made here. It takes 3 us, torch's own way 0.7, filling so many bytes 15 or more."""
 _LINE = 64
 
+_largest_of_torch = LARGE - 1
+
+
+def plain(large: bool) -> None:
+    """Whether large tensors come from plain malloc, in this process from now on; at first they do."""
+    global _largest_of_torch
+    _largest_of_torch = LARGE - 1 if large else sys.maxsize
+
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor. Raises MemoryError."""
-    if math.prod(shape) * dtype.itemsize < LARGE:
+    if math.prod(shape) * dtype.itemsize <= _largest_of_torch:
         return torch.empty(shape, dtype=dtype)
     return _large(shape, dtype)
 
 
 def empty_like(x: Tensor) -> Tensor:
     """The same, with the shape and dtype of x, which is contiguous."""
-    return torch.empty_like(x) if x.nbytes < LARGE else _large(x.shape, x.dtype)
+    return torch.empty_like(x) if x.nbytes <= _largest_of_torch else _large(x.shape, x.dtype)
 
 
 def _large(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -111,8 +111,8 @@ HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
 HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 
 // Results larger than this are written past the caches: an ordinary store first reads the line that it is about to
-// overwrite, and malloc gives out the block that has been free for longest, which caches seldom hold. Smaller results are
-// faster where they are held. A constant: in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may add up the host's caches.
+// overwrite, and so large a block seldom lies in caches when it is handed out again. Smaller results are faster where they
+// are held. A constant: in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may add up the host's caches.
 #define HAL_STREAM_MIN ((int64_t)6 << 20)
 
 // Writes one cache line past the caches. Another thread may read it after the writer's stream_end().

@@ -105,7 +105,7 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
             dbi += d;
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < count; r++) {  // after all loads, which the compiler could not move across a store
+        for (int r = 0; r < count; r++) {  // after the rows' loads, which a compiler cannot move across a store
             if (line)
                 line[r * columns + i] = value[r];
             else

@@ -128,6 +128,15 @@ def test_lines_of_bf16_are_rounded_like_single_values(call: Callable[..., torch.
 def test_lane_sums_add_every_element_once(call: Callable[..., torch.Tensor], count: int) -> None:
     x = torch.arange(1, count + 1, dtype=torch.float32)
     assert call("sums", x, torch.float32).item() == count * (count + 1) / 2
+    torch.manual_seed(count)
+    x = torch.randn(count) * 10.0 ** torch.randint(-3, 4, (count,))
+    lanes = torch.zeros(32)
+    for part in x.split(32):
+        lanes[: part.numel()] += part
+    while lanes.numel() > 1:  # the order is part of the result
+        lower, upper = lanes.chunk(2)
+        lanes = lower + upper
+    assert call("sums", x, torch.float32).item() == lanes.item()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hal
 from hal import ops
 from hal.backends.cpu_ref import memory
 from hal.bench.memory import Tracker
@@ -76,6 +77,19 @@ def test_small_ones_are_torchs_own() -> None:
     for shape in ((), (0, 5), (3, 4)):
         x = memory.empty(shape, torch.float32)
         assert x.shape == torch.Size(shape) and x.untyped_storage().resizable()
+    assert not large().untyped_storage().resizable()
+    for count, resizable in ((memory.LARGE // 4 - 1, True), (memory.LARGE // 4, False)):
+        for x in (memory.empty((count,), torch.float32), memory.empty_like(torch.empty(count))):
+            assert x.untyped_storage().resizable() == resizable
+
+
+def test_without_keep_memory_all_are_torchs_own() -> None:
+    """Megatron-LM frees some results by resizing their storage."""
+    try:
+        hal.use("cpu_ref", keep_memory=False)
+        ops.rms_norm(torch.randn(ROWS, WIDTH), torch.ones(WIDTH)).untyped_storage().resize_(0)
+    finally:
+        hal.use("cpu_ref")
     assert not large().untyped_storage().resizable()
 
 

@@ -230,22 +230,25 @@ def test_gloo_takes_over_where_no_memory_is_shared() -> None:
     assert run_processes(2, _what_kernels_lack) == [(3 + 6j, [1 + 2j, 2 + 4j])] * 2
 
 
-def _refused_and_going_on(**options: bool) -> tuple[list[str], list[int], float]:
+def _refused_and_going_on(**options: bool) -> list[object]:
     comm = hal.use("cpu_ref", **options).comm(timeout=30)
-    refusals = []
+    found: list[object] = []
     for dtype in (torch.float8_e4m3fn, torch.uint16):
         with pytest.raises(hal.UnsupportedOp) as refusal:
             comm.all_reduce(torch.ones(4).to(dtype))
-        refusals.append(str(refusal.value).partition("gloo has no ")[2].split()[0].strip(".;"))
-    return (
-        refusals,
-        comm.all_reduce(torch.tensor([30000, -3], dtype=torch.int16)).tolist(),
-        comm.all_reduce(torch.ones(1)).item(),
-    )
+        found.append(str(refusal.value).partition("gloo has no ")[2].split()[0].strip(".;"))
+        assert not comm.all_reduce(torch.empty(0, dtype=dtype)).numel()
+    for op in ("sum", "avg"):
+        found.append(comm.all_reduce(torch.tensor([30000, -3], dtype=torch.int16), op).tolist())
+    for dtype in (torch.int8, torch.uint8, torch.complex32, torch.complex128):
+        found.append(comm.all_reduce(torch.ones(1).to(dtype)).item())
+    found.append(comm.all_reduce(torch.tensor([1 + 2j]), "avg").item())
+    return found
 
 
 def test_a_dtype_that_nobody_reduces_is_refused_and_the_group_goes_on() -> None:
-    expected = (["torch.float8_e4m3fn", "torch.uint16"], [-5536, -6], 2.0)  # 60000 wraps
+    wrapped = [[-5536, -6], [-2768, -3]]  # of 60000
+    expected = ["torch.float8_e4m3fn", "torch.uint16", *wrapped, 2, 2, 2 + 0j, 2 + 0j, 1 + 2j]
     assert run_processes(2, _refused_and_going_on) == [expected] * 2
     assert run_processes(2, functools.partial(_refused_and_going_on, shared_memory=False)) == [expected] * 2
 
@@ -254,5 +257,5 @@ def _bytes_travel() -> list[float]:
     return shared().all_gather(torch.full((1,), 1.5).to(torch.float8_e4m3fn)).float().tolist()
 
 
-def test_what_is_only_moved_may_have_any_dtype() -> None:
+def test_shared_memory_moves_any_dtype() -> None:
     assert run_processes(2, _bytes_travel) == [[1.5, 1.5]] * 2
