@@ -203,9 +203,6 @@ DEFINE_STORE_LINE(f64, double, ROUND_EACH)
     for (uintptr_t at_ = (address), end_ = at_ + (uintptr_t)(bytes); at_ < end_; at_ += 64) \
     __builtin_prefetch((const void *)at_, 0, locality)
 
-// sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
-// are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
-// bandwidth) and one horizontal sum, which short rows would notice if there were more.
 enum { LANES = 32 };
 // The lanes' sum: the upper half is added to the lower one until one is left.
 #define DEFINE_ADD_LANES(real, suffix)                      \
@@ -215,7 +212,7 @@ enum { LANES = 32 };
         return lane[0];                                     \
     }
 #ifdef __AVX512F__
-// The same additions in registers: of the loop, compilers make five trips through memory, a third of a layer norm's time.
+// The same additions in registers: of the loop, compilers make five trips through memory, a quarter of layer norm's time.
 HAL_INLINE float add_lanes_f32(const float *lane) {
     const __m512d sixteen = _mm512_castps_pd(_mm512_add_ps(_mm512_loadu_ps(lane), _mm512_loadu_ps(lane + 16)));
     const __m256 eight = _mm256_add_ps(_mm256_castpd_ps(_mm512_castpd512_pd256(sixteen)),
@@ -229,6 +226,10 @@ DEFINE_ADD_LANES(float, f32)
 #endif
 DEFINE_ADD_LANES(double, f64)
 #define ADD_LANES(lane) _Generic((lane)[0], float: add_lanes_f32, double: add_lanes_f64)(lane)
+
+// sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
+// are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
+// bandwidth) and one horizontal sum, which short rows would notice if there were more.
 #define ROW_SUM(type, sum, count, i, term) ROW_SUM_AHEAD(type, sum, count, i, term, (void)0)
 // The same, with a statement before every LANES elements, from i on.
 #define ROW_SUM_AHEAD(type, sum, count, i, term, statement)                           \
