@@ -154,10 +154,11 @@ def _admit(self: Op[Any, Any], *args: Any, **kwargs: Any) -> None:
     home = active.device().type
     given = self.signature.bind(*args, **kwargs).arguments
     for name, value in given.items():
-        for t in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(t, torch.Tensor) and t.device.type != home:
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        for place in {t.device for t in tensors if isinstance(t, torch.Tensor)}:
+            if place.type != home:
                 raise ContractError(
-                    f"{self.name}: {name} is on {t.device}, but the active backend '{active.name}' works on {home}; "
+                    f"{self.name}: {name} is on {place}, but the active backend '{active.name}' works on {home}; "
                     f"make it with device=hal.device(), or move it there"
                 )
 

@@ -34,13 +34,14 @@ def _check_adamw(
     lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     if model_params is not None:
         lists["model_params"] = model_params
+    shapes = [p.shape for p in params]
     for name, tensors in lists.items():
-        require(len(tensors) == len(params), "adamw", f"{len(params)} {name}, one per param", len(tensors))
-        for p, t in zip(params, tensors):
-            require(p.shape == t.shape, "adamw", f"{name} shaped like params ({tuple(p.shape)})", tuple(t.shape))
-    for p, m, v in zip(params, exp_avgs, exp_avg_sqs):
-        same = p.dtype == m.dtype == v.dtype == torch.float32
-        require(same, "adamw", "float32 params, exp_avgs and exp_avg_sqs", (p.dtype, m.dtype, v.dtype))
+        require(len(tensors) == len(shapes), "adamw", f"{len(shapes)} {name}, one per param", len(tensors))
+        if shapes != [t.shape for t in tensors]:  # a text for each of them, right or wrong, costs more than the kernel
+            shape, found = next((s, t.shape) for s, t in zip(shapes, tensors) if s != t.shape)
+            require(False, "adamw", f"{name} shaped like params ({tuple(shape)})", tuple(found))
+    dtypes = {t.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors}
+    require(dtypes <= {torch.float32}, "adamw", "float32 params, exp_avgs and exp_avg_sqs", dtypes)
     require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
     require(0 <= beta1 < 1 and 0 <= beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (beta1, beta2))
     require(eps >= 0 and lr >= 0, "adamw", "eps >= 0 and lr >= 0", (eps, lr))

@@ -42,8 +42,8 @@ def _onednn() -> Callable[..., Tensor] | None:
 
 
 def _onednn_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
-    """_onednn() where it is worth its call, for x [m, k] and w [n, k]."""
-    large = x.dtype == torch.float32 and x.shape[0] * x.shape[1] * w.shape[0] >= _SMALL
+    """_onednn() where it is worth its call, for x [..., k] and w [n, k]."""
+    large = x.dtype == torch.float32 and x.numel() * w.shape[0] >= _SMALL
     return _onednn() if large else None
 
 
@@ -58,7 +58,7 @@ def _onednn_bf16() -> Callable[..., Tensor] | None:
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] times the transpose of w [n, k], plus bias [n]."""
+    """x [..., k] times the transpose of w [n, k], plus bias [n]."""
     biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
@@ -85,8 +85,8 @@ def _backward(
     residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight = residuals
+    dx = _product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)
-    dx = _product(dy_rows, weight.t()).view(x.shape) if needs[0] else None
     if needs[1] and _onednn_for(x_rows, weight) is not None and "avx512f" in cpu.features():
         dw, db = _weight_gradient(dy_rows.contiguous(), x_rows.contiguous(), needs[2])
     else:
@@ -112,5 +112,4 @@ def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tenso
 
 @CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=_why_not, bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
-    y = _product(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
-    return y, (x, weight)
+    return _product(x, weight, bias), (x, weight)

@@ -150,7 +150,7 @@ HAL_INLINE void NAME(activate)(const T *x, const real *bias, int64_t columns, fa
 HAL_INLINE void NAME(put)(int stream, T *to, const real *values, int64_t columns) {
     enum { LINE = 64 / sizeof(T) };
     int64_t i = 0;
-    for (; i + LINE <= columns; i += LINE) NAME(store_line)(stream, to + i, values + i);
+    for (; i + LINE <= columns; i += LINE) NAME(store_line)(stream == STREAM_LINES, to + i, values + i);
     for (; i < columns; i++) STORE(to + i, values[i]);
 }
 
@@ -171,9 +171,9 @@ HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y,
     NAME(put)(stream, y, value, columns);
 }
 
-// dx, and its contribution to the sums db. The gate's half of x, bias, dx and db lies `width` further on.
-HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t columns,
-                                  int64_t width, family_t family, int stream) {
+// dx, and its contribution to the sums db. The gate's half of x, bias and db lies `width` further on, of dx dx_width.
+HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, int64_t dx_width, real *db,
+                                  int64_t columns, int64_t width, family_t family, int stream) {
     _Alignas(64) real value[BLOCK], slope[BLOCK];
     if (stream) NAME(ask)(x, columns);
     if (stream && gated) NAME(ask)(x + width, columns);
@@ -188,7 +188,7 @@ HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const
             if (bias) db[i] += slope[i];
             if (bias) db[width + i] += value[i];
         }
-        NAME(put)(stream, dx + width, value, columns);
+        NAME(put)(stream, dx + dx_width, value, columns);
     } else {
 #pragma omp simd
         for (int64_t i = 0; i < columns; i++) {
@@ -200,29 +200,62 @@ HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const
 }
 
 // Whole blocks with constants for the compiler, except what hardly costs anything per block.
-static void NAME(fwd_row)(int gated, const T *x, const real *bias, T *y, int64_t width, family_t family, int stream) {
+static void NAME(fwd_span)(int gated, const T *x, const real *bias, T *y, int64_t columns, int64_t width, family_t family,
+                           int stream) {
     int64_t i = 0;
     if (bias)
-        for (; i + BLOCK <= width; i += BLOCK)
+        for (; i + BLOCK <= columns; i += BLOCK)
             NAME(fwd_columns)(gated, x + i, bias + i, y + i, BLOCK, width, family, stream);
     else
-        for (; i + BLOCK <= width; i += BLOCK) NAME(fwd_columns)(gated, x + i, 0, y + i, BLOCK, width, family, stream);
-    if (i < width)
-        NAME(fwd_columns)(gated, x + i, bias ? bias + i : 0, y + i, width - i, width, family, stream);
+        for (; i + BLOCK <= columns; i += BLOCK)
+            NAME(fwd_columns)(gated, x + i, 0, y + i, BLOCK, width, family, stream);
+    if (i < columns)
+        NAME(fwd_columns)(gated, x + i, bias ? bias + i : 0, y + i, columns - i, width, family, stream);
+}
+
+static void NAME(bwd_span)(int gated, const T *x, const real *bias, const T *dy, T *dx, int64_t dx_width, real *db,
+                           int64_t columns, int64_t width, family_t family, int stream) {
+    int64_t i = 0;
+    if (bias)
+        for (; i + BLOCK <= columns; i += BLOCK)
+            NAME(bwd_columns)(gated, x + i, bias + i, dy + i, dx + i, dx_width, db + i, BLOCK, width, family, stream);
+    else
+        for (; i + BLOCK <= columns; i += BLOCK)
+            NAME(bwd_columns)(gated, x + i, 0, dy + i, dx + i, dx_width, 0, BLOCK, width, family, stream);
+    if (i < columns)
+        NAME(bwd_columns)(gated, x + i, bias ? bias + i : 0, dy + i, dx + i, dx_width, bias ? db + i : 0, columns - i,
+                          width, family, stream);
+}
+
+enum { NAME(PIECE) = STREAM_PIECE / sizeof(T) };
+
+static void NAME(fwd_row)(int gated, const T *x, const real *bias, T *y, int64_t width, family_t family, int stream) {
+    if (stream != STREAM_PIECES) {
+        NAME(fwd_span)(gated, x, bias, y, width, width, family, stream);
+        return;
+    }
+    _Alignas(64) T piece[NAME(PIECE)];
+    for (int64_t i = 0; i < width; i += NAME(PIECE)) {
+        const int64_t columns = i + NAME(PIECE) < width ? NAME(PIECE) : width - i;
+        NAME(fwd_span)(gated, x + i, bias ? bias + i : 0, piece, columns, width, family, stream);
+        stream_copy(y + i, piece, columns * (int64_t)sizeof(T));
+    }
 }
 
 static void NAME(bwd_row)(int gated, const T *x, const real *bias, const T *dy, T *dx, real *db, int64_t width,
                           family_t family, int stream) {
-    int64_t i = 0;
-    if (bias)
-        for (; i + BLOCK <= width; i += BLOCK)
-            NAME(bwd_columns)(gated, x + i, bias + i, dy + i, dx + i, db + i, BLOCK, width, family, stream);
-    else
-        for (; i + BLOCK <= width; i += BLOCK)
-            NAME(bwd_columns)(gated, x + i, 0, dy + i, dx + i, 0, BLOCK, width, family, stream);
-    if (i < width)
-        NAME(bwd_columns)(gated, x + i, bias ? bias + i : 0, dy + i, dx + i, bias ? db + i : 0, width - i, width, family,
-                          stream);
+    if (stream != STREAM_PIECES) {
+        NAME(bwd_span)(gated, x, bias, dy, dx, width, db, width, width, family, stream);
+        return;
+    }
+    _Alignas(64) T pieces[2 * NAME(PIECE)];
+    for (int64_t i = 0; i < width; i += NAME(PIECE)) {
+        const int64_t columns = i + NAME(PIECE) < width ? NAME(PIECE) : width - i;
+        NAME(bwd_span)(gated, x + i, bias ? bias + i : 0, dy + i, pieces, NAME(PIECE), bias ? db + i : 0, columns, width,
+                       family, stream);
+        for (int half = 0; half <= gated; half++)
+            stream_copy(dx + half * width + i, pieces + half * NAME(PIECE), columns * (int64_t)sizeof(T));
+    }
 }
 
 // sums += recent; recent = 0.
@@ -260,7 +293,7 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const family_t family = family_of(kind);
     const int64_t row_bytes = width * (int64_t)sizeof(T);
     // Not beside running sums, which it makes slower by more than it saves (measured).
-    const int stream = !bias && streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
+    const int stream = bias ? STREAM_NOT : streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
     double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)
     {

@@ -118,12 +118,12 @@ HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 // Writes one cache line past the caches. Another thread may read it after the writer's stream_end().
 #if defined(__AVX512F__)
 #include <immintrin.h>
-#define STREAM_LINE(to, from) _mm512_stream_si512((void *)(to), _mm512_load_si512(from))
+#define STREAM_LINE(to, from) _mm512_stream_si512((void *)(to), _mm512_loadu_si512(from))
 #elif defined(__AVX__)
 #include <immintrin.h>
 HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
-    _mm256_stream_si256(to, _mm256_load_si256(from));
-    _mm256_stream_si256(to + 1, _mm256_load_si256(from + 1));
+    _mm256_stream_si256(to, _mm256_loadu_si256(from));
+    _mm256_stream_si256(to + 1, _mm256_loadu_si256(from + 1));
 }
 #define STREAM_LINE(to, from) stream_line((__m256i *)(to), (const __m256i *)(from))
 #else
@@ -131,13 +131,28 @@ HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
 #define HAL_NO_STREAM
 #endif
 
-// Whether a result of `bytes` bytes in rows of `row` is to be written past the caches, which takes whole lines.
+// How a result of `bytes` bytes in rows of `row` is to be written: past the caches, which takes whole lines, if it is large.
+// Rows that do not begin with a line are made in pieces, which are copied to where they belong (stream_copy).
+enum { STREAM_NOT = 0, STREAM_LINES = 1, STREAM_PIECES = 2, STREAM_PIECE = 4096 /* bytes */ };
 HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
 #ifdef HAL_NO_STREAM
-    return 0 * (int)(to + (uintptr_t)bytes + (uintptr_t)row);
+    return STREAM_NOT + 0 * (int)(to + (uintptr_t)bytes + (uintptr_t)row);
 #else
-    return bytes > HAL_STREAM_MIN && to % 64 == 0 && row % 64 == 0;
+    if (bytes <= HAL_STREAM_MIN) return STREAM_NOT;
+    if (to % 64 == 0 && row % 64 == 0) return STREAM_LINES;
+    return row >= 512 ? STREAM_PIECES : STREAM_NOT;  // of shorter ones too little are whole lines
 #endif
+}
+
+// Copies `bytes` bytes to anywhere, its whole lines past the caches.
+HAL_INLINE void stream_copy(void *to_, const void *from_, int64_t bytes) {
+    char *to = (char *)to_;
+    const char *from = (const char *)from_;
+    int64_t at = (int64_t)(-(uintptr_t)to % 64);
+    if (at > bytes) at = bytes;
+    memcpy(to, from, (size_t)at);
+    for (; at + 64 <= bytes; at += 64) STREAM_LINE(to + at, from + at);
+    memcpy(to + at, from + at, (size_t)(bytes - at));
 }
 
 HAL_INLINE void stream_end(void) {
@@ -180,20 +195,28 @@ DEFINE_STORE_LINE(bf16, float, ROUND_BF16)
 DEFINE_STORE_LINE(f16, float, ROUND_EACH)
 DEFINE_STORE_LINE(f64, double, ROUND_EACH)
 
-// out[i] = value for 0 <= i < count, `value` being of type real; whole lines past the caches if `stream`.
-#define STORE_ROW(stream, out, count, i, value)                                       \
-    do {                                                                              \
-        enum { LINE_ = 64 / sizeof(T) };                                              \
-        int64_t at_ = 0;                                                              \
-        for (; ((stream) || NAME(HAL_ROUNDS)) && at_ + LINE_ <= (count); at_ += LINE_) {  \
-            _Alignas(64) real values_[LINE_];                                         \
-            _Pragma("omp simd") for (int l_ = 0; l_ < LINE_; l_++) {                  \
-                const int64_t i = at_ + l_;                                           \
-                values_[l_] = (value);                                                \
-            }                                                                         \
-            NAME(store_line)(stream, (out) + at_, values_);                           \
-        }                                                                             \
-        _Pragma("omp simd") for (int64_t i = at_; i < (count); i++) STORE((out) + i, value);  \
+// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it.
+#define STORE_ROW(stream, out, count, i, value)                                                  \
+    do {                                                                                         \
+        enum { LINE_ = 64 / sizeof(T), PIECE_ = STREAM_PIECE / sizeof(T) };                      \
+        _Alignas(64) T piece_[PIECE_];                                                           \
+        const int64_t step_ = (stream) == STREAM_PIECES ? PIECE_ : (count);                      \
+        for (int64_t begin_ = 0; begin_ < (count); begin_ += step_) {                            \
+            const int64_t end_ = begin_ + step_ < (count) ? begin_ + step_ : (count);            \
+            T *to_ = (stream) == STREAM_PIECES ? piece_ : (out);                                 \
+            int64_t at_ = begin_;                                                                \
+            for (; ((stream) == STREAM_LINES || NAME(HAL_ROUNDS)) && at_ + LINE_ <= end_; at_ += LINE_) { \
+                _Alignas(64) real values_[LINE_];                                                \
+                _Pragma("omp simd") for (int l_ = 0; l_ < LINE_; l_++) {                         \
+                    const int64_t i = at_ + l_;                                                  \
+                    values_[l_] = (value);                                                       \
+                }                                                                                \
+                NAME(store_line)((stream) == STREAM_LINES, to_ + (at_ - begin_), values_);       \
+            }                                                                                    \
+            _Pragma("omp simd") for (int64_t i = at_; i < end_; i++) STORE(to_ + (i - begin_), value); \
+            if ((stream) == STREAM_PIECES)                                                       \
+                stream_copy((out) + begin_, piece_, (end_ - begin_) * (int64_t)sizeof(T));       \
+        }                                                                                        \
     } while (0)
 
 // Asks for memory that is needed soon, in the first-level cache (locality 3) or the second (2). Hardware does so only within

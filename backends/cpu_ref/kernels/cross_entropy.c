@@ -104,7 +104,7 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
     const real *sums = (const real *)sums_, *dloss = (const real *)dloss_;
     const real uniform = (real)(eps / (double)total), hit = (real)(1 - eps);
     const int64_t row_bytes = v * (int64_t)sizeof(T);
-    const int stream = dlogits != logits && streams(dlogits, rows * row_bytes, row_bytes);
+    const int stream = dlogits == logits ? STREAM_NOT : streams(dlogits, rows * row_bytes, row_bytes);
 #pragma omp parallel if (rows * v >= HAL_PARALLEL_MIN)
     {
 #pragma omp for schedule(static)

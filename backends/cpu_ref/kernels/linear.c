@@ -20,6 +20,7 @@ enum {
     ROWS = 96,               // columns of dY per block
     PANEL = 3 * W,           // columns of X per panel
     COLUMNS = 96 * PANEL,    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
+    FEW = 8,                 // blocks per thread
 };
 
 // Panels of `width` columns: dst[panel][k][width] = src[k][columns from panel * width on], zero beyond the last column.
@@ -62,6 +63,7 @@ void hal_linear_wgrad(uintptr_t dy_, uintptr_t x_, uintptr_t dweight, uintptr_t 
     const float *dy = (const float *)dy_, *x = (const float *)x_;
     float *dw = (float *)dweight;
     const int64_t blocks = (n_out + ROWS - 1) / ROWS, threads = omp_get_max_threads();
+    const int64_t parts = blocks < FEW * threads ? threads : 1;  // few blocks are shared out by panels of X, too
     const int64_t shared = (n_in < COLUMNS ? (n_in + PANEL - 1) / PANEL * PANEL : COLUMNS) * DEPTH, own = ROWS * DEPTH;
     float *workspace = hal_scratch((size_t)(shared + threads * own) * sizeof(float) + (size_t)n_out * sizeof(double));
     double *sums = (double *)(workspace + shared + threads * own);
@@ -77,13 +79,13 @@ void hal_linear_wgrad(uintptr_t dy_, uintptr_t x_, uintptr_t dweight, uintptr_t 
                 pack_panel(workspace + p * PANEL * DEPTH, x + k0 * n_in + j0 + p * PANEL, n_in, depth,
                            n - p * PANEL < PANEL ? n - p * PANEL : PANEL, PANEL);
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t block = 0; block < blocks; block++) {
-                const int64_t i0 = block * ROWS, m = i0 + ROWS < n_out ? ROWS : n_out - i0;
+            for (int64_t item = 0; item < blocks * parts; item++) {
+                const int64_t i0 = item / parts * ROWS, m = i0 + ROWS < n_out ? ROWS : n_out - i0, part = item % parts;
                 const float *from = dy + k0 * n_out + i0;
                 for (int64_t i = 0; i < m; i += MR)
                     pack_panel(mine + i * DEPTH, from + i, n_out, depth, m - i < MR ? m - i : MR, MR);
-                if (dbias && j0 == 0) add_sums(sums + i0, from, n_out, depth, m);
-                for (int64_t p = 0; p < panels; p++)
+                if (dbias && j0 == 0 && part == 0) add_sums(sums + i0, from, n_out, depth, m);
+                for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; p++)
                     for (int64_t i = 0; i < m; i += MR)
                         tile(m - i < MR ? m - i : MR, n - p * PANEL < PANEL ? n - p * PANEL : PANEL, depth,
                              mine + i * DEPTH, workspace + p * PANEL * DEPTH, dw + (i0 + i) * n_in + j0 + p * PANEL,

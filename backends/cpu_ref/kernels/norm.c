@@ -88,11 +88,12 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     }
 }
 
-// `columns` columns of `count` rows: dx, or if there is `line`, dx's values one line after the other; and their
-// contribution to the running sums dw, db.
+// `columns` columns of `count` rows: dx (in rows of to_width), or if there is `line`, dx's values one line after the other;
+// and their contribution to the running sums dw, db.
 HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
-                                       const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *dx,
-                                       real *line, double *dw, double *db, int64_t columns, int64_t width) {
+                                       const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *to,
+                                       int64_t to_width, real *line, double *dw, double *db, int64_t columns,
+                                       int64_t width) {
 #pragma omp simd
     for (int64_t i = 0; i < columns; i++) {
         const real w = weight[i];
@@ -109,7 +110,7 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
             if (line)
                 line[r * columns + i] = value[r];
             else
-                STORE(dx + r * width + i, value[r]);
+                STORE(to + r * to_width + i, value[r]);
         }
         dw[i] += dwi;
         if (centered) db[i] += dbi;
@@ -134,17 +135,28 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
         g_mean[r] = g / (real)width;
         gn_mean[r] = gn * rstd[r] / (real)width;
     }
-    enum { LINE = 64 / sizeof(T) };
+    enum { LINE = 64 / sizeof(T), PIECE = STREAM_PIECE / 2 / sizeof(T) };
+    if (stream == STREAM_PIECES) {
+        _Alignas(64) T piece[ROWS * PIECE];
+        for (int64_t i = 0; i < width; i += PIECE) {
+            const int64_t columns = i + PIECE < width ? PIECE : width - i;
+            NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, piece, PIECE, 0,
+                                   dw + i, db + i, columns, width);
+            for (int r = 0; r < count; r++)
+                stream_copy(dx + r * width + i, piece + r * PIECE, columns * (int64_t)sizeof(T));
+        }
+        return;
+    }
     int64_t i = 0;
     for (; (stream || NAME(HAL_ROUNDS)) && i + LINE <= width; i += LINE) {
         _Alignas(64) real lines[ROWS * LINE];
-        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, 0, lines, dw + i,
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, 0, 0, lines, dw + i,
                                db + i, LINE, width);
         for (int r = 0; r < count; r++) NAME(store_line)(stream, dx + r * width + i, lines + r * LINE);
     }
     if (i < width)
-        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, dx + i, 0, dw + i,
-                               db + i, width - i, width);
+        NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, dx + i, width, 0,
+                               dw + i, db + i, width - i, width);
 }
 
 HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const int stream, const T *x, const T *dy, const real *weight,
@@ -175,14 +187,15 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
             int64_t begin = rows * piece / pieces, end = rows * (piece + 1) / pieces;
             double *dw = partial + piece * sums * width, *db = dw + (sums - 1) * width;
             memset(dw, 0, (size_t)(sums * width) * sizeof(double));
-            if (centered && stream)
-                NAME(norm_bwd_piece)(1, 1, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
-            else if (centered)
-                NAME(norm_bwd_piece)(1, 0, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);
-            else if (stream)
-                NAME(norm_bwd_piece)(0, 1, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
-            else
-                NAME(norm_bwd_piece)(0, 0, x, dy, weight, 0, rstds, dx, dw, dw, begin, end, width);
+#define CASE(centered_, stream_)                                                                                        \
+    case 4 * (centered_) + (stream_):                                                                                   \
+        NAME(norm_bwd_piece)(centered_, stream_, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);            \
+        break
+            switch (4 * centered + stream) {  // constants for the compiler
+                CASE(0, STREAM_NOT); CASE(0, STREAM_LINES); CASE(0, STREAM_PIECES);
+                CASE(1, STREAM_NOT); CASE(1, STREAM_LINES); CASE(1, STREAM_PIECES);
+            }
+#undef CASE
         }
         if (stream) stream_end();
         RNAME(sum_pieces)(partial, pieces, sums * width, width, (real *)dweight_);

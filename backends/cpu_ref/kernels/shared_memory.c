@@ -149,13 +149,13 @@ static void reduce(int dtype, const void *const *from, int size, char *out, int6
 }
 
 static void copy(char *to, const char *from, int64_t bytes, int stream) {
-    stream = stream && (uintptr_t)from % 64 == 0;
     for (int64_t begin = 0; begin < bytes; begin += PIECE) {
-        const int64_t end = begin + PIECE < bytes ? begin + PIECE : bytes;
-        int64_t at = begin;
-        PREFETCH((uintptr_t)from + (uintptr_t)at + AHEAD, PIECE, 3);
-        for (; stream && at + 64 <= end; at += 64) STREAM_LINE(to + at, from + at);
-        memcpy(to + at, from + at, (size_t)(end - at));
+        const int64_t length = begin + PIECE < bytes ? PIECE : bytes - begin;
+        PREFETCH((uintptr_t)from + (uintptr_t)begin + AHEAD, PIECE, 3);
+        if (stream)
+            stream_copy(to + begin, from + begin, length);
+        else
+            memcpy(to + begin, from + begin, (size_t)length);
     }
 }
 

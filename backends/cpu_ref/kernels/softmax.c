@@ -28,12 +28,15 @@ HAL_INLINE int64_t padded_columns(int64_t columns, int64_t sk) {
     return padded < sk ? padded : sk;
 }
 
-// The masked rest of a row whose first part STORE_ROW wrote: from a whole line on, where it streams.
-HAL_INLINE void zero_out(int stream, void *to, int64_t bytes) {
+// The masked rest of a row whose first part STORE_ROW wrote.
+HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     static const _Alignas(64) char zeros[64];
-    int64_t at = 0;
-    for (; stream && at + 64 <= bytes; at += 64) STREAM_LINE((char *)to + at, zeros);
-    memset((char *)to + at, 0, (size_t)(bytes - at));
+    char *to = (char *)to_;
+    int64_t at = stream ? (int64_t)(-(uintptr_t)to % 64) : 0;
+    if (at > bytes) at = bytes;
+    memset(to, 0, (size_t)at);
+    for (; stream && at + 64 <= bytes; at += 64) STREAM_LINE(to + at, zeros);
+    memset(to + at, 0, (size_t)(bytes - at));
 }
 
 typedef struct {

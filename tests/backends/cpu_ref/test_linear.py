@@ -89,3 +89,21 @@ def test_a_frozen_weight_costs_no_product(monkeypatch):
     dy = torch.randn(128, 224)
     (dx,) = torch.autograd.grad(hal.ops.linear(x, weight.detach(), bias.detach()), (x,), dy)
     assert dx.shape == x.shape
+
+
+@pytest.mark.parametrize("shape", [(1536,), (1, 1536), (0, 1536), (2, 3, 1536), (2, 0, 1536), (9, 4, 16, 1536)], ids=str)
+@pytest.mark.parametrize("how", ["dense", "reversed", "every second"])
+def test_any_leading_dimensions_in_small_and_large_products(shape, how):
+    torch.manual_seed(2)
+    if how == "reversed":
+        x = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+    else:
+        x = torch.randn(shape) if how == "dense" else torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    weight = torch.randn(2800, 1536, requires_grad=True)  # one row is a large product already
+    for w in (weight, weight[:40]):
+        y = hal.ops.linear(x.requires_grad_(), w)
+        dy = torch.randn(y.shape)
+        want = torch.nn.functional.linear(x.double(), w.double())
+        theirs = torch.autograd.grad(want, (x, weight), dy.double())
+        for got, expected in zip((y, *torch.autograd.grad(y, (x, weight), dy)), (want, *theirs)):
+            torch.testing.assert_close(got, expected.float(), atol=4e-4, rtol=1e-5)
