@@ -6,6 +6,7 @@ The backward pass is both products: the input's gradient and the weight's (with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from .case import OURS, Call, Candidate, Case
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _SHAPES = ((2048, 384, 1536), (2048, 1536, 384), (2048, 384, 8192), (2048, 1024, 1024), (2048, 2048, 2048))
+_ODD = ((1000, 1000, 10), (777, 768, 65), (3000, 17, 2304))
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -50,7 +52,7 @@ def _call(make: Callable[[], Linear], dtype: str, rows: int, n_in: int, n_out: i
 
 
 def cases() -> list[Case]:
-    """Every shape, forward and backward, float32 and bfloat16."""
+    """Every shape, forward and backward, float32 and bfloat16; float32 also in shapes that fit no tile."""
     peers: dict[str, tuple[Callable[[], Linear], str]] = {
         OURS: (_ours, "hal"),
         "torch.mm": (_torch, "torch"),
@@ -58,8 +60,10 @@ def cases() -> list[Case]:
     }
     found = []
     for dtype in _DTYPES:
-        for mode, backward in (("fwd", False), ("bwd", True)):
-            for shape in _SHAPES:
+        for (mode, backward), (title, shapes) in product(
+            (("fwd", False), ("bwd", True)), (("linear", _SHAPES), ("odd linear", _ODD if dtype == "f32" else ()))
+        ):
+            for shape in shapes:
                 candidates = {
                     name: Candidate(lambda m=make, d=dtype, s=shape, b=backward: _call(m, d, *s, b), process)
                     for name, (make, process) in peers.items()
@@ -68,12 +72,12 @@ def cases() -> list[Case]:
                 rows, n_in, n_out = shape
                 found.append(
                     Case(
-                        f"linear {mode}",
+                        f"{title} {mode}",
                         f"{dtype} {rows}x{n_in} -> {n_out}",
                         candidates,
                         work=2.0 * rows * n_in * n_out * (2 if backward else 1),
                         ceiling=f"GEMM {dtype}",
-                        allocators=("default", "pooled"),
+                        allocators=("default", "pooled") if title == "linear" else ("default",),
                     )
                 )
     return found

@@ -174,7 +174,9 @@ class Op(Generic[P, R]):
                 "tensor": isinstance(value, torch.Tensor),
                 "optional": value is None or isinstance(value, torch.Tensor),
                 "tensors": value is None
-                or (isinstance(value, (list, tuple)) and all(issubclass(t, torch.Tensor) for t in set(map(type, value)))),
+                or (
+                    isinstance(value, (list, tuple)) and all(issubclass(t, torch.Tensor) for t in set(map(type, value)))
+                ),
             }.get(kind, True)
             good = good and (bool(kind) or _fits(value, self.signature.parameters[name].annotation))
             # With its module: NumPy's bool would read as Python's.

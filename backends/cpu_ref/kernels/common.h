@@ -32,10 +32,9 @@ HAL_INLINE float load_bf16(const bf16 *p) { return float_of((uint32_t)*p << 16);
 // Exact for every input: exponent and mantissa are moved into place and the bias is corrected by a multiplication,
 // which also normalises subnormals; infinities and NaN get float's all-ones exponent.
 HAL_INLINE float load_f16(const f16 *p) {
-    uint32_t half = *p, magnitude = (half & 0x7fff) << 13;
-    float scaled = float_of(magnitude) * 0x1p112f;
-    uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bits_of(scaled);
-    return float_of(bits | (half & 0x8000) << 16);
+    const uint32_t moved = (uint32_t)(int32_t)(int16_t)*p << 13 & 0x8fffe000;
+    const uint32_t bits = bits_of(float_of(moved) * 0x1p112f);
+    return float_of((bits & 0x7fffffff) >= 0x47800000 ? bits | 0x7f800000 : bits);
 }
 
 HAL_INLINE void store_f32(f32 *p, float value) { *p = value; }
@@ -189,10 +188,22 @@ enum { HAL_ROUNDS_bf16 = 1 };
 #define ROUND_BF16 ROUND_EACH
 enum { HAL_ROUNDS_bf16 = 0 };
 #endif
-enum { HAL_ROUNDS_f32 = 0, HAL_ROUNDS_f16 = 0, HAL_ROUNDS_f64 = 0 };  // whether lines are cheaper than single values
+#ifdef __AVX512F__
+HAL_INLINE void round_f16(f16 *line, const float *values) {
+    const __m256i low = _mm512_cvtps_ph(_mm512_loadu_ps(values), _MM_FROUND_TO_NEAREST_INT);
+    const __m256i high = _mm512_cvtps_ph(_mm512_loadu_ps(values + 16), _MM_FROUND_TO_NEAREST_INT);
+    _mm512_store_si512(line, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+#define ROUND_F16(T, line, values) round_f16(line, values)
+enum { HAL_ROUNDS_f16 = 1 };
+#else
+#define ROUND_F16 ROUND_EACH
+enum { HAL_ROUNDS_f16 = 0 };
+#endif
+enum { HAL_ROUNDS_f32 = 0, HAL_ROUNDS_f64 = 0 };  // whether lines are cheaper than single values
 DEFINE_STORE_LINE(f32, float, ROUND_EACH)
 DEFINE_STORE_LINE(bf16, float, ROUND_BF16)
-DEFINE_STORE_LINE(f16, float, ROUND_EACH)
+DEFINE_STORE_LINE(f16, float, ROUND_F16)
 DEFINE_STORE_LINE(f64, double, ROUND_EACH)
 
 // out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it.

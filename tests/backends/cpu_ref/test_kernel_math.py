@@ -27,6 +27,8 @@ void to_bf16(const float *x, bf16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_bf16(y + i, x[i]); }
 void lines_to_bf16(const float *x, bf16 *y, int64_t n) {
     for (int64_t i = 0; i + 32 <= n; i += 32) store_line_bf16(0, y + i, x + i); }
+void lines_to_f16(const float *x, f16 *y, int64_t n) {
+    for (int64_t i = 0; i + 32 <= n; i += 32) store_line_f16(0, y + i, x + i); }
 void to_f16(const float *x, f16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_f16(y + i, x[i]); }
 void from_bf16(const bf16 *x, float *y, int64_t n) {
@@ -116,10 +118,12 @@ def test_16_bit_conversions_are_exact_and_round_to_nearest_even(
     assert torch.equal(got[keep].view(torch.int16), want[keep].view(torch.int16))
 
 
-def test_lines_of_bf16_are_rounded_like_single_values(call: Callable[..., torch.Tensor]) -> None:
-    x = torch.cat([floats(1021), torch.full((32,), 1e-39), torch.linspace(-1.2e-38, 1.2e-38, 320)])
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_lines_are_rounded_like_single_values(call: Callable[..., torch.Tensor], name: str, dtype: torch.dtype) -> None:
+    x = torch.cat([floats(1021), torch.full((32,), 1e-39)])
+    x = torch.cat([x, *(torch.linspace(-top, top, 3200) for top in (1.2e-38, 1.3e-4, 7e4))])
     x = x[: x.numel() // 32 * 32]
-    got, want = call("lines_to_bf16", x, torch.int16).view(torch.bfloat16), x.bfloat16()
+    got, want = call(f"lines_to_{name}", x, torch.int16).view(dtype), x.to(dtype)
     assert torch.equal(got.isnan(), x.isnan())
     assert torch.equal(got[~x.isnan()].view(torch.int16), want[~x.isnan()].view(torch.int16))
 

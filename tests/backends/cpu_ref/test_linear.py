@@ -91,7 +91,9 @@ def test_a_frozen_weight_costs_no_product(monkeypatch):
     assert dx.shape == x.shape
 
 
-@pytest.mark.parametrize("shape", [(1536,), (1, 1536), (0, 1536), (2, 3, 1536), (2, 0, 1536), (9, 4, 16, 1536)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1536,), (1, 1536), (0, 1536), (2, 3, 1536), (2, 0, 1536), (9, 4, 16, 1536)], ids=str
+)
 @pytest.mark.parametrize("how", ["dense", "reversed", "every second"])
 def test_any_leading_dimensions_in_small_and_large_products(shape, how):
     torch.manual_seed(2)
