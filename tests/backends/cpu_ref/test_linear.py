@@ -33,13 +33,13 @@ def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in):
     torch.testing.assert_close(db.double(), dy.double().sum(0), atol=bound * 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [193, 1000])
-def test_the_result_does_not_depend_on_the_number_of_threads(rows):
+@pytest.mark.parametrize(("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (200, 900, 4700)])
+def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in):
     torch.manual_seed(0)
-    dy, x = torch.randn(rows, 300), torch.randn(rows, 130)
+    dy, x = torch.randn(rows, n_out), torch.randn(rows, n_in)
     threads, results = torch.get_num_threads(), []
     try:
-        for n in (1, 2, 3):
+        for n in (1, 2, 3, 8):
             torch.set_num_threads(n)
             results.append(product(dy, x))
     finally:
