@@ -155,7 +155,7 @@ def _admit(self: Op[Any, Any], *args: Any, **kwargs: Any) -> None:
     given = self.signature.bind(*args, **kwargs).arguments
     for name, value in given.items():
         tensors = value if isinstance(value, (list, tuple)) else (value,)
-        for place in {t.device for t in tensors if isinstance(t, torch.Tensor)}:
+        for place in dict.fromkeys(t.device for t in tensors if isinstance(t, torch.Tensor)):
             if place.type != home:
                 raise ContractError(
                     f"{self.name}: {name} is on {place}, but the active backend '{active.name}' works on {home}; "

@@ -38,10 +38,12 @@ def _check_adamw(
     for name, tensors in lists.items():
         require(len(tensors) == len(shapes), "adamw", f"{len(shapes)} {name}, one per param", len(tensors))
         if shapes != [t.shape for t in tensors]:  # a text for each of them, right or wrong, costs more than the kernel
-            shape, found = next((s, t.shape) for s, t in zip(shapes, tensors) if s != t.shape)
-            require(False, "adamw", f"{name} shaped like params ({tuple(shape)})", tuple(found))
-    dtypes = {t.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors}
-    require(dtypes <= {torch.float32}, "adamw", "float32 params, exp_avgs and exp_avg_sqs", dtypes)
+            shape, other = next((s, t.shape) for s, t in zip(shapes, tensors) if s != t.shape)
+            require(False, "adamw", f"{name} shaped like params ({tuple(shape)})", tuple(other))
+    if {t.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors} - {torch.float32}:
+        triples = (tuple(t.dtype for t in triple) for triple in zip(params, exp_avgs, exp_avg_sqs))
+        found = next(triple for triple in triples if set(triple) != {torch.float32})
+        require(False, "adamw", "float32 params, exp_avgs and exp_avg_sqs", found)
     require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
     require(0 <= beta1 < 1 and 0 <= beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (beta1, beta2))
     require(eps >= 0 and lr >= 0, "adamw", "eps >= 0 and lr >= 0", (eps, lr))

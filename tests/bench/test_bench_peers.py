@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hal
 from hal import ops
-from hal.bench import attention, goals, machine, megatron_gpt, train, worker
+from hal.bench import attention, goals, linear, machine, megatron_gpt, train, worker
 from hal.bench import ops as fused
 from hal.bench.attention import Shape
 from hal.bench.plain_gpt import PlainGPT
@@ -93,6 +93,21 @@ def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
         for peer in case.candidates.keys() - {"ours"}:
             wanted = 0.8 * (25.0 if peer == "sdpa-mask" else 3.3 if "S777 " in case.shape else 2.5)
             assert goals.ratio(case.name, case.shape, peer, "default") == wanted, (case.shape, peer)
+
+
+def test_every_odd_case_has_a_goal_and_it_is_four_fifths(monkeypatch):
+    monkeypatch.setattr(machine, "vendor", lambda: "AuthenticAMD")
+    odd = [c for module in (linear, fused) for c in module.cases() if c.name.startswith("odd ")]
+    assert len(odd) == 13
+    for case in odd:
+        even, found = case.name.removeprefix("odd "), 0
+        for peer in case.candidates:
+            for allocator in case.allocators:
+                goal = goals.ratio(case.name, case.shape, peer, allocator)
+                whole = goals.ratio(even, case.shape, peer, allocator)
+                assert goal == (None if whole is None else 0.8 * whole)
+                found += goal is not None
+        assert found, case.name
 
 
 @pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))

@@ -4,7 +4,8 @@
 // one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has derivative
 // Phi(v) + v phi(v); Phi comes from erfc(t) = exp(-t^2) erfcx(t), erfcx as a degree-9 polynomial in 1 / (1 + 0.35 t) fitted
 // to a relative error of 1e-8, so small tails keep their relative accuracy.
-// Rows are worked through in blocks of 64 columns, whose intermediate values stay in L1. The bias gradient is summed like a
+// Rows are worked through in blocks of 64 columns, whose intermediate values stay in L1; large rows that are no whole lines
+// in pieces of such blocks (see streams in common.h). The bias gradient is summed like a
 // norm's weight gradient, in pieces of consecutive rows (see piece_count).
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx (large results past the caches). Nothing

@@ -127,6 +127,7 @@ HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
 #define STREAM_LINE(to, from) stream_line((__m256i *)(to), (const __m256i *)(from))
 #else
 #define STREAM_LINE(to, from) memcpy(to, from, 64)
+#undef HAL_NO_STREAM
 #define HAL_NO_STREAM
 #endif
 

@@ -1,13 +1,16 @@
 // The weight gradient of a linear layer, dW = dY^T X, in float32, with the bias gradient on the way.
 //
 // The product sums over tokens, so both operands are read across their rows. Both are packed as they lie into panels of the
-// micro-kernel (gemm.h), DEPTH tokens at a time: X into panels of 48 columns, which all threads share, and blocks of ROWS
-// columns of dY into panels of 8, private to the thread that multiplies them. While a block of dY is in cache, its columns
-// are summed up for the bias. Where X has panels enough for all threads, each packs some for itself and multiplies them with
-// all of dY: no thread waits for another or reads what another wrote, which is slow between processors that share no cache.
+// micro-kernel (gemm.h), DEPTH tokens at a time: X into panels of 48 columns, and blocks of ROWS columns of dY into panels
+// of 8, private to the thread that multiplies them. While a block of dY is in cache, its columns are summed up for the bias.
+//
+// Threads share the work in one of two ways. Together: all panels of X are packed first, then blocks of dY are dealt out.
+// Apart: each thread packs some panels of X for itself and multiplies them with all of dY. Then none waits for another or
+// reads what another wrote, which is slow between processors that share no cache; but every one packs all of dY.
 //
 // Every element is a sum over blocks of DEPTH tokens in order, so the result does not depend on the number of threads.
-// Memory traffic: X and dY are read once (dY once per COLUMNS columns of X), dW is read and written once per DEPTH tokens.
+// Memory traffic: X is read once, dY once per COLUMNS columns of X (apart: by every thread), dW is read and written once
+// per DEPTH tokens.
 #define FA_KIND_F32
 #include "vectors.h"
 #include "gemm.h"
@@ -99,7 +102,8 @@ void hal_linear_wgrad(uintptr_t dy_, uintptr_t x_, uintptr_t dweight, uintptr_t 
     for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
         const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        // It costs packing dY once per thread, a fiftieth of the product at 4 panels per thread.
+        // Packing dY takes a tenth of the time of multiplying it with one panel. With 16 panels per thread that is nothing;
+        // with 4 less than blocks lose that cannot be dealt out evenly; with one less than threads that get no block.
         const int apart = panels >= 16 * team || (panels >= 4 * team && blocks < 8 * team) ||
                           (panels >= team && blocks < team);
         for (int64_t k0 = 0; k0 < rows; k0 += DEPTH) {
@@ -119,7 +123,7 @@ void hal_linear_wgrad(uintptr_t dy_, uintptr_t x_, uintptr_t dweight, uintptr_t 
                 for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
             }
         }
-#pragma omp barrier
+#pragma omp barrier  // the next panels lie where these do, and may be shared out differently
     }
     if (dbias)
         for (int64_t i = 0; i < n_out; i++) ((float *)dbias)[i] = (float)sums[i];

@@ -137,7 +137,7 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
     }
     enum { LINE = 64 / sizeof(T), PIECE = STREAM_PIECE / 2 / sizeof(T) };
     if (stream == STREAM_PIECES) {
-        _Alignas(64) T piece[ROWS * PIECE];
+        _Alignas(64) T piece[ROWS * PIECE];  // half a piece of each row: 8 KiB, which leave room in L1 for x and dy
         for (int64_t i = 0; i < width; i += PIECE) {
             const int64_t columns = i + PIECE < width ? PIECE : width - i;
             NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, piece, PIECE, 0,
@@ -191,7 +191,7 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     case 4 * (centered_) + (stream_):                                                                                   \
         NAME(norm_bwd_piece)(centered_, stream_, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);            \
         break
-            switch (4 * centered + stream) {  // constants for the compiler
+            switch (4 * !!centered + stream) {  // constants for the compiler
                 CASE(0, STREAM_NOT); CASE(0, STREAM_LINES); CASE(0, STREAM_PIECES);
                 CASE(1, STREAM_NOT); CASE(1, STREAM_LINES); CASE(1, STREAM_PIECES);
             }

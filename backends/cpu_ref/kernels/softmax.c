@@ -32,6 +32,7 @@ HAL_INLINE int64_t padded_columns(int64_t columns, int64_t sk) {
 HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     static const _Alignas(64) char zeros[64];
     char *to = (char *)to_;
+    if (bytes <= 0) return;
     int64_t at = stream ? (int64_t)(-(uintptr_t)to % 64) : 0;
     if (at > bytes) at = bytes;
     memset(to, 0, (size_t)at);

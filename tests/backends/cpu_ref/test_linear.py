@@ -33,7 +33,9 @@ def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in):
     torch.testing.assert_close(db.double(), dy.double().sum(0), atol=bound * 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (200, 900, 4700)])
+@pytest.mark.parametrize(
+    ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (200, 900, 4700)]
+)
 def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in):
     torch.manual_seed(0)
     dy, x = torch.randn(rows, n_out), torch.randn(rows, n_in)
@@ -109,3 +111,18 @@ def test_any_leading_dimensions_in_small_and_large_products(shape, how):
         theirs = torch.autograd.grad(want, (x, weight), dy.double())
         for got, expected in zip((y, *torch.autograd.grad(y, (x, weight), dy)), (want, *theirs)):
             torch.testing.assert_close(got, expected.float(), atol=4e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_result_does_not_depend_on_how_its_input_lies(dtype, biased):
+    """With a weight that has no gradient torch would multiply each matrix of such an input on its own, rounding twice."""
+    torch.manual_seed(3)
+    x = torch.randn(6, 48, 64).to(dtype)
+    weight, bias = torch.randn(40, 64).to(dtype), torch.randn(40).to(dtype) if biased else None
+    want = hal.ops.linear(x, weight, bias)
+    for lying in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
+        assert not lying.is_contiguous()
+        assert torch.equal(hal.ops.linear(lying, weight, bias), want)
+    once = x[:1].expand(6, -1, -1)
+    assert torch.equal(hal.ops.linear(once, weight, bias), hal.ops.linear(once.contiguous(), weight, bias))
