@@ -62,9 +62,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
-        if (
-            x.ndim > 2 and not x.is_contiguous()
-        ):  # torch may make a product per matrix of it, or add the bias afterwards
+        if x.ndim > 2 and not x.is_contiguous():  # else a product per matrix, perhaps, and the bias added afterwards
             return torch.nn.functional.linear(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
         return torch.nn.functional.linear(x, w, bias)
     # It reads a bias as if it were contiguous.

@@ -116,7 +116,7 @@ def test_any_leading_dimensions_in_small_and_large_products(shape, how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_result_does_not_depend_on_how_its_input_lies(dtype, biased):
-    """With a weight that has no gradient torch would multiply each matrix of such an input on its own, rounding twice."""
+    """Left to itself, torch may multiply each matrix of such an input on its own, and add the bias afterwards."""
     torch.manual_seed(3)
     x = torch.randn(6, 48, 64).to(dtype)
     weight, bias = torch.randn(40, 64).to(dtype), torch.randn(40).to(dtype) if biased else None
