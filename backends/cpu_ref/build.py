@@ -226,20 +226,29 @@ def _load(path: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
+    before = _openmp_runtimes()
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     runtimes = _openmp_runtimes()
-    if len(runtimes) > 1:
+    gnu = {runtime for runtime in runtimes if "/libgomp" in runtime}
+    if len(gnu) > 1:
         raise BackendUnavailable(
-            f"two OpenMP runtimes are loaded ({', '.join(sorted(runtimes))}); their threads would fight for the cores. "
+            f"two OpenMP runtimes are loaded ({', '.join(sorted(gnu))}); their threads would fight for the cores. "
             "Import torch before any other library that brings its own libgomp."
+        )
+    if before and runtimes > before:  # others that a library loaded and that stand idle do no harm
+        raise BackendUnavailable(
+            f"the kernels that {find_compiler()[0]} compiled bring an OpenMP runtime of their own "
+            f"({', '.join(sorted(runtimes - before))}) beside torch's ({', '.join(sorted(before))}); their threads "
+            "would fight for the cores. Set CC to a compiler with torch's runtime: gcc for libgomp, clang for libomp."
         )
     return module
 
 
 def _openmp_runtimes() -> set[str]:
+    """The OpenMP runtimes of this process (GNU's, LLVM's, Intel's), empty where the system does not list them."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return set()
-    return {line.split()[-1] for line in lines if re.search(r"/libgomp[^/]*\.so", line)}
+    return {line.split()[-1] for line in lines if re.search(r"/lib(gomp|omp|iomp)[^/]*\.so", line)}

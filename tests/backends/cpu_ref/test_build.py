@@ -160,7 +160,25 @@ def test_probing_and_importing_compile_nothing(kernels: Path) -> None:
 def test_kernels_share_torchs_openmp_runtime() -> None:
     build.lib()
     torch.ones(1 << 20).sum()
-    assert len(build._openmp_runtimes()) <= 1
+    assert len([name for name in build._openmp_runtimes() if "/libgomp" in name]) <= 1
+
+
+def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) -> None:
+    """What clang does beside a torch of gcc's: a stand-in for its runtime is linked to the kernels."""
+    folder = kernels.parent
+    (folder / "runtime.c").write_text("int hal_runtime(void) { return 0; }\n")
+    runtime = folder / "libomp.so.5"
+    subprocess.run(["gcc", "-shared", "-fPIC", str(folder / "runtime.c"), "-o", str(runtime)], check=True)
+    other = folder / "cc"
+    other.write_text(
+        f'#!/bin/sh\ncase "$*" in *-shared*) set -- "$@" -Wl,--no-as-needed {runtime};; esac\nexec gcc "$@"\n'
+    )
+    other.chmod(0o755)
+    out, err = start(kernels, CC=str(other)).communicate(timeout=120)
+    assert out == ""
+    assert re.search(
+        rf"BackendUnavailable.*{other}.*{runtime}.*beside torch's.*libgomp.*gcc for libgomp", err, re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("source", sorted(build.KERNELS.glob("*.c")), ids=lambda path: path.name)
