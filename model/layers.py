@@ -135,7 +135,34 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Para
     """The product of a column-parallel layer: enters the tensor-parallel region."""
     if parallel.sequence and parallel.tp is not None and parallel.tp.size > 1:
         return _GatheredLinear.apply(x, weight, bias, parallel.tp)
-    return ops.linear(regions.copy_to_region(x, parallel.tp), weight, bias)
+    return linear(regions.copy_to_region(x, parallel.tp), weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """ops.linear, of whose parameters those gradients that have a float32 sum already (`main_grad`, as Megatron names
+    it; set by the optimizer from the second microbatch on) are added to it by the product itself."""
+    if getattr(weight, "main_grad", None) is not None and torch.is_grad_enabled():
+        return _SummedLinear.apply(x, weight, bias)
+    return ops.linear(x, weight, bias)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """ops.linear whose weight and bias get no gradient: it is in their `main_grad` when the backward pass is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not asked of what saved_tensors gives back: under recomputation that is no parameter.
+        ctx.sums = weight.main_grad, None if bias is None else bias.main_grad
+        return ops.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = ops.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
+        ops.linear_wgrad(x, dy, *ctx.sums)
+        return dx, None, None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -176,7 +203,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         leave = regions.reduce_scatter_from_region if self.parallel.sequence else regions.reduce_from_region
-        return leave(ops.linear(x, self.weight), self.parallel.tp)
+        return leave(linear(x, self.weight), self.parallel.tp)
 
 
 class VocabParallelEmbedding(nn.Module):

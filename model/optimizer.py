@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import hal
 from hal import ops
 
 from .config import Config
@@ -109,14 +110,25 @@ class Optimizer:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._collect(name, p))
 
     def _collect(self, name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
         grad, held = parameter.grad, self.main_grads.get(name)
+        if grad is None:  # it has been added to the sum
+            return
         if held is not None:
             self.main_grads[name] = held.float().add_(grad)
         else:
             # Unscaling would round once more, and in fp16 underflow.
             self.main_grads[name] = grad if self.keeps_rounded and not self.config.fp16 else grad.float()
         parameter.grad = None
+
+    def sum_in_place(self) -> None:
+        """Lets the backward passes that follow in this step add to the gradients so far, which parameters then have as
+        `main_grad` (float32; layers.linear adds its products to it), instead of making tensors that are added."""
+        if not hal.backend().impls.get(ops.linear_wgrad.name):
+            return
+        if self.low:
+            self.main_grads = {n: g.float() for n, g in self.main_grads.items()}
+        for name, grad in self.grads().items():
+            self.model[name].main_grad = grad  # type: ignore[attr-defined]
 
     def grads(self) -> dict[str, Tensor]:
         """This step's gradients of parameters that have one, float32 unless `keeps_rounded`."""
@@ -128,7 +140,7 @@ class Optimizer:
         """Drops the gradients."""
         self.main_grads.clear()
         for parameter in self.model.values():
-            parameter.grad = None
+            parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
 
     def unscale(self) -> bool:
         """Divides the gradients by the loss scale; True if any of them is not finite."""

@@ -144,11 +144,14 @@ class Trainer:
         batches = list(self.microbatches("train", self.consumed))
         for (tokens, labels, start), share in zip(batches, self._shares([b[1] for b in batches])):
             draws = Draws(stream, start, c.global_batch_size) if c.attention_dropout or c.hidden_dropout else None
-            logits = self.model(tokens, draws, starts=self.document_starts("train", tokens))
-            loss = self.model.loss(logits, labels, inplace_backward=True)
+            starts = self.document_starts("train", tokens)
+            # The logits have no name here: they would live through the backward pass, and beside the next microbatch's.
+            loss = self.model.loss(self.model(tokens, draws, starts=starts), labels, inplace_backward=True)
             loss.backward(grad * share)
             total += loss.detach() * share
-            del logits, loss  # or they would live beside the next microbatch's
+            del loss
+            if start == 0 and count > 1:
+                self.optimizer.sum_in_place()
         return total / count
 
     def document_starts(self, split: str, tokens: Tensor) -> Tensor | None:

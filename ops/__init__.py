@@ -6,7 +6,7 @@ if __name__ != "hal.ops":
 from . import layouts, regions
 from .activation import bias_gelu, geglu, swiglu
 from .attention import band_mask, draw_shape, flash_attention
-from .linear import linear
+from .linear import linear, linear_wgrad
 from .norm import layer_norm, rms_norm
 from .optimizer import adamw, l2norm, unscale_and_check
 from .random import dropout, philox_uniform
@@ -30,6 +30,7 @@ __all__ = [
     "layer_norm",
     "layouts",
     "linear",
+    "linear_wgrad",
     "philox_uniform",
     "regions",
     "rms_norm",

@@ -1,7 +1,8 @@
-"""linear: x w^T + b, the op most of a GPT's arithmetic is in."""
+"""linear: x w^T + b, the op most of a GPT's arithmetic is in; linear_wgrad: its weights' gradients, summed up."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,3 +67,71 @@ def _samples() -> SearchStrategy[Sample]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias in x's dtype, sums in float32. x [..., in], weight [out, in], bias [out] -> [..., out]."""
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _check_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    name, acc = "linear_wgrad", torch.promote_types(x.dtype, torch.float32)
+    require(x.ndim >= 1 and dy.ndim >= 1, name, "x [..., in] and dy [..., out]", (tuple(x.shape), tuple(dy.shape)))
+    require(x.shape[:-1] == dy.shape[:-1], name, f"dy of shape [{tuple(x.shape[:-1])}, out]", tuple(dy.shape))
+    require(x.dtype == dy.dtype, name, f"dy of x's dtype {x.dtype}", dy.dtype)
+    shape = (dy.shape[-1], x.shape[-1])
+    require(main_grad.shape == shape, name, f"main_grad of shape {shape}", tuple(main_grad.shape))
+    require(main_grad.dtype == acc, name, f"main_grad of dtype {acc}", main_grad.dtype)
+    if main_bias_grad is not None:
+        require(
+            main_bias_grad.shape == shape[:1], name, f"main_bias_grad of shape {shape[:1]}", tuple(main_bias_grad.shape)
+        )
+        require(main_bias_grad.dtype == acc, name, f"main_bias_grad of dtype {acc}", main_bias_grad.dtype)
+
+
+def _wgrad_sample(lead: tuple[int, ...], n_in: int, n_out: int, bias: bool, strided: str = "") -> Sample:
+    sums = [T((n_out, n_in), dtype=torch.float32), T((n_out,), dtype=torch.float32) if bias else None]
+    return Sample((T((*lead, n_in), strided=strided), T((*lead, n_out), strided=strided), *sums))
+
+
+def _directed_wgrad() -> list[Sample]:
+    return [
+        _wgrad_sample((3,), 4, 5, True),
+        _wgrad_sample((2, 3), 17, 9, False),
+        _wgrad_sample((), 4, 5, True),
+        _wgrad_sample((0,), 4, 5, True),
+        _wgrad_sample((3,), 0, 5, True),
+        _wgrad_sample((6,), 8, 3, True, "rows"),
+        _wgrad_sample((6,), 8, 3, True, "last"),
+        _wgrad_sample((129,), 210, 170, True),  # large enough for a kernel of its own, an odd number of tokens
+    ]
+
+
+def _samples_wgrad() -> SearchStrategy[Sample]:
+    from hypothesis import strategies as st
+
+    lead = st.lists(st.integers(1, 12), max_size=2).map(tuple)
+    return st.builds(_wgrad_sample, lead, st.integers(1, 40), st.integers(1, 40), st.booleans())
+
+
+@hal.op(
+    check=_check_wgrad,
+    tol={
+        torch.float32: Tol(2e-5, 1e-5),  # as linear: sums of up to 130 products
+        torch.bfloat16: Tol(5e-2, 1.6e-2),  # a backend may round the product to 16 bits before it adds it
+        torch.float16: Tol(1e-2, 2e-3),
+    },
+    samples=_samples_wgrad,
+    directed=_directed_wgrad,
+    mutates=("main_grad", "main_bias_grad"),
+)
+def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    """Adds the gradients of `linear(x, weight, bias)`'s weight and bias for the upstream gradient dy to running sums.
+
+    x [..., in], dy [..., out]; main_grad [out, in] and main_bias_grad [out] are float32 (float64 for float64 x) and
+    written in place: main_grad += dy^T x, main_bias_grad += the sum of dy's rows. What Megatron's
+    gradient_accumulation_fusion calls wgrad_gemm_accum_fp32, with the bias.
+    """
+    count = math.prod(x.shape[:-1])
+    rows, dy_rows = x.reshape(count, x.shape[-1]), dy.reshape(count, dy.shape[-1])
+    if main_grad.dtype == x.dtype:
+        main_grad.addmm_(dy_rows.t(), rows)
+    else:
+        main_grad += dy_rows.t() @ rows
+    if main_bias_grad is not None:
+        main_bias_grad += dy_rows.sum(0, dtype=main_bias_grad.dtype)

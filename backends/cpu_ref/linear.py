@@ -24,7 +24,7 @@ from . import cpu
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import reasons
+from .tensors import CODE, reasons
 
 _SMALL = 1 << 22
 """Below this many multiplications the two cost the same, and torch.mm has the cheaper call."""
@@ -98,20 +98,52 @@ def _backward(
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
-    """dy^T x and, if there is a bias, the sum of dy's rows (kernels/linear.c)."""
+    """dy^T x and, if there is a bias, the sum of dy's rows."""
     dw = empty((dy.shape[1], x.shape[1]), torch.float32)
     db = torch.empty(dy.shape[1]) if biased else None
-    lib().hal_linear_wgrad(
+    _kernel(dy, x, dw, db, add=False)
+    return dw, db
+
+
+def _kernel(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None, *, add: bool) -> None:
+    """kernels/linear_kind.h: dw [out, in] (+)= dy^T x and db [out] (+)= the sum of dy's rows, all contiguous."""
+    done = lib().hal_linear_wgrad(
+        CODE[dy.dtype],
         dy.data_ptr() or address(dy),
         x.data_ptr() or address(x),
         dw.data_ptr() or address(dw),
         address(db),
         x.shape[0],
         *dw.shape,
+        add,
     )
-    return dw, db
+    assert done, dy.dtype
 
 
 @CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=_why_not, bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     return _product(x, weight, bias), (x, weight)
+
+
+@hal.by_metadata
+def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
+    if not (main_grad.is_contiguous() and (main_bias_grad is None or main_bias_grad.is_contiguous())):
+        return ["a main_grad or main_bias_grad that is not contiguous (it is updated in place)"]
+    return reasons(x, dy, main_grad, main_bias_grad)
+
+
+@CpuRef.impl(ops.linear_wgrad, id="cpu_ref/c", why_not=_why_not_wgrad)
+def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    if x.numel() * dy.shape[-1] >= _SMALL and _adds(x.dtype):
+        _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)
+        return
+    ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
+
+
+_PRODUCTS = {torch.float32: {"avx512f"}, torch.bfloat16: {"avx512f", "avx512_bf16"}}
+"""What a processor needs for the kernel to multiply a dtype, in the widest registers, with which it is the fastest."""
+
+
+@cache
+def _adds(dtype: torch.dtype) -> bool:
+    return dtype in _PRODUCTS and _PRODUCTS[dtype] <= cpu.features()

@@ -62,6 +62,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.linear.reference(x, weight, bias)
 
 
+def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
+    return reasons(x, dy, main_grad, main_bias_grad)
+
+
+@Npu.impl(ops.linear_wgrad, id="npu/torch", why_not=_why_not_wgrad)
+def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
+
+
 def _why_not_attention(
     q: Tensor,
     k: Tensor,

@@ -170,6 +170,11 @@ _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
     "bias_gelu": lambda z, t: {"x": t(z.s, z.b, z.f), "bias": t(z.f)},
     "bias_dropout_add": lambda z, t: {"x": t(z.s, z.b, z.h), "bias": t(z.h), "residual": t(z.s, z.b, z.h)},
     "linear": lambda z, t: {"x": t(z.s, z.b, z.h), "weight": t(z.h, z.h)},
+    "linear_wgrad": lambda z, t: {
+        "x": t(z.s, z.b, z.h),
+        "dy": t(z.s, z.b, z.h),
+        "main_grad": t(z.h, z.h, kind=torch.float32),
+    },
     "cross_entropy": lambda z, t: {"logits": t(z.s, z.b, z.v), "target": t(z.s, z.b, kind=torch.int64)},
     "embedding": lambda z, t: {"weight": t(z.v, z.h), "ids": t(z.s, z.b, kind=torch.int64)},
     "l2norm": lambda z, t: {"tensors": [t(z.f, z.h)]},

@@ -59,6 +59,9 @@ def rank_memory(shape: Shape, rank: int) -> Memory:
         if reducing > activations + working:
             # The fullest moment is after the last backward pass: every bucket is on its way at once.
             return Memory(weights, gradients, optimizer, 0, buffers + reducing, 0)
+    ending = _embedding_gradient(shape, stages)
+    if ending > activations + working:
+        return Memory(weights, gradients, optimizer, 0, buffers, ending)
     return Memory(weights, gradients, optimizer, activations, buffers, working)
 
 
@@ -113,15 +116,25 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
     return float(plan.microbatches * count * shape.hidden_bytes)
 
 
+def _embedding_gradient(shape: Shape, stages: list[int]) -> float:
+    """What the last product of a backward pass needs, when the layers have given back all they kept: the gradient of the
+    whole table, summed in float32, and rounded, or, of a tied one, the sum with the output layer's."""
+    if shape.plan.zero or not any(shape.first(s) for s in stages):
+        return 0.0
+    tied = not shape.config.untie_embeddings_and_output_weights and any(shape.last(s) for s in stages)
+    other = shape.element if shape.element < MASTER or tied else 0
+    return float(shape.vocabulary * shape.config.hidden_size * (MASTER + other))
+
+
 def _working(shape: Shape, stage: int) -> float:
     """Gradients of the widest activations of one layer; the gradient of the largest weight before it is added to the
-    others; and what recomputation brings back."""
-    c = shape.config
+    others (of several processes: in one, products add to the sums themselves); and what recomputation brings back."""
+    c, alone = shape.config, shape.plan.layout.world == 1
     rows = shape.rows * c.micro_batch_size * shape.element
     h, inner = c.hidden_size, shape.gate * shape.ffn
     # Sums and gathers over ranks are made beside what they are made of.
     moved = h * (5 if c.sequence_parallel else 3 if shape.tp > 1 else 1)
-    weight = h * inner * shape.element
+    weight = 0.0 if alone else h * inner * shape.element
     if shape.plan.zero >= 2:  # one layer's gradients are whole until they are reduced, and once more as they are sent
         weight = shape.layer_parameters() * (shape.element + GRADIENT)
     layer = rows * (inner + shape.ffn + moved) + recomputed_at_once(shape, stage) + weight
@@ -129,7 +142,7 @@ def _working(shape: Shape, stage: int) -> float:
         return float(layer)
     # The layers begin when the head has given back what it kept.
     # The loss writes its gradient over the logits.
-    head = rows * moved + shape.vocabulary * h * shape.element
+    head = rows * moved + (0 if alone else shape.vocabulary * h * shape.element)
     return float(max(head, layer - head_bytes(shape)))
 
 

@@ -9,7 +9,7 @@ import hal
 from hal import ops
 from hal.testing import Reference, Spy, golden
 
-EVERY_STEP = {"embedding", "linear", "bias_dropout_add", "cross_entropy", "l2norm", "adamw"}
+EVERY_STEP = {"embedding", "linear", "linear_wgrad", "bias_dropout_add", "cross_entropy", "l2norm", "adamw"}
 
 USED = {
     "gpt2": EVERY_STEP | {"layer_norm", "flash_attention", "bias_gelu", "dropout"},

@@ -31,7 +31,10 @@ def test_the_order_is_that_of_a_step(needs):
 def test_calls_are_those_of_one_step(needs):
     linear = next(n for n in needs.needs if n.op == "linear")
     # Two micro-batches; two layers of four products each, and the output layer. Full recomputation runs layers twice.
-    assert linear.calls == {"gpt2": 18, "llama": 34, "unfused": 18}
+    # The second's input gradients are calls of their own, beside those that add to the weights' sums.
+    assert linear.calls == {"gpt2": 27, "llama": 43, "unfused": 27}
+    sums = next(n for n in needs.needs if n.op == "linear_wgrad")
+    assert sums.calls == dict.fromkeys(linear.calls, 9)
 
 
 def test_shares_are_shares_of_a_whole(needs):

@@ -76,3 +76,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tenso
         x_rows = x.reshape(rows, x.shape[-1])
         _product(call, x_rows, weight, None if bias is None else bias.contiguous(), y.view(rows, weight.shape[0]))
     return y, (x, weight)
+
+
+def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
+    return reasons(x, dy, main_grad, main_bias_grad)
+
+
+@OpenCL.impl(ops.linear_wgrad, id="opencl/cl", why_not=_why_not_wgrad)
+def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    _, dw, db = _backward((x, main_grad), dy, needs=(False, True, main_bias_grad is not None))
+    assert dw is not None
+    main_grad += dw
+    if main_bias_grad is not None:
+        main_bias_grad += db

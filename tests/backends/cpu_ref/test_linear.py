@@ -1,4 +1,4 @@
-"""linear's own weight gradient (kernels/linear.c): any shape, any number of threads, only what is wanted."""
+"""linear's own weight gradient (kernels/linear_kind.h): any shape, any number of threads, only what is wanted."""
 
 import pytest
 import torch
@@ -6,15 +6,23 @@ import torch
 import hal
 from hal.backends.cpu_ref import cpu, linear
 from hal.backends.cpu_ref.build import lib
+from hal.backends.cpu_ref.tensors import CODE
 
 SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385, 200, 2100), (40, 16, 96)]
 
 
-def product(dy, x):
-    """dy^T x and the sum of dy's rows, from the kernel."""
-    dw, db = torch.full((dy.shape[1], x.shape[1]), float("nan")), torch.full((dy.shape[1],), float("nan"))
-    lib().hal_linear_wgrad(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), db.data_ptr(), x.shape[0], *dw.shape)
+def product(dy, x, held=None):
+    """dy^T x and the sum of dy's rows, from the kernel; added to `held`, if there is such."""
+    shapes = (dy.shape[1], x.shape[1]), (dy.shape[1],)
+    dw, db = [torch.full(s, float("nan")) for s in shapes] if held is None else [h.clone() for h in held]
+    at = [t.data_ptr() for t in (dy, x, dw, db)]
+    assert lib().hal_linear_wgrad(CODE[x.dtype], *at, x.shape[0], *dw.shape, held is not None)
     return dw, db
+
+
+def kinds():
+    """The dtypes that the kernel multiplies on this processor."""
+    return [torch.float32, *([torch.bfloat16] if linear._adds(torch.bfloat16) else [])]
 
 
 @pytest.fixture(autouse=True)
@@ -23,31 +31,59 @@ def cpu_ref():
         yield
 
 
+@pytest.mark.parametrize("dtype", kinds(), ids=str)
 @pytest.mark.parametrize(("rows", "n_out", "n_in"), SHAPES)
-def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in):
+def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in, dtype):
     torch.manual_seed(rows)
-    dy, x = torch.randn(rows, n_out), torch.randn(rows, n_in)
-    dw, db = product(dy, x)
-    bound = 1e-6 * rows**0.5 + 1e-6
-    torch.testing.assert_close(dw.double(), dy.double().t() @ x.double(), atol=bound * 4, rtol=1e-6)
-    torch.testing.assert_close(db.double(), dy.double().sum(0), atol=bound * 4, rtol=1e-6)
+    dy, x = torch.randn(rows, n_out).to(dtype), torch.randn(rows, n_in).to(dtype)
+    held = torch.randn(n_out, n_in), torch.randn(n_out)
+    bound = 4e-6 * rows**0.5 + 4e-6  # sums are float32 in both
+    right = dy.double().t() @ x.double(), dy.double().sum(0)
+    for got, want in zip(product(dy, x), right):
+        torch.testing.assert_close(got.double(), want, atol=bound, rtol=1e-6)
+    for got, want, before in zip(product(dy, x, held), right, held):
+        torch.testing.assert_close(got.double(), want + before, atol=bound, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", kinds(), ids=str)
 @pytest.mark.parametrize(
     ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (200, 900, 4700)]
 )
-def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in):
+def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in, dtype):
     torch.manual_seed(0)
-    dy, x = torch.randn(rows, n_out), torch.randn(rows, n_in)
+    dy, x = torch.randn(rows, n_out).to(dtype), torch.randn(rows, n_in).to(dtype)
+    held = torch.randn(n_out, n_in), torch.randn(n_out)
     threads, results = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3, 8):
             torch.set_num_threads(n)
-            results.append(product(dy, x))
+            results.append((*product(dy, x), *product(dy, x, held)))
     finally:
         torch.set_num_threads(threads)
-    for dw, db in results[1:]:
-        assert torch.equal(dw, results[0][0]) and torch.equal(db, results[0][1])
+    for result in results[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(result, results[0]))
+
+
+def test_a_dtype_without_products_is_refused_and_nothing_written():
+    x, dw = torch.ones(8, 8, dtype=torch.float16), torch.zeros(8, 8)
+    at = [t.data_ptr() for t in (x, x, dw)]
+    assert not lib().hal_linear_wgrad(CODE[x.dtype], *at, 0, 8, 8, 8, False)
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_gradients_are_added_to_the_sums_whatever_the_strides(dtype):
+    torch.manual_seed(2)
+    x, dy = torch.randn(3, 160, 2, 130).to(dtype)[:, :, 1], torch.randn(210, 480).to(dtype).t().reshape(3, 160, 210)
+    assert x.numel() * dy.shape[-1] >= linear._SMALL and not x.is_contiguous()
+    weight, bias = torch.randn(210, 130), torch.randn(210)
+    want = [weight + dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float(), bias + dy.flatten(0, 1).float().sum(0)]
+    hal.ops.linear_wgrad(x, dy, weight, bias)
+    error = {torch.float32: 1e-5, torch.bfloat16: 1e-5 if linear._adds(dtype) else 2**-7, torch.float16: 2**-10}[dtype]
+    for got, right in zip((weight, bias), want):
+        torch.testing.assert_close(got, right, rtol=error, atol=error * 60)
+    with pytest.raises(hal.UnsupportedOp, match="main_grad or main_bias_grad that is not contiguous"):
+        hal.ops.linear_wgrad(x, dy, torch.zeros(130, 210).t())
 
 
 def large(bias=True):

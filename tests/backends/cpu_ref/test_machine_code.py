@@ -166,7 +166,7 @@ def test_a_spill_planted_in_the_exponentials_is_found(tmp_path: Path) -> None:
 
 
 def test_linear_compiled_for_avx2_keeps_its_sums_in_registers(tmp_path: Path) -> None:
-    found = faults(compiled("linear.c", tmp_path, *AVX2), 12)
+    found = faults(compiled("linear_f32.c", tmp_path, *AVX2), 12)
     assert not found, "\n".join(found)
 
 
@@ -195,7 +195,7 @@ def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> No
         assert text.count(old) == 1
         text = text.replace(old, new)
     (kernels / "gemm.h").write_text(text)
-    assert said in "\n".join(faults(compiled("linear.c", tmp_path, *flags, kernels=kernels), full))
+    assert said in "\n".join(faults(compiled("linear_f32.c", tmp_path, *flags, kernels=kernels), full))
 
 
 def test_a_file_without_products_is_no_proof() -> None:

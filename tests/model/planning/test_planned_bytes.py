@@ -97,6 +97,14 @@ def test_the_most_that_a_step_ever_holds(options) -> None:
     assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
 
 
+@pytest.mark.parametrize("options", [GPT, {**GPT, "global_batch_size": 1}, LLAMA, {**GPT, **BF16}, {**LLAMA, **BF16}])
+def test_the_most_with_a_large_vocabulary(options) -> None:
+    """Most of the memory is the table's, its gradients', and the logits'."""
+    options = {**options, "vocab_size": 8192}
+    config, plan = plan_of(options, 1)
+    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.01)
+
+
 def _measured(options: dict[str, Any]) -> tuple[float | None, float]:
     hal.use("cpu_ref")
     # What fully_shard gathers lives within its own forward pass, so activations cannot be looked at alone.

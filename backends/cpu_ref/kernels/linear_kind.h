@@ -1,0 +1,141 @@
+// The weight gradient of a linear layer, dW (+)= dY^T X, with the bias gradient on the way. One arithmetic kind (vectors.h):
+// float32, or bfloat16 pairs of tokens multiplied into floats. Sums are float32 in both. Included once by linear_<kind>.c.
+//
+// The product sums over tokens, so both operands are read across their rows. Both are packed as they lie (bfloat16: two rows
+// side by side) into panels of the micro-kernel (gemm.h), DEPTH units of tokens at a time: X into panels of 48 columns, and
+// blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them. While a block of dY is in cache, its columns are summed up for the bias.
+//
+// Threads share the work in one of two ways. Together: all panels of X are packed first, then blocks of dY are dealt out.
+// Apart: each thread packs some panels of X for itself and multiplies them with all of dY. Then none waits for another or
+// reads what another wrote, which is slow between processors that share no cache; but every one packs all of dY.
+//
+// Every element is a sum over blocks of DEPTH units in order, so the result does not depend on the number of threads.
+// Memory traffic: X is read once, dY once per COLUMNS columns of X (apart: by every thread), dW is read and written once
+// per DEPTH units.
+#include "vectors.h"
+#include "gemm.h"
+
+#include "linear_plan.h"
+
+#include <omp.h>
+
+#ifdef FA_KIND_BF16
+typedef bf16 elem;
+#define LOAD load_bf16
+#else
+typedef f32 elem;
+#define LOAD load_f32
+#endif
+
+enum {
+    DEPTH = 192,             // units of tokens per block: a panel of X (36 KiB) and one of dY stay in L1
+    ROWS = 96,               // columns of dY per block
+    PANEL = 3 * W,           // columns of X per panel
+    COLUMNS = 96 * PANEL,    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
+};
+
+// A panel of `width` columns: dst[unit][width] = src[token][columns], of `tokens` rows, zero beyond the last column (and,
+// of an odd number of tokens, in the last pair).
+static void pack_panel(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width) {
+    for (int64_t k = 0; k < tokens; k += KU, dst += width, src += KU * stride) {
+#ifdef FA_KIND_BF16
+        const elem *next = src + (k + 1 < tokens ? stride : 0);
+        const unit odd = k + 1 < tokens ? 0xffff : 0;
+        for (int64_t c = 0; c < columns; c++) dst[c] = src[c] | (next[c] & odd) << 16;
+#else
+        memcpy(dst, src, (size_t)columns * sizeof(unit));
+#endif
+        if (columns < width) memset(dst + columns, 0, (size_t)(width - columns) * sizeof(unit));
+    }
+}
+
+// sums[c] += the sum of column c of src.
+static void add_sums(double *sums, const elem *src, int64_t stride, int64_t tokens, int64_t columns) {
+    float part[ROWS] = {0};
+    for (int64_t k = 0; k < tokens; k++)
+#pragma omp simd
+        for (int64_t c = 0; c < columns; c++) part[c] += LOAD(src + k * stride + c);
+    for (int64_t c = 0; c < columns; c++) sums[c] += part[c];
+}
+
+// A tile of dW, m <= MR rows, n <= PANEL columns. Tiles that are not whole pass through a buffer.
+static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit *b, float *c, int64_t ldc, int add) {
+    if (m == MR && n == PANEL) {
+        for (int64_t i = 0; i < MR; i++)  // on its way while the sum is made
+            for (int64_t j = 0; j < PANEL; j += W) __builtin_prefetch(c + i * ldc + j, 1);
+        stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add, NULL);
+        return;
+    }
+    float whole[MR * PANEL] __attribute__((aligned(64)));
+    stripes(MR, (n + W - 1) / W, depth, a, 1, MR, b, PANEL, whole, PANEL, 0, NULL);
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
+}
+
+// What a thread needs for its share of one block of tokens: panels of X as packed, room for a packed block of dY.
+struct share {
+    const elem *dy, *x;
+    float *dw;
+    unit *panels, *rows;
+    double *sums;  // of dY's columns, or 0
+    int64_t tokens, n_out, n_in, columns;
+    int add;
+};
+
+static void pack_columns(const struct share *s, int64_t panel) {
+    const int64_t from = panel * PANEL, columns = s->columns - from;
+    pack_panel(s->panels + from * DEPTH, s->x + from, s->n_in, s->tokens, columns < PANEL ? columns : PANEL, PANEL);
+}
+
+// One block of dY's columns times the panels [p0, p1).
+static void multiply_block(const struct share *s, int64_t block, int64_t p0, int64_t p1) {
+    const int64_t i0 = block * ROWS, m = i0 + ROWS < s->n_out ? ROWS : s->n_out - i0, depth = (s->tokens + KU - 1) / KU;
+    for (int64_t i = 0; i < m; i += MR)
+        pack_panel(s->rows + i * DEPTH, s->dy + i0 + i, s->n_out, s->tokens, m - i < MR ? m - i : MR, MR);
+    if (s->sums) add_sums(s->sums + i0, s->dy + i0, s->n_out, s->tokens, m);
+    for (int64_t p = p0; p < p1; p++) {
+        const int64_t n = s->columns - p * PANEL < PANEL ? s->columns - p * PANEL : PANEL;
+        for (int64_t i = 0; i < m; i += MR)
+            tile(m - i < MR ? m - i : MR, n, depth, s->rows + i * DEPTH, s->panels + p * PANEL * DEPTH,
+                 s->dw + (i0 + i) * s->n_in + p * PANEL, s->n_in, s->add);
+    }
+}
+
+void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw, float *dbias, int64_t rows, int64_t n_out,
+                                     int64_t n_in, int add) {
+    const elem *dy = dy_, *x = x_;
+    const int64_t blocks = (n_out + ROWS - 1) / ROWS, threads = omp_get_max_threads();
+    const int64_t shared = (n_in < COLUMNS ? (n_in + PANEL - 1) / PANEL * PANEL : COLUMNS) * DEPTH, own = ROWS * DEPTH;
+    unit *workspace = hal_scratch((size_t)(shared + threads * own) * sizeof(unit) + (size_t)n_out * sizeof(double));
+    double *sums = (double *)(workspace + shared + threads * own);
+    memset(sums, 0, (size_t)n_out * sizeof(double));
+#pragma omp parallel num_threads(threads)
+    for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
+        const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
+        const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+        // Packing dY takes a tenth of the time of multiplying it with one panel. With 16 panels per thread that is nothing;
+        // with 4 less than blocks lose that cannot be dealt out evenly; with one less than threads that get no block.
+        const int apart = panels >= 16 * team || (panels >= 4 * team && blocks < 8 * team) ||
+                          (panels >= team && blocks < team);
+        for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {
+            const int64_t tokens = k0 + DEPTH * KU < rows ? DEPTH * KU : rows - k0;
+            const struct share share = {
+                dy + k0 * n_out, x + k0 * n_in + j0, dw + j0, workspace, workspace + shared + me * own,
+                dbias && j0 == 0 && !(apart && me > 0) ? sums : 0, tokens, n_out, n_in, n, add || k0 > 0,
+            };
+            if (apart) {
+                const int64_t p0 = panels * me / team, p1 = panels * (me + 1) / team;
+                for (int64_t p = p0; p < p1; p++) pack_columns(&share, p);
+                for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, p0, p1);
+            } else {
+#pragma omp for schedule(static)
+                for (int64_t p = 0; p < panels; p++) pack_columns(&share, p);
+#pragma omp for schedule(dynamic, 1)
+                for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
+            }
+        }
+#pragma omp barrier  // the next panels lie where these do, and may be shared out differently
+    }
+    if (dbias)
+        for (int64_t i = 0; i < n_out; i++) dbias[i] = (float)((add ? dbias[i] : 0) + sums[i]);
+}

@@ -1,0 +1,13 @@
+// The arithmetic kinds of linear's weight gradient (linear_<kind>.c). bf16 exists where the CPU multiplies bfloat16.
+#pragma once
+#include <stdint.h>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define LINEAR_HAVE_BF16 1
+#endif
+
+// dw [n_out][n_in] and dbias [n_out] (NULL: not wanted); add: to what they hold.
+void linear_wgrad_f32(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
+                      int add);
+void linear_wgrad_bf16(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
+                       int add);
