@@ -1,6 +1,7 @@
 """Linear layers against torch.mm, forward and backward, at the shapes of the training suite's GPT and larger ones.
 
 The backward pass is both products: the input's gradient and the weight's (with it alone timed, on a retained graph).
+"wgrad" is what a further microbatch adds to a weight's float32 gradient, against torch.mm and add_.
 """
 
 from __future__ import annotations
@@ -51,8 +52,31 @@ def _call(make: Callable[[], Linear], dtype: str, rows: int, n_in: int, n_out: i
     return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
 
 
+def _sums(make: Callable[[], Linear], dtype: str, rows: int, n_in: int, n_out: int, ours: bool) -> Call:
+    make()
+    x, dy = (torch.randn(rows, n, device=worker.device(), dtype=_DTYPES[dtype]) for n in (n_in, n_out))
+    main_grad = torch.zeros(n_out, n_in, device=worker.device())
+    if ours:
+        return lambda: hal.ops.linear_wgrad(x, dy, main_grad)
+    return lambda: main_grad.add_(dy.t() @ x)
+
+
+def _wgrad_cases() -> list[Case]:
+    found = []
+    for dtype, (rows, n_in, n_out) in product(_DTYPES, _SHAPES):
+        candidates = {
+            name: Candidate(lambda m=make, d=dtype, s=(rows, n_in, n_out), o=ours: _sums(m, d, *s, o), process)
+            for name, make, process, ours in ((OURS, _ours, "hal", True), ("torch.mm", _torch, "torch", False))
+        }
+        shape, work = f"{dtype} {rows}x{n_in} -> {n_out}", 2.0 * rows * n_in * n_out
+        found.append(
+            Case("linear wgrad", shape, candidates, work=work, ceiling=f"GEMM {dtype}", allocators=("pooled",))
+        )
+    return found
+
+
 def cases() -> list[Case]:
-    """Every shape, forward and backward, float32 and bfloat16; float32 also in shapes that fit no tile."""
+    """Every shape, forward, backward and wgrad, float32 and bfloat16; float32 also in shapes that fit no tile."""
     peers: dict[str, tuple[Callable[[], Linear], str]] = {
         OURS: (_ours, "hal"),
         "torch.mm": (_torch, "torch"),
@@ -80,4 +104,4 @@ def cases() -> list[Case]:
                         allocators=("default", "pooled") if title == "linear" else ("default",),
                     )
                 )
-    return found
+    return found + _wgrad_cases()

@@ -34,18 +34,35 @@ enum {
     COLUMNS = 96 * PANEL,    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
 };
 
-// A panel of `width` columns: dst[unit][width] = src[token][columns], of `tokens` rows, zero beyond the last column (and,
-// of an odd number of tokens, in the last pair).
-static void pack_panel(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width) {
-    for (int64_t k = 0; k < tokens; k += KU, dst += width, src += KU * stride) {
+// dst[c] = the pair of src[c] and, where `second` has bits, next[c]; in float32 src[c] alone. count columns.
+HAL_INLINE void pack_row(unit *dst, const elem *src, const elem *next, unit second, int64_t count) {
 #ifdef FA_KIND_BF16
-        const elem *next = src + (k + 1 < tokens ? stride : 0);
-        const unit odd = k + 1 < tokens ? 0xffff : 0;
-        for (int64_t c = 0; c < columns; c++) dst[c] = src[c] | (next[c] & odd) << 16;
+    for (int64_t c = 0; c < count; c++) dst[c] = src[c] | (next[c] & second) << 16;
 #else
-        memcpy(dst, src, (size_t)columns * sizeof(unit));
+    (void)next, (void)second;
+    for (int64_t c = 0; c < count; c++) dst[c] = src[c];
 #endif
-        if (columns < width) memset(dst + columns, 0, (size_t)(width - columns) * sizeof(unit));
+}
+
+// Panels of `width` columns: dst[panel][unit][width] = src[token][columns from panel * width on], zero beyond the last
+// column and token. Inlined with constants, `most` columns in particular: copies of a size that the compiler does not know
+// took a third of the whole product's time.
+HAL_INLINE void pack_panels(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width,
+                            int64_t most) {
+    const int64_t whole = columns / width * width, rest = columns - whole;
+    for (int64_t k = 0; k < tokens; k += KU, dst += width, src += KU * stride) {
+        const int pair = KU == 2 && k + 1 < tokens;  // else the last token of an odd number
+        const elem *next = pair ? src + stride : src;
+        const unit second = pair ? 0xffff : 0;
+        if (columns == most) {
+            for (int64_t i = 0; i < most; i += width) pack_row(dst + i * DEPTH, src + i, next + i, second, width);
+            continue;
+        }
+        for (int64_t i = 0; i < whole; i += width) pack_row(dst + i * DEPTH, src + i, next + i, second, width);
+        if (rest) {
+            pack_row(dst + whole * DEPTH, src + whole, next + whole, second, rest);
+            for (int64_t c = rest; c < width; c++) dst[whole * DEPTH + c] = 0;
+        }
     }
 }
 
@@ -84,14 +101,14 @@ struct share {
 
 static void pack_columns(const struct share *s, int64_t panel) {
     const int64_t from = panel * PANEL, columns = s->columns - from;
-    pack_panel(s->panels + from * DEPTH, s->x + from, s->n_in, s->tokens, columns < PANEL ? columns : PANEL, PANEL);
+    pack_panels(s->panels + from * DEPTH, s->x + from, s->n_in, s->tokens, columns < PANEL ? columns : PANEL, PANEL,
+                PANEL);
 }
 
 // One block of dY's columns times the panels [p0, p1).
 static void multiply_block(const struct share *s, int64_t block, int64_t p0, int64_t p1) {
     const int64_t i0 = block * ROWS, m = i0 + ROWS < s->n_out ? ROWS : s->n_out - i0, depth = (s->tokens + KU - 1) / KU;
-    for (int64_t i = 0; i < m; i += MR)
-        pack_panel(s->rows + i * DEPTH, s->dy + i0 + i, s->n_out, s->tokens, m - i < MR ? m - i : MR, MR);
+    pack_panels(s->rows, s->dy + i0, s->n_out, s->tokens, m, MR, ROWS);
     if (s->sums) add_sums(s->sums + i0, s->dy + i0, s->n_out, s->tokens, m);
     for (int64_t p = p0; p < p1; p++) {
         const int64_t n = s->columns - p * PANEL < PANEL ? s->columns - p * PANEL : PANEL;
@@ -113,9 +130,9 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
     for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
         const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        // Packing dY takes a tenth of the time of multiplying it with one panel. With 16 panels per thread that is nothing;
-        // with 4 less than blocks lose that cannot be dealt out evenly; with one less than threads that get no block.
-        const int apart = panels >= 16 * team || (panels >= 4 * team && blocks < 8 * team) ||
+        // Packing dY, from memory, takes up to half of the time of multiplying it with one panel. Of 16 that is little;
+        // with 2 less than blocks lose that cannot be dealt out evenly; with one less than threads that get no block.
+        const int apart = panels >= 16 * team || (panels >= 2 * team && blocks < 8 * team) ||
                           (panels >= team && blocks < team);
         for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {
             const int64_t tokens = k0 + DEPTH * KU < rows ? DEPTH * KU : rows - k0;
