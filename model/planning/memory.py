@@ -117,8 +117,8 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
 
 
 def _embedding_gradient(shape: Shape, stages: list[int]) -> float:
-    """What the last product of a backward pass needs, when the layers have given back all they kept: the gradient of the
-    whole table, summed in float32, and rounded, or, of a tied one, the sum with the output layer's."""
+    """What the end of a backward pass needs, when the layers have given back all they kept: the gradient of the whole
+    table, summed in float32, and beside it that gradient rounded or, of a tied one, added to the output layer's."""
     if shape.plan.zero or not any(shape.first(s) for s in stages):
         return 0.0
     tied = not shape.config.untie_embeddings_and_output_weights and any(shape.last(s) for s in stages)

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,14 +80,14 @@ def fail(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("moment", ["fsync", "rename"])
+@pytest.mark.parametrize(("owner", "moment"), [(os, "fsync"), (Path, "rename")], ids=["fsync", "rename"])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_failed_save_surfaces_and_leaves_the_one_before(tmp_path, monkeypatch, moment, background):
+def test_a_failed_save_surfaces_and_leaves_the_one_before(tmp_path, monkeypatch, owner, moment, background):
     tensors = {"a": torch.ones(3)}
     saving.save(tmp_path, 1, tensors, {"iteration": 1})
     saver = saving.Saver(background=background)
     with monkeypatch.context() as broken:
-        broken.setattr(os, moment, fail)
+        broken.setattr(owner, moment, fail)
         with pytest.raises(saving.SaveFailed, match=r"iter_0000002 could not be written: .*No space left"):
             saver.save(tmp_path, 2, tensors, {"iteration": 2})
             saver.wait()

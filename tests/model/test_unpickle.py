@@ -29,7 +29,7 @@ def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
     # The checksums tell first; whoever made the file could have made them too.
     with pytest.raises(HalError, match=r"\.metadata is damaged"):
         checkpoint.read_state(tmp_path / "ck")
-    with pytest.raises(UnsafeFile, match=r"wants io\.open"):
+    with pytest.raises(UnsafeFile, match=r"wants _?io\.open"):
         checkpoint.load_tensors(folder, mine)
     assert not (tmp_path / "ran").exists()
 
@@ -53,7 +53,8 @@ def test_a_state_is_data_and_foreign_objects_are_inert(tmp_path, monkeypatch):
     monkeypatch.setattr(torch._weights_only_unpickler, "_marked_safe_globals_set", {signal.Signals, Bomb, open})
     read = load_state(path)
     assert read["args"].a == 1 and read["n"] == state["n"] and torch.equal(read["x"], state["x"])
-    assert isinstance(read["args"].exit_signal, Inert)
+    signal_read = read["args"].exit_signal  # Python 3.10 stores it by name, later ones as a call of its class
+    assert signal_read is Inert or isinstance(signal_read, Inert)
     for wrong in (Bomb(tmp_path / "ran"), torch.nn.Linear(2, 2), test_a_state_is_data_and_foreign_objects_are_inert):
         torch.save({"model": wrong}, path)
         with pytest.raises(UnsafeFile, match="could run code"):

@@ -219,7 +219,7 @@ def test_an_index_that_would_run_something_is_not_run(tmp_path: Path) -> None:
     metadata = folder / ".metadata"
     whole = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(_Bomb(bomb)))
-    with pytest.raises(HalError, match=r"wants io\.open"):
+    with pytest.raises(HalError, match=r"wants _?io\.open"):
         distributed.read(tmp_path)
     assert not bomb.exists()
     for content in (b"", whole[: len(whole) // 2], b"text", pickle.dumps([1, 2])):
