@@ -89,7 +89,7 @@ def _backward(
     x, weight = residuals
     dx = _product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)
-    if needs[1] and _onednn_for(x_rows, weight) is not None and "avx512f" in cpu.features():
+    if needs[1] and _onednn_for(x_rows, weight) is not None and _fast(x.dtype):
         dw, db = _weight_gradient(dy_rows.contiguous(), x_rows.contiguous(), needs[2])
     else:
         dw = _product(dy_rows.t(), x_rows.t()) if needs[1] else None
@@ -134,16 +134,12 @@ def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Ten
 
 @CpuRef.impl(ops.linear_wgrad, id="cpu_ref/c", why_not=_why_not_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
-    if x.numel() * dy.shape[-1] >= _SMALL and _adds(x.dtype):
+    if x.numel() * dy.shape[-1] >= _SMALL and _fast(x.dtype):
         _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)
         return
     ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
 
 
-_PRODUCTS = {torch.float32: {"avx512f"}, torch.bfloat16: {"avx512f", "avx512_bf16"}}
-"""What a processor needs for the kernel to multiply a dtype, in the widest registers, with which it is the fastest."""
-
-
 @cache
-def _adds(dtype: torch.dtype) -> bool:
-    return dtype in _PRODUCTS and _PRODUCTS[dtype] <= cpu.features()
+def _fast(dtype: torch.dtype) -> bool:
+    return bool(lib().hal_linear_is_fast(CODE[dtype]))

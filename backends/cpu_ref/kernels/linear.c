@@ -3,6 +3,17 @@
 #include "linear_api.h"
 #include "linear_plan.h"
 
+int hal_linear_is_fast(int64_t dtype) {
+#ifdef LINEAR_WIDE
+    if (dtype == HAL_F32) return 1;
+#endif
+#ifdef LINEAR_HAVE_BF16
+    if (dtype == HAL_BF16) return 1;
+#endif
+    (void)dtype;
+    return 0;
+}
+
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add) {
     if (dtype == HAL_F32) {

@@ -3,3 +3,6 @@
 // Returns 0, and does nothing, for a dtype that this processor has no products of.
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add);
+
+// Whether these kernels multiply tensors of a dtype in 512-bit registers, with which they are faster than BLAS.
+int hal_linear_is_fast(int64_t dtype);

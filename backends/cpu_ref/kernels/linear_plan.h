@@ -2,8 +2,11 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define LINEAR_WIDE 1
+#ifdef __AVX512BF16__
 #define LINEAR_HAVE_BF16 1
+#endif
 #endif
 
 // dw [n_out][n_in] and dbias [n_out] (NULL: not wanted); add: to what they hold.
