@@ -1,7 +1,7 @@
 """Linear layers against torch.mm, forward and backward, at the shapes of the training suite's GPT and larger ones.
 
 The backward pass is both products: the input's gradient and the weight's (with it alone timed, on a retained graph).
-"wgrad" is what a further microbatch adds to a weight's float32 gradient, against torch.mm and add_.
+"wgrad" is what a further microbatch adds to a weight's float32 gradient, against addmm_ (bfloat16: torch.mm and add_).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def _sums(make: Callable[[], Linear], dtype: str, rows: int, n_in: int, n_out: i
     main_grad = torch.zeros(n_out, n_in, device=worker.device())
     if ours:
         return lambda: hal.ops.linear_wgrad(x, dy, main_grad)
+    if dtype == "f32":
+        return lambda: main_grad.addmm_(dy.t(), x)
     return lambda: main_grad.add_(dy.t() @ x)
 
 

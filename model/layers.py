@@ -141,7 +141,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Para
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """ops.linear, of whose parameters those gradients that have a float32 sum already (`main_grad`, as Megatron names
     it; set by the optimizer from the second microbatch on) are added to it by the product itself."""
-    if getattr(weight, "main_grad", None) is not None and torch.is_grad_enabled():
+    if all(getattr(p, "main_grad", None) is not None for p in (weight, bias) if p is not None):
         return _SummedLinear.apply(x, weight, bias)
     return ops.linear(x, weight, bias)
 

@@ -126,7 +126,8 @@ class Optimizer:
         if not hal.backend().impls.get(ops.linear_wgrad.name):
             return
         if self.low:
-            self.main_grads = {n: g.float() for n, g in self.main_grads.items()}
+            for name in self.main_grads:  # one by one: all of both kinds at once would be a peak of memory
+                self.main_grads[name] = self.main_grads[name].float()
         for name, grad in self.grads().items():
             self.model[name].main_grad = grad  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -84,8 +84,11 @@ def _check_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tenso
         require(main_bias_grad.dtype == acc, name, f"main_bias_grad of dtype {acc}", main_bias_grad.dtype)
 
 
-def _wgrad_sample(lead: tuple[int, ...], n_in: int, n_out: int, bias: bool, strided: str = "") -> Sample:
-    sums = [T((n_out, n_in), dtype=torch.float32), T((n_out,), dtype=torch.float32) if bias else None]
+def _wgrad_sample(
+    lead: tuple[int, ...], n_in: int, n_out: int, bias: bool, strided: str = "", sums_strided: str = ""
+) -> Sample:
+    how: Any = {"dtype": torch.float32, "strided": sums_strided}
+    sums = [T((n_out, n_in), **how), T((n_out,), **how) if bias else None]
     return Sample((T((*lead, n_in), strided=strided), T((*lead, n_out), strided=strided), *sums))
 
 
@@ -98,6 +101,8 @@ def _directed_wgrad() -> list[Sample]:
         _wgrad_sample((3,), 0, 5, True),
         _wgrad_sample((6,), 8, 3, True, "rows"),
         _wgrad_sample((6,), 8, 3, True, "last"),
+        _wgrad_sample((6,), 8, 3, True, sums_strided="rows"),
+        _wgrad_sample((6,), 8, 3, True, sums_strided="last"),
         _wgrad_sample((129,), 210, 170, True),  # large enough for a kernel of its own, an odd number of tokens
     ]
 

@@ -46,6 +46,8 @@ _JOBS = 2
 
 _load_lock = threading.Lock()
 _loaded: ModuleType | None = None
+_refused: dict[Path, str] = {}
+"""Why a file is not used, by path: what it brought into the process stays, and a second try would not see it come."""
 
 
 def lib() -> Any:
@@ -226,6 +228,8 @@ def _load(path: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
+    if path in _refused:
+        raise BackendUnavailable(_refused[path])
     before = _openmp_runtimes()
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
@@ -237,11 +241,12 @@ def _load(path: Path) -> ModuleType:
             "Import torch before any other library that brings its own libgomp."
         )
     if before and runtimes > before:  # others that a library loaded and that stand idle do no harm
-        raise BackendUnavailable(
+        _refused[path] = (
             f"the kernels that {find_compiler()[0]} compiled bring an OpenMP runtime of their own "
             f"({', '.join(sorted(runtimes - before))}) beside torch's ({', '.join(sorted(before))}); their threads "
             "would fight for the cores. Set CC to a compiler with torch's runtime: gcc for libgomp, clang for libomp."
         )
+        raise BackendUnavailable(_refused[path])
     return module
 
 

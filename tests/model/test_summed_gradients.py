@@ -5,12 +5,16 @@ import torch
 
 import hal
 from hal.model import train as command
+from hal.model.layers import linear
 from hal.testing import Spy
 
 LAYERS, COUNT = 2, 3
+LARGE = {"hidden_size": 128, "seq_length": 256, "max_position_embeddings": 256, "add_qkv_bias": True}
+"""Products of a size that cpu_ref's own kernel takes."""
 SHAPES = {
     "tied": {},
     "one biased": {"add_qkv_bias": True, "disable_bias_linear": True},
+    "large": {**LARGE, "disable_bias_linear": True, "swiglu": True},
     "untied gated": {"untie_embeddings_and_output_weights": True, "swiglu": True, "disable_bias_linear": True},
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -71,3 +75,14 @@ def losses(config, *, summed):
 def test_a_run_is_the_same_with_and_without(tiny):
     config = tiny(micro_batch_size=1, global_batch_size=2, train_iters=5, hidden_dropout=0.1, attention_dropout=0.1)
     assert losses(config, summed=True) == pytest.approx(losses(config, summed=False), rel=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_what_has_no_sum_gets_a_gradient_as_usual(frozen):
+    layer = torch.nn.Linear(6, 5)
+    getattr(layer, frozen).requires_grad_(False)
+    kept = layer.bias if frozen == "weight" else layer.weight
+    kept.main_grad = torch.zeros_like(kept)
+    linear(torch.ones(3, 6), layer.weight, layer.bias).sum().backward()
+    assert getattr(layer, frozen).grad is None
+    assert kept.grad is not None and not kept.main_grad.any()

@@ -1,5 +1,5 @@
-// dweight [n_out][n_in] = dy^T x and dbias [n_out] = the sum of dy's rows (0: not wanted), or with `add` these added to what
-// they hold. dy [rows][n_out] and x [rows][n_in] are contiguous tensors of `dtype`, the results contiguous floats.
+// dweight [n_out][n_in] = dy^T x and dbias [n_out] = the sum of dy's rows (0: not wanted), or with `add` these added to
+// what they hold. dy [rows][n_out] and x [rows][n_in], rows > 0, are contiguous tensors of `dtype`; the results floats.
 // Returns 0, and does nothing, for a dtype that this processor has no products of.
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add);

@@ -3,7 +3,8 @@
 //
 // The product sums over tokens, so both operands are read across their rows. Both are packed as they lie (bfloat16: two rows
 // side by side) into panels of the micro-kernel (gemm.h), DEPTH units of tokens at a time: X into panels of 48 columns, and
-// blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them. While a block of dY is in cache, its columns are summed up for the bias.
+// blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them. While a block of dY is in
+// cache, its columns are summed up for the bias.
 //
 // Threads share the work in one of two ways. Together: all panels of X are packed first, then blocks of dY are dealt out.
 // Apart: each thread packs some panels of X for itself and multiplies them with all of dY. Then none waits for another or

@@ -174,8 +174,11 @@ def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) 
         f'#!/bin/sh\ncase "$*" in *-shared*) set -- "$@" -Wl,--no-as-needed {runtime};; esac\nexec gcc "$@"\n'
     )
     other.chmod(0o755)
-    out, err = start(kernels, CC=str(other)).communicate(timeout=120)
-    assert out == ""
+    first = "try:\n    build.lib()\nexcept Exception as error:\n    print(type(error).__name__)\n"
+    command = [sys.executable, "-c", USE.replace("print(", first + "print("), str(kernels)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CC": str(other)}, check=False)
+    out, err = done.stdout, done.stderr
+    assert out == "BackendUnavailable\n" and done.returncode == 1  # the second time, too
     assert re.search(
         rf"BackendUnavailable.*{other}.*{runtime}.*beside torch's.*libgomp.*gcc for libgomp", err, re.DOTALL
     )

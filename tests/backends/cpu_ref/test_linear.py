@@ -80,8 +80,20 @@ def test_large_gradients_are_added_to_the_sums_whatever_the_strides(dtype):
     error = {torch.float32: 1e-5, torch.bfloat16: 1e-5 if linear._fast(dtype) else 2**-7, torch.float16: 2**-10}[dtype]
     for got, right in zip((weight, bias), want):
         torch.testing.assert_close(got, right, rtol=error, atol=error * 60)
-    with pytest.raises(hal.UnsupportedOp, match="main_grad or main_bias_grad that is not contiguous"):
-        hal.ops.linear_wgrad(x, dy, torch.zeros(130, 210).t())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sums_that_are_not_contiguous_are_refused_whatever_was_asked_before(first):
+    x, dy, bias = torch.randn(480, 130), torch.randn(480, 210), torch.zeros(210)
+    contiguous, other = torch.zeros(210, 130), torch.zeros(130, 210).t()
+    for sums in ((contiguous, other), (other, contiguous))[first]:
+        if sums is contiguous:
+            hal.ops.linear_wgrad(x, dy, sums, bias)
+            torch.testing.assert_close(sums, dy.t() @ x, rtol=1e-4, atol=1e-4)
+        else:
+            with pytest.raises(hal.UnsupportedOp, match="main_grad or main_bias_grad that is not contiguous"):
+                hal.ops.linear_wgrad(x, dy, sums, bias)
+            assert not sums.any()
 
 
 def large(bias=True):

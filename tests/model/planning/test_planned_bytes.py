@@ -97,6 +97,13 @@ def test_the_most_that_a_step_ever_holds(options) -> None:
     assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
 
 
+def test_gradients_become_float32_one_by_one() -> None:
+    wide = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 16, "vocab_size": 512}
+    options = {**GPT, **BF16, **wide, "global_batch_size": 2}
+    config, plan = plan_of(options, 1)
+    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.02)
+
+
 @pytest.mark.parametrize("options", [GPT, {**GPT, "global_batch_size": 1}, LLAMA, {**GPT, **BF16}, {**LLAMA, **BF16}])
 def test_the_most_with_a_large_vocabulary(options) -> None:
     """Most of the memory is the table's, its gradients', and the logits'."""
