@@ -138,11 +138,19 @@ def run_part(path: Path, part: str) -> None:
         gpu_report.save(path, report)
         return
     begin_part(path, part)
-    more = True
-    while more:  # every process leaves one unit more behind
-        began = time.monotonic()
+    more, before = True, -1
+    while more and (done := _done(path, part)) > before:
+        before, began = done, time.monotonic()
         code = subprocess.run(command(part, "--within", str(path)), cwd=ROOT, check=False).returncode
         more = end_process(path, part, code, time.monotonic() - began)
+    if more:
+        report = gpu_report.load(path)
+        report["parts"][part] |= {"state": STOPPED, "why": "its last process brought no unit to its end"}
+        gpu_report.save(path, report)
+
+
+def _done(path: Path, part: str) -> int:
+    return sum(unit["done"] for unit in gpu_report.load(path)["parts"][part]["units"].values())
 
 
 def within(path: Path, part: str) -> int:

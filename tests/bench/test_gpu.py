@@ -16,7 +16,6 @@ import torch
 import hal
 from hal.backends.cuda import Cuda, launch
 from hal.bench import gpu, gpu_cases, gpu_checks, gpu_parts, gpu_report
-from hal.testing import kit
 
 
 def test_without_a_gpu_it_says_so_and_returns_2(monkeypatch, capsys):
@@ -109,6 +108,7 @@ def unit(part, name, how):
         global dead
         with log.open("a") as file:
             print(part, name, file=file)
+        assert not dead
         yield {"name": name, "wrong": ""}
         if how == "raises":
             raise RuntimeError("CUDA error: an illegal memory access\\nmore")
@@ -191,6 +191,13 @@ def test_what_breaks_between_units_stops_the_part_which_can_go_on_later(parts, c
     assert report["parts"]["checks"]["why"] == "MemoryError: no room for b"
     assert "checks stopped: MemoryError" in capsys.readouterr().out
     assert parts("checks")[:2] == (0, ["checks b"])
+
+
+def test_processes_that_get_nowhere_come_to_an_end(parts, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "end_process", lambda *a: True)
+    code, ran, _ = parts("checks")
+    assert (code, ran) == (1, ["checks a", "checks b"])
+    assert "checks stopped: its last process brought no unit to its end" in capsys.readouterr().out
 
 
 def test_a_call_that_is_killed_loses_nothing(parts, monkeypatch, tmp_path):
@@ -342,7 +349,6 @@ def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake):
 def test_parity_runs_every_op_in_a_fixed_order_and_cudnn_afterwards(fake, monkeypatch):
     asked = []
     monkeypatch.setattr(hal, "use", lambda name, **how: asked.append(how["deterministic"]) or fake)
-    monkeypatch.setattr(kit, "EXAMPLES", 2)
     units = list(gpu_parts.parity())
     names = [name for name, _ in units]
     assert names == [*(f"{op} in a fixed order" for op in hal.OPS), "golden_loss", "flash_attention, cudnn"]
