@@ -104,7 +104,6 @@ def begin_part(path: Path, part: str) -> None:
     entry = report["parts"].get(part)
     if entry is None or entry["state"] in (WHOLE, NOT_RUN):
         entry = {"units": {}, "seconds": 0.0}
-    entry["units"] = {name: unit for name, unit in entry["units"].items() if unit["done"]}
     report["parts"][part] = {**entry, "state": RUNNING, "why": "", "at": ""}
     gpu_report.save(path, report)
 

@@ -163,6 +163,7 @@ def test_parts_run_by_name_extend_the_report(parts, capsys):
     assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
 
 
+@pytest.mark.slow
 def test_without_names_all_parts_run(parts):
     code, ran, report = parts()
     assert code == 0 and list(report["parts"]) == list(gpu.PARTS) and len(ran) == 2 * len(gpu.PARTS)
@@ -183,6 +184,7 @@ def test_after_what_breaks_the_context_another_process_goes_on(parts):
     found = {name: unit["rows"][1:] for name, unit in report["parts"]["checks"]["units"].items()}
     illegal = [{"error": "RuntimeError: CUDA error: an illegal memory access"}]
     assert found == {"a": illegal, "b": illegal, "c": []}
+    assert report["parts"]["checks"]["units"]["c"]["rows"] == [{"name": "c", "wrong": ""}]
 
 
 def test_what_breaks_between_units_stops_the_part_which_can_go_on_later(parts, capsys):
@@ -346,6 +348,7 @@ def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake):
     assert sum(n.startswith("graph of") for n in found) == sum(map(len, fake.impls.values()))
 
 
+@pytest.mark.slow
 def test_parity_runs_every_op_in_a_fixed_order_and_cudnn_afterwards(fake, monkeypatch):
     asked = []
     monkeypatch.setattr(hal, "use", lambda name, **how: asked.append(how["deterministic"]) or fake)
