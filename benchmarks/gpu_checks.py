@@ -25,14 +25,15 @@ MIB = 2**20
 
 def run(backend: Any) -> dict[str, str]:
     """All checks on `backend`, a Cuda that is in use."""
-    found = {}
-    for name, check in checks(backend):
-        try:
-            found[name] = check()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        print(f"{name}: {found[name] or 'holds'}", flush=True)
-    return found
+    return {name: outcome(check) for name, check in checks(backend)}
+
+
+def outcome(check: Callable[[], str]) -> str:
+    """What is wrong according to a check."""
+    try:
+        return check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def checks(backend: Any) -> Iterator[tuple[str, Callable[[], str]]]:

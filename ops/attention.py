@@ -197,6 +197,7 @@ def _directed() -> list[Sample]:
         *(_attention("strided", layout=layout, shape=(2, 5, 7, 4), heads=(4, 2)) for layout in LAYOUTS[:-1]),
         _attention(shape=(1, 17, 33, 16), heads=(6, 2), **band),
         _attention(shape=(1, 33, 17, 16), pre_tokens=4, next_tokens=0),  # the first queries see nothing
+        _attention(shape=(1, 10, 5, 8), pre_tokens=3),  # no right edge, and more queries than keys
         _attention(shape=(1, 12, 12, 8), pre_tokens=5, next_tokens=-2),  # negative edge: dead rows at the start
         _attention(shape=(1, 12, 12, 8), pre_tokens=-2, next_tokens=6),
         _attention(shape=(1, 6, 6, 8), pre_tokens=-9, next_tokens=-9),  # nothing is visible at all
@@ -215,6 +216,7 @@ def _directed() -> list[Sample]:
         _attention(shape=(2, 13, 13, 8), next_tokens=0, dropout_p=0.25, rng=rng),
         _attention(shape=(2, 5, 5, 8), dropout_p=0.5, rng=rng.block((4, 6, 9, 12), (1, 2, 3, 4))),
         _packed([3, 0, 9, 1], [3, 4, 9, 6], 8, (4, 2), next_tokens=0),
+        _packed([10, 2], [2, 2], 8, (2, 2), pre_tokens=1),
         _packed([5, 8], [7, 8], 16, (2, 2), pre_tokens=2, next_tokens=1, return_lse=True),
         _packed([5, 8], [7, 8], 8, (2, 1), dropout_p=0.3, rng=rng),
         _packed([3, 0, 2], [3, 4, 2], 8, (1, 1), next_tokens=0, return_lse=True),  # one head: a product without rows

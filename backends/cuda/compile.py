@@ -84,7 +84,7 @@ def exports(source: Path) -> list[str]:
 
 
 def compile_file(source: Path, architecture: str, *, strict: bool = True) -> Compiled:
-    """Compiles one file. Raises HalError with NVRTC's log, with strict for a warning too.
+    """Compiles one file. Raises HalError with NVRTC's log, with strict for a warning too, and if `usage` is unknown.
 
     (Not every NVRTC of CUDA 13 has the option -Werror: that of 13.0, which torch brings, has none.)
     """
@@ -106,8 +106,8 @@ def compile_file(source: Path, architecture: str, *, strict: bool = True) -> Com
         if strict and re.search(r"\bwarning\b", log):
             raise hal.HalError(f"NVRTC warns about {source.name} for {architecture}:\n{log}")
         lowered = {name: library.getLoweredName(program, name) for name in names}
-        usage = _usage(log, {v: k for k, v in lowered.items()}, architecture)
-        return Compiled(library.getCUBIN(program), lowered, tuple(usage))
+        usage = _usage_or_nothing(log, {v: k for k, v in lowered.items()}, architecture, strict)
+        return Compiled(library.getCUBIN(program), lowered, usage)
     finally:
         library.destroyProgram(program)
 
@@ -116,19 +116,33 @@ def _headers() -> list[Path]:
     return sorted(KERNELS.glob("*.h"))
 
 
+def _usage_or_nothing(log: str, names: dict[str, str], architecture: str, strict: bool) -> tuple[Usage, ...]:
+    """`_usage`; without `strict` nothing at all where it fails, for kernels run without it too."""
+    try:
+        return tuple(_usage(log, names, architecture))
+    except hal.HalError:
+        if strict:
+            raise
+        return ()
+
+
 def _usage(log: str, names: dict[str, str], architecture: str) -> Iterator[Usage]:
-    """Reads `ptxas -v`."""
+    """Reads `ptxas -v`. names: the cubin's name of a kernel -> its own. Raises HalError if some kernel is not there."""
+    missing = set(names)
     for entry in re.split(r"Compiling entry function ", log)[1:]:
         mangled = re.match(r"'([^']+)'", entry)
         spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         registers = re.search(r"Used (\d+) registers", entry)
-        if not (mangled and spills and registers):
+        if not (mangled and mangled[1] in names and spills and registers):
             raise hal.HalError(f"ptxas says nothing of registers and spills here; its log has changed:\n{entry}")
+        missing.discard(mangled[1])
         shared = re.search(r"(\d+) bytes smem", entry)
         stack, stores, loads = (int(n) for n in spills.groups())
         yield Usage(
             names[mangled[1]], architecture, int(registers[1]), int(shared[1]) if shared else 0, stack, stores, loads
         )
+    if missing:
+        raise hal.HalError(f"ptxas says nothing of {', '.join(sorted(missing))}; its log has changed:\n{log}")
 
 
 def compiled(source: Path, architecture: str) -> Compiled:

@@ -68,12 +68,20 @@ def run_dropout(
 def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
     if device is not None and torch.device(device).type not in (launch.device_type(), "meta"):
         return [f"device {device} (this backend draws on {launch.device_type()})"]
+    elsewhere = "" if device is None else launch.elsewhere(torch.device(device))
+    if elsewhere:
+        return [elsewhere]
     return draw_reasons(rng, shape)
+
+
+def _current() -> torch.device:
+    """Where a kernel launched now draws; hal.device() is always the first GPU."""
+    return hal.device() if launch.simulated() else torch.device("cuda", torch.cuda.current_device())
 
 
 @Cuda.impl(ops.philox_uniform, id="cuda/kernel", why_not=_why_not_uniform)
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
-    out = torch.empty(tuple(shape), dtype=torch.float32, device=hal.device() if device is None else device)
+    out = torch.empty(tuple(shape), dtype=torch.float32, device=_current() if device is None else device)
     if out.numel():
         width = draw_width(rng, out.shape)
         draw, rows = draw_of(rng, out.shape, width)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
+import shutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 
 import hal
 from hal.backends.cuda import Cuda, launch
-from hal.bench import gpu, gpu_cases, gpu_checks
+from hal.bench import gpu, gpu_cases, gpu_checks, gpu_parts, gpu_report
 
 
 def test_without_a_gpu_it_says_so_and_returns_2(monkeypatch, capsys):
@@ -27,76 +31,288 @@ def row(**changes):
 
 
 def test_what_misses_a_goal_is_marked():
-    assert gpu.missed(row()) == ""
-    assert "goal 85%" in gpu.missed(row(share_of_ceiling=0.5))
+    assert gpu_report.missed(row()) == ""
+    assert "goal 85%" in gpu_report.missed(row(share_of_ceiling=0.5))
     attention = {"name": "attention causal fwd", "share_of_ceiling": None}
-    assert "faster" in gpu.missed(row(**attention, peer="SDPA cuDNN", ratio_median=0.9))
-    assert gpu.missed(row(**attention, peer="SDPA cuDNN", ratio_median=1.0)) == ""
+    assert "faster" in gpu_report.missed(row(**attention, peer="SDPA cuDNN", ratio_median=0.9))
+    assert gpu_report.missed(row(**attention, peer="SDPA cuDNN", ratio_median=1.0)) == ""
 
 
 def test_the_order_of_attention_is_read_from_the_rows():
     name = "attention causal fwd"
     rows = [row(name=name, peer=p, ratio_median=r) for p, r in (("cuda/sdpa", 1.9), ("cuda/flash", 1.0))]
     rows.append({"name": name, "shape": "", "peer": "cuda/flex", "absent": "no Triton"})
-    assert gpu.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
+    assert gpu_report.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
+
+
+def whole(*rows):
+    """A part of one unit."""
+    return {"state": "whole", "why": "", "at": "", "seconds": 3.0, "units": {"u": {"done": True, "rows": list(rows)}}}
+
+
+def report_of(**parts):
+    return {"machine": {"device": "NVIDIA Test"}, "parts": parts}
+
+
+def losses(cuda, cpu_ref):
+    return whole({"backend": "cuda", "losses": cuda}, {"backend": "cpu_ref", "losses": cpu_ref})
 
 
 def test_the_report_holds_every_row():
     parity = {"op": "rotary", "dtype": "float32", "implementation": "cuda/kernel", "status": "pass", "samples": 3}
-    result = {
-        "machine": {"device": "NVIDIA Test"},
-        "parity": [{**parity, "worst_error_in_tolerances": 0.123456}],
-        "benchmarks": [row(), {"name": "x", "shape": "y", "peer": "compile", "absent": "no Triton"}],
-        "training": {"command": "c", "losses": {"cuda": [1.0]}, "worst_difference": 0.001, "tolerance": 0.05},
-    }
-    result["device"] = {"graph of rotary cuda/kernel": "", "memory statistics": "64 MiB show as 0"}
-    text = gpu.markdown(result)
+    wrong = {"name": "memory statistics", "wrong": "64 MiB show as 0"}
+    report = report_of(
+        parity=whole({**parity, "worst_error_in_tolerances": 0.123456}),
+        checks=whole({"name": "graph of rotary cuda/kernel", "wrong": ""}, wrong),
+        kernels=whole(row(copy_bandwidth=3e12), {"name": "x", "shape": "y", "peer": "compile", "absent": "no Triton"}),
+        train_step=whole({"error": "killed by SIGSEGV"}),
+        attention=whole(row(name="attention causal fwd", peer="cuda/flash")),
+        training=losses([1.0, 0.5], [1.0, 0.499]),
+    )
+    text = gpu_report.markdown(report)
     assert "- graph of rotary cuda/kernel: holds" in text and "**memory statistics: 64 MiB show as 0**" in text
     assert "| rotary | float32 | cuda/kernel | pass | 3 | 0.123 |" in text
-    assert "| 1.50 | 1.40..1.60 | 10.0 us | 90% |" in text and "no Triton" in text and "0.0010" in text
+    assert "| 1.50 | 1.40..1.60 | 10.0 us | 90% |" in text and "no Triton" in text and "0.0010 over 2 steps" in text
+    assert "3000 GB/s" in text and "order.py`): cuda/flash." in text and "**train_step, u: killed by SIGSEGV**" in text
+
+
+def test_losses_that_part_are_a_failure_and_nan_is_too():
+    for other in (0.4, float("nan")):
+        assert "part from cpu_ref" in gpu_report.failures(report_of(training=losses([0.5], [other])), ["training"])[0]
+    assert not gpu_report.failures(report_of(training=losses([0.5], [0.49])), ["training"])
 
 
 def test_an_unfinished_report_says_what_is_missing():
-    result = {"machine": {"device": "NVIDIA Test"}, "errors": {"training": "OSError: no"}, "parity": [], "device": {}}
-    assert gpu.failures(result) == ["training did not run: OSError: no", "benchmarks has not run"]
-    text = gpu.markdown(result)
-    assert "**training did not run: OSError: no**" in text and "nothing ran" in text
+    report = report_of(parity=whole(), checks=whole(), training={**whole(), "state": "stopped", "why": "OSError: no"})
+    report["parts"]["kernels"] = {**whole(), "state": "running"}
+    wrong = gpu_report.failures(report)
+    assert [w.split(" (")[0] for w in wrong] == [
+        "kernels has not come to its end",
+        "train_step has not run",
+        "attention has not run",
+        "training stopped: OSError: no",
+    ]
+    text = gpu_report.markdown(report)
+    assert "**training stopped: OSError: no**" in text and "nothing ran" in text
+    assert gpu_report.failures(report, ["parity", "checks"]) == []
 
 
-def test_a_part_that_breaks_does_not_end_the_others(monkeypatch, tmp_path, capsys):
-    def broken(*args):
-        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+PARTS = """
+import os, pathlib, signal, sys
+from hal.bench import gpu, gpu_parts
+log = pathlib.Path(os.environ["LOG"])
+dead = False
 
-    def half(result):
-        result["benchmarks"] = [row()]
-        broken()
+def unit(part, name, how):
+    def make():
+        global dead
+        with log.open("a") as file:
+            print(part, name, file=file)
+        assert not dead
+        yield {"name": name, "wrong": ""}
+        if how == "raises":
+            raise RuntimeError("CUDA error: an illegal memory access\\nmore")
+        if how == "breaks":
+            dead = True
+            raise RuntimeError("CUDA error: an illegal memory access\\nmore")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    return name, make
 
-    monkeypatch.setattr(gpu, "VERIFIED", tmp_path)
-    monkeypatch.setattr(hal, "use", lambda *args, **kwargs: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 1")
-    for name, part in (("parity", broken), ("checks", dict), ("train", broken), ("benchmarks", half)):
-        monkeypatch.setattr(gpu, name, part)
-    assert gpu.main([]) == 1
-    kept = json.loads((tmp_path / "cuda-nvidia-test-1.json").read_text())
-    assert set(kept["errors"]) == {"parity", "training", "benchmarks"} and len(kept["benchmarks"]) == 1
-    assert "an illegal memory access" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
-    assert "parity did not run: RuntimeError: CUDA error" in capsys.readouterr().out
+def units(part):
+    for name, how in UNITS[part]:
+        if how == "between":
+            raise MemoryError("no room for " + name)
+        yield unit(part, name, how)
+
+UNITS = dict.fromkeys(gpu.PARTS, [("a", ""), ("b", "")]) | eval(os.environ["UNITS"])
+gpu_parts.UNITS = {part: lambda part=part: units(part) for part in UNITS}
+gpu_parts.alive = lambda: not dead
+sys.exit(gpu.main())
+"""
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Runs gpu.main on a GPU and parts that are made up; returns its exit code, what ran, and the report."""
+    machine = {"device": "NVIDIA Test 1", "sources": "s", "torch": "t", "CUDA": "13", "date": "d", "commit": "c"}
+    monkeypatch.setattr(gpu, "machine", lambda: dict(machine))
+    monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", PARTS, *arguments])
+    monkeypatch.setattr(gpu_parts, "lacking", lambda part: "")
+
+    def run(*arguments, changed=None, **units):
+        machine.update(changed or {})
+        log = tmp_path / "log"
+        log.write_text("")
+        monkeypatch.setenv("LOG", str(log))
+        monkeypatch.setenv("UNITS", repr(units))
+        code = gpu.main([*arguments, "--out", str(tmp_path)])
+        return code, log.read_text().split("\n")[:-1], json.loads((tmp_path / "cuda-nvidia-test-1.json").read_text())
+
+    return run
+
+
+def test_parts_run_by_name_extend_the_report(parts, capsys):
+    code, ran, report = parts("checks")
+    assert (code, ran, list(report["parts"])) == (0, ["checks a", "checks b"], ["checks"])
+    assert "not run yet: parity, kernels" in capsys.readouterr().out
+    code, ran, report = parts("training", "kernels", changed={"date": "later"})
+    assert (code, ran) == (0, ["kernels a", "kernels b", "training a", "training b"])
+    assert list(report["parts"]) == ["checks", "kernels", "training"] and report["machine"]["date"] == "later"
+    assert parts("checks")[1] == ["checks a", "checks b"]  # it was whole: once more
+    assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
+
+
+@pytest.mark.slow
+def test_without_names_all_parts_run(parts):
+    code, ran, report = parts()
+    assert code == 0 and list(report["parts"]) == list(gpu.PARTS) and len(ran) == 2 * len(gpu.PARTS)
+
+
+def test_a_part_whose_process_dies_goes_on_behind_it_and_so_do_the_others(parts, capsys):
+    code, ran, report = parts("checks", "kernels", checks=[("a", ""), ("b", "dies"), ("c", "")])
+    assert (code, ran) == (1, ["checks a", "checks b", "checks c", "kernels a", "kernels b"])
+    units = report["parts"]["checks"]["units"]
+    assert units["b"]["rows"] == [{"name": "b", "wrong": ""}, {"error": "killed by SIGSEGV"}]
+    assert "checks, b: killed by SIGSEGV" in capsys.readouterr().out
+    assert [entry["state"] for entry in report["parts"].values()] == ["whole", "whole"]
+
+
+def test_after_what_breaks_the_context_another_process_goes_on(parts):
+    code, ran, report = parts("checks", checks=[("a", "raises"), ("b", "breaks"), ("c", "")])
+    assert (code, ran) == (1, ["checks a", "checks b", "checks c"])
+    found = {name: unit["rows"][1:] for name, unit in report["parts"]["checks"]["units"].items()}
+    illegal = [{"error": "RuntimeError: CUDA error: an illegal memory access"}]
+    assert found == {"a": illegal, "b": illegal, "c": []}
+    assert report["parts"]["checks"]["units"]["c"]["rows"] == [{"name": "c", "wrong": ""}]
+
+
+def test_what_breaks_between_units_stops_the_part_which_can_go_on_later(parts, capsys):
+    code, ran, report = parts("checks", "kernels", checks=[("a", ""), ("b", "between")])
+    assert (code, ran) == (1, ["checks a", "kernels a", "kernels b"])
+    assert report["parts"]["checks"]["why"] == "MemoryError: no room for b"
+    assert "checks stopped: MemoryError" in capsys.readouterr().out
+    assert parts("checks")[:2] == (0, ["checks b"])
+
+
+def test_processes_that_get_nowhere_come_to_an_end(parts, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "end_process", lambda *a: True)
+    code, ran, _ = parts("checks")
+    assert (code, ran) == (1, ["checks a", "checks b"])
+    assert "checks stopped: its last process brought no unit to its end" in capsys.readouterr().out
+
+
+def test_a_call_that_is_killed_loses_nothing(parts, monkeypatch, tmp_path):
+    """Parent and child end at once: the unit that ran is run again, what was before it is kept."""
+    with monkeypatch.context() as m:
+        m.setattr(gpu, "end_process", lambda *a: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            parts("checks", checks=[("a", ""), ("b", "dies")])
+    kept = gpu_report.load(tmp_path / "cuda-nvidia-test-1.json")
+    assert kept["parts"]["checks"]["at"] == "b"
+    assert "has not come to its end" in gpu_report.failures(kept, ["checks"])[0]
+    assert "- b: holds" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
+    code, ran, report = parts("checks", checks=[("a", ""), ("b", "")])
+    assert (code, ran) == (0, ["checks b"]) and len(report["parts"]["checks"]["units"]["b"]["rows"]) == 1
+
+
+def test_a_part_without_its_packages_is_recorded_with_what_to_install(parts, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_parts, "lacking", LACKING)
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
+    code, ran, report = parts("checks", "training")
+    assert (code, ran) == (1, ["checks a", "checks b"])
+    said = "megatron-core and cffi are not installed: pip install megatron-core==0.16.1 cffi"
+    assert report["parts"]["training"]["state"] == "not run" and report["parts"]["training"]["why"] == said
+    assert f"training did not run: {said}" in capsys.readouterr().out
+
+
+LACKING = gpu_parts.lacking
+
+
+def test_a_module_within_a_package_that_is_missing_is_missing(monkeypatch):
+    monkeypatch.setitem(gpu_parts.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
+    assert gpu_parts.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
+
+
+def test_a_part_that_does_not_exist_is_named(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["parity", "speed"])
+    assert "no part is called speed; parts: parity, checks" in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_be_used_is_said_and_returns_2(monkeypatch, capsys):
+    monkeypatch.setattr(Cuda, "probe", lambda self: hal.Probe(True, 1, "one"))
+    said = "import sys; sys.exit('torch cannot start CUDA: too old')"
+    monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", said])
+    assert gpu.main([]) == 2
+    assert "make gpu: torch cannot start CUDA: too old" in capsys.readouterr().err
+
+
+def test_the_sources_are_the_same_until_they_change(monkeypatch, tmp_path):
+    assert gpu.sources() == gpu.sources() and gpu.commit()
+    (tmp_path / "ops").mkdir()
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    seen = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", "")):
+        (tmp_path / "ops" / name).write_text(text)
+        seen.add(gpu.sources())
+    assert len(seen) == 3
+
+
+FAKE_PYTHON = """#!/bin/sh
+echo "$0 $@" >> "{log}"
+case "$1 $2" in
+-c*) exit {has_gpu} ;;
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("has_gpu", [0, 1])
+def test_make_gpu_installs_nothing_where_all_of_it_is_there(tmp_path, has_gpu):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    log, python, venv = tmp_path / "log", tmp_path / "python", tmp_path / "venv"
+    python.write_text(FAKE_PYTHON.format(log=log, has_gpu=has_gpu))
+    python.chmod(0o755)
+    command = ["make", "gpu", f"PYTHON={python}", f"GPU={venv}", "PARTS=parity checks"]
+    subprocess.run(command, cwd=gpu.ROOT, check=True, capture_output=True)
+    asked, *ran = log.read_text().splitlines()
+    for needed in ("torch.cuda.is_available", "cupy", "hypothesis"):
+        assert needed in asked
+    if has_gpu == 0:
+        assert ran == [f"{python} -m hal.bench.gpu parity checks"]
+    else:
+        assert ran[0] == f"{python} -m venv {venv}" and "pip install" in ran[1]
+        assert ran[2:] == [f"{venv}/bin/python -m hal.bench.gpu parity checks"]
 
 
 def test_whatever_a_peer_raises_it_is_absent_and_ours_is_a_failure(monkeypatch):
-    monkeypatch.setattr(gpu, "seconds_per_call", lambda call, count: 1e-3)
+    monkeypatch.setattr(gpu_parts, "seconds_per_call", lambda call, count: 1e-3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def broken():
         raise ImportError("no module\nat all")
 
     case = gpu_cases.Case("x", "s", {"ours": lambda: None, "a": lambda: None, "b": broken})
-    rows = list(gpu.measure(case, 1.0))
+    rows = list(gpu_parts.measure(case, 1.0))
     assert [r["peer"] for r in rows] == ["a", "b"] and rows[1]["absent"] == "ImportError: no module"
-    (only,) = gpu.measure(gpu_cases.Case("x", "s", {"ours": broken, "a": lambda: None}), 1.0)
-    result = {"machine": {}, "parity": [], "device": {}, "benchmarks": [only]}
-    assert gpu.failures(result)[0] == "training has not run"
-    assert "x s did not run: ImportError" in gpu.failures(result)[1]
+    (only,) = gpu_parts.measure(gpu_cases.Case("x", "s", {"ours": broken, "a": lambda: None}), 1.0)
+    assert "x s did not run: ImportError" in gpu_report.failures(report_of(kernels=whole(only)), ["kernels"])[0]
+
+
+def test_a_peer_that_breaks_the_context_is_named_and_ours_is_not_blamed(monkeypatch):
+    monkeypatch.setattr(gpu_parts, "seconds_per_call", lambda call, count: 1e-3)
+    fine = []
+
+    def synchronize():
+        if fine:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    case = gpu_cases.Case("x", "s", {"ours": lambda: None, "a": lambda: fine.append(1)})
+    with pytest.raises(RuntimeError, match="a broke the CUDA context: RuntimeError: CUDA error"):
+        list(gpu_parts.measure(case, 1.0))
 
 
 class Fake(Cuda):
@@ -132,6 +348,43 @@ def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake):
     assert sum(n.startswith("graph of") for n in found) == sum(map(len, fake.impls.values()))
 
 
+@pytest.mark.slow
+def test_parity_runs_every_op_in_a_fixed_order_and_cudnn_afterwards(fake, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hal, "use", lambda name, **how: asked.append(how["deterministic"]) or fake)
+    units = list(gpu_parts.parity())
+    names = [name for name, _ in units]
+    assert names == [*(f"{op} in a fixed order" for op in hal.OPS), "golden_loss", "flash_attention, cudnn"]
+    assert asked == [True, False]
+    found = {name: [r["implementation"] for r in make()] for name, make in units if name.startswith(("swi", "flash"))}
+    assert "cuda/kernel" in found["swiglu in a fixed order"]
+    ids = [set(found[f"flash_attention{how}"]) - {"hal.lower"} for how in (" in a fixed order", ", cudnn")]
+    assert ids == [{i.id for i in fake.impls["flash_attention"]} - {"cuda/cudnn"}, {"cuda/cudnn"}]
+
+
+def test_the_checks_are_units_whose_rows_say_what_is_wrong(fake, monkeypatch):
+    monkeypatch.setattr(hal, "use", lambda name, **how: fake)
+    units = dict(gpu_parts.checks())
+    assert units["memory statistics"]()[0]["wrong"] and units["kernels in a new thread"]() == [
+        {"name": "kernels in a new thread", "wrong": ""}
+    ]
+
+
+def test_training_runs_on_both_backends(monkeypatch):
+    ran = []
+
+    def run(command, *, check, cwd):
+        ran.append(command[command.index("--backend") + 1])
+        folder = pathlib.Path(command[command.index("--run-dir") + 1])
+        assert check and pathlib.Path(command[command.index("--text-file") + 1]).stat().st_size and cwd == gpu.ROOT
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"losses": [[1, 2.5], [2, 2.25]]}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    rows = [row for _, make in gpu_parts.training() for row in make()]
+    assert rows == [{"backend": b, "losses": [2.5, 2.25]} for b in ("cuda", "cpu_ref")] and ran == ["cuda", "cpu_ref"]
+
+
 def test_a_graph_that_gives_other_bits_is_found(fake, monkeypatch):
     captured = []
 
@@ -155,7 +408,10 @@ def test_every_call_that_is_measured_is_valid(cases):
         pytest.skip(backend.probe().reason)
     backend.build()
     with hal.activated(backend):
+        names: set[str] = set()  # a report keeps cases by their names
         for case in getattr(gpu_cases, cases)(64):
+            assert f"{case.name} {case.shape}" not in names
+            names.add(f"{case.name} {case.shape}")
             assert case.calls["ours"] is not None
             case.calls["ours"]()
             if "eager" in case.calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from . import stand_ins
 from .common import Call, Request, readable, register, sixteen_bit
 
 ID = "cuda/cudnn"
+WHOLE_BLOCKS_BEFORE = 91501
+"""cuDNN before 9.15.1 may read out of bounds for lengths that 128 does not divide (pytorch issue 169849; torch's own
+check_prefer_cudnn_attention in sdp_utils.cpp)."""
+
+
+@cache
+def _version() -> int | None:
+    """cuDNN's version as torch finds it, 9.15.1 as 91501; None on the simulator, and where torch has no cuDNN."""
+    return torch.backends.cudnn.version()
+
+
+def _reads_past_the_end(call: Call) -> bool:
+    version = None if launch.simulated() else _version()
+    return version is not None and version < WHOLE_BLOCKS_BEFORE and bool(call.sq % 128 or call.skv % 128)
 
 
 def _refuse(request: Request) -> list[str]:
@@ -23,6 +38,11 @@ def _refuse(request: Request) -> list[str]:
         found.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
     if call.sq == 1 or call.skv == 1:
         found.append(f"{call.sq} queries and {call.skv} keys (cudnn takes at least two of each)")
+    if _reads_past_the_end(call):
+        found.append(
+            f"{call.sq} queries and {call.skv} keys (cudnn {_version()} may read past the end of lengths that 128 does "
+            f"not divide; {WHOLE_BLOCKS_BEFORE} does not)"
+        )
     if launch.deterministic:
         found.append("deterministic=True (cudnn's backward adds in no fixed order)")
     if not call.unbounded and not (call.causal and call.sq == call.skv):

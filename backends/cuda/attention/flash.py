@@ -25,7 +25,22 @@ def _refuse(request: Request) -> list[str]:
             f"next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
             "(flash reads a side as long as the keys as unbounded)"
         )
+    elif not call.packed and _closes_right(call):
+        found.append(
+            f"pre_tokens={call.pre} and next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
+            "(beside a bounded left side, flash ends an unbounded right one as many keys on as there are)"
+        )
     return found
+
+
+def _closes_right(call: Call) -> bool:
+    """Whether the kernel would hide keys of a dense call because its left side is bounded and its right one is not.
+
+    torch's set_params_fprop (flash_api.cpp) gives such a right side the value seqlen_k, and the kernel hides columns
+    from row + 1 + seqlen_k - seqlen_q + seqlen_k on (Dao-AILab/flash-attention, issue 895).
+    """
+    right_open = call.next is None or call.next >= call.skv
+    return call.pre is not None and 0 <= call.pre < call.skv and right_open and call.sq > call.skv + 1
 
 
 def _longest(cu: Tensor, total: int) -> int:
@@ -60,6 +75,9 @@ def _lengths(call: Call, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
         longest_q = 2  # at 1 the kernel moves query heads into the batch, for which no sequence may be empty
     if call.next is not None and longest_k <= call.next < longest_q - 1:
         longest_k = call.next + 1  # up to next_tokens, the kernel would read the right side as unbounded
+    if call.pre is not None and (call.next is None or call.next >= longest_k):
+        # Beside a bounded left side the kernel ends an unbounded right one (_closes_right), at what it is told here.
+        longest_k = max(longest_k, longest_q - 1)
     return longest_q, longest_k
 
 

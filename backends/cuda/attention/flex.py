@@ -56,11 +56,25 @@ def _refuse(request: Request) -> list[str]:
     return found
 
 
+def _keep_what_is_saved() -> None:
+    """Has torch's compiler never give memory that is saved for the backward pass to that pass as scratch space.
+
+    It would decide so at the first backward pass of a shape, and every later one with retain_graph=True would raise.
+    The setting is the process's: compiled functions read it again in their backward pass.
+    """
+    from torch._functorch import config
+
+    config.donated_buffer = False
+    # torch 2.13 keeps what is set by thread, and autograd has threads of its own; they read the default.
+    config._config["donated_buffer"].default = False
+
+
 @cache
 def _compiled() -> Callable[..., Any]:
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    _keep_what_is_saved()
     function, lse = torch.compile(flex_attention, dynamic=False), AuxRequest(lse=True)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,22 @@ def _refuse(request: Request) -> list[str]:
     lanes = 4 if request.dtype == torch.float32 else 8
     if call.d % lanes:
         found.append(f"head size {call.d} (sdpa takes multiples of {lanes} in {request.dtype})")
+    if _biased(call, request.mask) and call.sq * _padded(call.skv) >= 2**32:
+        found.append(
+            f"a bias of {call.sq} queries and {call.skv} keys (sdpa multiplies a query's number by the bias's stride "
+            "in 32 bits)"
+        )
     return found
+
+
+def _padded(skv: int) -> int:
+    """The elements of a row of the bias in memory."""
+    return -(-skv // 8) * 8
+
+
+def _biased(call: Call, mask: Tensor | None) -> bool:
+    """Whether the window or the mask takes a bias."""
+    return mask is not None or not (call.unbounded or _corner(call, mask))
 
 
 def _corner(call: Call, mask: Tensor | None) -> bool:
@@ -39,12 +54,12 @@ def _corner(call: Call, mask: Tensor | None) -> bool:
 
 def _bias(call: Call, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(bias expanded to [b, n, sq, skv], rows that see nothing); the bias's rows start on 16-byte boundaries."""
-    hidden = None if _corner(call, mask) else dense_mask(call, mask, q.device)
+    hidden = dense_mask(call, mask, q.device) if _biased(call, mask) else None
     if hidden is None:
         return None, None
     hidden = hidden[(None,) * (4 - hidden.ndim)]
     dead = hidden.expand(*hidden.shape[:3], call.skv).all(-1, keepdim=True)
-    shape = (*hidden.shape[:2], call.sq, -(-call.skv // 8) * 8)
+    shape = (*hidden.shape[:2], call.sq, _padded(call.skv))
     bias = torch.zeros(shape, dtype=q.dtype, device=q.device)[..., : call.skv]
     bias.masked_fill_(hidden & ~dead, -math.inf)
     return bias.expand(q.shape[0], q.shape[1], -1, -1), dead

@@ -36,8 +36,14 @@ def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s
 
 
 def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
-    """flash-attn's window as a bias; -1 = unbounded, and so is a side as long as the longest sequence of keys."""
+    """flash-attn's window as a bias; -1 = unbounded, and so is a side as long as the longest sequence of keys.
+
+    Beside a bounded side an unbounded one is as long as that sequence, as torch's set_params_fprop makes it
+    (flash_api.cpp), which hides keys of queries that outnumber them.
+    """
     left, right = (-1 if n >= longest else n for n in (left, right))
+    if max(left, right) >= 0:
+        left, right = (longest if n < 0 else n for n in (left, right))
     i, j = torch.arange(sq)[:, None] + (skv - sq), torch.arange(skv)
     hidden = torch.zeros(sq, skv, dtype=torch.bool)
     if left >= 0:

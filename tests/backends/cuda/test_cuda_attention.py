@@ -7,6 +7,7 @@ import importlib.util
 import math
 import shutil
 import sysconfig
+import threading
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("id", ["cuda/flash", "cuda/cudnn", "cuda/sdpa"])
 @pytest.mark.parametrize("layout", ops.layouts.LAYOUTS)
-def test_torchs_operators_take_what_we_pass_them(no_engine, id, layout):
+def test_torchs_operators_take_what_we_pass_them(no_engine, monkeypatch, id, layout):
     """On meta tensors torch's own schemas and shape functions run, forward and backward, without a GPU."""
+    monkeypatch.setattr(cudnn, "_version", lambda: None)
     sizes = {"B": 2, "S": 100, "T": 100, "D": 64}
     q, k = (meta(*[(sizes | {"N": n, "H": 64 * n})[c] for c in layout]) for n in (4, 2))
     how = {"layout": layout, "next_tokens": 0}
@@ -104,6 +106,53 @@ def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_toke
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("sq", "pre", "next_tokens"), [(10, 3, None), (10, 3, 12), (6, 3, None), (10, 5, None)])
+def test_a_bounded_left_side_hides_nothing_to_the_right(simulated, sq, pre, next_tokens):
+    """Beside it the kernel ends an unbounded right side, which hides keys if queries outnumber keys by two or more."""
+    q, k = torch.randn(1, sq, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16, dtype=torch.float16)
+    how = {"layout": "BSND", "pre_tokens": pre, "next_tokens": next_tokens}
+    refused = IMPLS["cuda/flash"].why_not(q, k, k, **how)
+    assert bool(refused) == (sq == 10 and pre == 3)
+    if refused:
+        assert "flash ends an unbounded right one" in refused[0]
+        return
+    expected = ops.flash_attention.reference(q, k, k, **how)
+    torch.testing.assert_close(IMPLS["cuda/flash"].call(q, k, k, **how), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("next_tokens", [None, 2, 8, 9, 40])
+@pytest.mark.parametrize("pre", [0, 1, 3])
+def test_a_bounded_left_side_hides_nothing_to_the_right_of_packed_keys(simulated, pre, next_tokens):
+    """Forward and backward: the kernel is told of keys enough for the end that it gives the right side."""
+    q = torch.randn(12, 2, 16, dtype=torch.float16, requires_grad=True)
+    k = torch.randn(4, 2, 16, dtype=torch.float16, requires_grad=True)
+    how = {"layout": "TND", "pre_tokens": pre, "next_tokens": next_tokens}
+    how["cu_seqlens_q"] = torch.tensor([0, 10, 12], dtype=torch.int32)
+    how["cu_seqlens_k"] = torch.tensor([0, 2, 4], dtype=torch.int32)
+    assert not IMPLS["cuda/flash"].why_not(q, k, k, **how)
+    found, expected = IMPLS["cuda/flash"].call(q, k, k, **how), ops.flash_attention.reference(q, k, k, **how)
+    dy = torch.randn_like(found)
+    grads = [torch.autograd.grad(y, (q, k), dy) for y in (found, expected)]
+    torch.testing.assert_close((found, *grads[0]), (expected, *grads[1]), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "longest", "visible"),
+    [
+        (3, -1, 5, 1),
+        (3, 12, 5, 1),
+        (3, -1, 9, 5),
+        (-1, -1, 5, 5),
+        (5, -1, 5, 5),
+        (-1, 4, 5, 0),
+    ],
+)
+def test_the_stand_in_for_flash_ends_an_open_side_as_torch_does(left, right, longest, visible):
+    """flash_api.cpp, set_params_fprop: of 10 queries and 5 keys the first sees the keys up to `longest` - 5."""
+    first = stand_ins._window(10, 5, left, right, longest)[0]
+    assert (first == 0).tolist() == [True] * visible + [False] * (5 - visible)
+
+
 def test_sides_beyond_32_bits_reach_the_kernel_as_unbounded():
     call = common.Call("BNSD", 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None)
     assert (flash._how(call)["window_size_left"], flash._how(call)["window_size_right"]) == (-1, -1)
@@ -152,6 +201,46 @@ def test_cudnn_is_given_no_gradient_whose_elements_share_memory():
 
 
 @pytest.mark.parametrize(
+    ("version", "length", "refused"),
+    [
+        (91500, 100, True),
+        (91500, 256, False),
+        (91501, 100, False),
+        (None, 100, False),
+    ],
+)
+def test_lengths_that_an_old_cudnn_reads_past_are_refused(no_engine, monkeypatch, version, length, refused):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    cudnn._version.cache_clear()
+    try:
+        for q, k in ((meta(1, 2, length, 64), meta(1, 2, 128, 64)), (meta(1, 2, 128, 64), meta(1, 2, length, 64))):
+            reasons = IMPLS["cuda/cudnn"].why_not(q, k, k, layout="BNSD")
+            assert [("read past the end" in r) for r in reasons] == [True] * refused
+    finally:
+        cudnn._version.cache_clear()
+
+
+def test_the_simulator_asks_no_cudnn_for_its_version(simulated, monkeypatch):
+    monkeypatch.setattr(cudnn, "_version", lambda: pytest.fail("asked"))
+    q = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
+    assert not IMPLS["cuda/cudnn"].why_not(q, q, q, layout="BNSD")
+
+
+def test_a_bias_that_32_bits_cannot_index_is_refused(no_engine):
+    long, window = meta(1, 1, 2**16, 64), {"layout": "BNSD", "pre_tokens": 9}
+    why_not = IMPLS["cuda/sdpa"].why_not
+    for keys in (2**16, 2**16 - 7):  # a row in memory has a multiple of 8 elements
+        k = meta(1, 1, keys, 64)
+        assert "in 32 bits" in why_not(long, k, k, **window)[0]
+    mask = torch.empty(1, 2**16, dtype=torch.bool, device="meta")
+    assert "in 32 bits" in why_not(long, long, long, layout="BNSD", mask=mask)[0]
+    shorter = meta(1, 1, 2**16 - 8, 64)
+    assert not why_not(long, shorter, shorter, **window)
+    for causal in (None, 0):  # no bias
+        assert not why_not(long, long, long, layout="BNSD", next_tokens=causal)
+
+
+@pytest.mark.parametrize(
     ("found", "compiler", "include", "said"),
     [
         (None, "gcc", "", "pip install triton"),
@@ -173,6 +262,39 @@ def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, fou
         assert (said is None and not reasons) or said in reasons[0]
     finally:
         flex._cannot_compile.cache_clear()
+
+
+@pytest.mark.slow
+def test_compiling_flex_leaves_backward_passes_that_retain_the_graph(monkeypatch):
+    """torch raises for those after a plain one of the same shape. (flex has no backward pass on a CPU: a stand-in.)"""
+    from torch._functorch import config
+
+    entry = config._config["donated_buffer"]
+    monkeypatch.setattr(entry, "default", entry.default)
+    with config.patch(donated_buffer=True):
+        entry.default = True
+        flex._compiled.cache_clear()
+        flex._compiled()
+        function = torch.compile(lambda x: (x.sin() * x).exp().cos(), backend="aot_eager")
+        x, errors = torch.randn(8, requires_grad=True), []
+
+        def twice(retain):
+            try:
+                y = function(x).sum()
+                y.backward(retain_graph=retain)
+                if retain:
+                    y.backward()
+            except RuntimeError as error:
+                errors.append(error)
+
+        twice(False)
+        twice(True)
+        thread = threading.Thread(target=twice, args=(True,))  # autograd's on a GPU is such a thread
+        thread.start()
+        thread.join()
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+    assert not errors
 
 
 @pytest.mark.slow

@@ -67,6 +67,41 @@ def test_the_cache_keeps_what_was_compiled(tmp_path, monkeypatch):
     assert first.cubin.startswith(b"\x7fELF")
 
 
+SOUND = """ptxas info : Compiling entry function '_Zk' for 'sm_90'
+ptxas info : Function properties for _Zk
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info : Used 12 registers, 16 bytes smem
+"""
+CHANGED = {
+    "numbers": SOUND.replace("Used 12 registers", "12 registers used"),
+    "names": SOUND.replace("'_Zk'", "'_Zother'"),
+    "everything": "ptxas: fine",
+}
+
+
+class Library:
+    """cupy.cuda.nvrtc with a log of our own."""
+
+    def __init__(self, log):
+        self.getProgramLog = lambda program: log
+        self.createProgram = lambda *a: 1
+        self.addNameExpression = self.compileProgram = self.destroyProgram = lambda *a: None
+        self.getLoweredName = lambda program, name: "_Zk"
+        self.getCUBIN = lambda program: b"cubin"
+
+
+@pytest.mark.parametrize("log", CHANGED)
+def test_a_changed_log_of_ptxas_ends_the_report_and_nothing_else(monkeypatch, tmp_path, log):
+    source = tmp_path / "k.cu"
+    source.write_text("EXPORT(k)\n")
+    monkeypatch.setattr(compile, "nvrtc", lambda: Library(CHANGED[log]))
+    with pytest.raises(hal.HalError, match="its log has changed"):
+        compile.compile_file(source, "sm_90")
+    assert compile.compile_file(source, "sm_90", strict=False) == compile.Compiled(b"cubin", {"k": "_Zk"}, ())
+    monkeypatch.setattr(compile, "nvrtc", lambda: Library(SOUND))
+    assert compile.compile_file(source, "sm_90").usage == (compile.Usage("k", "sm_90", 12, 16, 0, 0, 0),)
+
+
 def test_without_cupy_the_reason_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install cupy-cuda13x" in compile.missing()

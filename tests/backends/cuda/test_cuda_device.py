@@ -8,7 +8,7 @@ from cuda_helpers import run_python
 
 import hal
 from hal import ops
-from hal.backends.cuda import Cuda, compile, device, order
+from hal.backends.cuda import Cuda, compile, device, launch, order
 from hal.backends.cuda.comm import NCCL
 
 
@@ -140,3 +140,30 @@ def test_why_says_where_the_order_of_attention_comes_from(monkeypatch):
         backend.order_sources = {"flash_attention": order.source_for("NVIDIA X")}
         assert str(hal.why(ops.flash_attention, q, q, q, layout="BNSD")).endswith("order: measured on NVIDIA X")
         assert "order:" not in str(hal.why(ops.swiglu, q))
+
+
+class SecondGpu:
+    """An engine for which cuda:1 is the current one of several devices."""
+
+    device_type, multiprocessors = "cuda", 1
+
+    def elsewhere(self, device):
+        return "" if device.index in (None, 1) else f"a tensor on {device} while cuda:1 is the current device"
+
+
+def test_draws_are_made_on_the_current_device(monkeypatch):
+    monkeypatch.setattr(launch, "_engine", SecondGpu())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    places, real = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: places.append(str(device)) or real(shape))
+    (impl,) = Cuda.impls["philox_uniform"]
+    with hal.activated(Cuda(simulate=False)):
+        for device in (None, torch.device("cuda:1")):
+            assert not impl.why_not((0,), hal.Rng(1), device=device)
+            impl.call((0,), hal.Rng(1), device=device)
+    assert places == ["cuda:1", "cuda:1"]
+    assert "cuda:0 while cuda:1 is the current" in impl.why_not((3,), hal.Rng(1), device=torch.device("cuda:0"))[0]
+
+
+def test_draws_on_the_simulator_are_the_cpus(simulated):
+    assert ops.philox_uniform((3,), hal.Rng(1)).device.type == "cpu"
