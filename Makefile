@@ -13,7 +13,7 @@ OPENCL := .venv-opencl
 RESULTS := docs/support/results
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
 
-.PHONY: train test test-slow test-simulators test-opencl gpu sanitize lint check bench support docs clean
+.PHONY: train test test-slow test-simulators test-opencl test-aarch64 gpu sanitize lint check bench support docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -54,6 +54,9 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 	cd build/opencl && $(abspath $(OPENCL))/bin/pytest $(CURDIR)/examples/hal-opencl
 	$(OPENCL)/bin/python -m pip uninstall --quiet --yes hal-opencl
 	cd build/opencl && $(abspath $(OPENCL))/bin/python $(CURDIR)/examples/hal-opencl/tests/after_uninstalling.py
+
+test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the packages that .ci/aarch64 names
+	PYTHON=$(PYTHON) .ci/aarch64
 
 # Where $(PYTHON) has all of it already, as on a GPU machine without a network, nothing is installed.
 HAS_GPU := import cupy, hypothesis, sys, torch; sys.exit(not torch.cuda.is_available())
