@@ -141,19 +141,26 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Para
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """ops.linear, of whose parameters those gradients that have a float32 sum already (`main_grad`, as Megatron names
     it; set by the optimizer from the second microbatch on) are added to it by the product itself."""
-    if all(getattr(p, "main_grad", None) is not None for p in (weight, bias) if p is not None):
-        return _SummedLinear.apply(x, weight, bias)
-    return ops.linear(x, weight, bias)
+    sums = _sums(weight, bias)
+    return ops.linear(x, weight, bias) if sums is None else _SummedLinear.apply(x, weight, bias, sums)
+
+
+_Sums = tuple[Tensor, Tensor | None]
+
+
+def _sums(weight: Tensor, bias: Tensor | None) -> _Sums | None:
+    """What the gradients of a layer's parameters are added to, if there is such a sum of every one of them."""
+    found = [getattr(p, "main_grad", None) for p in (weight, bias) if p is not None]
+    return None if any(s is None for s in found) else (found[0], None if bias is None else found[1])
 
 
 class _SummedLinear(torch.autograd.Function):
-    """ops.linear whose weight and bias get no gradient: it is in their `main_grad` when the backward pass is done."""
+    """ops.linear whose weight and bias get no gradient: it is in their sums when the backward pass is done."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: _Sums) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # Not asked of what saved_tensors gives back: under recomputation that is no parameter.
-        ctx.sums = weight.main_grad, None if bias is None else bias.main_grad
+        ctx.sums = sums
         return ops.linear(x, weight, bias)
 
     @staticmethod
@@ -162,7 +169,7 @@ class _SummedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = ops.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
         ops.linear_wgrad(x, dy, *ctx.sums)
-        return dx, None, None
+        return dx, None, None, None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -175,7 +182,7 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.has_bias = comm, bias is not None
+        ctx.comm, ctx.has_bias, ctx.sums = comm, bias is not None, _sums(weight, bias)
         return ops.linear(comm.all_gather(x), weight, bias)
 
     @staticmethod
@@ -185,6 +192,9 @@ class _GatheredLinear(torch.autograd.Function):
         gathering = ctx.comm.start("all_gather", x)
         scattering = ctx.comm.start("reduce_scatter", ops.linear(dy, weight.t()))
         dy_rows, x_rows = dy.flatten(0, -2), gathering.wait().flatten(0, -2)
+        if ctx.sums is not None:
+            ops.linear_wgrad(x_rows, dy_rows, *ctx.sums)
+            return scattering.wait(), None, None, None
         dw = ops.linear(dy_rows.t(), x_rows.t())
         return scattering.wait(), dw, dy_rows.sum(0) if ctx.has_bias else None, None
 

@@ -56,16 +56,21 @@ def guarded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(places: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Puts objects where (module or class, name) are, and restores what was there."""
-    before = {(owner, name): vars(owner)[name] for owner, name in places}
+    """Puts objects where (module or class, name) are, and restores what was there, if anything was."""
+    before = {(owner, name): vars(owner).get(name, _NOTHING) for owner, name in places}
     for (owner, name), now in places.items():
         setattr(owner, name, now)
     try:
         yield
     finally:
         for (owner, name), then in before.items():
-            setattr(owner, name, then)
+            if then is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, then)
 
+
+_NOTHING = object()
 
 _BY_TYPE = {"_FLOAT_TYPES": torch.float32, "_HALF_TYPES": torch.float16, "_BF16_TYPES": torch.bfloat16}
 """Where megatron-core asks isinstance(x, torch.HalfTensor or NVIDIA's): other devices' tensors are neither."""

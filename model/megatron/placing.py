@@ -1,4 +1,4 @@
-"""hal_ops(): HAL's ops in the three places where megatron-core takes no spec: final norm, loss and optimizer."""
+"""hal_ops(): HAL's ops where megatron-core takes no spec: final norm, loss, sums of weight gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from .guards import core, replaced
 @contextlib.contextmanager
 def hal_ops() -> Iterator[None]:
     """While the block runs, models and optimizers that megatron-core builds have HAL's final norm, HAL's cross entropy
-    over the sharded vocabulary (fused or not) and HAL's fused AdamW. All of it is undone on exit; a model built inside
-    keeps its norm, an optimizer its arithmetic.
+    over the sharded vocabulary (fused or not) and HAL's fused AdamW, and `gradient_accumulation_fusion` works, through
+    HAL's linear_wgrad (megatron-core's own needs Apex). All of it is undone on exit; a model built inside keeps its
+    norm, an optimizer its arithmetic; backward passes with that fusion belong inside.
     """
     from .layers import HalNorm
 
-    block, optimizer = core("transformer.transformer_block"), core("optimizer")
+    block, optimizer, linear = core("transformer.transformer_block"), core("optimizer"), core("tensor_parallel.layers")
     language = core("models.common.language_module.language_module")
     with replaced(
         {
             (block, "LayerNormImpl"): HalNorm,
             (language, "fused_vocab_parallel_cross_entropy"): cross_entropy,
             (language.tensor_parallel, "vocab_parallel_cross_entropy"): cross_entropy,
+            (linear, "_grad_accum_fusion_available"): True,
+            (linear, "fused_weight_gradient_mlp_cuda"): WeightGradients,
             (optimizer, "Adam"): HalAdam,
             (optimizer, "USING_PYTORCH_OPTIMIZER"): False,
         }
@@ -49,6 +52,21 @@ def cross_entropy(
         vocab_parallel_logits, target, label_smoothing=label_smoothing, vocab_start=start, comm=comm_of(group)
     )
     return loss
+
+
+class WeightGradients:
+    """What Apex's module of that name has: adds a weight's gradient, dy^T x, to its main gradient [out, in] in place.
+
+    x [rows, in] and dy [rows, out] are of one dtype; the main gradient is float32, or (…_fp16) of theirs.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+        ops.linear_wgrad(x, dy, main_grad)
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+        main_grad += ops.linear(dy.t(), x.t())
 
 
 class HalAdam(torch.optim.AdamW):

@@ -41,6 +41,13 @@ class Plan:
         return [s for s in range(self.stages) if self.rank_of(s) == pp_rank]
 
 
+def sums_in_place(c: Config, plan: Plan) -> bool:
+    """Whether products add to the gradients of the microbatches before (Optimizer.sum_in_place). Sharding, zero bubble
+    and overlapped reduction want every gradient from autograd; torch's pipelines mix the passes of the microbatches."""
+    overlapped = c.overlap_grad_reduce and plan.layout.dp * plan.layout.cp > 1
+    return plan.layout.pp == 1 and plan.zero == 0 and not overlapped
+
+
 def zero_stage(c: Config) -> int:
     """The ZeRO stage asked for by --zero-stage or Megatron's --use-distributed-optimizer (stage 1)."""
     return c.zero_stage or int(c.use_distributed_optimizer)

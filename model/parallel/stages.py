@@ -67,10 +67,13 @@ def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
 
 
 class OneStage:
-    """Forward and backward of a model that is all on this rank, microbatch by microbatch."""
+    """Forward and backward of a model that is all on this rank, microbatch by microbatch.
 
-    def __init__(self, stage: Stage, zero: int) -> None:
-        self.stage, self.zero = stage, zero
+    after_first: called between the first microbatch's backward pass and the second's.
+    """
+
+    def __init__(self, stage: Stage, zero: int, after_first: Callable[[], object]) -> None:
+        self.stage, self.zero, self.after_first = stage, zero, after_first
 
     def run(
         self,
@@ -90,6 +93,8 @@ class OneStage:
             value = loss(self.stage(x, numbers, begin), y)
             if torch.is_grad_enabled():
                 value.backward()
+                if i == 0 and count > 1:
+                    self.after_first()
 
     def _prepare(self, last: bool) -> None:
         stage: Any = self.stage

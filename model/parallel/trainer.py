@@ -26,7 +26,7 @@ from ..layers import Parallel, Shard
 from ..optimizer import Optimizer, local
 from ..trainer import Trainer
 from .pieces import Piece, piece
-from .plan import Plan
+from .plan import Plan, sums_in_place
 from .reduce import GradientReducer, sum_over
 from .stages import OneStage, Pipeline, Stage, shard
 
@@ -122,7 +122,7 @@ class ParallelTrainer(Trainer):
 
     def _make_engine(self, group_device: torch.device) -> OneStage | Pipeline:
         if self.plan.layout.pp == 1:
-            return OneStage(self.stages[0], self.plan.zero)
+            return OneStage(self.stages[0], self.plan.zero, self._sum_in_place)
         c = self.config
         rows = self.parallel.hidden_rows(c.seq_length).count
         group = self.mesh.torch_group("pp")
@@ -135,6 +135,10 @@ class ParallelTrainer(Trainer):
             (rows, c.micro_batch_size, c.hidden_size),
             self.optimizer.collect,
         )
+
+    def _sum_in_place(self) -> None:
+        if sums_in_place(self.config, self.plan):
+            self.optimizer.sum_in_place()
 
     def _sharded(self, name: str) -> bool:
         """Whether tensor-parallel ranks hold different parts of a parameter."""

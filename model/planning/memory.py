@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ..config import Config
-from ..parallel.plan import Plan
+from ..parallel.plan import Plan, sums_in_place
 from .activations import head_bytes, recomputed_at_once, stage_bytes
 from .schedules import fullest
 from .shape import Shape
@@ -128,13 +128,13 @@ def _embedding_gradient(shape: Shape, stages: list[int]) -> float:
 
 def _working(shape: Shape, stage: int) -> float:
     """Gradients of the widest activations of one layer; the gradient of the largest weight before it is added to the
-    others (of several processes: in one, products add to the sums themselves); and what recomputation brings back."""
-    c, alone = shape.config, shape.plan.layout.world == 1
+    others, unless products add to the sums themselves; and what recomputation brings back."""
+    c, added = shape.config, sums_in_place(shape.config, shape.plan)
     rows = shape.rows * c.micro_batch_size * shape.element
     h, inner = c.hidden_size, shape.gate * shape.ffn
     # Sums and gathers over ranks are made beside what they are made of.
     moved = h * (5 if c.sequence_parallel else 3 if shape.tp > 1 else 1)
-    weight = 0.0 if alone else h * inner * shape.element
+    weight = 0.0 if added else h * inner * shape.element
     if shape.plan.zero >= 2:  # one layer's gradients are whole until they are reduced, and once more as they are sent
         weight = shape.layer_parameters() * (shape.element + GRADIENT)
     layer = rows * (inner + shape.ffn + moved) + recomputed_at_once(shape, stage) + weight
@@ -142,7 +142,7 @@ def _working(shape: Shape, stage: int) -> float:
         return float(layer)
     # The layers begin when the head has given back what it kept.
     # The loss writes its gradient over the logits.
-    head = rows * moved + (0 if alone else shape.vocabulary * h * shape.element)
+    head = rows * moved + (0 if added else shape.vocabulary * h * shape.element)
     return float(max(head, layer - head_bytes(shape)))
 
 

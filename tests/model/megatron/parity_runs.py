@@ -135,7 +135,7 @@ def core_config(case, thin):
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=case.spec == "hal",
         persist_layer_norm=False,
         finalize_model_grads_func=finalize_model_grads,
     )

@@ -187,12 +187,33 @@ def test_bias_dropout_add_drops_while_training_only(routed):
 
 def test_hal_ops_stand_only_inside(routed):
     from megatron.core import optimizer
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import transformer_block
 
-    before = transformer_block.LayerNormImpl, optimizer.Adam
+    before = transformer_block.LayerNormImpl, optimizer.Adam, dict(vars(layers))
     with hal_ops():
         assert transformer_block.LayerNormImpl.__name__ == "HalNorm" and optimizer.Adam.__name__ == "HalAdam"
-    assert (transformer_block.LayerNormImpl, optimizer.Adam) == before
+        assert layers._grad_accum_fusion_available
+    assert (transformer_block.LayerNormImpl, optimizer.Adam, dict(vars(layers))) == before
+
+
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_to_main_gradients(routed, sums):
+    """megatron-core's own layer with gradient_accumulation_fusion, which needs Apex elsewhere."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    asked = config(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16)
+    with hal_ops():
+        layer = ColumnParallelLinear(16, 24, config=asked, init_method=torch.nn.init.normal_, bias=True)
+        start = torch.randn(24, 16).to(sums)
+        layer.weight.main_grad = start.clone()
+        x, dy = (torch.randn(8, 2, n, dtype=torch.bfloat16) for n in (16, 24))
+        (layer(x)[0] * dy).sum().backward()
+    product = dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float()
+    assert layer.weight.grad is None
+    # A small product is rounded to bfloat16 before it is added, and the sum, if it is kept in bfloat16, after.
+    error = 2**-8 * (1 if sums == torch.float32 else 2) * float(product.abs().max())
+    torch.testing.assert_close(layer.weight.main_grad.float(), start.float() + product, rtol=0, atol=error)
 
 
 def test_the_loss_is_megatron_cores(routed):

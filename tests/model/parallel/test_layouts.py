@@ -7,7 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from runs import GPT2, LLAMA, on
+from runs import GPT2, LLAMA, on, trainer
+
+import hal
+from hal.testing import Spy
+from hal.testing.processes import run_processes
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
@@ -78,6 +82,23 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize("base, world, layout", _cases())
 def test_a_layout_trains_as_one_process(base: dict[str, Any], world: int, layout: dict[str, Any]) -> None:
     close(on(world, {**base, **layout}), one_process(base), 1e-5, 1e-4)
+
+
+def _sums(options: dict[str, Any]) -> int:
+    """How many products of one step are added to the gradients before them, on this rank."""
+    run = trainer(options)
+    with hal.activated(Spy(hal.backend())) as spy:
+        run.forward_backward()
+    return spy.counts().get("linear_wgrad", 0)
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2-sp", "dp2-overlap", "dp2-distributed-optimizer", "pp2"])
+def test_where_products_add_to_the_gradients_of_the_microbatches_before(name: str) -> None:
+    world, layout = LAYOUTS[name]
+    microbatches = GPT2["global_batch_size"] // (2 if name.startswith("dp2") else 1)
+    products = 4 * GPT2["num_layers"] + 1
+    expected = products * (microbatches - 1) if name in ("dp2", "tp2-sp") else 0
+    assert run_processes(world, _sums, {**GPT2, **layout}) == [expected] * world
 
 
 @pytest.mark.slow
