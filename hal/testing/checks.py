@@ -3,19 +3,22 @@
 `check_sample` raises `Failure` unless: why_not is pure, says the same of meta tensors, and keeps its word in both
 directions; outputs and gradients are within tolerance of the float64 reference; nothing but `op.mutates` is written,
 not even between the elements of a strided argument; outputs do not share memory with arguments; a second call and a
-second backward give the same bits, with and without autograd; gradients that are not contiguous work.
+second backward give the same bits, with and without autograd; gradients that are not contiguous work; and no memory of
+the call is held once its results and its graph are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from hal.autograd import takes_needs
 from hal.dispatch import activated
@@ -37,10 +40,39 @@ class Verdict:
     tolerances: float
 
 
+_weak: Any = reductions.StorageWeakRef
+_Watched = list[tuple[str, Any]]
+
+
 def check_sample(subject: Subject, sample: Sample) -> Verdict:
     """Checks one call; to be used inside `with subject:`. Raises Failure."""
+    watched: _Watched = []
+    verdict = _check_call(subject, sample, watched)
+    if _held(watched):
+        gc.collect()  # takes longer than most calls
+    held = _held(watched)
+    if not held:
+        return verdict
+    raise subject.fail(
+        f"the memory of {', '.join(held)} is held when the call, its results and its graph are gone: "
+        "the implementation keeps a reference, so memory grows or is lost from call to call",
+        sample,
+    )
+
+
+def _held(watched: _Watched) -> list[str]:
+    return list(dict.fromkeys(label for label, memory in watched if not memory.expired()))
+
+
+def _watch(watched: _Watched, things: Mapping[str, Any]) -> None:
+    watched += [(label, _weak(x.untyped_storage())) for _, label, x in tensors(things) if _strided(x)]
+
+
+def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
+    """check_sample, but for the last requirement: what this call made is added to `watched`, and gone on return."""
     op, dtype = subject.op, subject.dtype
     arguments = _build(subject, sample)
+    _watch(watched, arguments)
     invoke(op, op.check, arguments)
     reasons = _ask(subject, sample, arguments)
     if reasons:
@@ -52,8 +84,11 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
     dys_there = [dy.to(subject.device) for dy in dys]
     before, settings = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there}), _settings()
     outcome = _run(subject, sample, arguments, with_grad)
+    _watch(watched, outcome.outputs)
     if with_grad:
         outcome.gradients = _backward(subject, sample, outcome, dys_there)
+        _watch(watched, {"the upstream gradient": dys_there})
+        _watch(watched, {f"the gradient of {name}": x for name, x in outcome.gradients.items()})
     _must_be_untouched(subject, sample, before)
     _must_not_alias(subject, sample, arguments, outcome)
     worst = _compare(subject, sample, outcome, oracle, native)

@@ -82,6 +82,14 @@ def returns_its_input(x, p, rng):
     return x if p == 0.0 else ops.dropout.reference(x, p, rng)
 
 
+_KEPT = []
+
+
+def keeps_its_input(x, bias):
+    _KEPT.append(x.view(-1))
+    return ops.swiglu.reference(x, bias)
+
+
 def all_in_low_precision(x, weight, bias, eps):
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps) * weight + bias
@@ -120,6 +128,7 @@ PLANTED = [
     (ops.swiglu, seeds_torch, "changed the state of torch's random generator"),
     (ops.swiglu, loses_nan, "float64 says nan"),
     (ops.swiglu, noisy, "differs in bits in a second, equal call"),
+    (ops.swiglu, keeps_its_input, "the memory of x is held when the call, its results and its graph are gone"),
     (ops.layer_norm, all_in_low_precision, "error of"),
     (ops.cross_entropy, wrong_dtype, "the reference gives torch.float32"),
     (ops.embedding, ignores_vocab_start, "sharded over 2 ranks"),
