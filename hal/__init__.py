@@ -13,6 +13,7 @@ from .dispatch import Why, activate, activated, backend, device, fallbacks, poli
 from .errors import (
     BackendNotFound,
     BackendUnavailable,
+    CollectiveFailed,
     CollectiveTimeout,
     ContractError,
     HalError,
@@ -34,6 +35,7 @@ __all__ = [
     "Backend",
     "BackendNotFound",
     "BackendUnavailable",
+    "CollectiveFailed",
     "CollectiveTimeout",
     "Comm",
     "ContractError",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .errors import HalError, UnsupportedOp
+from .errors import HalError, PluginError, UnsupportedOp
 from .op import Op
 from .signature import define, fragments, tensor_kind
 
@@ -35,7 +35,8 @@ def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., 
         f"def call({f.header}):\n"
         f"    if grad_enabled() and ({wants}):\n"
         f"        return apply({', '.join(f.names)})\n"
-        f"    return forward({f.passed})[0]\n"
+        f"    output, _ = forward({f.passed})\n"
+        f"    return output\n"
     )
     apply = _function(op, positional, bwd, id, list(f.names)).apply
     scope = {"forward": forward, "grad_enabled": torch.is_grad_enabled, "apply": apply, **f.scope}
@@ -76,7 +77,10 @@ def _function(
     class ImplFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *values: Any) -> Any:
-            output, residuals = positional(*values)
+            result = positional(*values)
+            if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], tuple):
+                raise PluginError(f"'{id}' has a bwd, so it must return (output, residuals), the latter a tuple")
+            output, residuals = result
             if nondiff and isinstance(output, tuple):
                 ctx.mark_non_differentiable(*(output[i] for i in nondiff))
                 ctx.diff = [i for i in range(len(output)) if i not in nondiff]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .comm import Comm, Message, Pending, Solo, average
 from .comm_progress import Progress
-from .errors import CollectiveTimeout, ContractError, HalError
+from .errors import CollectiveFailed, CollectiveTimeout, ContractError, HalError
 from .network import interface_to
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
@@ -214,7 +214,7 @@ class TorchComm(Comm):
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._check_messages(sends, receives)
         results = [torch.empty_like(m.tensor, memory_format=torch.contiguous_format) for m in receives]
-        outgoing = [m.tensor.detach().contiguous() for m in sends]
+        outgoing = [m.tensor.detach().resolve_conj().resolve_neg().contiguous() for m in sends]
         operations = [
             dist.P2POp(dist.isend, x, group=self.group, group_peer=m.peer, tag=tag)
             for x, m, tag in zip(outgoing, sends, _order(sends))
@@ -251,7 +251,7 @@ class TorchComm(Comm):
         if "imed out" in str(error) or "timeout" in str(error):
             return CollectiveTimeout(self.name, dist.get_rank(), what, seq, absent, self.timeout)
         first = str(error).splitlines()[0]
-        return HalError(
+        return CollectiveFailed(
             f"{what} #{seq} on group '{self.name}' failed on rank {dist.get_rank()}: {first}. Ranks that did not "
             f"arrive: {', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
         )
@@ -277,7 +277,7 @@ def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0)
     absent = Progress.of_world().unheard(rank, size, min(5.0, timeout))
     if "imed out" in text or "timeout" in text:
         return CollectiveTimeout("world", rank, what, seq, absent, timeout)
-    return HalError(
+    return CollectiveFailed(
         f"{what} #{seq} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not give up too: "
         f"{', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
     )

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
             f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help."
         )
     backend.build()
+    place = backend.device(0)
+    if not isinstance(place, torch.device):
+        raise PluginError(f"device(0) of backend '{name}' returned {place!r}; it must return a torch.device")
     activate(backend, fallback=fallback, pin=pin)
     os.environ["HAL_BACKEND"] = name
     return backend
@@ -252,8 +255,9 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
 
 def _reasons(impl: Impl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     found = impl.why_not(*args, **kwargs)
-    if isinstance(found, str):
-        raise PluginError(f"why_not of '{impl.id}' returned a string; it must return a sequence of reasons")
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        kind = type(found).__name__
+        raise PluginError(f"why_not of '{impl.id}' returned {kind}; it must return a sequence of reasons, () for none")
     return tuple(found)
 
 

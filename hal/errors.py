@@ -42,7 +42,11 @@ class UnsupportedOp(HalError, NotImplementedError):
     """The call is valid, but no implementation of the active backend accepts it; the text lists every reason."""
 
 
-class CollectiveTimeout(HalError):
+class CollectiveFailed(HalError):
+    """A collective ended without a result: the process of another rank has ended, or the transport failed."""
+
+
+class CollectiveTimeout(CollectiveFailed):
     """A collective did not complete in time.
 
     `group` is the name of the communicator, `rank` the caller's rank in it, `op` the collective, `seq` the number of

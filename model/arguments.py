@@ -173,6 +173,8 @@ def read_config(path: str) -> Reading:
     named = Path(path).name == path and not path.endswith((".yaml", ".yml", ".json"))
     file = ready_configuration(path) if named else Path(path)
     content = load(file, f"--config {path}")
+    if content is None:
+        raise ConfigError(f"--config {path} is empty; it must hold `option: value` lines")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
     reading = Reading(f"--config {path}", convert)
@@ -269,7 +271,7 @@ def _nearest(name: str) -> str:
     if told is not None:
         return f" {told}"
     close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), _OPTIONS, n=1)
-    return f" Did you mean --{close[0].replace('_', '-')}?" if close else " `hal train --help` lists the options."
+    return f" Did you mean --{close[0].replace('_', '-')}?" if close else " --help lists the options."
 
 
 class _Parser(argparse.ArgumentParser):

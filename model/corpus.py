@@ -46,6 +46,8 @@ def text_file(path: str, tokenizer: Tokenizer) -> Path:
 
     Raises ConfigError for a file that is empty, not there, or not UTF-8 (naming the byte).
     """
+    if Path(path).is_char_device():
+        raise ConfigError(f"--text-file {path} is a device, which need not end; give a file or a pipe")
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -26,7 +26,7 @@ from .parallel.pieces import Piece
 
 
 class SaveFailed(HalError):
-    """A checkpoint could not be written; the one before it is whole."""
+    """A checkpoint could not be written; those before it are whole."""
 
 
 class _Written(list):  # type: ignore[type-arg]
@@ -149,8 +149,8 @@ class Saver:
             if lost is not None:
                 raise lost from error
             raise SaveFailed(
-                f"the checkpoint {folder} could not be written: {_cause(error)}. The one before it is whole: make room "
-                "(or give another --save) and continue with --load"
+                f"the checkpoint {folder} could not be written: {_cause(error)}. {_space(folder)}What was saved "
+                "before it is whole: make room (or give another --save) and continue with --load"
             ) from error
         self._finished.append(folder)
 
@@ -165,6 +165,12 @@ def _cause(error: BaseException) -> str:
     for rank, (first, _) in failures.items():
         return f"{first or type(first).__name__}" + (f" (rank {rank})" if len(failures) > 1 or rank else "")
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _space(folder: Path) -> str:
+    """A sentence if the disk is full: what torch says of it is about its file format."""
+    free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else None
+    return f"Its disk has {free / 2**20:.1f} MiB left. " if free is not None and free < 64 << 20 else ""
 
 
 def _make_room(root: Path, iteration: int | str) -> None:

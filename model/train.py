@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import hal
-from hal import CollectiveTimeout, HalError
+from hal import CollectiveFailed, HalError
 from hal.launch.agent import Job, run
 from hal.mesh import Mesh
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
         with private():
             train(config)
-    except (TrainingFailed, SaveFailed, CollectiveTimeout) as error:
+    except (TrainingFailed, SaveFailed, CollectiveFailed) as error:
         print(f"hal train: {error}", file=sys.stderr)
         return 1
     except (HalError, OSError) as error:
@@ -100,7 +100,9 @@ def train(config: Config) -> Trainer:
             for path in trainer.saver.finished():
                 report.say(f" saved {path}")
             if stopped:
-                report.say(f" stopped by {stop.asked} after iteration {trainer.iteration}")
+                report.say(
+                    f" stopped by {stop.asked or 'a signal to another process'} after iteration {trainer.iteration}"
+                )
             prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)
             report.finish(prompt, text)
             if text:

@@ -65,18 +65,28 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
         raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
 
 
-def _require_same_model(state: Mapping[str, Any], config: Config, folder: Path) -> None:
-    """Raises ConfigError where the checkpoint's model is another in what the shapes of its weights do not show."""
+def _require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *, weights_only: bool) -> None:
+    """Raises ConfigError where the checkpoint's model is another in what its weights, by name and shape, do not show:
+    that it has more of them, or does something else with them. Weights alone may serve another function."""
     saved = state.get("config")
-    for name in _SHAPELESS if isinstance(saved, dict) else ():
+    for name in _STRUCTURE + (() if weights_only else _FUNCTION) if isinstance(saved, dict) else ():
         if saved.get(name, here := getattr(config, name)) != here:
+            otherwise = ", or --finetune to begin with its weights alone" if name in _FUNCTION else ""
             raise ConfigError(
                 f"the checkpoint {folder} was made with {name.replace('_', '-')} {saved[name]}, this run has {here}; "
-                f"give the model options it was saved with"
+                f"give the model options it was saved with{otherwise}"
             )
 
 
-_SHAPELESS = ("num_attention_heads", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "geglu")
+_STRUCTURE = (
+    *("num_layers", "num_attention_heads", "num_query_groups", "position_embedding_type", "normalization"),
+    *("swiglu", "geglu", "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+    "use_sandwich_norm",
+)
+_FUNCTION = (
+    *("norm_epsilon", "rotary_base", "rotary_percent", "rotary_interleaved", "gelu_approximate"),
+    *("pre_tokens", "next_tokens"),
+)
 
 
 class Trainer:
@@ -108,7 +118,7 @@ class Trainer:
         return self.world.rank == 0
 
     def agreed(self, value: int) -> int:
-        """The leading process's `value`."""
+        """The largest of all processes' `value`."""
         return value
 
     def whole(self) -> GPT:
@@ -260,7 +270,7 @@ class Trainer:
         weights_only = c.finetune or folder.name == RELEASE
         if not weights_only:
             _require_progress(state, folder)
-        _require_same_model(state, c, folder)
+        _require_same_model(state, c, folder, weights_only=weights_only)
         if not (weights_only or c.no_load_rng) and tuple(state["rng"]) != self.rng.state():
             raise ConfigError(
                 f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {c.seed}; the "

@@ -133,7 +133,8 @@ def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tenso
     gradient_accumulation_fusion calls wgrad_gemm_accum_fp32, with the bias.
     """
     count = math.prod(x.shape[:-1])
-    rows, dy_rows = x.reshape(count, x.shape[-1]), dy.reshape(count, dy.shape[-1])
+    rows, dy_rows = x.detach().reshape(count, x.shape[-1]), dy.detach().reshape(count, dy.shape[-1])
+    main_grad, main_bias_grad = main_grad.detach(), None if main_bias_grad is None else main_bias_grad.detach()
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(dy_rows.t(), rows)
     else:

@@ -69,7 +69,10 @@ class SharedMemoryComm(hal.TorchComm):
     def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
         # Remembered where the shape does not matter: looking at everything costs as much as a small collective.
         key = (collective, op, source, x.dtype, x.is_cpu)
-        codes = self._known.get(key)
+        try:
+            codes = self._known.get(key)
+        except TypeError:  # an op or source of a kind that none is: refused below
+            codes = None
         if codes is not None and self._unfinished is None:
             x = x.resolve_neg().contiguous()
             return self._transfer(collective, codes, x, torch.empty_like(x), x.numel(), source)
@@ -141,8 +144,8 @@ class SharedMemoryComm(hal.TorchComm):
                 f"{rank}; all ranks of a group call the same ones in the same order"
             )
         if fault == _CLOSED:
-            return hal.HalError(f"{what} was given up on rank {rank}: this process is ending")
-        return hal.HalError(
+            return hal.CollectiveFailed(f"{what} was given up on rank {rank}: this process is ending")
+        return hal.CollectiveFailed(
             f"{what} failed on rank {rank}: the process of rank {other} has ended. Ranks that did not arrive: {other}. "
             "A rank that ended is the usual cause: see its log first."
         )
@@ -151,7 +154,8 @@ class SharedMemoryComm(hal.TorchComm):
 def _codes(collective: str, dtype: torch.dtype, op: str) -> tuple[int, ...]:
     """What the kernel calls the collective, a dtype's size and the dtype, and the reduction."""
     reduction = "max" if dtype is torch.bool and op == "sum" else op
-    return _KIND[collective], dtype.itemsize, _CODE.get(dtype, 0), _REDUCTION[reduction]
+    code = _CODE.get(dtype, 16 + dtype.itemsize)  # of what is only moved; ranks must agree in it
+    return _KIND[collective], dtype.itemsize, code, _REDUCTION[reduction]
 
 
 _Task = tuple[Future[Tensor], Callable[[], Tensor], threading.Event]

@@ -52,11 +52,12 @@ def _sharded(
     )
     top = comm.all_reduce(stats[0], "max")
     stats[1] *= torch.exp(stats[0] - top)
+    stats[3] += logits.shape[-1] * (stats[0] - top)  # each rank's sum is relative to its own maximum
     sums = comm.all_reduce(stats[1:] if smoothing else stats[1:3])
     log_sum = sums[0].log()
     loss = (1.0 - smoothing) * (top - sums[1] + log_sum)
     if smoothing:
-        loss += smoothing * (top - sums[2] / v + log_sum)
+        loss += smoothing * (log_sum - sums[2] / v)
     return loss, torch.stack((top, sums[0]))
 
 

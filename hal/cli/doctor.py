@@ -103,7 +103,8 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         yield Finding("FAIL", "probe", str(error), f"tell the authors of {_source(name)}")
         return
     if not probe.ok:
-        can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters
+        simulable = not given and "simulate" in inspect.signature(type(backend)).parameters
+        can_simulate = simulable and probed(make(name, {"simulate": True})).ok
         simulator = f", or without the device: hal doctor --backend {name} --simulate" if can_simulate else ""
         yield Finding("absent", "probe", probe.reason, f"install what is named above{simulator}")
         return
@@ -111,6 +112,8 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
     try:
         backend.build()
         device = backend.device(0)
+        if not isinstance(device, torch.device):
+            raise TypeError(f"device(0) returned {device!r}; it must return a torch.device")
         torch.empty(1, device=device)
     except Exception as error:
         yield Finding(

@@ -85,6 +85,10 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
     before, settings = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there}), _settings()
     outcome = _run(subject, sample, arguments, with_grad)
     _watch(watched, outcome.outputs)
+    if set(outcome.outputs) != set(native.outputs):
+        raise subject.fail(f"returned {sorted(outcome.outputs)}, the reference {sorted(native.outputs)}", sample)
+    for name, y in native.outputs.items():
+        _must_look_like(subject, sample, name, outcome.outputs[name], y)
     if with_grad:
         outcome.gradients = _backward(subject, sample, outcome, dys_there)
         _watch(watched, {"the upstream gradient": dys_there})
@@ -259,8 +263,6 @@ def _backward(subject: Subject, sample: Sample, outcome: Outcome, dys: Sequence[
 def _compare(
     subject: Subject, sample: Sample, outcome: Outcome, oracle: Outcome, native: Outcome, note: str = ""
 ) -> float:
-    if set(outcome.outputs) != set(native.outputs):
-        raise subject.fail(f"returned {sorted(outcome.outputs)}, the reference {sorted(native.outputs)}", sample)
     worst = 0.0
     for name, y in outcome.outputs.items():
         worst = max(worst, _within(subject, sample, name + note, y, oracle.outputs[name], native.outputs[name]))
@@ -280,6 +282,17 @@ def _compare(
 def _within(
     subject: Subject, sample: Sample, name: str, y: Any, exact: Tensor, native: Tensor, gradient: bool = False
 ) -> float:
+    _must_look_like(subject, sample, name, y, native)
+    found = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
+    subject.worst = max(subject.worst, found.tolerances)
+    if found.tolerances > subject.waiver:
+        own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
+        rule = f" (allowed: {subject.waiver:g}; the reference in {subject.dtype} has {own.tolerances:.3g})"
+        raise subject.fail(f"{name}: {found.text}{rule}", sample, error=found.tolerances)
+    return found.tolerances
+
+
+def _must_look_like(subject: Subject, sample: Sample, name: str, y: Any, native: Tensor) -> None:
     if not isinstance(y, Tensor):
         raise subject.fail(f"{name} is {type(y).__name__}, not a tensor", sample)
     if y.shape != native.shape or y.dtype != native.dtype:
@@ -288,13 +301,6 @@ def _within(
         )
     if y.device.type != subject.device.type:
         raise subject.fail(f"{name} is on {y.device}, the arguments are on {subject.device}", sample)
-    found = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
-    subject.worst = max(subject.worst, found.tolerances)
-    if found.tolerances > subject.waiver:
-        own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
-        rule = f" (allowed: {subject.waiver:g}; the reference in {subject.dtype} has {own.tolerances:.3g})"
-        raise subject.fail(f"{name}: {found.text}{rule}", sample, error=found.tolerances)
-    return found.tolerances
 
 
 def _must_not_alias(subject: Subject, sample: Sample, arguments: Mapping[str, Any], outcome: Outcome) -> None:

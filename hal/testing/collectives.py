@@ -28,6 +28,8 @@ DTYPES = (
     torch.float64,
     torch.int64,
     torch.int32,
+    torch.int16,
+    torch.int8,
     torch.uint8,
     torch.bool,
 )
@@ -166,6 +168,8 @@ def _check_exchange(comm: Comm, device: torch.device) -> list[str]:
 def _on_rank(backend: str, options: Mapping[str, Any], per_kind: int) -> Any:
     active = hal.use(backend, **options)
     comm = active.comm(timeout=60.0)
+    if not isinstance(comm, Comm):
+        raise hal.PluginError(f"comm() of backend '{backend}' returned {comm!r}; it must return a hal.Comm")
     return check_comm(comm, _own_device(active, comm), per_kind), dict(comm.emulations), active.simulated
 
 

@@ -27,6 +27,10 @@ def join_world(**options: Any) -> None:
 
     options: of init_process_group, e.g. timeout. The default group is not bound to a device: megatron-core makes gloo
     groups beside it, which torch then refuses.
+
+    Raises HalError where no launcher (`hal launch`, torchrun) has described a world.
     """
+    if "RANK" not in os.environ:
+        raise HalError("join_world: no launcher has described a world (RANK is not set); run this with `hal launch`")
     Place(hal.backend()).set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(transport(), **options)

@@ -102,7 +102,7 @@ class ParallelTrainer(Trainer):
 
     def agreed(self, value: int) -> int:
         numbers = torch.tensor([value], dtype=torch.int64, device=self.device)
-        return int(self.mesh.world.broadcast(numbers).item())
+        return int(self.mesh.world.all_reduce(numbers, "max").item())
 
     def parameter_count(self) -> int:
         optimizer = self.optimizer

@@ -220,10 +220,12 @@ def test_why_tells_a_fallback_from_a_refusal(toy, make_backend):
         assert "reference: not allowed (fallback policy 'error')" in str(hal.why(toy, X))
 
 
-def test_a_why_not_that_returns_a_string_is_a_plugin_error(toy, make_backend):
+@pytest.mark.parametrize("answer, kind", [("no", "str"), (None, "NoneType"), (True, "bool")])
+def test_a_why_not_that_returns_no_reasons_is_a_plugin_error(toy, make_backend, answer, kind):
     backend = make_backend()
-    backend.impl(toy, id="a", why_not=lambda x, w=None, *, scale=1.0: "no")(toy.reference)
-    with hal.activated(backend()), pytest.raises(hal.PluginError, match="why_not of 'a' returned a string"):
+    why_not = hal.by_metadata(lambda x, w=None, *, scale=1.0: answer)
+    backend.impl(toy, id="a", why_not=why_not)(toy.reference)
+    with hal.activated(backend()), pytest.raises(hal.PluginError, match=f"why_not of 'a' returned {kind}"):
         toy(X)
 
 
@@ -250,6 +252,12 @@ def registered(isolated, make_backend, monkeypatch):
     monkeypatch.setitem(hal.registry.IN_TREE, "ready", f"{__name__}:Ready")
     monkeypatch.setitem(hal.registry.IN_TREE, "unready", f"{__name__}:Unready")
     return Ready
+
+
+def test_a_device_that_is_a_string_is_a_plugin_error(registered, monkeypatch):
+    monkeypatch.setattr(registered, "device", lambda self, index=0: "cpu")
+    with pytest.raises(hal.PluginError, match=r"device\(0\) of backend 'ready' returned 'cpu'"):
+        hal.use("ready")
 
 
 def test_use_probes_builds_activates_and_tells_the_children(registered):

@@ -61,6 +61,7 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
         (["--backend", "cpu_reff"], 2, "Did you mean 'cpu_ref'?"),
         ([], 2, "no backend was chosen"),
         (["--backend", "cpu_ref", "--text-file", "absent.txt"], 2, "absent.txt cannot be read"),
+        (["--backend", "cpu_ref", "--text-file", "/dev/zero"], 2, "/dev/zero is a device"),
         (["--backend", "cpu_ref", "--data-path", "absent"], 2, "absent.idx does not exist"),
         (["--backend", "cpu_ref", "--pin", "linear=nobody"], 2, "cpu_ref/"),
         (["--backend", "cpu_ref", "--seed", str(2**32)], 2, "--seed must be in 0..4294967295"),

@@ -39,6 +39,13 @@ def test_finetune_takes_the_weights_only(saved, tiny):
     assert all(not bool(m.any()) for m in after.optimizer.exp_avg.values())
 
 
+def test_finetuned_weights_may_serve_another_function(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), finetune=True, pre_tokens=3))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+
+
 def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
     before, root = saved
     after = command.build(tiny(load=str(root), no_load_optim=True))[0]
@@ -53,6 +60,10 @@ def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
     [
         ({"num_attention_heads": 2}, "num-attention-heads 4, this run has 2"),
         ({"position_embedding_type": "rope"}, "position-embedding-type learned_absolute, this run has rope"),
+        ({"norm_epsilon": 0.1}, "norm-epsilon 1e-05, this run has 0.1"),
+        ({"pre_tokens": 3}, "pre-tokens None, this run has 3; .*--finetune to begin with its weights alone"),
+        ({"num_layers": 1}, "num-layers 2, this run has 1"),
+        ({"disable_bias_linear": True, "finetune": True}, "disable-bias-linear False, this run has True"),
         ({"normalization": "RMSNorm", "finetune": True}, "normalization LayerNorm, this run has RMSNorm"),
     ],
 )

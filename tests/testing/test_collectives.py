@@ -32,13 +32,14 @@ class Liar(ThreadComm):
         return Pending(lambda: result)
 
 
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 MISTAKES = {
     "int64 through int32": {"int64"},
     "int64 through float64": {"int64"},
-    "avg is sum": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"},
-    "all_to_all is all_gather's part": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"},
-    "mutates": {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"},
-    "float64 result": {"float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "avg is sum": {"float32", "bfloat16", "float16", "float64", *INTEGERS},
+    "all_to_all is all_gather's part": {"float32", "bfloat16", "float16", "float64", *INTEGERS, "bool"},
+    "mutates": {"float32", "bfloat16", "float16", "float64", *INTEGERS, "bool"},
+    "float64 result": {"float32", "bfloat16", "float16", *INTEGERS, "bool"},
 }
 
 

@@ -82,6 +82,10 @@ def returns_its_input(x, p, rng):
     return x if p == 0.0 else ops.dropout.reference(x, p, rng)
 
 
+def of_another_shape(x, bias):
+    return ops.swiglu.reference(x, bias)[..., :1]
+
+
 _KEPT = []
 
 
@@ -128,6 +132,7 @@ PLANTED = [
     (ops.swiglu, seeds_torch, "changed the state of torch's random generator"),
     (ops.swiglu, loses_nan, "float64 says nan"),
     (ops.swiglu, noisy, "differs in bits in a second, equal call"),
+    (ops.swiglu, of_another_shape, "the output is torch.float32"),
     (ops.swiglu, keeps_its_input, "the memory of x is held when the call, its results and its graph are gone"),
     (ops.layer_norm, all_in_low_precision, "error of"),
     (ops.cross_entropy, wrong_dtype, "the reference gives torch.float32"),
@@ -192,6 +197,12 @@ def test_a_wrong_backward_is_caught_and_named(bwd, message):
     report, messages = verdict(plant(softmax, softmax_forward, bwd=bwd), softmax)
     assert not report.ok
     assert message in messages
+
+
+def test_forgotten_residuals_are_named():
+    report, messages = verdict(plant(softmax, softmax.reference, bwd=right_backward), softmax)
+    assert not report.ok
+    assert "'planted/wrong' has a bwd, so it must return (output, residuals)" in messages
 
 
 def test_the_right_backward_passes_in_float32():

@@ -2,8 +2,8 @@
 //
 // With s the sigmoid, silu(v) = v s(v), gelu_tanh(v) = v s(2 sqrt(2/pi) (v + 0.044715 v^3)), gelu_fast(v) = v s(1.702 v):
 // one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has derivative
-// Phi(v) + v phi(v); Phi comes from erfc(t) = exp(-t^2) erfcx(t), erfcx as a degree-9 polynomial in 1 / (1 + 0.35 t) fitted
-// to a relative error of 1e-8, so small tails keep their relative accuracy.
+// Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx as a degree-9 polynomial in
+// t = 1 / (1 + 0.35 a) fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
 // Rows are worked through in blocks of 64 columns, whose intermediate values stay in L1; large rows that are no whole lines
 // in pieces of such blocks (see streams in common.h). The bias gradient is summed like a
 // norm's weight gradient, in pieces of consecutive rows (see piece_count).
@@ -37,7 +37,7 @@ static family_t family_of(int kind) {
 // Standard normal distribution and density.
 HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
     const float magnitude = v < 0 ? -v : v;
-    const float t = 1.0f / (1.0f + 0.247487373f * magnitude);  // a = |v| / sqrt(2)
+    const float t = 1.0f / (1.0f + 0.247487373f * magnitude);
     float p = 0.037774532f;
     p = p * t + -0.155409299f;
     p = p * t + 0.172873453f;

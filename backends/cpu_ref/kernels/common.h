@@ -3,8 +3,8 @@
 // Style of the kernels: rows are split over OpenMP threads; inside a row, plain loops under `#pragma omp simd` that the
 // compiler turns into AVX-512, AVX2 or NEON code, exact tails included, so one source serves every machine; instructions
 // that compilers do not find on their own are named under #if, beside a loop that needs none. Statistics
-// and arithmetic are in `real` (float; double for float64 tensors). A reduction's order depends on the shape only, never
-// on timing or the number of threads, so results are bit-equal from run to run.
+// and arithmetic are in `real` (float; double for float64 tensors). A reduction's order depends on the shape only
+// (in attention's dK and dV on the number of threads, too), never on timing, so results are bit-equal from run to run.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -327,7 +327,7 @@ DEFINE_ADD_LANES(double, f64)
     } while (0)
 
 // Scratch memory of the calling thread, 64-byte aligned, kept until a larger one is asked for: fresh memory costs a page
-// fault per 4 KiB, more than most kernels. Valid until the thread's next call. Aborts when there is no memory.
+// fault per 4 KiB, more than most kernels. Valid until the thread's next call, and freed when the thread ends. Aborts when there is no memory.
 void *hal_scratch(size_t bytes);
 
 // Sums over rows (weight and bias gradients) are accumulated in double, because they may cancel over millions of terms, in

@@ -38,6 +38,7 @@ void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintp
 
 #else
 
+// *sum_x: of x - maximum, since the sum of logits far from zero would lose its digits.
 HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maximum, real *sum_exp, real *sum_x) {
     real top = -(real)INFINITY, sum = 0, total = 0;
     for (int64_t begin = 0; begin < v; begin += VOCAB_BLOCK) {
@@ -47,6 +48,7 @@ HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maxi
         ROW_MAX(block_top, count, j, LOAD(block + j));
         if (block_top > top) {
             sum *= RNAME(exp)(top - block_top);
+            if (top > -(real)INFINITY) total += (real)begin * (top - block_top);
             top = block_top;
         }
         const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
@@ -55,7 +57,7 @@ HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maxi
                       PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
         sum += part;
         if (smoothing) {
-            ROW_SUM(real, part, count, j, LOAD(block + j));
+            ROW_SUM(real, part, count, j, LOAD(block + j) - shift);
             total += part;
         }
     }
@@ -94,7 +96,7 @@ static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintpt
         sums[rows + row] = sum;
         // (top - at) first: it is exact or nearly so, where top + log_sum would lose the low bits of log_sum.
         loss[row] = (1 - eps) * (top - at + log_sum);
-        if (eps_ != 0) loss[row] += eps * (top - total / (real)v + log_sum);
+        if (eps_ != 0) loss[row] += eps * (log_sum - total / (real)v);
     }
 }
 

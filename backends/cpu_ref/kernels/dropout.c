@@ -2,8 +2,8 @@
 //
 // The draw of an element is a function of its number alone, so nothing is stored for the backward pass: dropout's
 // gradient is dropout itself applied to dy. Rows (the last dimension, whose elements are numbered consecutively) are split
-// over threads; a row is worked through in pieces of 64 elements = 16 Philox blocks, one per SIMD lane, whose random words
-// stay in L1. p = 0 (threshold 0) skips the generator, and adds whole rows in one go.
+// over threads; a row is worked through in pieces of 64 elements = 16 Philox blocks (17, and so two sets of lanes, where it
+// does not begin at a multiple of 4), one per SIMD lane, whose random words stay in L1. p = 0 (threshold 0) skips the generator, and adds whole rows in one go.
 //
 // The backward pass of a bias sums the unrounded gradient over rows, in pieces (see piece_count).
 // The residual stream may be wider than x (float32 beside bfloat16): input and output are T or real, each by a flag.

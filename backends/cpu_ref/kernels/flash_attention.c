@@ -23,8 +23,8 @@
 // of one head (backward: and its dK and dV in float), plus dK and dV of the heads that are cut between threads.
 //
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
-// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan the split over threads, _gemm
-// the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes.
+// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan the split over threads, vectors.h
+// and gemm.h the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
 #endif

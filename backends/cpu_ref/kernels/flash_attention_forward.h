@@ -124,13 +124,25 @@ struct forward_space {
     struct bytes_tile *bytes;
 };
 
+#ifdef FA_KIND_F64
+#define COARSE 0x1p59
+#else
+#define COARSE 0x1p30f
+#endif
+HAL_INLINE ivec far_from_zero(vec x) { return max(x, splat(0) - x) > splat(COARSE); }
+
 // `count` keys (4, or KU) of one vector of queries: S -> P in place, sums added to sum[]. Probabilities overtake scores as
-// units of KU keys, row k / KU, which were read before. `keep`: the dropout bytes, or NULL.
-HAL_INLINE void exponentiate(int count, real *column, int k, const uint8_t *keep, real c, vec shift, vec sum[4]) {
+// units of KU keys, row k / KU, which were read before. `keep`: the dropout bytes, or NULL. shift = top c; `coarse`: some
+// queries' is so large that its rounding is more than exp2 can take, and their difference to the maximum comes first.
+HAL_INLINE void exponentiate(int count, real *column, int k, const uint8_t *keep, real c, vec top, vec shift, int coarse,
+                             vec sum[4]) {
     vec p[4];
 #pragma GCC unroll 4
     for (int u = 0; u < count; u++) {
-        p[u] = exp2_of(load(column + (k + u) * FA_QUERIES) * c - shift);
+        const vec s = load(column + (k + u) * FA_QUERIES);
+        p[u] = s * c - shift;
+        if (coarse) p[u] = select(far_from_zero(shift), (s - top) * c, p[u]);
+        p[u] = exp2_of(p[u]);
         sum[u] += p[u];
         if (keep) p[u] = (vec)((ivec)p[u] & lanes_of(keep + (k + u) * FA_QUERIES));
     }
@@ -139,11 +151,12 @@ HAL_INLINE void exponentiate(int count, real *column, int k, const uint8_t *keep
         store_units((unit *)column + (k + u) / KU * FA_QUERIES, KU == 2 ? pair(p[u], p[u + 1]) : pair(p[u], p[u]));
 }
 
-HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *keep, real c, vec shift) {
+HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *keep, real c, vec top, vec shift,
+                                int coarse) {
     vec sum[4] = {{0}, {0}, {0}, {0}};
     int k = from;
-    for (; k + 4 <= to; k += 4) exponentiate(4, column, k, keep, c, shift, sum);
-    for (; k < to; k += KU) exponentiate(KU, column, k, keep, c, shift, sum);
+    for (; k + 4 <= to; k += 4) exponentiate(4, column, k, keep, c, top, shift, coarse, sum);
+    for (; k < to; k += KU) exponentiate(KU, column, k, keep, c, top, shift, coarse, sum);
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
@@ -167,10 +180,13 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
         const int rescale = exceeds(grown * c, old * c + SLACK);
         const vec now = rescale ? grown : old;
         // A query that has seen nothing keeps m = -inf; 0 in its place makes its probabilities exp(-inf) = 0.
-        const vec shift = select(now == splat(-(real)INFINITY), splat(0), now) * c;
+        const vec subtracted = select(now == splat(-(real)INFINITY), splat(0), now), shift = subtracted * c;
         if (KU == 2 && to % 2) store(column + to * FA_QUERIES, splat(-(real)INFINITY));
-        const vec sum = t->has_keep ? exponentiate_all(column, from, to, bytes->keep[0] + n * W, c, shift)
-                                    : exponentiate_all(column, from, to, NULL, c, shift);
+        const uint8_t *keep = t->has_keep ? bytes->keep[0] + n * W : NULL;
+        const int coarse = exceeds(max(shift, splat(0) - shift), splat(COARSE));
+        const vec sum = coarse ? exponentiate_all(column, from, to, keep, c, subtracted, shift, 1)
+                        : keep ? exponentiate_all(column, from, to, keep, c, subtracted, shift, 0)
+                               : exponentiate_all(column, from, to, NULL, c, subtracted, shift, 0);
         if (!rescale) {
             store(l + n * W, load(l + n * W) + sum);
             continue;

@@ -37,7 +37,7 @@ struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);
 void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end);
 
 // Tiles [t0, t1) share a sweep over the keys [first, end). Sweeps are counted from tile 0 wherever a head is cut, so that
-// the order of summation, and with it every bit of the output, is the same for any number of threads.
+// the order of summation, and with it every bit of the output and of dQ, is the same for any number of threads.
 struct fa_sweep {
     int64_t t0, t1, first, end;
 };

@@ -2,7 +2,7 @@
 // then zero outside of the columns m + low ... m + high, and blocks of rows begin and end where theirs do.
 //
 // A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR units
-// of A, straight from wherever A's rows lie; B is a packed tile in L1. With 32 registers: 8 x 3 (24 accumulators, 11 loads
+// of A, straight from wherever A's rows lie; B is a packed tile in L1, or rows where they lie. With 32 registers: 8 x 3 (24 accumulators, 11 loads
 // for 24 multiply-adds, so two multiply-adds per cycle are the limit), or 6 x 4 where n is a multiple of 4 vectors; with
 // 16: 4 x 3. Sizes are constants after inlining: a variable bound would put the accumulators in memory (5 times slower).
 enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
@@ -67,8 +67,7 @@ HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, 
 HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
                         int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     while (vectors > 0) {
-        int64_t nv = FA_MANY_REGISTERS && vectors % 4 == 0 && vectors % 3 != 0 ? 4 : vectors < 3 ? vectors : 3;
-        if (FA_MANY_REGISTERS && vectors == 5) nv = 3;
+        const int64_t nv = FA_MANY_REGISTERS && vectors % 4 == 0 && vectors % 3 != 0 ? 4 : vectors < 3 ? vectors : 3;
         switch (nv) {
             case 4: stripe(MR_WIDE, 4, m, depth, a, row, col, b, ldb, c, ldc, add, band); break;
             case 3: stripe(MR, 3, m, depth, a, row, col, b, ldb, c, ldc, add, band); break;

@@ -2,18 +2,23 @@
 // malloc for large results (memory.py says why).
 //
 // A large tensor fresh from the system costs a page fault per 4 KiB (about 4 GB/s), more than most kernels cost; glibc
-// maps and unmaps such blocks at every allocation unless told otherwise. OpenMP's workers live as long as the process, so
-// their scratch is never freed; a thread that ends leaves its buffer behind.
+// maps and unmaps such blocks at every allocation unless told otherwise. A thread's scratch lives as long as the thread;
+// OpenMP's workers live as long as the thread whose calls they share.
 #include "common.h"
 
 #include "memory_api.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
 
+static pthread_key_t scratch;  // only for its destructor
+static void make_key(void) { pthread_key_create(&scratch, free); }
+
 void *hal_scratch(size_t bytes) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     static _Thread_local void *buffer;
     static _Thread_local size_t capacity;
     if (bytes > capacity) {
@@ -24,6 +29,8 @@ void *hal_scratch(size_t bytes) {
             fprintf(stderr, "hal: cpu_ref is out of memory (scratch buffer of %zu bytes)\n", capacity);
             abort();
         }
+        pthread_once(&once, make_key);
+        pthread_setspecific(scratch, buffer);
     }
     return buffer;
 }

@@ -25,7 +25,7 @@ typedef struct {
     int model_dtype;
 } adamw_t;
 
-// The table of tasks, in the calling thread's scratch memory after `extra` bytes.
+// The table of tasks, in the calling thread's scratch memory; *extra, behind it, has room for extra_per_task bytes each.
 static task_t *make_tasks(int64_t count, const int64_t *sizes, size_t extra_per_task, int64_t *tasks, void **extra) {
     int64_t total = 0;
     for (int64_t t = 0; t < count; t++) total += (sizes[t] + TASK - 1) / TASK;

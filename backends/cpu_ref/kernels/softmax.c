@@ -2,7 +2,7 @@
 //
 // Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
 // (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
-// and its sum (beyond 2^30 of v itself); (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
+// and its sum (where scores exceed 2^30, see COARSE, the difference of v instead); (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
 // A row that sees nothing (all masked) is all zeros; a visible NaN or +inf makes its row NaN.
 // Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
 // of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp, unless that is

@@ -14,6 +14,34 @@ import torch
 import hal
 from hal.backends.cpu_ref import CpuRef
 
+THREADS = """
+import threading, torch, hal
+from hal import ops
+hal.use("cpu_ref")
+x = torch.randn(64, 8192, requires_grad=True)
+def work():
+    ops.rms_norm(x, torch.ones(8192, requires_grad=True)).sum().backward()
+def held():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) // 1024
+def run(count):
+    for _ in range(count):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+run(20)
+before = held()
+run(60)
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer gives memory back when it likes")
+def test_threads_leave_no_scratch_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30, "MiB; each thread of a team of two would leave one"
+
+
 FAULTS = """
 import resource, sys, torch, hal
 hal.use("cpu_ref", keep_memory=sys.argv[1] == "keep")

@@ -368,3 +368,25 @@ def test_the_workspace_is_kept_small_and_can_be_given_back(threads: Any) -> None
     assert sizes[0] == sizes[1] > 0
     assert 50 * sizes[0] <= 4 * n * s * s  # the scores alone, which nothing here may ever hold
     assert build.lib().hal_flash_attention_trim() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool) -> None:
+    """Beyond 2^30 in float32 the rounding of a score is more than exp can take."""
+    generator = torch.Generator().manual_seed(3)
+    size = 1e9 if dtype == torch.float64 else 7e4
+    q, k, v = (torch.randn(1, 2, 70, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    q, k = q * size, k * size
+    k[:, :, 5] = k[:, :, 4]  # two that are alike share
+    mask = torch.zeros(1, 1, 70, 70, dtype=torch.bool)
+    mask[..., 7] = masked
+    out, lse = ops.flash_attention(q, k, v, layout="BNSD", mask=mask if masked else None, return_lse=True)
+    scores = (q.double() @ k.double().mT).masked_fill(mask, -math.inf)
+    clear = scores.topk(3, -1).values
+    sure = (clear[..., 0] - clear[..., 2] > 1e-5 * clear[..., 0].abs()) & (
+        (clear[..., 0] == clear[..., 1]) | (clear[..., 0] - clear[..., 1] > 1e-5 * clear[..., 0].abs())
+    )
+    assert sure.sum() > 120 and lse.isfinite().all()
+    want = torch.softmax(scores / 4, -1) @ v.double()
+    torch.testing.assert_close(out[sure].double(), want[sure], rtol=1e-2, atol=1e-2)

@@ -82,6 +82,16 @@ def test_large_gradients_are_added_to_the_sums_whatever_the_strides(dtype):
         torch.testing.assert_close(got, right, rtol=error, atol=error * 60)
 
 
+@pytest.mark.parametrize("size", [8, 256])
+def test_sums_have_no_graph_behind_them(size):
+    x, dy, sums = torch.randn(300, size, requires_grad=True), torch.randn(300, size), torch.zeros(size, size)
+    leaf = torch.zeros(size, size, requires_grad=True)
+    for main_grad in (sums, leaf):
+        hal.ops.linear_wgrad(x, dy, main_grad)
+        assert main_grad.grad_fn is None
+        torch.testing.assert_close(main_grad.detach(), (dy.t() @ x).detach(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_sums_that_are_not_contiguous_are_refused_whatever_was_asked_before(first):
     x, dy, bias = torch.randn(480, 130), torch.randn(480, 210), torch.zeros(210)

@@ -159,6 +159,27 @@ def test_cross_entropy_with_a_first_block_of_minus_infinity() -> None:
     assert grad.isfinite().all() and grad[:, :2048].abs().max() == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_label_smoothing_keeps_its_digits_where_logits_are_far_from_zero(ranks: int) -> None:
+    rows, v = 3, 6000
+    logits = (normal(rows, v) + 1e4).float()
+    logits[1, :2100] = -1e5  # the maximum grows late
+    target = torch.tensor([1, 2, 5999])
+    want = torch.nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1, reduction="none")
+    # HAL's smoothing is Megatron's: over the other tokens only.
+    eps = 0.1 * v / (v - 1)
+    plain = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
+    want = (1 - eps) * plain + eps * ((want - 0.9 * plain) / 0.1)
+
+    def part(comm: hal.Comm) -> Tensor:
+        mine = logits.chunk(ranks, 1)[comm.rank]
+        start = comm.rank * mine.shape[1]
+        return ops.cross_entropy(mine, target, label_smoothing=0.1, vocab_start=start, comm=comm)
+
+    for got in run_threads(ranks, part):
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sharded_vocabulary_gives_the_loss_and_gradient_of_a_whole_one(smoothing: float, ranks: int) -> None:

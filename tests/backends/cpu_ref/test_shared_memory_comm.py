@@ -133,6 +133,33 @@ def test_kinds_of_calls_that_have_run_before() -> None:
     assert run_processes(2, _repeated) == [[]] * 2
 
 
+def _refused() -> list[str]:
+    comm, found = shared(), []
+    comm.all_reduce(torch.ones(2))
+    for op in ("mean", ["sum"]):
+        with pytest.raises(hal.ContractError) as error:
+            comm.all_reduce(torch.ones(2), op)  # type: ignore[arg-type]
+        found.append(str(error.value))
+    return [*found, str(comm.all_reduce(torch.ones(1)).item())]
+
+
+def test_an_unknown_reduction_is_refused_by_all_and_breaks_nothing() -> None:
+    for messages in run_processes(2, _refused):
+        assert "unknown reduction 'mean'" in messages[0] and "unknown reduction ['sum']" in messages[1]
+        assert messages[2] == "2.0"
+
+
+def _other_size() -> str:
+    comm = shared()
+    with pytest.raises(hal.ContractError) as error:
+        comm.all_gather(torch.ones(4, dtype=torch.float32 if comm.rank else torch.complex64))
+    return str(error.value)
+
+
+def test_ranks_that_move_other_dtypes_are_told() -> None:
+    assert all("other shape, dtype or reduction" in message for message in run_processes(2, _other_size))
+
+
 def _sub_groups() -> float:
     world = shared()
     pair = shared(ranks=[0, 2] if world.rank % 2 == 0 else [1, 3])

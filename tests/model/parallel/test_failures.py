@@ -134,12 +134,15 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_stop_saves_and_ends_well(text: str, tmp_path: Path, start: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("asked", ["launcher", "rank 1"])
+def test_a_job_that_is_asked_to_stop_saves_and_ends_well(
+    text: str, tmp_path: Path, start: Callable[..., Any], asked: str
+) -> None:
     more = ["--nproc-per-node", "2", "--run-dir", str(tmp_path), "--save", str(tmp_path / "save")]
     command = [*_train(text, tmp_path, *more), "--train-iters", "100000"]
     job = start(command)
     tracker = _first_checkpoint(job, tmp_path / "save")
-    job.terminate()
+    os.kill(job.pid if asked == "launcher" else _worker(1, tmp_path), signal.SIGTERM)
     _, stderr = job.communicate(timeout=60)
     assert job.returncode == 0, stderr
     stopped_at = _losses(tmp_path).keys()
