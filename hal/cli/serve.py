@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -92,6 +93,14 @@ def _serve(arguments: argparse.Namespace, model: Pretrained) -> int:
         timeout_graceful_shutdown=10,
     )
     server = Server(settings)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run()
+    with _listening(arguments.host, arguments.port) as sock, contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[sock])
     return 0 if server.started else 1
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise HalError(f"--host {host} --port {port}: {why}; give another, e.g. --port 0 for any free one") from None

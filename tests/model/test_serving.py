@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hal import HalError
 from hal.model.config import Config
 from hal.model.gpt import GPT
 from hal.model.inference import Engine
@@ -352,3 +354,14 @@ def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_pa
             process.stdout.close()
     if not layout:
         assert process.returncode == 0
+
+
+def test_a_port_in_use_is_one_line():
+    from hal.cli.serve import _listening
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(HalError, match=f"--port {port}: Address already in use; give another"):
+            _listening("127.0.0.1", port)
+    with pytest.raises(HalError, match=r"--host no\.such\.host\.invalid"):
+        _listening("no.such.host.invalid", port)
