@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(256) activation_fwd(const T *x, const T *bias,
 
 // partial: [gridDim.y][width of x], the pieces' column sums of dx, or 0.
 template <class T, bool GATED>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, GATED ? 2 : 4)
     activation_bwd(const T *x, const T *bias, const T *dy, T *dx, float *partial, i64 kind, i64 rows, i64 width, i64 vec) {
     if (kind == SILU) backward<T, GATED, SILU>(x, bias, dy, dx, partial, rows, width, vec);
     else if (kind == GELU_ERF) backward<T, GATED, GELU_ERF>(x, bias, dy, dx, partial, rows, width, vec);

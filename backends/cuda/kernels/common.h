@@ -43,6 +43,12 @@ __device__ __forceinline__ u16 float_to_bf16(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+// *p = v, 16 bytes, in one access. NVRTC writes the assignment as one store per element where it likes; and as those must
+// not pass each other and other accesses, so must this one not, hence "memory".
+template <class V> __device__ __forceinline__ void store16(V *p, const V &v) {
+    const uint4 bits = *reinterpret_cast<const uint4 *>(&v);
+    asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
+}
 #endif
 
 #define INLINE __device__ __forceinline__
@@ -90,7 +96,7 @@ template <class T, int N> INLINE void store(T *p, const float (&v)[N]) {
             Vector<T> part;
 #pragma unroll
             for (int k = 0; k < lanes; k++) from_float(v[i + k], part.lane[k]);
-            *reinterpret_cast<Vector<T> *>(p + i) = part;
+            store16(reinterpret_cast<Vector<T> *>(p + i), part);
         }
     } else {
 #pragma unroll

@@ -66,14 +66,22 @@ class Turned:
         return ops.rotary.reference(x, self.angles.cos(), self.angles.sin())
 
 
-@pytest.mark.parametrize("width", [3000, 3500, 7000])
+@pytest.mark.parametrize("width", [4096, 5500, 10500])
 def test_norms_of_rows_beyond_shared_memory(width):
     """Column sums live in shared memory for narrow rows and in global memory for wide ones."""
-    in_shared = 2 * width * 4 <= launch.SHARED_LIMIT // 2
-    assert in_shared == (width == 3000)
+    assert (2 * width * 4 <= norm.IN_SHARED) == (width == 4096)
     x, w = normal(9, width, dtype=torch.float32), normal(width, dtype=torch.float32, seed=1)
     compare(ops.layer_norm, [x, w, w], tolerance=2e-5)
     compare(ops.rms_norm, [x.bfloat16(), w.bfloat16()], tolerance=2e-2)
+
+
+def test_the_only_visible_column_gets_all_of_a_softmax():
+    """Exactly: the maximum is subtracted from the same product that it is the maximum of, contracted to FMA or not."""
+    x = normal(1, 4, 64, 64, dtype=torch.float32) * 3e4
+    y = ops.scale_mask_softmax(x, None, 0.1, True)
+    assert (y[:, :, 0, 0] == 1.0).all()
+    (dx,) = torch.autograd.grad(ops.scale_mask_softmax(x.requires_grad_(), None, 0.1, True), x, torch.ones_like(x))
+    assert not dx[:, :, 0].any()
 
 
 def test_a_vocabulary_of_odd_size():
