@@ -89,7 +89,7 @@ class Cuda(hal.Backend):
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
         if self.simulated:
             return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
-        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local = torch.device("cuda", self.local_index())
         torch.cuda.set_device(local)  # NCCL talks on the current device, and a process that forgets uses device 0
         return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
 

@@ -113,6 +113,21 @@ def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
     assert set(order.DEFAULT) == {i.id for i in Cuda.impls["flash_attention"]}
 
 
+@pytest.mark.parametrize(("count", "listed", "index"), [(8, None, 3), (1, None, 0), (8, "4,5,6,7", 7)])
+def test_a_communicator_is_on_the_device_of_this_process(monkeypatch, count, listed, index):
+    """A launcher may show every process a device of its own: number 3 then has no device 3."""
+    probe_of(monkeypatch, count=count)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("HAL_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("HAL_DEVICES", listed)
+    places = []
+    monkeypatch.setattr(torch.cuda, "set_device", places.append)
+    monkeypatch.setattr(hal, "torch_comm", lambda transport, ranks, *, timeout, device: device)
+    assert Cuda(simulate=False).comm() == torch.device("cuda", index)
+    assert places == [torch.device("cuda", index)]
+
+
 def test_nccl_declares_what_it_lacks():
     assert NCCL.backend == "nccl"
     assert not NCCL.refuse("all_reduce", torch.bfloat16, "avg")
