@@ -100,6 +100,12 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float atomicExch(float *at, float value) { return std::exchange(*at, value); }
 inline float atomicAdd(float *at, float value) { return std::exchange(*at, *at + value); }
 
+// As wrong as PTX allows it to be, up or down as the last bit of x has it; exact where x is (nearly) 0.
+inline float power_of_2(float x) {
+    const double off = std::fabs(x) < 0x1p-126f ? 0.0 : __float_as_int(x) & 1 ? 0x1p-22 : -0x1p-22;
+    const float value = (float)(std::exp2((double)x) * (1.0 + off));
+    return value < 0x1p-126f ? 0.0f : value;
+}
 template <class V> void store16(V *p, const V &v) { *p = v; }
 inline float f16_to_float(u16 bits) {
     const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;
