@@ -43,14 +43,15 @@ __device__ __forceinline__ u16 float_to_bf16(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
-// 2^x to 2^-22 of itself; 0 where that is subnormal. In one instruction: a row of a vocabulary takes as long as its exponentials.
+// 2^x to 2^-22 of itself, 0 where that is subnormal. One instruction: expf takes a dozen, and the reading of a vocabulary's
+// logits would wait for them.
 __device__ __forceinline__ float power_of_2(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
-// *p = v, 16 bytes, in one access. NVRTC writes the assignment as one store per element where it likes; and as those must
-// not pass each other and other accesses, so must this one not, hence "memory".
+// *p = v, 16 bytes, in one access: NVRTC writes the assignment as a store per element in most loops. "memory" keeps it in its
+// place among the other accesses.
 template <class V> __device__ __forceinline__ void store16(V *p, const V &v) {
     const uint4 bits = *reinterpret_cast<const uint4 *>(&v);
     asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
