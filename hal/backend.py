@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +139,18 @@ class Backend(ABC):
     @abstractmethod
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> Comm:
         """A communicator over the global `ranks` (None = all), with a timeout in seconds on every collective."""
+
+    def local_index(self) -> int:
+        """Which device is this process's: by its number on this machine, or from the list HAL_DEVICES of a launcher.
+
+        The only one where there is one, as for processes that are each shown a device of their own.
+        """
+        rank, listed = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("HAL_DEVICES")
+        count = self.probe().count
+        index = 0 if count == 1 else int(listed.split(",")[rank]) if listed else rank
+        if count > 1 and index >= count:
+            raise HalError(f"process {rank} of this machine wants device {index}, but {self.name} has {count}")
+        return index
 
     # Honest optional defaults.
 

@@ -175,7 +175,8 @@ class Comm(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._now("barrier", torch.zeros(1, device=self.device))
+        # A device may still be at it when `_now` returns; reading the result waits.
+        self._now("barrier", torch.zeros(1, device=self.device)).item()
 
     def _check_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for m in (*sends, *receives):

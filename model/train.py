@@ -134,13 +134,8 @@ def make_trainer(config: Config, data: dict[str, Split]) -> Trainer:
 
 
 def local_device() -> torch.device:
-    """This process's device: by its number on this machine, or from the list HAL_DEVICES that a launcher gave."""
-    backend, rank = hal.backend(), int(os.environ.get("LOCAL_RANK", "0"))
-    count, listed = backend.probe().count, os.environ.get("HAL_DEVICES")
-    index = int(listed.split(",")[rank]) if listed else rank
-    if count > 1 and index >= count:
-        raise ConfigError(f"process {rank} of this machine wants device {index}, but {backend.name} has {count}")
-    return hal.device(0 if count == 1 else index)
+    """This process's device."""
+    return hal.device(hal.backend().local_index())
 
 
 def _save_folder(config: Config) -> Path | None:

@@ -107,7 +107,8 @@ def compile_file(source: Path, architecture: str, *, strict: bool = True) -> Com
             raise hal.HalError(f"NVRTC warns about {source.name} for {architecture}:\n{log}")
         lowered = {name: library.getLoweredName(program, name) for name in names}
         usage = _usage_or_nothing(log, {v: k for k, v in lowered.items()}, architecture, strict)
-        return Compiled(library.getCUBIN(program), lowered, usage)
+        # CuPy takes the cubin for a string and leaves out its last byte, a zero.
+        return Compiled(library.getCUBIN(program) + b"\0", lowered, usage)
     finally:
         library.destroyProgram(program)
 

@@ -21,9 +21,6 @@ import hal
 MAX_THREADS = 256
 """Threads of a block, at most: every kernel is compiled for that (`__launch_bounds__`)."""
 
-SHARED_LIMIT = 48 * 1024
-"""Bytes of dynamic shared memory that every GPU grants without being asked."""
-
 
 class Engine(Protocol):
     """What runs kernels. `device_type` is where its tensors live; `multiprocessors` scales grids."""

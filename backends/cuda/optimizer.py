@@ -37,6 +37,11 @@ def _tables(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[bytes, i
         )
 
 
+def _reasons(tensors: Sequence[Tensor]) -> Sequence[str]:
+    """`reasons`, asked once for each dtype and device: lists are long, and it looks at nothing else."""
+    return reasons(*{(t.dtype, t.device): t for t in tensors}.values())
+
+
 def _why_not_adamw(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -55,7 +60,7 @@ def _why_not_adamw(
     written = [*params, *exp_avgs, *exp_avg_sqs, *(model_params or ())]
     if not all(t.is_contiguous() for t in written):
         return ["a parameter, moment or model copy that is not contiguous (it is updated in place)"]
-    return reasons(*written, *grads)
+    return _reasons([*written, *grads])
 
 
 @Cuda.impl(ops.adamw, id="cuda/kernel", why_not=_why_not_adamw)
@@ -98,7 +103,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.dtype, list[Ten
 
 
 def _why_not_l2norm(tensors: Sequence[Tensor]) -> Sequence[str]:
-    return reasons(*tensors)
+    return _reasons(tensors)
 
 
 @Cuda.impl(ops.l2norm, id="cuda/kernel", why_not=_why_not_l2norm)
@@ -119,7 +124,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _why_not_unscale(grads: Sequence[Tensor], inv_scale: float) -> Sequence[str]:
-    return reasons(*grads)
+    return _reasons(grads)
 
 
 @Cuda.impl(ops.unscale_and_check, id="cuda/kernel", why_not=_why_not_unscale)

@@ -13,7 +13,7 @@ from hal import ops
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_for
+from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_of_row
 
 
 def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
@@ -34,7 +34,7 @@ def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, m
     launch.run(
         f"{kernel}<{TYPE[x.dtype]}>",
         (min(rows, 1 << 30), 1),
-        threads_for(-(-sk // (LANES[x.dtype] if vec else 1))),
+        threads_of_row(sk, LANES[x.dtype] if vec else 1),
         x.data_ptr(),
         *(t.data_ptr() for t in others),
         stats.data_ptr(),

@@ -59,6 +59,14 @@ def threads_for(items: int) -> int:
     return max(32, min(launch.MAX_THREADS, -(-items // 32) * 32))
 
 
+def threads_of_row(width: int, lanes: int) -> int:
+    """Threads of a block that reduces a row and goes over it again, `lanes` columns at a time.
+
+    Four of those to a thread: a block's reduction takes as many instructions for every warp as a few columns do.
+    """
+    return threads_for(-(-width // (4 * lanes)))
+
+
 def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
     """(grid, threads) for kernels that share out columns along x and rows along y, `lanes` columns to a thread.
 

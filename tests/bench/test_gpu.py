@@ -399,6 +399,22 @@ def test_a_graph_that_gives_other_bits_is_found(fake, monkeypatch):
     assert "differ in bits" in gpu_checks._graph(fake, impl.op, impl) and captured
 
 
+def test_inputs_have_left_the_l2_cache_when_their_turn_comes_again(monkeypatch):
+    monkeypatch.setattr(hal, "device", lambda: torch.device("cuda", 0))
+    properties = types.SimpleNamespace(L2_cache_size=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    x, w = torch.zeros(100), torch.ones(10)  # 480 bytes with w twice
+    sets = gpu_cases._sets((x, w, w))
+    assert len(sets) == 4 and len({s[0].data_ptr() for s in sets}) == 4
+    assert all(s[1] is s[2] and torch.equal(s[1], w) for s in sets)
+    seen = []
+    (forward, both) = gpu_cases._both("n", "s", {"ours": lambda x: seen.append(id(x)) or x * 2}, (x,), 1, 0)
+    for _ in range(4):
+        forward.calls["ours"]()
+    assert len(set(seen)) == 4
+    assert both.calls["ours"]()[0].shape == x.shape
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", ["kernels", "attention", "train_step"])
 def test_every_call_that_is_measured_is_valid(cases):

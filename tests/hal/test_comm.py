@@ -35,6 +35,23 @@ def test_solo_agrees_with_the_meaning() -> None:
     assert problems(check_comm(hal.Solo(), CPU)) == []
 
 
+def test_a_barrier_waits_for_the_device() -> None:
+    """On one, what a collective returns may still be computing."""
+    read: list[str] = []
+
+    class Late(torch.Tensor):
+        def item(self) -> float:
+            read.append("item")
+            return 0.0
+
+    class Queued(hal.Solo):
+        def _start(self, collective: str, x: torch.Tensor, op: str, source: int) -> hal.Pending:
+            return hal.Pending(lambda: x.clone().as_subclass(Late))
+
+    Queued().barrier()
+    assert read == ["item"]
+
+
 @given(size=st.integers(1, 4), rows=st.integers(1, 3), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> None:

@@ -62,9 +62,10 @@ def _rows(x: Tensor, packed: bool) -> Tensor:
 
 
 def _how(call: Call) -> dict[str, Any]:
-    # A side that hides nothing is unbounded; as a number it might not fit the kernel's 32 bits.
+    # A side that hides nothing is unbounded: as a number it might not fit the kernel's 32 bits, and where sq is 1 it
+    # would keep the kernel from taking the query heads of a group as rows of one tile (mha_fwd in flash_api.cpp).
     left = -1 if call.pre is None or call.pre >= call.skv else call.pre
-    right = -1 if call.next is None or call.next >= call.sq else call.next
+    right = -1 if call.next is None or call.next >= call.sq - 1 else call.next
     return {"scale": call.scale, "window_size_left": left, "window_size_right": right}
 
 

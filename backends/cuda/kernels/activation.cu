@@ -101,9 +101,10 @@ __global__ void __launch_bounds__(256) activation_fwd(const T *x, const T *bias,
     else forward<T, GATED, GELU_FAST>(x, bias, y, rows, width, vec);
 }
 
-// partial: [gridDim.y][width of x], the pieces' column sums of dx, or 0.
+// partial: [gridDim.y][width of x], the pieces' column sums of dx, or 0. Without a bound on blocks NVRTC
+// spills for sm_100.
 template <class T, bool GATED>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, GATED ? 2 : 4)
     activation_bwd(const T *x, const T *bias, const T *dy, T *dx, float *partial, i64 kind, i64 rows, i64 width, i64 vec) {
     if (kind == SILU) backward<T, GATED, SILU>(x, bias, dy, dx, partial, rows, width, vec);
     else if (kind == GELU_ERF) backward<T, GATED, GELU_ERF>(x, bias, dy, dx, partial, rows, width, vec);

@@ -43,6 +43,19 @@ __device__ __forceinline__ u16 float_to_bf16(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+// 2^x to 2^-22 of itself, 0 where that is subnormal. One instruction: expf takes a dozen, and the reading of a vocabulary's
+// logits would wait for them.
+__device__ __forceinline__ float power_of_2(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+// *p = v, 16 bytes, in one access: NVRTC writes the assignment as a store per element in most loops. "memory" keeps it in its
+// place among the other accesses.
+template <class V> __device__ __forceinline__ void store16(V *p, const V &v) {
+    const uint4 bits = *reinterpret_cast<const uint4 *>(&v);
+    asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
+}
 #endif
 
 #define INLINE __device__ __forceinline__
@@ -90,7 +103,7 @@ template <class T, int N> INLINE void store(T *p, const float (&v)[N]) {
             Vector<T> part;
 #pragma unroll
             for (int k = 0; k < lanes; k++) from_float(v[i + k], part.lane[k]);
-            *reinterpret_cast<Vector<T> *>(p + i) = part;
+            store16(reinterpret_cast<Vector<T> *>(p + i), part);
         }
     } else {
 #pragma unroll
@@ -175,12 +188,14 @@ struct LogSum {
 
 // Adds N numbers to such a pair. NaN goes into the sum, because fmaxf would drop it; +inf makes the sum NaN.
 template <int N> INLINE void log_sum_add(Floats<2> &acc, const float (&s)[N]) {
+    constexpr float LOG2_E = 1.44269504f;
     float top = acc.v[0];
 #pragma unroll
     for (int i = 0; i < N; i++) top = fmaxf(top, s[i]);
-    float sum = acc.v[1] * (acc.v[0] == top ? 1.0f : expf(acc.v[0] - top));
+    const float base = top == -INFINITE ? 0.0f : top;  // -inf - -inf would make a NaN of nothing
+    float sum = acc.v[1] * power_of_2((acc.v[0] - base) * LOG2_E);
 #pragma unroll
-    for (int i = 0; i < N; i++) sum += s[i] == -INFINITE ? 0.0f : expf(s[i] - top);
+    for (int i = 0; i < N; i++) sum += power_of_2((s[i] - base) * LOG2_E);
     acc.v[0] = top;
     acc.v[1] = sum;
 }

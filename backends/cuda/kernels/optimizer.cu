@@ -91,6 +91,7 @@ template <class T> __global__ void __launch_bounds__(256) sum_squares(Tensors<1>
 // One block: out = sqrt(sum of partial).
 __global__ void __launch_bounds__(256) root_of_sum(const float *partial, float *out, i64 count) {
     double sum = 0.0;
+#pragma unroll 8
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
     const Floats<1> all = block_reduce(Floats<1>{{(float)sum}}, Add<1>());
     if (threadIdx.x == 0) *out = sqrtf(all.v[0]);

@@ -4,7 +4,8 @@
 // merged over the block; a second pass over the row, still in L1, writes y = exp(scale x - max) / sum. Causal rows touch
 // their visible columns only and zero the rest. A row that sees nothing is all zeros; NaN or +inf in a visible column makes
 // the visible part NaN. Backward: dx = scale p (dy - sum(p dy)) with p made again, unrounded, from x, the mask and the row's
-// statistics: in 16 bits the rounding of y would dominate that difference.
+// statistics: in 16 bits the rounding of y would dominate that difference. The product scale x is rounded by itself
+// everywhere: contracted with the subtraction of the maximum, it would differ from the rounded one that the maximum is of.
 //
 // Memory traffic: forward reads x (and a byte of mask), writes y; backward reads x, dy (and mask), writes dx.
 #include "common.h"
@@ -15,33 +16,33 @@ struct Mask {
     i64 b, n, q, k;
 };
 
-// The visible part of a row: `columns` of it, further restricted by `mask` (or 0).
-struct Row {
+// The visible part of a row: `columns` of it, further restricted by `mask` if MASKED.
+template <bool MASKED> struct Row {
     int columns;
     const u8 *mask;
     i64 stride;
-    INLINE bool masked(int j) const { return mask != nullptr && mask[j * stride] != 0; }
+    INLINE bool masked(int j) const { return MASKED && mask[j * stride] != 0; }
 };
 
-INLINE Row row_of(i64 row, i64 heads, i64 sq, i64 sk, i64 causal, const Mask &mask) {
+template <bool MASKED> INLINE Row<MASKED> row_of(i64 row, i64 heads, i64 sq, i64 sk, i64 causal, const Mask &mask) {
     const i64 query = row % sq, outer = row / sq;
     i64 visible = causal ? query + sk - sq + 1 : sk;
     visible = visible < 0 ? 0 : visible < sk ? visible : sk;
     const u8 *at = mask.at;
-    if (at) at += outer / heads * mask.b + outer % heads * mask.n + query * mask.q;
+    if (MASKED) at += outer / heads * mask.b + outer % heads * mask.n + query * mask.q;
     return {(int)visible, at, mask.k};
 }
 
 // stats: [2][rows], the row's maximum of scale x (0 if nothing is visible) and 1 / sum (0 then).
-template <class T>
-__global__ void __launch_bounds__(256) softmax_fwd(const T *x_, T *y_, float *stats, double scale_, i64 causal, i64 rows,
-                                                   i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+template <class T, bool MASKED>
+INLINE void forward(const T *x_, T *y_, float *stats, double scale_, i64 causal, i64 rows, i64 heads, i64 sq, i64 sk,
+                    const Mask &mask, i64 vec) {
     constexpr int V = Lanes<T>::count;
     const float scale = (float)scale_;
     for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
         const T *x = x_ + r * sk;
         T *y = y_ + r * sk;
-        const Row row = row_of(r, heads, sq, sk, causal, mask);
+        const auto row = row_of<MASKED>(r, heads, sq, sk, causal, mask);
         const int head = vec ? head_of(x, row.columns) : row.columns;
         Floats<2> all = {{-INFINITE, 0.0f}};
         float alive = 0.0f;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(256) softmax_fwd(const T *x_, T *y_, float *st
 #pragma unroll
             for (int i = 0; i < W; i++) {
                 const bool masked = row.masked(j + i);
-                s[i] = masked ? -INFINITE : s[i] * scale;
+                s[i] = masked ? -INFINITE : __fmul_rn(s[i], scale);
                 if (!masked) alive = 1.0f;
             }
             log_sum_add(all, s);
@@ -70,22 +71,22 @@ __global__ void __launch_bounds__(256) softmax_fwd(const T *x_, T *y_, float *st
             float s[W];
             load(x + j, s);
 #pragma unroll
-            for (int i = 0; i < W; i++) s[i] = row.masked(j + i) ? 0.0f : expf(s[i] * scale - top) * inverse;
+            for (int i = 0; i < W; i++) s[i] = row.masked(j + i) ? 0.0f : expf(__fmul_rn(s[i], scale) - top) * inverse;
             store(y + j, s);
         });
         for (int j = row.columns + threadIdx.x; j < sk; j += blockDim.x) from_float(0.0f, y[j]);
     }
 }
 
-template <class T>
-__global__ void __launch_bounds__(256) softmax_bwd(const T *x_, const T *dy_, T *dx_, const float *stats, double scale_,
-                                                   i64 causal, i64 rows, i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+template <class T, bool MASKED>
+INLINE void backward(const T *x_, const T *dy_, T *dx_, const float *stats, double scale_, i64 causal, i64 rows, i64 heads,
+                     i64 sq, i64 sk, const Mask &mask, i64 vec) {
     constexpr int V = Lanes<T>::count;
     const float scale = (float)scale_;
     for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
         const T *x = x_ + r * sk, *dy = dy_ + r * sk;
         T *dx = dx_ + r * sk;
-        const Row row = row_of(r, heads, sq, sk, causal, mask);
+        const auto row = row_of<MASKED>(r, heads, sq, sk, causal, mask);
         const int head = vec ? head_of(x, row.columns) : row.columns;
         const float top = stats[r], inverse = stats[rows + r];
         Floats<1> dot = {};
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(256) softmax_bwd(const T *x_, const T *dy_, T 
             load(dy + j, d);
 #pragma unroll
             for (int i = 0; i < W; i++)
-                if (!row.masked(j + i)) dot.v[0] += expf(s[i] * scale - top) * inverse * d[i];
+                if (!row.masked(j + i)) dot.v[0] += expf(__fmul_rn(s[i], scale) - top) * inverse * d[i];
         });
         dot = block_reduce(dot, Add<1>());
         walk<V>(head, row.columns, [&](int j, auto w) {
@@ -106,13 +107,27 @@ __global__ void __launch_bounds__(256) softmax_bwd(const T *x_, const T *dy_, T 
             load(dy + j, d);
 #pragma unroll
             for (int i = 0; i < W; i++) {
-                const float p = expf(s[i] * scale - top) * inverse;
+                const float p = expf(__fmul_rn(s[i], scale) - top) * inverse;
                 s[i] = row.masked(j + i) ? 0.0f : scale * p * (d[i] - dot.v[0]);
             }
             store(dx + j, s);
         });
         for (int j = row.columns + threadIdx.x; j < sk; j += blockDim.x) from_float(0.0f, dx[j]);
     }
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) softmax_fwd(const T *x, T *y, float *stats, double scale, i64 causal, i64 rows,
+                                                   i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+    if (mask.at) forward<T, true>(x, y, stats, scale, causal, rows, heads, sq, sk, mask, vec);
+    else forward<T, false>(x, y, stats, scale, causal, rows, heads, sq, sk, mask, vec);
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) softmax_bwd(const T *x, const T *dy, T *dx, const float *stats, double scale,
+                                                   i64 causal, i64 rows, i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+    if (mask.at) backward<T, true>(x, dy, dx, stats, scale, causal, rows, heads, sq, sk, mask, vec);
+    else backward<T, false>(x, dy, dx, stats, scale, causal, rows, heads, sq, sk, mask, vec);
 }
 
 EXPORT(softmax_fwd<f32>)

@@ -90,11 +90,23 @@ inline int __float_as_int(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
+// A product that is rounded by itself: what a volatile variable holds is not contracted to FMA with what comes next.
+inline float __fmul_rn(float a, float b) {
+    const volatile float product = a * b;
+    return product;
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 // One operating system thread runs all fibers, so a plain read and write is atomic.
 inline float atomicExch(float *at, float value) { return std::exchange(*at, value); }
 inline float atomicAdd(float *at, float value) { return std::exchange(*at, *at + value); }
 
+// As wrong as PTX allows it to be, up or down as the last bit of x has it; exact where x is (nearly) 0.
+inline float power_of_2(float x) {
+    const double off = std::fabs(x) < 0x1p-126f ? 0.0 : __float_as_int(x) & 1 ? 0x1p-22 : -0x1p-22;
+    const float value = (float)(std::exp2((double)x) * (1.0 + off));
+    return value < 0x1p-126f ? 0.0f : value;
+}
+template <class V> void store16(V *p, const V &v) { *p = v; }
 inline float f16_to_float(u16 bits) {
     const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;
     if (exponent == 31) return __int_as_float((int)(sign | 0x7f800000 | mantissa << 13));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -104,6 +105,15 @@ def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_toke
     if not refused:
         found = IMPLS["cuda/flash"].call(*dense, layout="BSND", next_tokens=next_tokens)[0]
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_one_query_of_grouped_heads_may_be_read_as_the_rows_of_one_tile(no_engine):
+    """flash does that where no side is bounded; a causal window of one query bounds none."""
+    q, k = meta(2, 1, 8, 64), meta(2, 300, 2, 64)
+    call = common.call_of(q, k, "BSND", None, None, None, 0, None, 0.0, None)
+    how = flash._how(call)
+    assert (how["window_size_left"], how["window_size_right"]) == (-1, -1)
+    assert flash._how(dataclasses.replace(call, sq=2))["window_size_right"] == 0
 
 
 @pytest.mark.parametrize(("sq", "pre", "next_tokens"), [(10, 3, None), (10, 3, 12), (6, 3, None), (10, 5, None)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import struct
 
 import pytest
 
@@ -30,6 +32,36 @@ def test_every_kernel_compiles_without_warnings_and_without_spills(name, archite
     assert not spilled
     # 256 threads of 128 registers: two blocks fit into a multiprocessor's 65,536.
     assert all(u.registers <= 128 for u in result.usage)
+
+
+STORES_VECTORS = (
+    r"activation|cross_entropy_bwd|dropout|philox_uniform|norm|adamw|unscale|softmax|rotary<f32, 4|rotary<b?f16, 8"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_vectors_are_stored_in_16_byte_pieces(monkeypatch, name):
+    """NVRTC used to write some of them as one store per element, which shows in the PTX: stores at constant offsets."""
+    need_nvrtc()
+    library = compile.nvrtc()
+    monkeypatch.setattr(library, "getCUBIN", library.getPTX)
+    result = compile.compile_file(FILES[name], "sm_90")
+    entries = {e.split("(", 1)[0]: e for e in re.split(r"\.entry ", result.cubin.decode())[1:]}
+    for kernel, lowered in result.names.items():
+        if re.match(r"rotary<\w+, 2, true>", kernel):  # pairs, where rows are not aligned
+            continue
+        text = entries[lowered]
+        assert not re.findall(r"\bst(?!\.local|\.shared|\.param|\.v4)[\w.]*\s+\[%\w+\+\d\d?\]", text), kernel
+        assert ("st.v4.b32" in text) == bool(re.match(STORES_VECTORS, kernel)), kernel
+
+
+@pytest.mark.slow
+def test_a_cubin_is_whole():
+    need_nvrtc()
+    cubin = compile.compile_file(FILES["reduce.cu"], "sm_90").cubin
+    (segments,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<2H", cubin, 54)
+    assert segments + size * count == len(cubin)  # an ELF file of NVRTC's ends with the table of its segments
 
 
 @pytest.mark.slow
@@ -97,7 +129,7 @@ def test_a_changed_log_of_ptxas_ends_the_report_and_nothing_else(monkeypatch, tm
     monkeypatch.setattr(compile, "nvrtc", lambda: Library(CHANGED[log]))
     with pytest.raises(hal.HalError, match="its log has changed"):
         compile.compile_file(source, "sm_90")
-    assert compile.compile_file(source, "sm_90", strict=False) == compile.Compiled(b"cubin", {"k": "_Zk"}, ())
+    assert compile.compile_file(source, "sm_90", strict=False) == compile.Compiled(b"cubin\0", {"k": "_Zk"}, ())
     monkeypatch.setattr(compile, "nvrtc", lambda: Library(SOUND))
     assert compile.compile_file(source, "sm_90").usage == (compile.Usage("k", "sm_90", 12, 16, 0, 0, 0),)
 

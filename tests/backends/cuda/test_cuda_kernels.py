@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hal
 from hal import Rng, ops
-from hal.backends.cuda import launch, norm, optimizer, vocab
+from hal.backends.cuda import Cuda, launch, linear, norm, optimizer, vocab
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -66,14 +66,22 @@ class Turned:
         return ops.rotary.reference(x, self.angles.cos(), self.angles.sin())
 
 
-@pytest.mark.parametrize("width", [3000, 3500, 7000])
+@pytest.mark.parametrize("width", [4096, 5500, 10500])
 def test_norms_of_rows_beyond_shared_memory(width):
     """Column sums live in shared memory for narrow rows and in global memory for wide ones."""
-    in_shared = 2 * width * 4 <= launch.SHARED_LIMIT // 2
-    assert in_shared == (width == 3000)
+    assert (2 * width * 4 <= norm.IN_SHARED) == (width == 4096)
     x, w = normal(9, width, dtype=torch.float32), normal(width, dtype=torch.float32, seed=1)
     compare(ops.layer_norm, [x, w, w], tolerance=2e-5)
     compare(ops.rms_norm, [x.bfloat16(), w.bfloat16()], tolerance=2e-2)
+
+
+def test_the_only_visible_column_gets_all_of_a_softmax():
+    """Exactly: the maximum is subtracted from the same product that it is the maximum of, contracted to FMA or not."""
+    x = normal(1, 4, 64, 64, dtype=torch.float32) * 3e4
+    y = ops.scale_mask_softmax(x, None, 0.1, True)
+    assert (y[:, :, 0, 0] == 1.0).all()
+    (dx,) = torch.autograd.grad(ops.scale_mask_softmax(x.requires_grad_(), None, 0.1, True), x, torch.ones_like(x))
+    assert not dx[:, :, 0].any()
 
 
 def test_a_vocabulary_of_odd_size():
@@ -147,6 +155,26 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatc
     ids, dy = torch.zeros(2000, dtype=torch.int64), torch.full((2000, 4), 0.0078125, dtype=torch.bfloat16)
     (grad,) = vocab._embedding_bwd((ids, None, 3, torch.bfloat16), dy)
     assert grad.dtype == torch.bfloat16 and (grad[0] == 15.625).all() and not grad[1:].any()
+
+
+def test_weight_gradients_are_added_by_one_product_where_torch_has_it(monkeypatch):
+    """torch has it on GPUs only; here it is told apart by what is rounded: nothing between product and sum."""
+    monkeypatch.setattr(linear, "_adds_in_float32", True)
+    linear.prepare(torch.device("cpu"))
+    assert not linear._adds_in_float32
+    monkeypatch.setattr(linear, "_add_product", lambda total, a, b: total.add_(a.float() @ b.float()))
+    linear.prepare(torch.device("cpu"))
+    assert linear._adds_in_float32
+    monkeypatch.setattr(launch, "simulated", lambda: False)
+    (impl,) = Cuda.impls["linear_wgrad"]
+    for dtype in DTYPES:
+        x, dy = normal(2, 65, 24, dtype=dtype), normal(2, 65, 40, dtype=dtype, seed=1)
+        sums = [torch.ones(40, 24), torch.ones(40)]
+        exact = [s.double() for s in sums]
+        impl.call(x, dy, *sums)
+        ops.linear_wgrad.reference(x.double(), dy.double(), *exact)
+        for got, want in zip(sums, exact):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_tensor_without_memory_reaches_no_kernel(simulated):
