@@ -57,7 +57,7 @@ def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tenso
     if launch.simulated() or not _adds_in_float32 or main_grad.dtype == x.dtype or not x.numel() or not dy.numel():
         ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
         return
-    rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    _add_product(main_grad, dy_rows.t(), rows)
+    rows, dy_rows = x.detach().reshape(-1, x.shape[-1]), dy.detach().reshape(-1, dy.shape[-1])
+    _add_product(main_grad.detach(), dy_rows.t(), rows)
     if main_bias_grad is not None:
-        main_bias_grad += dy_rows.sum(0, dtype=main_bias_grad.dtype)
+        main_bias_grad.detach().add_(dy_rows.sum(0, dtype=main_bias_grad.dtype))

@@ -41,10 +41,9 @@ HCCL = Transport(
 )
 
 
-def make_comm(ranks: Sequence[int] | None, timeout: float) -> hal.Comm:
-    """A communicator over the global `ranks` (None = all); each process uses the device numbered by LOCAL_RANK."""
+def make_comm(ranks: Sequence[int] | None, timeout: float, index: int) -> hal.Comm:
+    """A communicator over the global `ranks` (None = all); this process uses device `index`."""
     # Without this, Work.wait returns at once and a watchdog later ends the process; HAL promises CollectiveTimeout.
     os.environ.setdefault("TORCH_HCCL_BLOCKING_WAIT", "1")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.npu.set_device(index)  # type: ignore[attr-defined]
     return torch_comm(HCCL, ranks, timeout=timeout, device=torch.device("npu", index))

@@ -72,7 +72,7 @@ class Npu(hal.Backend):
         _npu().synchronize()
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
-        return make_comm(ranks, timeout)
+        return make_comm(ranks, timeout, self.local_index())
 
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes: "allocated" and "peak" by tensors, "reserved" by the caching allocator, "free" and "total"."""

@@ -68,6 +68,9 @@ class Spy(Backend):
     def synchronize(self) -> None:
         self.inner.synchronize()
 
+    def local_index(self) -> int:
+        return self.inner.local_index()
+
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> Comm:
         return self.inner.comm(ranks, timeout=timeout)
 

@@ -23,14 +23,14 @@ def transport() -> str:
 
 
 def join_world(**options: Any) -> None:
-    """torch.distributed.init_process_group for the active backend, each process on the device of its LOCAL_RANK.
+    """torch.distributed.init_process_group for the active backend, each process on its own device.
 
     options: of init_process_group, e.g. timeout. The default group is not bound to a device: megatron-core makes gloo
     groups beside it, which torch then refuses.
 
     Raises HalError where no launcher (`hal launch`, torchrun) has described a world.
     """
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not options.keys() & {"rank", "store", "init_method"}:
         raise HalError("join_world: no launcher has described a world (RANK is not set); run this with `hal launch`")
-    Place(hal.backend()).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    Place(hal.backend()).set_device(hal.backend().local_index())
     dist.init_process_group(transport(), **options)
