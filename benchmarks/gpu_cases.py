@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hal
 from hal import Rng, ops
-from hal.backends.cuda.order import TRAINING
 
 Call = Callable[[], object]
 
@@ -121,8 +120,7 @@ def attention(shrink: int = 1) -> Iterator[Case]:
             call = {"layout": "BNSD", "pre_tokens": window, "next_tokens": 0}
             functions: dict[str, Callable[..., Tensor]] = {"ours": partial(ops.flash_attention, **call)}
             for impl in hal.backend().impls["flash_attention"]:
-                # unfused would need s x s memory; the other is cuda/cudnn once more.
-                if impl.id not in ("cuda/unfused", TRAINING):
+                if impl.id != "cuda/unfused":  # it would need s x s memory
                     functions[impl.id] = partial(_pinned(impl), **call)
             if window is None:
                 functions["SDPA flash"] = _peer(SDPBackend.FLASH_ATTENTION, True)

@@ -100,7 +100,7 @@ def main() -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
         torch.manual_seed(123)
         model_parallel_cuda_manual_seed(123)
-        device = hal.device(int(os.environ["LOCAL_RANK"]) if hal.device().index is not None else 0)
+        device = hal.device(hal.backend().local_index())
         model = build_model(options.spec).to(device)
         if options.load:
             model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(prefix=""), str(options.load)))

@@ -147,7 +147,12 @@ class Backend(ABC):
         """
         rank, listed = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("HAL_DEVICES")
         count = self.probe().count
-        index = 0 if count == 1 else int(listed.split(",")[rank]) if listed else rank
+        if count == 1:
+            return 0
+        numbers = dict(enumerate((listed or "").split(",")))
+        if listed and not numbers.get(rank, "").strip().isdecimal():
+            raise HalError(f"HAL_DEVICES is {listed!r}; process {rank} of this machine needs a number in place {rank}")
+        index = int(numbers[rank]) if listed else rank
         if count > 1 and index >= count:
             raise HalError(f"process {rank} of this machine wants device {index}, but {self.name} has {count}")
         return index

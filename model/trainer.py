@@ -68,25 +68,43 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
 def _require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *, weights_only: bool) -> None:
     """Raises ConfigError where the checkpoint's model is another in what its weights, by name and shape, do not show:
     that it has more of them, or does something else with them. Weights alone may serve another function."""
-    saved = state.get("config")
-    for name in _STRUCTURE + (() if weights_only else _FUNCTION) if isinstance(saved, dict) else ():
-        if saved.get(name, here := getattr(config, name)) != here:
-            otherwise = ", or --finetune to begin with its weights alone" if name in _FUNCTION else ""
+    saved, ours = state.get("config"), options(config)
+    if not isinstance(saved, dict):
+        return
+    theirs, here = ({**_structure(o), **({} if weights_only else _function(o))} for o in ({**ours, **saved}, ours))
+    for name, value in here.items():
+        if theirs[name] != value:
+            otherwise = ", or --finetune to begin with its weights alone" if name in _function(ours) else ""
             raise ConfigError(
-                f"the checkpoint {folder} was made with {name.replace('_', '-')} {saved[name]}, this run has {here}; "
+                f"the checkpoint {folder} was made with {name.replace('_', '-')} {theirs[name]}, this run has {value}; "
                 f"give the model options it was saved with{otherwise}"
             )
 
 
-_STRUCTURE = (
-    *("num_layers", "num_attention_heads", "num_query_groups", "position_embedding_type", "normalization"),
-    *("swiglu", "geglu", "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
-    "use_sandwich_norm",
-)
-_FUNCTION = (
-    *("norm_epsilon", "rotary_base", "rotary_percent", "rotary_interleaved", "gelu_approximate"),
-    *("pre_tokens", "next_tokens"),
-)
+def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which weights there are, and how they are laid out, of a config's options."""
+    absent = sorted({int(n) for n in o["noop_layers"]} & set(range(o["num_layers"])))
+    layers = [n for n in range(o["num_layers"]) if n not in absent]
+    gapless = layers == list(range(len(layers)))
+    names = ("num_attention_heads", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "geglu")
+    names += ("disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm")
+    return {
+        "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
+        **{name: o[name] for name in names},
+        "add_qkv_bias": o["add_qkv_bias"] or not o["disable_bias_linear"],
+    }
+
+
+def _function(o: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides what a model does with its weights; None where it decides nothing."""
+    rope, pre = o["position_embedding_type"] == "rope", o["pre_tokens"]
+    return {
+        "norm_epsilon": o["norm_epsilon"],
+        **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
+        "gelu_approximate": None if o["swiglu"] else o["gelu_approximate"],
+        "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
+        "next_tokens": min(0, o["next_tokens"] or 0),
+    }
 
 
 class Trainer:

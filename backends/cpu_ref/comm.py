@@ -41,6 +41,10 @@ _CODE = {
     torch.int64: 8,
     torch.bool: 5,
 }
+_MOVED = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
+_MOVED += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_CODE_MOVED = {dtype: 16 + i for i, dtype in enumerate(_MOVED)}
+"""Dtypes that are not reduced: ranks must agree in them, too."""
 _REDUCING = ("all_reduce", "reduce_scatter")
 _OUT_OF_TIME, _DEAD, _OTHER_COLLECTIVE, _CLOSED = 1, 2, 3, 4
 
@@ -154,7 +158,7 @@ class SharedMemoryComm(hal.TorchComm):
 def _codes(collective: str, dtype: torch.dtype, op: str) -> tuple[int, ...]:
     """What the kernel calls the collective, a dtype's size and the dtype, and the reduction."""
     reduction = "max" if dtype is torch.bool and op == "sum" else op
-    code = _CODE.get(dtype, 16 + dtype.itemsize)  # of what is only moved; ranks must agree in it
+    code = _CODE.get(dtype, _CODE_MOVED.get(dtype, 63))
     return _KIND[collective], dtype.itemsize, code, _REDUCTION[reduction]
 
 

@@ -18,7 +18,7 @@ import hal
 from . import compile, launch
 from .accelerators import ACCELERATORS
 from .comm import NCCL
-from .order import DEFAULT, MEASURED, ordered, source_for, torch_prefers_cudnn
+from .order import DEFAULT, MEASURED, order_for, source_for
 from .simulator.build import Simulator, find_compiler, library
 
 OLDEST = (8, 0)
@@ -72,15 +72,8 @@ class Cuda(hal.Backend):
         architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
         name = torch.cuda.get_device_name()
-        prefers_cudnn = not self.deterministic and torch_prefers_cudnn(
-            torch.cuda.get_device_capability(), torch.backends.cudnn.version()
-        )
-        attention = ordered(type(self).impls["flash_attention"], name, prefers_cudnn)
-        self.impls = {**self.impls, "flash_attention": attention}  # type: ignore[misc]
-        self.order_sources = {"flash_attention": source_for(name, prefers_cudnn)}
-        from .linear import prepare  # which needs Cuda
-
-        prepare(torch.device("cuda"))
+        self.impls = in_measured_order(self.impls, name)  # type: ignore[misc]
+        self.order_sources = {"flash_attention": source_for(name)}
 
     def device(self, index: int = 0) -> torch.device:
         if self.simulated:
@@ -200,3 +193,12 @@ def _require_kernels_for(capability: tuple[int, int]) -> None:
 
 def _has_driver() -> bool:
     return ctypes.util.find_library("cuda") is not None or os.path.exists("/dev/nvidiactl")
+
+
+def in_measured_order(impls: dict[str, list[hal.Impl]], device_name: str) -> dict[str, list[hal.Impl]]:
+    """The implementations, attention's in the order measured on `device_name` if there is a measurement."""
+    order = order_for(device_name)
+    return {
+        name: sorted(found, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(found)
+        for name, found in impls.items()
+    }

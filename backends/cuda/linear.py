@@ -23,29 +23,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-_adds_in_float32 = False
-"""Whether `_add_product` works on the device (see `prepare`)."""
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (float32) += a b (16 bits), rounded nowhere between."""
     torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
 
 
-def prepare(device: torch.device) -> None:
-    """Tries on a device whether torch adds products of 16-bit matrices to float32 sums in place.
+_tried: dict[torch.device, bool] = {}
+"""Whether `_add_product` works on a device."""
 
-    It has a kernel for that on GPUs only, so the simulator adds a rounded product.
-    """
-    global _adds_in_float32
-    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    total = torch.ones(16, 16, device=device)
-    try:
-        _add_product(total, ones, ones)
-    except (AttributeError, RuntimeError):  # a torch without this overload, or without a kernel for it
-        _adds_in_float32 = False
-    else:
-        _adds_in_float32 = bool((total == 17.0).all())
+
+def _adds_in_float32(device: torch.device) -> bool:
+    """Tries it on the device's first call: torch has a kernel for it on GPUs, and not in every version. A graph that is
+    being captured cannot wait for an answer."""
+    if device not in _tried:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+            total = torch.ones(16, 16, device=device)
+            _add_product(total, ones, ones)
+            _tried[device] = bool((total == 17.0).all())
+        except (AttributeError, RuntimeError):
+            _tried[device] = False
+    return _tried[device]
 
 
 def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
@@ -54,7 +54,8 @@ def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Ten
 
 @Cuda.impl(ops.linear_wgrad, id="cuda/torch", why_not=_why_not_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
-    if launch.simulated() or not _adds_in_float32 or main_grad.dtype == x.dtype or not x.numel() or not dy.numel():
+    rounded_once = launch.simulated() or main_grad.dtype == x.dtype or not x.numel() or not dy.numel()
+    if rounded_once or not _adds_in_float32(x.device):
         ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
         return
     rows, dy_rows = x.detach().reshape(-1, x.shape[-1]), dy.detach().reshape(-1, dy.shape[-1])

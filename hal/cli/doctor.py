@@ -103,8 +103,7 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         yield Finding("FAIL", "probe", str(error), f"tell the authors of {_source(name)}")
         return
     if not probe.ok:
-        simulable = not given and "simulate" in inspect.signature(type(backend)).parameters
-        can_simulate = simulable and probed(make(name, {"simulate": True})).ok
+        can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters and _simulates(name)
         simulator = f", or without the device: hal doctor --backend {name} --simulate" if can_simulate else ""
         yield Finding("absent", "probe", probe.reason, f"install what is named above{simulator}")
         return
@@ -123,6 +122,13 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
     yield Finding("PASS", "device", str(device))
     for op in OPS.values():
         yield _op(backend, op.name)
+
+
+def _simulates(name: str) -> bool:
+    try:
+        return probed(make(name, {"simulate": True})).ok
+    except Exception:
+        return False
 
 
 def _source(name: str) -> str:

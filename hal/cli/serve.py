@@ -48,10 +48,17 @@ def main(argv: Sequence[str]) -> int:
             made.error(f"--{name.replace('_', '-')} must be at least {least}")
     if arguments.port > 65535:
         made.error("--port must be at most 65535")
-    return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model))
+
+    # Before the model is loaded, and before other ranks wait for requests; but not where ranks are only started.
+    rank = "0" if getattr(arguments, "nproc_per_node", 1) == 1 else None
+    with contextlib.ExitStack() as stack:
+        place = None
+        if os.environ.get("RANK", rank) == "0":
+            place = stack.enter_context(_bound(arguments.host, arguments.port))
+        return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model, place))
 
 
-def _serve(arguments: argparse.Namespace, model: Pretrained) -> int:
+def _serve(arguments: argparse.Namespace, model: Pretrained, place: socket.socket | None) -> int:
     try:
         import uvicorn
 
@@ -93,14 +100,26 @@ def _serve(arguments: argparse.Namespace, model: Pretrained) -> int:
         timeout_graceful_shutdown=10,
     )
     server = Server(settings)
-    with _listening(arguments.host, arguments.port) as sock, contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[sock])
+    assert place is not None
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[place])
     return 0 if server.started else 1
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of that address, of IPv4 if the name has one. It does not listen yet: who connects finds a model."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+        return made
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise HalError(f"--host {host} --port {port}: {why}; give another, e.g. --port 0 for any free one") from None
+        raise HalError(
+            f"--host {host} --port {port}: {error.strerror}; give another, e.g. --port 0 for any free one"
+        ) from None

@@ -84,11 +84,11 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
     dys_there = [dy.to(subject.device) for dy in dys]
     before, settings = _Memory(op.mutates, {**arguments, "the upstream gradient": dys_there}), _settings()
     outcome = _run(subject, sample, arguments, with_grad)
-    _watch(watched, outcome.outputs)
     if set(outcome.outputs) != set(native.outputs):
         raise subject.fail(f"returned {sorted(outcome.outputs)}, the reference {sorted(native.outputs)}", sample)
     for name, y in native.outputs.items():
         _must_look_like(subject, sample, name, outcome.outputs[name], y)
+    _watch(watched, outcome.outputs)
     if with_grad:
         outcome.gradients = _backward(subject, sample, outcome, dys_there)
         _watch(watched, {"the upstream gradient": dys_there})

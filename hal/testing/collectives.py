@@ -174,7 +174,7 @@ def _on_rank(backend: str, options: Mapping[str, Any], per_kind: int) -> Any:
 
 
 def _own_device(active: hal.Backend, comm: Comm) -> torch.device:
-    return active.device(comm.rank % max(1, active.probe().count))
+    return active.device(active.local_index())
 
 
 def parity_collectives(

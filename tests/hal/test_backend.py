@@ -160,3 +160,19 @@ def test_an_op_is_defined_once_and_its_declarations_are_checked(toy):
         hal.op(check=lambda x: None, tol={}, samples=lambda: None, grads=("y",))(another)
     with pytest.raises(hal.HalError, match="check of op 'another' must have the signature"):
         hal.op(check=lambda y: None, tol={}, samples=lambda: None)(another)
+
+
+def test_a_process_has_the_device_that_its_launcher_gave_it(make_backend, monkeypatch):
+    backend = make_backend()()
+    monkeypatch.setattr(backend, "probe", lambda: hal.Probe(True, 4, "four"))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.delenv("HAL_DEVICES", raising=False)
+    assert backend.local_index() == 2
+    monkeypatch.setenv("HAL_DEVICES", "3,1,0")
+    assert backend.local_index() == 0
+    for listed in ("3,1", "3,1,x"):
+        monkeypatch.setenv("HAL_DEVICES", listed)
+        with pytest.raises(hal.HalError, match=f"HAL_DEVICES is '{listed}'; process 2 of this machine needs a number"):
+            backend.local_index()
+    monkeypatch.setattr(backend, "probe", lambda: hal.Probe(True, 1, "one"))
+    assert backend.local_index() == 0

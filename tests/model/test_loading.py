@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+import hal
 from hal.model import checkpoint
 from hal.model import train as command
 from hal.model.config import ConfigError
+from hal.model.trainer import _require_same_model
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,23 @@ def test_finetune_takes_the_weights_only(saved, tiny):
     assert all(not bool(m.any()) for m in after.optimizer.exp_avg.values())
 
 
+@pytest.mark.parametrize(
+    "same_thing",
+    [
+        {"next_tokens": 0, "pre_tokens": 1 << 16},
+        {"next_tokens": 7},
+        {"num_layers": 3, "noop_layers": ("2",)},
+        {"rotary_base": 500.0},
+    ],
+)
+def test_the_same_model_in_other_words_continues(saved, tiny, same_thing):
+    _, root = saved
+    config = tiny(load=str(root))
+    for name, value in same_thing.items():  # some of these the command line would refuse as without effect
+        setattr(config, name, value)
+    _require_same_model(checkpoint.read_state(root, hal.Solo())[1], config, root, weights_only=False)
+
+
 def test_finetuned_weights_may_serve_another_function(saved, tiny):
     before, root = saved
     after = command.build(tiny(load=str(root), finetune=True, pre_tokens=3))[0]
@@ -62,6 +81,7 @@ def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
         ({"position_embedding_type": "rope"}, "position-embedding-type learned_absolute, this run has rope"),
         ({"norm_epsilon": 0.1}, "norm-epsilon 1e-05, this run has 0.1"),
         ({"pre_tokens": 3}, "pre-tokens None, this run has 3; .*--finetune to begin with its weights alone"),
+        ({"num_layers": 3, "noop_layers": ("1",)}, "num-layers 2, this run has 3 without 1"),
         ({"num_layers": 1}, "num-layers 2, this run has 1"),
         ({"disable_bias_linear": True, "finetune": True}, "disable-bias-linear False, this run has True"),
         ({"normalization": "RMSNorm", "finetune": True}, "normalization LayerNorm, this run has RMSNorm"),

@@ -357,11 +357,11 @@ def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_pa
 
 
 def test_a_port_in_use_is_one_line():
-    from hal.cli.serve import _listening
+    from hal.cli.serve import _bound
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(HalError, match=f"--port {port}: Address already in use; give another"):
-            _listening("127.0.0.1", port)
+            _bound("127.0.0.1", port)
     with pytest.raises(HalError, match=r"--host no\.such\.host\.invalid"):
-        _listening("no.such.host.invalid", port)
+        _bound("no.such.host.invalid", port)

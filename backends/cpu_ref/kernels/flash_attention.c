@@ -6,7 +6,8 @@
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
 //   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It is
 //                                   rescaled when a maximum has grown.
-// Backward, with P recomputed from the saved log-sum-exp and delta = rowsum(dO * O):
+// Backward, with P recomputed from the saved log-sum-exp (whose rounding costs P's digits where scores exceed some 10^5,
+// as in every implementation that saves no more) and delta = rowsum(dO * O):
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
 // in one pass: queries outside, keys inside, dQ of the tile local, dK and dV of the head in a float scratch.
 // All seven products are one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited;

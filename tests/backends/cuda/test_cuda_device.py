@@ -107,38 +107,10 @@ def test_a_tensor_elsewhere_is_refused_by_name(no_engine):
 def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
     measured = ("cuda/cudnn", "cuda/flash", "cuda/sdpa", "cuda/flex", "cuda/unfused")
     monkeypatch.setitem(order.MEASURED, "NVIDIA Test", measured)
-    ids = lambda name, prefers: tuple(i.id for i in order.ordered(Cuda.impls["flash_attention"], name, prefers))  # noqa: E731
-    assert ids("NVIDIA Test", False) == ids("NVIDIA Test", True) == measured
-    assert ids("NVIDIA Other", False) == order.DEFAULT
-    assert ids("NVIDIA Other", True) == (order.TRAINING, *order.DEFAULT)
+    ids = lambda name: [i.id for i in device.in_measured_order(Cuda.impls, name)["flash_attention"]]  # noqa: E731
+    assert tuple(ids("NVIDIA Test")) == measured
+    assert tuple(ids("NVIDIA Other")) == order.DEFAULT
     assert set(order.DEFAULT) == {i.id for i in Cuda.impls["flash_attention"]}
-
-
-@pytest.mark.parametrize(
-    ("capability", "version", "preferred"),
-    [
-        ((9, 0), 91501, True),
-        ((9, 0), 91500, False),
-        ((9, 0), None, False),
-        ((8, 0), 91900, False),
-        ((10, 0), 91900, True),
-    ],
-)
-def test_cudnn_comes_first_where_torch_prefers_it(capability, version, preferred):
-    assert order.torch_prefers_cudnn(capability, version) == preferred
-
-
-def test_cudnn_comes_first_for_training_only(no_engine):
-    backend, q = Cuda(simulate=False), meta(2, 256, 8, 64)
-    found = order.ordered(Cuda.impls["flash_attention"], "NVIDIA Other", True)
-    backend.impls = {**Cuda.impls, "flash_attention": found}
-    backend.order_sources = {"flash_attention": order.source_for("NVIDIA Other", True)}
-    with hal.activated(backend):
-        training = hal.why(ops.flash_attention, q, q, q, layout="BSND", next_tokens=0)
-        with torch.no_grad():
-            generation = hal.why(ops.flash_attention, q, q, q, layout="BSND", next_tokens=0)
-    assert (training.chosen, generation.chosen) == (order.TRAINING, "cuda/flash")
-    assert "torch's preference" in str(training) and "gradients are disabled" in str(generation)
 
 
 @pytest.mark.parametrize(("count", "listed", "index"), [(8, None, 3), (1, None, 0), (8, "4,5,6,7", 7)])

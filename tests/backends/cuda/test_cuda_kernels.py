@@ -159,12 +159,11 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatc
 
 def test_weight_gradients_are_added_by_one_product_where_torch_has_it(monkeypatch):
     """torch has it on GPUs only; here it is told apart by what is rounded: nothing between product and sum."""
-    monkeypatch.setattr(linear, "_adds_in_float32", True)
-    linear.prepare(torch.device("cpu"))
-    assert not linear._adds_in_float32
+    monkeypatch.setattr(linear, "_tried", {})
+    assert not linear._adds_in_float32(torch.device("cpu"))
+    linear._tried.clear()
     monkeypatch.setattr(linear, "_add_product", lambda total, a, b: total.add_(a.float() @ b.float()))
-    linear.prepare(torch.device("cpu"))
-    assert linear._adds_in_float32
+    assert linear._adds_in_float32(torch.device("cpu"))
     monkeypatch.setattr(launch, "simulated", lambda: False)
     (impl,) = Cuda.impls["linear_wgrad"]
     for dtype in DTYPES:
