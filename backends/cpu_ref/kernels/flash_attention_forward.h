@@ -191,7 +191,7 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
             store(l + n * W, load(l + n * W) + sum);
             continue;
         }
-        const vec alpha = exp2_of((old - subtracted) * c);  // 1 where only others' maximum has grown
+        const vec alpha = exp2_of(old * c - shift);
         store(m + n * W, now);
         store(l + n * W, load(l + n * W) * alpha + sum);
         if (!t->seen[v]) continue;

@@ -376,10 +376,10 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool)
     """Beyond 2^30 in float32 the rounding of a score is more than exp can take."""
     generator = torch.Generator().manual_seed(3)
     size = 1e9 if dtype == torch.float64 else 7e4
-    q, k, v = (torch.randn(1, 2, 70, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 230, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
     q, k = q * size, k * size
     k[:, :, 5] = k[:, :, 4]  # two that are alike share
-    mask = torch.zeros(1, 1, 70, 70, dtype=torch.bool)
+    mask = torch.zeros(1, 1, 230, 230, dtype=torch.bool)
     mask[..., 7] = masked
     out, lse = ops.flash_attention(q, k, v, layout="BNSD", mask=mask if masked else None, return_lse=True)
     scores = (q.double() @ k.double().mT).masked_fill(mask, -math.inf)
