@@ -25,7 +25,8 @@
 //
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
 // packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan the split over threads, vectors.h
-// and gemm.h the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes.
+// and gemm.h the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes,
+// _few the forward pass of up to 8 queries, which memory bounds.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
 #endif

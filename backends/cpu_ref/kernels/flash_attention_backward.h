@@ -266,8 +266,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
-    struct operands o = {.k = operand_of(ks, g->k[1], g, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, w->v)};
-    o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, w->kp);
+    struct operands o = {.k = operand_of(ks, g->k[1], g, 0, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, 0, w->v)};
+    o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, 0, w->kp);
     const int64_t group = g->heads / g->kv_heads, ld = padded(g->head_size);
     // Keys pass through three frontiers, which only move forward: packed and zeroed just before their first use, flushed
     // after their last one, while they are still in cache. The scratch of a cut head is kept for backward_reduce.

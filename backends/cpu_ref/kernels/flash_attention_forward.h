@@ -23,12 +23,12 @@ struct operand {
 };
 
 // Rows are used where they lie if they are already units, whole vectors of them, and not so far apart that they would
-// fight for cache sets.
+// fight for cache sets, unless `few` queries read them.
 static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
-                                 unit *scratch) {
+                                 int few, unit *scratch) {
     const int64_t d = g->head_size;
     const int64_t bytes = stride * element_size(g->dtype);
-    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && stride == d)
+    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && (stride == d || (few && stride % KU == 0)))
         return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
     const int64_t ld = pairs ? padded(d) : padded(units(d));
     return (struct operand){scratch, ld, source, bytes, scratch, pairs};
@@ -309,12 +309,17 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     };
 }
 
+// All heads of a group over few queries, in a way of its own (flash_attention_few.h); returns 0 if it is not faster.
+static int few_piece(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
+                     const struct forward_space *w);
+
 static void forward_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
+    if (few_piece(call, &seq, piece->kv_head, w)) return;
     const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
-    const struct operand k = operand_of(ks, g->k[1], g, 0, w->k), v = operand_of(vs, g->v[1], g, 1, w->v);
+    const struct operand k = operand_of(ks, g->k[1], g, 0, 0, w->k), v = operand_of(vs, g->v[1], g, 1, 0, w->v);
     const int64_t group = g->heads / g->kv_heads;
     int64_t packed = -1;
     struct fa_sweep sweep;

@@ -104,4 +104,5 @@ HAL_INLINE vec exp2_of(vec x) {
 #include "flash_attention_pack.h"
 #include "flash_attention_tile.h"
 #include "flash_attention_forward.h"
+#include "flash_attention_few.h"
 #include "flash_attention_backward.h"

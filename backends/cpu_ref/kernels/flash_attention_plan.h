@@ -11,6 +11,7 @@ enum {
     FA_KEYS = 96,     // keys of a tile: its scores (96 x 48 floats, 18 KiB) stay in L1
     FA_GROUPS = FA_KEYS / FA_SUB,
     FA_CACHED = 16 << 20,  // bytes of q, k, v and out that the last level of cache may be expected to hold
+    FA_FEW = 8,       // with more queries a vector of them is better used than one of channels
     FA_SWEEP = 2,     // tiles of queries that share a sweep over the keys, whose tiles the second finds in L2
 };
 

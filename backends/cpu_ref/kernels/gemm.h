@@ -8,9 +8,11 @@
 enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
 
 #ifdef FA_KIND_BF16
-#define MAC(acc, a, b) ((vec)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)_mm512_set1_epi32((int)(a)), (__m512bh)(b)))
+#define MAC_LANES(acc, a, b) ((vec)_mm512_dpbf16_ps((__m512)(acc), (__m512bh)(a), (__m512bh)(b)))
+#define MAC(acc, a, b) MAC_LANES(acc, _mm512_set1_epi32((int)(a)), b)
 #else
-#define MAC(acc, a, b) ((acc) + (a) * (b))
+#define MAC_LANES(acc, a, b) ((acc) + (a) * (b))
+#define MAC MAC_LANES
 #endif
 
 // A(m, kk) = a[m * row + kk * col].

@@ -186,9 +186,14 @@ def packed(lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (20, 5)])
-def test_packed_sequences_are_independent(window: tuple[int | None, int | None], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "lengths", [([3, 0, 61, 100, 5], [7, 9, 61, 130, 0]), ([1, 1, 4, 8, 9], [200, 1, 97, 333, 8])], ids=["any", "few"]
+)
+def test_packed_sequences_are_independent(
+    lengths: tuple[list[int], list[int]], window: tuple[int | None, int | None], dtype: torch.dtype
+) -> None:
     torch.manual_seed(3)
-    q_lengths, k_lengths, n, g, d = [3, 0, 61, 100, 5], [7, 9, 61, 130, 0], 4, 2, 24
+    (q_lengths, k_lengths), n, g, d = lengths, 4, 2, 24
     q, k, v = (torch.randn(sum(s), h, d, dtype=torch.float64).to(dtype) for s, h in
                ((q_lengths, n), (k_lengths, g), (k_lengths, g)))  # fmt: skip
     for x in (q, k, v):
@@ -372,7 +377,8 @@ def test_the_workspace_is_kept_small_and_can_be_given_back(threads: Any) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool) -> None:
+@pytest.mark.parametrize("queries", [230, 5])
+def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool, queries: int) -> None:
     """Beyond 2^30 in float32 the rounding of a score is more than exp can take."""
     generator = torch.Generator().manual_seed(3)
     size = 1e9 if dtype == torch.float64 else 7e4
@@ -381,7 +387,11 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool)
     k[:, :, 5] = k[:, :, 4]  # two that are alike share
     mask = torch.zeros(1, 1, 230, 230, dtype=torch.bool)
     mask[..., 7] = masked
-    out, lse = ops.flash_attention(q, k, v, layout="BNSD", mask=mask if masked else None, return_lse=True)
+    parts = [
+        ops.flash_attention(x, k, v, layout="BNSD", mask=m if masked else None, return_lse=True)
+        for x, m in zip(q.split(queries, 2), mask.split(queries, 2))
+    ]
+    out, lse = (torch.cat(x, 2) for x in zip(*parts))
     scores = (q.double() @ k.double().mT).masked_fill(mask, -math.inf)
     clear = scores.topk(3, -1).values
     sure = (clear[..., 0] - clear[..., 2] > 1e-5 * clear[..., 0].abs()) & (
@@ -390,3 +400,88 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool)
     assert sure.sum() > 120 and lse.isfinite().all()
     want = torch.softmax(scores / 4, -1) @ v.double()
     torch.testing.assert_close(out[sure].double(), want[sure], rtol=1e-2, atol=1e-2)
+
+
+# Up to 8 queries go another way (flash_attention_few.h).
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_few_queries_equal_the_dense_oracle(data: st.DataObject) -> None:
+    g, group, b = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4, 7])), data.draw(st.integers(1, 2))
+    sq, sk = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 300))
+    n, mask = g * group, None
+    if data.draw(st.booleans()):
+        shape = data.draw(st.sampled_from([(b, n, sq, sk), (1, 1, sq, sk), (b, 1, 1, sk), (n, sq, 1), (sk,)]))
+        mask = torch.rand(shape) < data.draw(st.sampled_from([0.1, 0.6, 0.97, 1.0]))
+        if data.draw(st.booleans()) and mask.ndim == 4:
+            mask = mask.mT.contiguous().mT
+    check(
+        data.draw(st.sampled_from(DENSE)),
+        *(b, (n, g), (sq, sk), data.draw(st.sampled_from([1, 5, 16, 40, 64, 72, 80, 96, 128]))),
+        data.draw(st.sampled_from(list(TOLERANCE))),
+        pre=data.draw(edges),
+        next=data.draw(edges),
+        mask=mask,
+        scale=data.draw(st.sampled_from([None, None, 0.1, -0.1, 0.0])),
+        gaps=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("sq", [1, 4, 5, 8])
+def test_few_queries_of_more_heads_than_a_sweep_takes(sq: int, dtype: torch.dtype) -> None:
+    check("BNSD", 1, (60, 1), (sq, 130), 32, dtype, next=0)
+    check("SBND", 1, (26, 2), (sq, 97), 20, dtype, pre=50)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+def test_few_queries_give_the_same_bits_for_any_team_and_strides(dtype: torch.dtype, threads: Any) -> None:
+    torch.manual_seed(8)
+    for d, sq in ((64, 1), (40, 3), (33, 8)):
+        q, k, v = (draw("SBND", 2, h, s, d, dtype) for h, s in ((12, sq), (3, 700), (3, 700)))
+        runs = []
+        for team in (1, 2, 5, 2):
+            threads(team)
+            runs.append(ops.flash_attention(q, k, v, layout="SBND", next_tokens=0, return_lse=True))
+        q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
+        out, lse = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0, return_lse=True)
+        runs.append((out.permute(2, 0, 1, 3), lse))
+        for other in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], other))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_poison_reaches_those_of_few_queries_who_see_it(poison: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 2, s, 16, dtype=torch.float64).abs().to(dtype) for s in (5, 200, 200))
+    bad_q, bad_k, bad_v = q.clone(), k.clone(), v.clone()
+    bad_q[0, 1, 2, 5] = bad_k[0, 1, 197, 5] = bad_v[0, 1, 50, 5] = poison
+    call = {"layout": "BNSD", "next_tokens": 0, "return_lse": True}
+    out, lse = ops.flash_attention(q, k, v, **call)
+    for tensors, hit in (((bad_q, k, v), [2]), ((q, bad_k, v), [2, 3, 4])):
+        bad, bad_lse = ops.flash_attention(*tensors, **call)
+        spared = [i for i in range(5) if i not in hit]
+        assert bad[0, 1, hit].isnan().all() and bad_lse[0, 1, hit].isnan().all()
+        assert torch.equal(bad[0, 0], out[0, 0]) and torch.equal(bad[0, 1, spared], out[0, 1, spared])
+        assert torch.equal(bad_lse[0, 1, spared], lse[0, 1, spared])
+    bad, _ = ops.flash_attention(q, k, bad_v, **call)
+    assert not bad[0, 1, :, 5].isfinite().any() and bad[0, 1, :, :5].isfinite().all() and bad[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("sq", [1, 4])
+def test_what_few_queries_do_not_see_may_hold_anything(sq: int, dtype: torch.dtype) -> None:
+    """The unused ends of a cache: hidden by a mask, or by a window."""
+    torch.manual_seed(10)
+    q, k, v = (torch.randn(1, h, s, 24, dtype=torch.float64).to(dtype) for h, s in ((4, sq), (2, 300), (2, 300)))
+    shown = slice(110, 231)
+    clean = ops.flash_attention(q, k[:, :, shown], v[:, :, shown], layout="BNSD", return_lse=True)
+    mask = torch.ones(300, dtype=torch.bool)
+    mask[shown] = False
+    k[:, :, mask], v[:, :, mask] = math.nan, math.nan
+    for got, want in zip(ops.flash_attention(q, k, v, layout="BNSD", mask=mask, return_lse=True), clean):
+        close(got, want.double(), "behind a mask", TOLERANCE[dtype])
+    x = ops.flash_attention(q[:, :, :1], k, v, layout="BNSD", pre_tokens=299 - 110, next_tokens=230 - 299)
+    close(x, clean[0][:, :, :1].double(), "in a window", TOLERANCE[dtype])
