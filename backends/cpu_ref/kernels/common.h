@@ -207,8 +207,79 @@ DEFINE_STORE_LINE(bf16, float, ROUND_BF16)
 DEFINE_STORE_LINE(f16, float, ROUND_F16)
 DEFINE_STORE_LINE(f64, double, ROUND_EACH)
 
-// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it.
-#define STORE_ROW(stream, out, count, i, value)                                                  \
+enum { LANES = 32 };
+HAL_INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+// What a row has beyond whole LANES is up to 31 single elements, which take longer than all vectors of a short row. Where
+// memory may be read up to whole LANES (`beyond`: a row of the same tensor follows) and only what is wanted of them can be
+// written, all lanes are worked on. (gcc would mask the loads, too, and let each wait for that of the row before.) What is
+// read again soon is not to be written so: a masked store cannot be forwarded to a load.
+#define DEFINE_STORE_FIRST(T, real)                                             \
+    HAL_INLINE void store_first_##T(T *to, const real *lane, int count) {       \
+        for (int l = 0; l < count; l++) store_##T(to + l, lane[l]);             \
+    }
+#ifdef __AVX512F__
+enum { HAL_MASKS_f32 = 1, HAL_MASKS_f64 = 1 };
+HAL_INLINE void store_first_f32(f32 *to, const float *lane, int count) {
+    const uint32_t wanted = (1u << count) - 1;
+    _mm512_mask_storeu_ps(to, (__mmask16)wanted, _mm512_loadu_ps(lane));
+    if (count > 16) _mm512_mask_storeu_ps(to + 16, (__mmask16)(wanted >> 16), _mm512_loadu_ps(lane + 16));
+}
+HAL_INLINE void store_first_f64(f64 *to, const double *lane, int count) {
+    const uint32_t wanted = (1u << count) - 1;
+    for (int l = 0; l < count; l += 8)
+        _mm512_mask_storeu_pd(to + l, (__mmask8)(wanted >> l), _mm512_loadu_pd(lane + l));
+}
+#else
+enum { HAL_MASKS_f32 = 0, HAL_MASKS_f64 = 0 };
+DEFINE_STORE_FIRST(f32, float)
+DEFINE_STORE_FIRST(f64, double)
+#endif
+enum { HAL_MASKS_bf16 = 0, HAL_MASKS_f16 = 0 };
+DEFINE_STORE_FIRST(bf16, float)
+DEFINE_STORE_FIRST(f16, float)
+// Whether that may be done for `count` elements from element `at` on of a tensor that has `all`. LANES more, because
+// STORE_ROW works on lines, of which the last may be the first half of LANES.
+#define BEYOND(at, count, all) (NAME(HAL_MASKS) && (at) + whole_lanes(count) + LANES <= (all))
+// Does what follows for i = at ... end - 1, in lanes l = 0, 1, ... < LANES; or for all lanes, in_ saying which are wanted.
+#define REST(beyond, l, i, at, end, ...)                                                     \
+    do {                                                                                     \
+        const int left_ = (int)((end) - (at));                                               \
+        if ((beyond) && left_ > 0) {                                                         \
+            _Pragma("omp simd") for (int l = 0; l < LANES; l++) {                            \
+                const int in_ = l < left_;                                                   \
+                const int64_t i = (at) + l;                                                  \
+                (void)in_, (void)i;                                                          \
+                __VA_ARGS__;                                                                 \
+            }                                                                                \
+        } else {                                                                             \
+            _Pragma("omp simd") for (int l = 0; l < left_; l++) {                            \
+                enum { in_ = 1 };                                                            \
+                const int64_t i = (at) + l;                                                  \
+                (void)i;                                                                     \
+                __VA_ARGS__;                                                                 \
+            }                                                                                \
+        }                                                                                    \
+    } while (0)
+
+// v[i] = value for 0 <= i < count, other from there up to whole LANES; beyond: see BEYOND.
+#define FILL_LANES(beyond, v, count, i, value, other)                                        \
+    do {                                                                                     \
+        int64_t at_ = 0;                                                                     \
+        for (; at_ + LANES <= (count); at_ += LANES) {                                       \
+            _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                         \
+                const int64_t i = at_ + l_;                                                  \
+                (v)[i] = (value);                                                            \
+            }                                                                                \
+        }                                                                                    \
+        REST(beyond, l_, i, at_, count, const real v_ = (value); (v)[i] = in_ ? v_ : (other)); \
+        if (!(beyond))                                                                       \
+            for (int64_t i = (count); i % LANES; i++) (v)[i] = (other);                      \
+    } while (0)
+
+// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it; beyond: see BEYOND.
+#define STORE_ROW(stream, out, count, i, value) STORE_ROW_BEYOND(0, stream, out, count, i, value)
+#define STORE_ROW_BEYOND(beyond, stream, out, count, i, value)                                   \
     do {                                                                                         \
         enum { LINE_ = 64 / sizeof(T), PIECE_ = STREAM_PIECE / sizeof(T) };                      \
         _Alignas(64) T piece_[PIECE_];                                                           \
@@ -225,7 +296,22 @@ DEFINE_STORE_LINE(f64, double, ROUND_EACH)
                 }                                                                                \
                 NAME(store_line)((stream) == STREAM_LINES, to_ + (at_ - begin_), values_);       \
             }                                                                                    \
-            _Pragma("omp simd") for (int64_t i = at_; i < end_; i++) STORE(to_ + (i - begin_), value); \
+            for (; at_ + LANES <= end_; at_ += LANES) {                                          \
+                _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                         \
+                    const int64_t i = at_ + l_;                                                  \
+                    STORE(to_ + (i - begin_), value);                                            \
+                }                                                                                \
+            }                                                                                    \
+            if ((beyond) && at_ < end_) {                                                        \
+                _Alignas(64) real values_[LANES];                                                \
+                _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                         \
+                    const int64_t i = at_ + l_;                                                  \
+                    values_[l_] = (value);                                                       \
+                }                                                                                \
+                NAME(store_first)(to_ + (at_ - begin_), values_, (int)(end_ - at_));             \
+            } else {                                                                             \
+                _Pragma("omp simd") for (int64_t i = at_; i < end_; i++) STORE(to_ + (i - begin_), value); \
+            }                                                                                    \
             if ((stream) == STREAM_PIECES)                                                       \
                 stream_copy((out) + begin_, piece_, (end_ - begin_) * (int64_t)sizeof(T));       \
         }                                                                                        \
@@ -238,7 +324,6 @@ DEFINE_STORE_LINE(f64, double, ROUND_EACH)
     for (uintptr_t at_ = (address), end_ = at_ + (uintptr_t)(bytes); at_ < end_; at_ += 64) \
     __builtin_prefetch((const void *)at_, 0, locality)
 
-enum { LANES = 32 };
 // The lanes' sum: the upper half is added to the lower one until one is left.
 #define DEFINE_ADD_LANES(real, suffix)                      \
     HAL_INLINE real add_lanes_##suffix(real *lane) {        \
@@ -265,9 +350,9 @@ DEFINE_ADD_LANES(double, f64)
 // sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
 // are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
 // bandwidth) and one horizontal sum, which short rows would notice if there were more.
-#define ROW_SUM(type, sum, count, i, term) ROW_SUM_AHEAD(type, sum, count, i, term, (void)0)
-// The same, with a statement before every LANES elements, from i on.
-#define ROW_SUM_AHEAD(type, sum, count, i, term, statement)                           \
+#define ROW_SUM(type, sum, count, i, term) ROW_SUM_BEYOND(0, type, sum, count, i, term, (void)0)
+// The same, with a statement before every LANES elements, from i on; beyond: see BEYOND.
+#define ROW_SUM_BEYOND(beyond, type, sum, count, i, term, statement)                  \
     do {                                                                              \
         type lane_[LANES] = {0};                                                      \
         int64_t at_ = 0;                                                              \
@@ -278,32 +363,33 @@ DEFINE_ADD_LANES(double, f64)
                 lane_[l_] += (term);                                                  \
             }                                                                         \
         }                                                                             \
-        for (int l_ = 0; at_ + l_ < (count); l_++) {                                  \
-            const int64_t i = at_ + l_;                                               \
-            lane_[l_] += (term);                                                      \
-        }                                                                             \
+        REST(beyond, l_, i, at_, count, const type t_ = (term); lane_[l_] += in_ ? t_ : 0); \
         sum = ADD_LANES(lane_);                                                       \
     } while (0)
 // top = the largest of top, value(0), ..., value(count - 1), NaN left aside. With AVX-512 in four registers: a single one,
-// as compilers make of `reduction(max)`, waits for its own last comparison.
-#define ROW_MAX(top, count, i, value)                                                 \
+// as compilers make of `reduction(max)`, waits for its own last comparison. beyond: see BEYOND.
+#define ROW_MAX(top, count, i, value) ROW_MAX_BEYOND(0, top, count, i, value)
+#define ROW_MAX_BEYOND(beyond, top, count, i, value)                                  \
     do {                                                                              \
         enum { WIDE_ = 2 * LANES };                                                   \
+        real lane_[WIDE_];                                                            \
+        for (int l_ = 0; l_ < WIDE_; l_++) lane_[l_] = (top);                         \
         int64_t at_ = 0;                                                              \
-        if ((count) >= 2 * WIDE_) {                                                   \
-            real lane_[WIDE_];                                                        \
-            for (int l_ = 0; l_ < WIDE_; l_++) lane_[l_] = (top);                     \
-            for (; at_ + WIDE_ <= (count); at_ += WIDE_) {                            \
-                _Pragma("omp simd") for (int l_ = 0; l_ < WIDE_; l_++) {              \
-                    const int64_t i = at_ + l_;                                       \
-                    lane_[l_] = (value) > lane_[l_] ? (value) : lane_[l_];            \
-                }                                                                     \
+        for (; at_ + WIDE_ <= (count); at_ += WIDE_) {                                \
+            _Pragma("omp simd") for (int l_ = 0; l_ < WIDE_; l_++) {                  \
+                const int64_t i = at_ + l_;                                           \
+                lane_[l_] = (value) > lane_[l_] ? (value) : lane_[l_];                \
             }                                                                         \
-            _Pragma("omp simd reduction(max : top)") for (int l_ = 0; l_ < WIDE_; l_++) \
-                top = lane_[l_] > top ? lane_[l_] : top;                              \
         }                                                                             \
-        _Pragma("omp simd reduction(max : top)") for (int64_t i = at_; i < (count); i++) \
-            top = (value) > top ? (value) : top;                                      \
+        for (; at_ + LANES <= (count); at_ += LANES) {                                \
+            _Pragma("omp simd") for (int l_ = 0; l_ < LANES; l_++) {                  \
+                const int64_t i = at_ + l_;                                           \
+                lane_[l_] = (value) > lane_[l_] ? (value) : lane_[l_];                \
+            }                                                                         \
+        }                                                                             \
+        REST(beyond, l_, i, at_, count, const real v_ = (value); lane_[l_] = in_ && v_ > lane_[l_] ? v_ : lane_[l_]); \
+        _Pragma("omp simd reduction(max : top)") for (int l_ = 0; l_ < WIDE_; l_++)   \
+            top = lane_[l_] > top ? lane_[l_] : top;                                  \
     } while (0)
 // Two sums over the same elements, each as ROW_SUM forms it.
 #define ROW_SUMS(type, sum_a, sum_b, count, i, term_a, term_b)                        \
@@ -317,11 +403,7 @@ DEFINE_ADD_LANES(double, f64)
                 lane_b_[l_] += (term_b);                                              \
             }                                                                         \
         }                                                                             \
-        for (int l_ = 0; at_ + l_ < (count); l_++) {                                  \
-            const int64_t i = at_ + l_;                                               \
-            lane_a_[l_] += (term_a);                                                  \
-            lane_b_[l_] += (term_b);                                                  \
-        }                                                                             \
+        REST(0, l_, i, at_, count, lane_a_[l_] += (term_a); lane_b_[l_] += (term_b)); \
         sum_a = ADD_LANES(lane_a_);                                                   \
         sum_b = ADD_LANES(lane_b_);                                                   \
     } while (0)
@@ -331,11 +413,11 @@ DEFINE_ADD_LANES(double, f64)
 void *hal_scratch(size_t bytes);
 
 // Sums over rows (weight and bias gradients) are accumulated in double, because they may cancel over millions of terms, in
-// pieces of consecutive rows: at most 32 of at least 16 rows. The number of pieces depends on the shape only, so the result
-// is the same for any number of threads.
+// pieces of consecutive rows: at most 32 of at least 16 rows, or up to four of at least 4. The number of pieces depends on the
+// shape only, so the result is the same for any number of threads.
 HAL_INLINE int64_t piece_count(int64_t rows) {
-    const int64_t pieces = rows / 16;
-    return pieces < 1 ? 1 : (pieces < 32 ? pieces : 32);
+    const int64_t pieces = rows / 16, small = rows < 16 ? rows / 4 : 4;
+    return pieces > 32 ? 32 : pieces > small ? pieces : small > 1 ? small : 1;
 }
 
 // out[i] = the sum over pieces of partial[piece * stride + i]; called by every thread of a parallel region.

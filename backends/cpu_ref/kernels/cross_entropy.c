@@ -16,7 +16,10 @@
 
 #include "cross_entropy_api.h"
 
-enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, AHEAD = 16384 };  // the last one in bytes
+enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, ROWS = 4, AHEAD = 16384 };  // the last one in bytes
+
+// Of long rows, which gain nothing from company, few may have to feed all threads.
+HAL_INLINE int64_t rows_at_once(int64_t v) { return v > VOCAB_BLOCK ? 1 : ROWS; }
 
 #define HAL_SELF "cross_entropy.c"
 #include "dtypes.h"
@@ -38,44 +41,62 @@ void hal_cross_entropy_bwd(int dtype, uintptr_t logits, uintptr_t targets, uintp
 
 #else
 
-// *sum_x: of x - maximum, since the sum of logits far from zero would lose its digits.
-HAL_INLINE void NAME(row_stats)(const T *x, int64_t v, int smoothing, real *maximum, real *sum_exp, real *sum_x) {
-    real top = -(real)INFINITY, sum = 0, total = 0;
-    for (int64_t begin = 0; begin < v; begin += VOCAB_BLOCK) {
-        const int64_t count = begin + VOCAB_BLOCK < v ? VOCAB_BLOCK : v - begin;
-        const T *block = x + begin;
-        real block_top = top;
-        ROW_MAX(block_top, count, j, LOAD(block + j));
-        if (block_top > top) {
-            sum *= RNAME(exp)(top - block_top);
-            if (top > -(real)INFINITY) total += (real)begin * (top - block_top);
-            top = block_top;
+HAL_INLINE real NAME(block_top)(const T *block, int64_t count, int beyond, real top) {
+    ROW_MAX_BEYOND(beyond, top, count, j, LOAD(block + j));
+    return top;
+}
+
+// Of the rows [begin, end), at most ROWS: maximum, sum of exp(x - maximum) and, if smoothing, sum of x - maximum (the sum of
+// logits far from zero would lose its digits). The maxima of the first blocks come first, so that one row's horizontal
+// steps hide behind the next row.
+HAL_INLINE void NAME(rows_stats)(const T *logits, int64_t begin, int64_t end, int64_t rows, int64_t v, int smoothing,
+                                 real *maximum, real *sum_exp, real *sum_x) {
+    const int64_t first = v < VOCAB_BLOCK ? v : VOCAB_BLOCK;
+    real tops[ROWS];
+    for (int64_t row = begin; row < end; row++)
+        tops[row - begin] = NAME(block_top)(logits + row * v, first, BEYOND(row * v, first, rows * v), -(real)INFINITY);
+    for (int64_t row = begin; row < end; row++) {
+        real top = tops[row - begin], sum = 0, total = 0;
+        for (int64_t at = 0; at < v; at += VOCAB_BLOCK) {
+            const int64_t count = at + VOCAB_BLOCK < v ? VOCAB_BLOCK : v - at;
+            const int beyond = BEYOND(row * v + at, count, rows * v);
+            const T *block = logits + row * v + at;
+            const real block_top = at ? NAME(block_top)(block, count, beyond, top) : top;
+            if (block_top > top) {
+                sum *= RNAME(exp)(top - block_top);
+                if (top > -(real)INFINITY) total += (real)at * (top - block_top);
+                top = block_top;
+            }
+            const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
+            real part;
+            ROW_SUM_BEYOND(beyond, real, part, count, j, RNAME(low_exp)(LOAD(block + j) - shift),
+                           PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
+            sum += part;
+            if (smoothing) {
+                ROW_SUM_BEYOND(beyond, real, part, count, j, LOAD(block + j) - shift, (void)0);
+                total += part;
+            }
         }
-        const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
-        real part;
-        ROW_SUM_AHEAD(real, part, count, j, RNAME(low_exp)(LOAD(block + j) - shift),
-                      PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
-        sum += part;
-        if (smoothing) {
-            ROW_SUM(real, part, count, j, LOAD(block + j) - shift);
-            total += part;
-        }
+        maximum[row - begin] = top;
+        sum_exp[row - begin] = sum;
+        sum_x[row - begin] = total;
     }
-    *maximum = top;
-    *sum_exp = sum;
-    *sum_x = total;
 }
 
 static void NAME(cross_entropy_stats)(uintptr_t logits, uintptr_t targets_, uintptr_t stats_, int smoothing, int64_t rows,
                                       int64_t v, int64_t start) {
     const int64_t *targets = (const int64_t *)targets_;
     real *stats = (real *)stats_;
+    const int64_t step = rows_at_once(v);
 #pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)logits + row * v;
-        const int64_t target = targets[row] - start;
-        NAME(row_stats)(x, v, smoothing, stats + row, stats + rows + row, stats + 3 * rows + row);
-        stats[2 * rows + row] = target >= 0 && target < v ? LOAD(x + target) : 0;
+    for (int64_t begin = 0; begin < rows; begin += step) {
+        const int64_t end = begin + step < rows ? begin + step : rows;
+        real *at = stats + begin;
+        NAME(rows_stats)((const T *)logits, begin, end, rows, v, smoothing, at, at + rows, at + 3 * rows);
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t target = targets[row] - start;
+            stats[2 * rows + row] = target >= 0 && target < v ? LOAD((const T *)logits + row * v + target) : 0;
+        }
     }
 }
 
@@ -85,18 +106,20 @@ static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintpt
     const int64_t *targets = (const int64_t *)targets_;
     const real eps = (real)eps_;
     real *loss = (real *)loss_, *sums = (real *)sums_;
+    const int64_t step = rows_at_once(v);
 #pragma omp parallel for schedule(static) if (rows * v >= HAL_PARALLEL_MIN)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *x = (const T *)logits + row * v;
-        const int64_t target = targets[row] - start;
-        real top, sum, total;
-        NAME(row_stats)(x, v, eps_ != 0, &top, &sum, &total);
-        const real log_sum = RNAME(log)(sum), at = target >= 0 && target < v ? LOAD(x + target) : 0;
-        sums[row] = top;
-        sums[rows + row] = sum;
-        // (top - at) first: it is exact or nearly so, where top + log_sum would lose the low bits of log_sum.
-        loss[row] = (1 - eps) * (top - at + log_sum);
-        if (eps_ != 0) loss[row] += eps * (log_sum - total / (real)v);
+    for (int64_t begin = 0; begin < rows; begin += step) {
+        const int64_t end = begin + step < rows ? begin + step : rows;
+        real totals[ROWS];
+        NAME(rows_stats)((const T *)logits, begin, end, rows, v, eps_ != 0, sums + begin, sums + rows + begin, totals);
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t target = targets[row] - start;
+            const real top = sums[row], log_sum = RNAME(log)(sums[rows + row]);
+            const real at = target >= 0 && target < v ? LOAD((const T *)logits + row * v + target) : 0;
+            // (top - at) first: it is exact or nearly so, where top + log_sum would lose the low bits of log_sum.
+            loss[row] = (1 - eps) * (top - at + log_sum);
+            if (eps_ != 0) loss[row] += eps * (log_sum - totals[row - begin] / (real)v);
+        }
     }
 }
 
@@ -120,9 +143,10 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
             const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
             for (int64_t begin = 0; begin < v; begin += GRADIENT_BLOCK) {
                 const int64_t count = begin + GRADIENT_BLOCK < v ? GRADIENT_BLOCK : v - begin;
+                const int beyond = BEYOND(row * v + begin, count, rows * v);
                 const T *block = x + begin;
                 PREFETCH((uintptr_t)block + AHEAD, count * (int64_t)sizeof(T), 3);
-                STORE_ROW(stream, dx + begin, count, j, RNAME(low_exp)(LOAD(block + j) - top) * scale - shift);
+                STORE_ROW_BEYOND(beyond, stream, dx + begin, count, j, RNAME(low_exp)(LOAD(block + j) - top) * scale - shift);
             }
             if (here) STORE(dx + target, upstream * (RNAME(low_exp)(at - top) * inverse - uniform - hit));
         }

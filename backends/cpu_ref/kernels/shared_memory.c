@@ -10,6 +10,12 @@
 // enough to stay in the second-level caches: memory is read and written once, whatever the size of the tensors. Large
 // results are written past the caches, since an ordinary store would read memory a second time and push the slots out.
 //
+// Between processors that share a cache, that is as fast as memory is. Between others, what one has written takes the
+// other longer to get from its cache than from memory (64 MB: 13 ms and 7), so there the slots are written past the
+// caches, too, which near each other would be slower (8 and 10). Which of the two holds is not to be known beforehand, and
+// under a hypervisor it changes: a large collective tries both ways on some chunks and goes on in the faster one. Every
+// rank decides for its own slots.
+//
 // A wait spins for some microseconds, then yields, then sleeps for longer and longer: more ranks than processors make
 // progress. It ends with a fault when the time is up, when a peer has died (its pidfd is readable), when the peer is in
 // another collective (each slot says what it is for), or when this process closes the handle.
@@ -34,6 +40,7 @@ enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
 enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 256 };
 // Bytes copied at a time, and how far ahead of them memory (or the peer's cache) is asked for what comes next.
 enum { PIECE = 1024, AHEAD = 4096 };
+enum { TRIAL = 6 };  // chunks; a collective of eight times as many is large enough to try
 
 // One rank's part of the segment. What another core writes often has a cache line of its own (128: lines come in pairs).
 typedef struct {
@@ -49,6 +56,7 @@ typedef struct {
     uint64_t seen[MAX_RANKS];  // of each peer's `posted`, the last value this rank has waited for
     double timeout;
     int closed;
+    int past;  // whether a large collective's slots are written past the caches, as the last trial had it
 } group;
 
 int64_t hal_shm_bytes(int size) { return size <= MAX_RANKS ? (int64_t)size * (int64_t)sizeof(member) : 0; }
@@ -152,11 +160,25 @@ static void copy(char *to, const char *from, int64_t bytes, int stream) {
     for (int64_t begin = 0; begin < bytes; begin += PIECE) {
         const int64_t length = begin + PIECE < bytes ? PIECE : bytes - begin;
         PREFETCH((uintptr_t)from + (uintptr_t)begin + AHEAD, PIECE, 3);
-        if (stream)
+        if (stream) {
             stream_copy(to + begin, from + begin, length);
-        else
+        } else {
+            // A slot's lines lie in the peer's cache, too, which has to give them up.
+            for (int64_t i = 0; i < PIECE; i += 64) __builtin_prefetch(to + begin + AHEAD + i, 1, 3);
             memcpy(to + begin, from + begin, (size_t)length);
+        }
     }
+}
+
+// Times a large collective's chunks from the third on, TRIAL with the slots in the caches and TRIAL past them, and keeps the
+// faster way in g->past.
+static void try_both(group *g, int64_t chunk, double *began, double *took) {
+    if (chunk < 2 || chunk > 2 + 2 * TRIAL || (chunk - 2) % TRIAL) return;
+    const double time = now();
+    if (chunk == 2) g->past = 0;
+    if (chunk == 2 + TRIAL) *took = time - *began, g->past = 1;
+    if (chunk == 2 + 2 * TRIAL) g->past = time - *began < *took;
+    *began = time;
 }
 
 int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, int root, int kind, int bytes, int dtype,
@@ -173,8 +195,12 @@ int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, 
     const int stream = streams(out_, whole * count * bytes, whole == 1 ? 64 : count * bytes);
     const uint64_t purpose = (uint64_t)count << 16 | (uint64_t)(kind << 12 | dtype << 6 | reduction << 2 | 1);
     const void *from[MAX_RANKS];
+    const int tries = stream && count >= 8 * TRIAL * most;
+    double began = 0, took = 0;
     int64_t done = 0;
     do {
+        if (tries) try_both(g, done / most, &began, &took);
+        const int past = stream && g->past;
         const int64_t n = count - done < most ? count - done : most, length = n * bytes;
         const uint64_t step = mine->posted;
         const int which = step & 1;
@@ -185,10 +211,11 @@ int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, 
         }
         if (divides) {
             for (int r = 0; r < size; r++)
-                if (r != me) copy(mine->slot[which] + r * share, in + (r * count + done) * bytes, length, 0);
+                if (r != me) copy(mine->slot[which] + r * share, in + (r * count + done) * bytes, length, past);
         } else if (kind != BARRIER && (kind != BROADCAST || me == root)) {
-            copy(mine->slot[which], in + done * bytes, length, 0);
+            copy(mine->slot[which], in + done * bytes, length, past);
         }
+        if (past) stream_end();
         mine->purpose[which] = purpose;  // here, or a waiting peer would fetch the line twice
         __atomic_store_n(&mine->posted, step + 1, __ATOMIC_RELEASE);
         for (int r = 0; r < size; r++) {

@@ -21,11 +21,11 @@ HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_
     return visible < 0 ? 0 : (visible < sk ? visible : sk);
 }
 
-// Rounded up to whole vectors where the row has them: the columns in between are masked, which is cheaper than the scalar
-// tail that every causal row would otherwise end in.
-HAL_INLINE int64_t padded_columns(int64_t columns, int64_t sk) {
-    const int64_t padded = (columns + LANES - 1) / LANES * LANES;
-    return padded < sk ? padded : sk;
+// How many columns of a causal row to write as if they were visible: of whole LANES, where the row has them, if single ones
+// would have to be written one by one, or lines past the caches.
+HAL_INLINE int64_t written_columns(int masks, int stream, int64_t visible, int64_t sk) {
+    if (masks && stream != STREAM_LINES) return visible;
+    return whole_lanes(visible) < sk ? whole_lanes(visible) : sk;
 }
 
 // The masked rest of a row whose first part STORE_ROW wrote.
@@ -38,6 +38,13 @@ HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     memset(to, 0, (size_t)at);
     for (; stream && at + 64 <= bytes; at += 64) STREAM_LINE(to + at, zeros);
     memset(to + at, 0, (size_t)(bytes - at));
+}
+
+// Causal rows differ in length: threads that take some after another stay level. Some are 64 KiB, so that hardware, which reads
+// ahead, seldom does so for the other thread, but an eighth of all at most.
+HAL_INLINE int64_t rows_in_turn(int64_t rows, int64_t row_bytes) {
+    const int64_t some = 65536 / row_bytes, most = rows / 8;
+    return some < most ? (some > 0 ? some : 1) : (most > 0 ? most : 1);
 }
 
 typedef struct {
@@ -68,10 +75,10 @@ void hal_softmax_bwd(int dtype, uintptr_t y, uintptr_t x, uintptr_t lse, uintptr
 #else
 
 // v = scale x with masked columns at -inf; returns whether any column is visible.
-HAL_INLINE int NAME(masked_row)(const T *x, real scale, const uint8_t *mask, int64_t stride, int64_t columns, real *v) {
+HAL_INLINE int NAME(masked_row)(int beyond, const T *x, real scale, const uint8_t *mask, int64_t stride, int64_t columns,
+                                real *v) {
     if (!mask || (stride == 0 && columns > 0 && !*mask)) {
-#pragma omp simd
-        for (int64_t j = 0; j < columns; j++) v[j] = LOAD(x + j) * scale;
+        FILL_LANES(beyond, v, columns, j, LOAD(x + j) * scale, -(real)INFINITY);
         return columns > 0;
     }
     if (stride == 0) return 0;
@@ -88,6 +95,7 @@ HAL_INLINE int NAME(masked_row)(const T *x, real scale, const uint8_t *mask, int
             v[j] = mask[j * stride] ? -(real)INFINITY : LOAD(x + j) * scale;
         }
     }
+    for (int64_t j = columns; j < whole_lanes(columns); j++) v[j] = -(real)INFINITY;
     return alive;
 }
 
@@ -99,11 +107,11 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
     const real scale = (real)scale_;
     const int64_t rows = b * n * sq, row_bytes = sk * (int64_t)sizeof(T);
     const int stream = streams(y_, rows * row_bytes, row_bytes);
-    // Causal rows differ in length: small chunks dealt in turn keep the threads level.
+    const int64_t turn = rows_in_turn(rows, row_bytes);
 #pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
     {
-        real *v = hal_scratch((size_t)sk * sizeof(real));
-#pragma omp for schedule(static, 16)
+        real *v = hal_scratch((size_t)(whole_lanes(sk) + LANES) * sizeof(real));
+#pragma omp for schedule(dynamic, turn)
         for (int64_t row = 0; row < rows; row++) {
             const int64_t query = row % sq, columns = visible_columns(causal, query, sq, sk);
             const uint8_t *mask_row = mask->data;
@@ -111,34 +119,26 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             const T *in = x + row * sk;
             T *out = y + row * sk;
             PREFETCH((uintptr_t)(in + sk), columns * (int64_t)sizeof(T), 3);  // the next row
-            int alive = NAME(masked_row)(in, scale, mask_row, mask->k, columns, v);
+            const int beyond = BEYOND(row * sk, columns, rows * sk);
+            int alive = NAME(masked_row)(beyond, in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
                 memset(out, 0, (size_t)sk * sizeof(T));
                 if (lse) lse[row] = 0;  // not used: y is 0
                 continue;
             }
-            const int64_t padded = padded_columns(columns, sk);
-            for (int64_t j = columns; j < padded; j++) v[j] = -(real)INFINITY;
+            const int64_t whole = whole_lanes(columns), padded = written_columns(NAME(HAL_MASKS), stream, columns, sk);
             real top = -(real)INFINITY;
-#pragma omp simd reduction(max : top)
-            for (int64_t j = 0; j < padded; j++) top = v[j] > top ? v[j] : top;
-            real sum = 0;
-            if (top < RNAME(COARSE) && top > -RNAME(COARSE)) {
-#pragma omp simd reduction(+ : sum)
-                for (int64_t j = 0; j < padded; j++) {
-                    const real shifted = LOAD(in + j) * scale - top;
-                    v[j] = v[j] == -(real)INFINITY ? 0 : RNAME(low_exp)(shifted);
-                    sum += v[j];
-                }
-            } else {
-                for (int64_t j = 0; j < padded; j++) {
-                    v[j] = RNAME(low_exp)(v[j] - top);
-                    sum += v[j];
-                }
-            }
+            ROW_MAX(top, whole, j, v[j]);
+            if (top < RNAME(COARSE) && top > -RNAME(COARSE))
+                FILL_LANES(beyond, v, columns, j,
+                           v[j] == -(real)INFINITY ? 0 : RNAME(low_exp)(LOAD(in + j) * scale - top), 0);
+            else
+                FILL_LANES(beyond, v, columns, j, RNAME(low_exp)(v[j] - top), 0);
+            real sum;
+            ROW_SUM(real, sum, whole, j, v[j]);
             if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
-            STORE_ROW(stream, out, padded, j, v[j] * inverse);
+            STORE_ROW_BEYOND(NAME(HAL_MASKS), stream, out, padded, j, v[j] * inverse);
             zero_out(stream, out + padded, (sk - padded) * (int64_t)sizeof(T));
         }
         if (stream) stream_end();
@@ -150,14 +150,17 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
     const real scale = (real)scale_, *lses = (const real *)lse_;
     const int64_t row_bytes = sk * (int64_t)sizeof(T);
     const int stream = streams(dx_, rows * row_bytes, row_bytes);
+    const int64_t turn = rows_in_turn(rows, row_bytes);
 #pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
     {
         real *p = x_ ? hal_scratch((size_t)sk * sizeof(real)) : 0;
-#pragma omp for schedule(static, 16)
+#pragma omp for schedule(dynamic, turn)
         for (int64_t row = 0; row < rows; row++) {
-            const int64_t columns = padded_columns(visible_columns(causal, row % sq, sq, sk), sk);
+            const int64_t visible = visible_columns(causal, row % sq, sq, sk);
+            const int64_t columns = written_columns(NAME(HAL_MASKS), stream, visible, sk);
             const T *y = (const T *)y_ + row * sk, *dy = (const T *)dy_ + row * sk;
             T *dx = (T *)dx_ + row * sk;
+            const int beyond = BEYOND(row * sk, columns, rows * sk);
             real dot;
             if (p) {
                 const T *x = (const T *)x_ + row * sk;
@@ -173,8 +176,8 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
                 ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
                 STORE_ROW(stream, dx, columns, j, scale * p[j] * (LOAD(dy + j) - dot));
             } else {
-                ROW_SUM(real, dot, columns, j, LOAD(y + j) * LOAD(dy + j));
-                STORE_ROW(stream, dx, columns, j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
+                ROW_SUM_BEYOND(beyond, real, dot, columns, j, LOAD(y + j) * LOAD(dy + j), (void)0);
+                STORE_ROW_BEYOND(beyond, stream, dx, columns, j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
             }
             zero_out(stream, dx + columns, (sk - columns) * (int64_t)sizeof(T));
         }

@@ -23,6 +23,10 @@ void low_exps(const float *x, float *y, int64_t n) {
 _Pragma("omp simd") EACH y[i] = low_expf(x[i]); }
 void largest(const float *x, float *y, int64_t n) {
     float top = -INFINITY; ROW_MAX(top, n, i, x[i]); *y = top; }
+void largest_of_whole_lanes(const float *x, float *y, int64_t n) {
+    float top = -INFINITY; ROW_MAX_BEYOND(1, top, n, i, x[i]); *y = top; }
+void sums_of_whole_lanes(const float *x, float *y, int64_t n) {
+    ROW_SUM_BEYOND(1, float, *y, n, i, x[i], (void)0); }
 void to_bf16(const float *x, bf16 *y, int64_t n) {
 _Pragma("omp simd") EACH store_bf16(y + i, x[i]); }
 void lines_to_bf16(const float *x, bf16 *y, int64_t n) {
@@ -54,7 +58,7 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., torch.Tensor
 
     def run(name: str, x: torch.Tensor, out: torch.dtype, n: int | None = None) -> torch.Tensor:
         count = x.numel() if n is None else n
-        y = torch.empty(count if name not in ("sums", "largest") else 1, dtype=out)
+        y = torch.empty(count if not name.startswith(("sums", "largest")) else 1, dtype=out)
         getattr(library, name)(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(count))
         return y
 
@@ -97,6 +101,16 @@ def test_the_largest_is_found_wherever_it_stands(call: Callable[..., torch.Tenso
         x[at] = float(at)
         assert call("largest", x, torch.float32, n).item() == at
         x[at] = float("nan")  # left aside, also in front of the next one
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 31, 32, 33, 95, 127, 161, 1001])
+def test_what_lies_beyond_a_row_is_read_but_does_not_count(call: Callable[..., torch.Tensor], n: int) -> None:
+    x = torch.randn(n + 32)
+    for junk in (float("nan"), float("inf"), 3e38):
+        x[n:] = junk
+        for name in ("sums", "largest"):
+            got, want = (call(f"{name}{kind}", x, torch.float32, n) for kind in ("_of_whole_lanes", ""))
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])

@@ -125,6 +125,41 @@ def test_softmax_reads_a_mask_through_any_strides() -> None:
     assert y[:, :, column[:, 0]].abs().max() == 0 and y[:, :, ~column[:, 0]].min() > 0
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("width", [1, 2, 15, 16, 31, 33, 48, 65, 95, 127, 128, 145])
+def test_a_rows_neighbours_do_not_show_in_it(width: int, dtype: torch.dtype) -> None:
+    """Short rows are worked on beyond their ends, where the next row begins."""
+    rows = 9
+    x, targets = normal(rows, width), torch.arange(rows) % width
+    hidden = torch.ones(rows, width, dtype=torch.bool).triu(1)
+    functions: dict[str, Callable[[Tensor, slice], Tensor]] = {
+        "softmax": lambda x, at: ops.scale_mask_softmax(x[None, None], None, 0.7)[0, 0],
+        "masked": lambda x, at: ops.scale_mask_softmax(x[None, None], hidden[at][None, None], 0.7)[0, 0],
+        "cross_entropy": lambda x, at: ops.cross_entropy(x, targets[at]),
+        "smoothed": lambda x, at: ops.cross_entropy(x, targets[at], label_smoothing=0.1 if width > 1 else 0.0),
+    }
+    for f in functions.values():
+        alone = [run(lambda t, f=f, i=i: f(t, slice(i, i + 1)), (x[i : i + 1],), dtype)[0] for i in range(rows)]
+        clean, grad = run(lambda t, f=f: f(t, slice(None)), (x,), dtype)
+        close(clean, torch.cat(alone), TOLERANCE[dtype])
+        spoiled = x.clone()
+        spoiled[1::2] = float("nan")
+        out, spoiled_grad = run(lambda t, f=f: f(t, slice(None)), (spoiled,), dtype)
+        assert torch.equal(out[::2], clean[::2]) and torch.equal(spoiled_grad[::2], grad[::2])
+
+
+@pytest.mark.parametrize("s", [3, 37, 129, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_of_any_number_of_rows(s: int, causal: bool) -> None:
+    """Rows are dealt to threads by their bytes."""
+    x = normal(2, 3, s, s).float()
+    got = run(lambda t: ops.scale_mask_softmax(t, None, 0.3, causal), (x,), F32)
+    with hal.policy(fallback="reference", pin={"scale_mask_softmax": "reference"}):
+        want = run(lambda t: ops.scale_mask_softmax(t, None, 0.3, causal), (x,), F64)
+    for a, b in zip(got, want):
+        close(a, b, TOLERANCE[F32])
+
+
 def test_softmax_ignores_nan_and_inf_behind_the_mask() -> None:
     x = normal(1, 1, 2, 40).float()
     mask = torch.zeros(40, dtype=torch.bool)

@@ -56,8 +56,9 @@ def _chunks() -> list[str]:
 
 
 def _large() -> list[str]:
-    """Results above 6 MiB, which are written past the caches, and such at an address that does not allow it."""
-    comm, wrong, rows = shared(), [], (7 << 20) // 2 + 2
+    """Results above 12 MiB, which are written past the caches, and such at an address that does not allow it. So
+    large ones try both ways to write slots."""
+    comm, wrong, rows = shared(), [], (13 << 20) // 2 + 2
     for dtype in (torch.bfloat16, torch.int16):
         xs = [torch.randint(0, 50, (rows + 1,), generator=torch.Generator().manual_seed(r)).to(dtype) for r in (0, 1)]
         for first in (0, 1):
