@@ -1,8 +1,8 @@
-"""Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, memory, and
-shapes that fit no tile.
+"""Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, memory, shapes
+that fit no tile, and one query, as when a model writes text.
 
 FLOP count pairs (query, key) inside the band only: 4 D per pair forward (two products), 14 D forward and backward
-(seven), so a peer that also computes masked pairs gets no credit for them.
+(seven), so a peer that also computes masked pairs gets no credit for them. One query is held against the copy rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class Shape:
     """B sequences of S tokens, H heads of D channels. A query sees itself, `pre` keys before it (None: all) and `next`.
 
-    kv: key/value heads, if fewer. lengths: of packed sequences (layout TND), in place of b and s.
+    kv: key/value heads, if fewer. lengths: of packed sequences (layout TND), in place of b and s. last: only the last
+    token is a query.
     """
 
     dtype: str = "f32"
@@ -41,11 +42,13 @@ class Shape:
     next: int = 0
     kv: int | None = None
     lengths: tuple[int, ...] = ()
+    last: bool = False
 
     def __str__(self) -> str:
         band = "causal" if self.pre is None else f"pre{self.pre}" + (f" next{self.next}" if self.next else "")
         heads = f"H{self.h}" + (f"/{self.kv}" if self.kv else "")
         tokens = "+".join(map(str, self.lengths)) if self.lengths else f"{self.s}"
+        band = "last query" if self.last else band
         return f"{self.dtype} {self.layout} B{self.b} {heads} S{tokens} D{self.d} {band}"
 
     def flop(self, backward: bool) -> float:
@@ -55,12 +58,16 @@ class Shape:
         )
         return float(self.h * pairs * self.d * (14 if backward else 4))
 
+    def keys_and_values(self) -> float:
+        """Their bytes, all that one query has to read."""
+        return float(2 * self.b * (self.kv or self.h) * self.s * self.d * DTYPES[self.dtype].itemsize)
+
     def inputs(self, grad: bool) -> list[Tensor]:
         """q, k, v in the layout."""
         torch.manual_seed(0)
         found = []
-        for h in (self.h, self.kv or self.h, self.kv or self.h):
-            sizes = {"S": self.s, "B": self.b, "N": h, "D": self.d, "H": h * self.d, "T": sum(self.lengths)}
+        for h, s in ((self.h, 1 if self.last else self.s), *[(self.kv or self.h, self.s)] * 2):
+            sizes = {"S": s, "B": self.b, "N": h, "D": self.d, "H": h * self.d, "T": sum(self.lengths)}
             shape = [sizes[c] for c in self.layout]
             found.append(torch.randn(shape, device=worker.device(), dtype=DTYPES[self.dtype]).requires_grad_(grad))
         return found
@@ -97,7 +104,7 @@ def _hal(shape: Shape) -> Attend:
 
 
 def _sdpa(shape: Shape) -> Attend:
-    options = {"is_causal": True, "enable_gqa": shape.kv is not None}
+    options = {"is_causal": not shape.last, "enable_gqa": shape.kv is not None}  # torch's first query sees one key
     return lambda q, k, v: F.scaled_dot_product_attention(shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), **options)
 
 
@@ -209,12 +216,13 @@ def _case(
     # Memory has a process of its own: one that has grown before takes what it needs from what it holds.
     candidates = {OURS: _candidate(shape, _hal, backward, "hal-memory" if memory else "hal")}
     candidates |= {p: _candidate(shape, _PEERS[p][0], backward, _PEERS[p][1]) for p in peers}
+    work, ceiling = (shape.keys_and_values(), "copy") if shape.last else (shape.flop(backward), f"GEMM {shape.dtype}")
     return Case(
         name,
         str(shape),
         candidates,
-        work=0.0 if memory else shape.flop(backward),
-        ceiling="" if memory else f"GEMM {shape.dtype}",
+        work=0.0 if memory else work,
+        ceiling="" if memory else ceiling,
         series=series,
         x=x,
         quantity="bytes" if memory else "seconds",
@@ -260,5 +268,7 @@ def cases() -> list[Case]:
         found.append(_case("attention over heads", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
     for odd, backward, peers in ODD:
         found.append(_case(f"attention odd shapes {_MODES[backward][0]}", odd, backward, peers))
+    for dtype, (h, kv, d, s) in product(DTYPES, ((12, None, 64, 1024), (32, 8, 128, 4096))):
+        found.append(_case("attention one query", Shape(dtype, h=h, kv=kv, d=d, s=s, last=True), False, ("sdpa",)))
     found.append(_case("attention memory", Shape(s=8192), True, ("naive",), memory=True))
     return found

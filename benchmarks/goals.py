@@ -70,6 +70,7 @@ RATIOS = [  # the first that matches counts
     Goal("attention odd shapes *", "f32 * S777 *", "sdpa", 0.8 * 3.3, holds=_avx512),
     Goal("attention odd shapes *", "f32 * S4001 *", "sdpa-mask", 0.8 * 25.0, holds=_avx512),
     Goal("attention odd shapes *", "f32 * causal", "sdpa*", 0.8 * 2.5, holds=_avx512),
+    Goal("attention one query", "*", "sdpa", 1.0, holds=_avx512),
     Goal("attention memory", "*", "naive", 50.0),
     Goal("growth", "window 256: S", "linear growth", 0.9),
     # Twice would be none at all; the code that a first call touches counts too. A second buffer would give less than 1.

@@ -87,6 +87,13 @@ def test_peers_of_odd_shapes_agree(shape, peer):
     torch.testing.assert_close(*results, atol=5e-5, rtol=1e-4)
 
 
+def test_the_peer_of_one_query_agrees():
+    shape = Shape(h=4, kv=2, s=33, d=16, last=True)
+    q, k, v = shape.inputs(False)
+    assert q.shape == (1, 4, 1, 16) and k.shape == (1, 2, 33, 16)
+    torch.testing.assert_close(attention._sdpa(shape)(q, k, v), attention._hal(shape)(q, k, v), atol=2e-5, rtol=1e-5)
+
+
 def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
     monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512f"}))
     for case in (c for c in attention.cases() if c.name.startswith("attention odd shapes")):
