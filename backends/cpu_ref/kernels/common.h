@@ -238,9 +238,8 @@ DEFINE_STORE_FIRST(f64, double)
 enum { HAL_MASKS_bf16 = 0, HAL_MASKS_f16 = 0 };
 DEFINE_STORE_FIRST(bf16, float)
 DEFINE_STORE_FIRST(f16, float)
-// Whether that may be done for `count` elements from element `at` on of a tensor that has `all`. LANES more, because
-// STORE_ROW works on lines, of which the last may be the first half of LANES.
-#define BEYOND(at, count, all) (NAME(HAL_MASKS) && (at) + whole_lanes(count) + LANES <= (all))
+// Whether that may be done for `count` elements from element `at` on of a tensor that has `all`.
+#define BEYOND(at, count, all) (NAME(HAL_MASKS) && (at) + whole_lanes(count) <= (all))
 // Does what follows for i = at ... end - 1, in lanes l = 0, 1, ... < LANES; or for all lanes, in_ saying which are wanted.
 #define REST(beyond, l, i, at, end, ...)                                                     \
     do {                                                                                     \
@@ -277,7 +276,9 @@ DEFINE_STORE_FIRST(f16, float)
             for (int64_t i = (count); i % LANES; i++) (v)[i] = (other);                      \
     } while (0)
 
-// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it; beyond: see BEYOND.
+// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it; beyond: see BEYOND (where
+// there are masks, lines are written for STREAM_LINES only, which leaves no rest: a rest begins at a multiple of LANES).
+_Static_assert(!HAL_ROUNDS_f32 && !HAL_ROUNDS_f64, "types with masks are not rounded by lines");
 #define STORE_ROW(stream, out, count, i, value) STORE_ROW_BEYOND(0, stream, out, count, i, value)
 #define STORE_ROW_BEYOND(beyond, stream, out, count, i, value)                                   \
     do {                                                                                         \
@@ -320,9 +321,9 @@ DEFINE_STORE_FIRST(f16, float)
 // Asks for memory that is needed soon, in the first-level cache (locality 3) or the second (2). Hardware does so only within
 // a page of 4 KiB, so that every page would begin with the latency of memory and, in a virtual machine, of a long page walk.
 // An address, because what follows a row may lie outside of the tensor.
-#define PREFETCH(address, bytes, locality)                                                  \
-    for (uintptr_t at_ = (address), end_ = at_ + (uintptr_t)(bytes); at_ < end_; at_ += 64) \
-    __builtin_prefetch((const void *)at_, 0, locality)
+#define PREFETCH(address, bytes, locality)                                                      \
+    for (uintptr_t line_ = (address), last_ = line_ + (uintptr_t)(bytes); line_ < last_; line_ += 64) \
+    __builtin_prefetch((const void *)line_, 0, locality)
 
 // The lanes' sum: the upper half is added to the lower one until one is left.
 #define DEFINE_ADD_LANES(real, suffix)                      \
@@ -387,7 +388,8 @@ DEFINE_ADD_LANES(double, f64)
                 lane_[l_] = (value) > lane_[l_] ? (value) : lane_[l_];                \
             }                                                                         \
         }                                                                             \
-        REST(beyond, l_, i, at_, count, const real v_ = (value); lane_[l_] = in_ && v_ > lane_[l_] ? v_ : lane_[l_]); \
+        REST(beyond, l_, i, at_, count, const real v_ = (value);                      \
+             lane_[l_] = in_ && v_ > lane_[l_] ? v_ : lane_[l_]);                     \
         _Pragma("omp simd reduction(max : top)") for (int l_ = 0; l_ < WIDE_; l_++)   \
             top = lane_[l_] > top ? lane_[l_] : top;                                  \
     } while (0)

@@ -6,8 +6,8 @@
 //   S [row][key] = Q K^T      channels fill the lanes; those of W keys' products are added up crosswise
 //   P = exp(scale S - max)    keys fill the lanes
 //   O [row][d] += P V         P's scalars are broadcast, channels fill the lanes (gemm.h)
-// What rows see, and what becomes of infinities, NaN and huge scores, is as in forward.h. A head's keys are not divided
-// among threads.
+// What rows see, and what becomes of infinities, NaN and huge scores, is as in forward.h: hence heads with masks of their
+// own, which what another one hides must not reach (0 times NaN), sweep alone. A head's keys are not divided among threads.
 enum { FEW_DOTS = W < 8 ? W : 8 };  // dot products at a time: two multiply-adds a cycle, each of which takes four
 
 HAL_INLINE void add_pairs(uvec r[16], int s) {
@@ -148,7 +148,7 @@ static int few_piece(const struct fa_call *call, const struct fa_sequence *seq, 
     const struct hal_flash_attention *g = call->shape;
     if (seq->sq < 1 || seq->sq > FA_FEW || g->dropout_threshold) return 0;
     const int64_t d = g->head_size, ldq = padded(units(d)), group = g->heads / g->kv_heads;
-    const int64_t sweep = FA_QUERIES / seq->sq;
+    const int64_t sweep = call->mask && g->mask[1] ? 1 : FA_QUERIES / seq->sq;  // heads
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0, kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0, kv_head);
     struct few f = {.q = w->rows, .s = w->s, .o = w->o};

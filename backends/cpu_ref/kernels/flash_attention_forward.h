@@ -309,7 +309,7 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     };
 }
 
-// All heads of a group over few queries, in a way of its own (flash_attention_few.h); returns 0 if it is not faster.
+// All heads of a group over few queries, in a way of its own (flash_attention_few.h); returns 0 if that is not for them.
 static int few_piece(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
                      const struct forward_space *w);
 

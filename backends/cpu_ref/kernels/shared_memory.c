@@ -164,7 +164,8 @@ static void copy(char *to, const char *from, int64_t bytes, int stream) {
             stream_copy(to + begin, from + begin, length);
         } else {
             // A slot's lines lie in the peer's cache, too, which has to give them up.
-            for (int64_t i = 0; i < PIECE; i += 64) __builtin_prefetch(to + begin + AHEAD + i, 1, 3);
+            for (int64_t i = begin + AHEAD; i < begin + AHEAD + PIECE && i < bytes; i += 64)
+                __builtin_prefetch(to + i, 1, 3);
             memcpy(to + begin, from + begin, (size_t)length);
         }
     }

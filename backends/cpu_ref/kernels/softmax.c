@@ -2,7 +2,8 @@
 //
 // Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
 // (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
-// and its sum (where scores exceed 2^30, see COARSE, the difference of v instead); (3) y = e / sum. Causal rows work on their visible columns only and zero the rest.
+// and its sum (where scores exceed 2^30, see COARSE, the difference of v instead); (3) y = e / sum. Causal rows work on
+// their visible columns only and zero the rest.
 // A row that sees nothing (all masked) is all zeros; a visible NaN or +inf makes its row NaN.
 // Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
 // of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp, unless that is
@@ -40,10 +41,10 @@ HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     memset(to + at, 0, (size_t)(bytes - at));
 }
 
-// Causal rows differ in length: threads that take some after another stay level. Some are 64 KiB, so that hardware, which reads
-// ahead, seldom does so for the other thread, but an eighth of all at most.
+// Causal rows differ in length: threads that take some after another stay level. Some are 64 KiB, so that hardware, which
+// reads ahead, seldom does so for the other thread, but an eighth of all at most.
 HAL_INLINE int64_t rows_in_turn(int64_t rows, int64_t row_bytes) {
-    const int64_t some = 65536 / row_bytes, most = rows / 8;
+    const int64_t some = row_bytes > 0 ? 65536 / row_bytes : 1, most = rows / 8;
     return some < most ? (some > 0 ? some : 1) : (most > 0 ? most : 1);
 }
 
@@ -110,7 +111,7 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
     const int64_t turn = rows_in_turn(rows, row_bytes);
 #pragma omp parallel if (rows * sk >= HAL_PARALLEL_MIN)
     {
-        real *v = hal_scratch((size_t)(whole_lanes(sk) + LANES) * sizeof(real));
+        real *v = hal_scratch((size_t)whole_lanes(sk) * sizeof(real));
 #pragma omp for schedule(dynamic, turn)
         for (int64_t row = 0; row < rows; row++) {
             const int64_t query = row % sq, columns = visible_columns(causal, query, sq, sk);

@@ -485,3 +485,16 @@ def test_what_few_queries_do_not_see_may_hold_anything(sq: int, dtype: torch.dty
         close(got, want.double(), "behind a mask", TOLERANCE[dtype])
     x = ops.flash_attention(q[:, :, :1], k, v, layout="BNSD", pre_tokens=299 - 110, next_tokens=230 - 299)
     close(x, clean[0][:, :, :1].double(), "in a window", TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_one_head_hides_from_few_queries_reaches_it_from_no_other(dtype: torch.dtype) -> None:
+    torch.manual_seed(11)
+    q, k, v = (torch.randn(1, h, s, 16, dtype=torch.float64).to(dtype) for h, s in ((3, 4), (1, 96), (1, 96)))
+    mask = torch.zeros(1, 3, 4, 96, dtype=torch.bool)
+    mask[0, 0, :, 64:], mask[0, 1] = True, True
+    clean = ops.flash_attention(q, k, v, layout="BNSD", mask=mask)
+    v[0, 0, 80] = math.nan
+    spoiled = ops.flash_attention(q, k, v, layout="BNSD", mask=mask)
+    assert torch.equal(spoiled[:, 0], clean[:, 0])
+    assert not spoiled[:, 1].any() and spoiled[:, 2].isnan().any()
