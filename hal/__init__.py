@@ -5,11 +5,14 @@
 """
 
 from . import autoload  # noqa: F401  before anything that imports torch
-from .accelerator import Accelerator
-from .backend import API, Backend, Impl, Probe, address, by_metadata
-from .comm import Comm, Message, Pending, Solo
-from .comm_torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
-from .dispatch import Why, activate, activated, backend, device, fallbacks, policy, use, why
+from .comm.contract import Comm, Message, SingleRankComm, Work
+from .comm.torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
+from .core.backend import API, Backend, Impl, Probe, address, by_metadata
+from .core.device_spec import DeviceSpec
+from .core.dispatch import Why, activate, activated, backend, device, fallbacks, local_device, policy, use, why
+from .core.lower import Lowered, lower
+from .core.op import OPS, Op, Sample, TensorSpec, Tol, op, require
+from .core.registry import backend_names
 from .errors import (
     BackendNotFound,
     BackendUnavailable,
@@ -20,9 +23,6 @@ from .errors import (
     PluginError,
     UnsupportedOp,
 )
-from .lower import Lowered, lower
-from .op import OPS, Op, Sample, T, Tol, op, require
-from .registry import names
 from .rng import Rng, dropout_threshold
 
 __version__ = "0.1.0"
@@ -31,7 +31,6 @@ __all__ = [
     "API",
     "GLOO",
     "OPS",
-    "Accelerator",
     "Backend",
     "BackendNotFound",
     "BackendUnavailable",
@@ -39,34 +38,36 @@ __all__ = [
     "CollectiveTimeout",
     "Comm",
     "ContractError",
+    "DeviceSpec",
     "HalError",
     "Impl",
     "Lowered",
     "Message",
     "Op",
-    "Pending",
     "PluginError",
     "Probe",
     "Rng",
     "Sample",
-    "Solo",
-    "T",
+    "SingleRankComm",
+    "TensorSpec",
     "Tol",
     "TorchComm",
     "Transport",
     "UnsupportedOp",
     "Why",
+    "Work",
     "activate",
     "activated",
     "address",
     "backend",
+    "backend_names",
     "by_metadata",
     "device",
     "dropout_threshold",
     "engine_failure",
     "fallbacks",
+    "local_device",
     "lower",
-    "names",
     "op",
     "policy",
     "require",

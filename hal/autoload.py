@@ -1,11 +1,13 @@
 """Imported before torch: two settings that torch and its OpenMP runtime read only once, when they are loaded.
 
 Torch must not import vendors' packages by itself: where one is installed without its driver (torch_npu without CANN,
-say), plain `import torch` would fail. HAL imports it when its backend is asked for, and then says what is missing.
+say), plain `import torch` would fail. HAL imports the package when its backend is asked for, and then reports what is
+missing.
 
-libgomp's threads spin for milliseconds at every barrier by default. As soon as anything else runs on the machine, the
-thread they wait for has no processor: training on 2 busy cores was measured at a sixth of its speed. A short spin
-outlasts the gap between two kernels and then yields. Values the user has set are left alone.
+libgomp's threads spin for milliseconds at every barrier by default. As soon as another process competes for the cores,
+the spinning threads keep the one they wait for off the processor: training on 2 busy cores was measured at a sixth of
+its speed. A short spin is longer than the gap between two kernels, and then yields. Values that the user has set are
+not overwritten.
 """
 
 import os

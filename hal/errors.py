@@ -18,7 +18,7 @@ class HalError(Exception):
 
     def __str__(self) -> str:
         kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
-        # A message that quotes another error keeps one reference, its own.
+        # A message that quotes another HalError would otherwise end with two references.
         return f"{_SEE.sub('', super().__str__())} (see docs/errors.md#{kind.__name__.lower()})"
 
 

@@ -1,7 +1,7 @@
-"""Where each process stands: tensor, context, expert, data and pipeline parallel coordinates of a rank.
+"""The tensor, context, expert, data and pipeline parallel coordinates of each rank, and their communicators.
 
-The order is Megatron's: tp varies fastest, then cp, ep, dp, and pp slowest, so that the ranks that talk most are
-neighbours. `Layout` is arithmetic only; `Mesh` adds the communicators, made by the backend when first asked for.
+The order is Megatron's: tp varies fastest, then cp, ep, dp, and pp slowest, so that the ranks that communicate most are
+neighbours. `Layout` is arithmetic only; `Mesh` adds the communicators, which the backend creates on first use.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .backend import Backend
-from .comm import Comm
-from .comm_torch import TorchComm
+from .comm.contract import Comm, SingleRankComm
+from .comm.torch import TorchComm
+from .core.backend import Backend
 from .errors import ContractError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DIMS = ("tp", "cp", "ep", "dp", "pp")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each dimension has.
+    """The number of ranks in each dimension.
 
     >>> Layout(tp=2, dp=2, pp=2).coordinates(5)
     {'tp': 1, 'cp': 0, 'ep': 0, 'dp': 0, 'pp': 1}
@@ -48,26 +48,28 @@ class Layout:
         """The layout of `world` ranks, with as many data-parallel replicas as they allow."""
         one = cls(tp=tp, cp=cp, ep=ep, pp=pp)
         if world % one.world:
-            parts = " x ".join(f"{name} {getattr(one, name)}" for name in DIMS if getattr(one, name) > 1)
+            dims = "*".join(name for name in DIMS if getattr(one, name) > 1)
+            sizes = "*".join(str(getattr(one, name)) for name in DIMS if getattr(one, name) > 1)
+            product = f"{dims} = {sizes}" + (f" = {one.world}" if "*" in dims else "")
             raise ContractError(
-                f"layout: one replica takes {parts} = {one.world} ranks, which do not divide a world of {world}; start "
-                f"a multiple of {one.world} processes or choose sizes whose product divides {world}"
+                f"layout: world size {world} is not divisible by {product}; start a multiple of {one.world} processes "
+                f"or choose sizes whose product divides {world}"
             )
         return cls(tp=tp, cp=cp, ep=ep, dp=world // one.world, pp=pp)
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return prod(getattr(self, name) for name in DIMS)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place in each dimension."""
+        """The rank's coordinate in each dimension."""
         if not 0 <= rank < self.world:
             raise ContractError(f"layout: rank {rank} is not in a world of {self.world}")
-        found = {}
+        coordinates = {}
         for name in DIMS:
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     def rank(self, **coordinates: int) -> int:
         """The rank at these coordinates; those not given are 0."""
@@ -82,22 +84,27 @@ class Layout:
         unknown = [d for d in dims if d not in DIMS]
         if unknown:
             raise ContractError(f"layout: there is no dimension {', '.join(unknown)}; choose from {', '.join(DIMS)}")
-        mine = self.coordinates(rank)
+        fixed = [d for d in DIMS if d not in dims]
+        own = self.coordinates(rank)
 
-        def same(other: int) -> bool:
-            there = self.coordinates(other)
-            return all(there[d] == mine[d] for d in DIMS if d not in dims)
+        def in_group(other: int) -> bool:
+            coordinates = self.coordinates(other)
+            return all(coordinates[d] == own[d] for d in fixed)
 
-        return [other for other in range(self.world) if same(other)]
+        return [other for other in range(self.world) if in_group(other)]
 
 
 class Mesh:
-    """A rank's place in a layout and its communicators. Every rank asks for the same groups in the same order."""
+    """A rank's coordinates in a layout and its communicators.
+
+    All ranks must ask for the same groups in the same order. The communicator of a group of one rank is a
+    `SingleRankComm`, which needs no backend: a mesh of one rank joins no world, whatever was started.
+    """
 
     def __init__(self, layout: Layout, backend: Backend, *, timeout: float = 600.0) -> None:
-        """Joins the world. Raises ContractError if it is not of the layout's size."""
+        """Joins the world, if the layout has more than one rank. Raises ContractError if the sizes differ."""
         self.layout, self.backend, self.timeout = layout, backend, timeout
-        self.world = backend.comm(timeout=timeout)
+        self.world = SingleRankComm("world") if layout.world == 1 else backend.comm(timeout=timeout)
         if self.world.size != layout.world:
             raise ContractError(f"mesh: the layout has {layout.world} ranks, but {self.world.size} were started")
         self.rank = self.world.rank
@@ -113,13 +120,16 @@ class Mesh:
         return comm
 
     def comm_of(self, ranks: tuple[int, ...]) -> Comm:
-        """The communicator of these global ranks, this one among them; made once."""
+        """The communicator of these global ranks, which include this one; created once."""
         if ranks not in self._comms:
-            self._comms[ranks] = self.backend.comm(ranks, timeout=self.timeout)
+            alone = len(ranks) == 1
+            self._comms[ranks] = (
+                SingleRankComm(f"rank {ranks[0]}") if alone else self.backend.comm(ranks, timeout=self.timeout)
+            )
         return self._comms[ranks]
 
     def device_mesh(self, *dims: str) -> DeviceMesh:
-        """The same group as torch's engines take it. Raises ContractError where the backend's Comm has none."""
+        """The same group as a DeviceMesh, for torch's engines. Raises ContractError like `torch_group`."""
         from torch.distributed.device_mesh import DeviceMesh
 
         device = self.backend.device().type

@@ -1,8 +1,8 @@
 """Random numbers as values.
 
-An `Rng` is two integers. It is never advanced behind the caller's back: whoever needs another stream forks it by name,
-so the order of calls does not matter, recomputation needs no saved device state, and a checkpoint that stores
-`(seed, offset)` means the same on every backend and every world size.
+An `Rng` is two integers and immutable: another stream is made by forking it under a name. So the order of calls does
+not matter, recomputation needs no saved device state, and a checkpoint that stores `(seed, offset)` means the same on
+every backend and every world size.
 
 Element e of a draw is word e % 4 of Philox4x32-10 with key `seed` and counter `offset + e // 4` (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The ops that draw are in `hal.ops`.
@@ -22,7 +22,7 @@ _U64 = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Rng:
-    """A position in a Philox stream, or a block of a larger draw made there.
+    """A position in a Philox stream, or a block of a larger draw at that position.
 
     seed, offset: unsigned 64-bit. `full_shape` and `start` are set by `block` only.
     """
@@ -38,7 +38,7 @@ class Rng:
                 raise ContractError(f"Rng {name} must be an integer in [0, 2**64), got {value!r}")
 
     def fork(self, *names: str | int) -> Rng:
-        """An independent stream named by `names` (order matters, calls do not: the same names give the same stream).
+        """An independent stream, determined by this one and `names` (in order), however often it is forked.
 
         >>> Rng(1).fork("dropout", 3) == Rng(1).fork("dropout", 3)
         True
@@ -80,5 +80,5 @@ class Rng:
 
 
 def dropout_threshold(p: float) -> int:
-    """Keep an element iff `(bits >> 8) >= dropout_threshold(p)`: exact, the same integer on every backend."""
+    """Dropout keeps an element iff `(bits >> 8) >= dropout_threshold(p)`: one exact integer on every backend."""
     return math.ceil(p * (1 << 24))

@@ -3,7 +3,7 @@
 if __name__ != "hal.ops":
     raise ImportError(f"import this package as 'hal.ops', not as '{__name__}' (install it with: pip install -e .)")
 
-from . import layouts, regions
+
 from .activation import bias_gelu, geglu, swiglu
 from .attention import band_mask, draw_shape, flash_attention
 from .linear import linear, linear_wgrad
@@ -31,8 +31,8 @@ __all__ = [
     "layouts",
     "linear",
     "linear_wgrad",
+    "mappings",
     "philox_uniform",
-    "regions",
     "rms_norm",
     "rotary",
     "scale_mask_softmax",

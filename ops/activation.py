@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -61,17 +61,17 @@ def _check_bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "
     _require_gelu("bias_gelu", approximate)
 
 
-def _directed(variants: tuple[dict[str, Any], ...]) -> list[Sample]:
+def _edge_cases(variants: tuple[dict[str, Any], ...]) -> list[Sample]:
     def calls(kw: dict[str, Any]) -> list[Sample]:
         return [
-            Sample((T((3, 8)),), kw),
-            Sample((T((5, 2, 34)), T((34,))), kw),
-            Sample((T((0, 8)), T((8,))), kw),
-            Sample((T((7, 6), strided="last"), T((6,))), kw),
-            Sample((T((2, 3, 70), strided="rows"),), kw),
-            Sample((T((4, 16), scale=30.0),), kw),  # both tails
-            Sample((T((200, 4)), T((4,))), kw),  # the bias gradient is a long sum
-            Sample((T((1, 4), "values", values=(float("nan"), 1.0, 2.0, -1.0)),), kw, grad=False),
+            Sample((TensorSpec((3, 8)),), kw),
+            Sample((TensorSpec((5, 2, 34)), TensorSpec((34,))), kw),
+            Sample((TensorSpec((0, 8)), TensorSpec((8,))), kw),
+            Sample((TensorSpec((7, 6), strided="last"), TensorSpec((6,))), kw),
+            Sample((TensorSpec((2, 3, 70), strided="rows"),), kw),
+            Sample((TensorSpec((4, 16), scale=30.0),), kw),  # both tails
+            Sample((TensorSpec((200, 4)), TensorSpec((4,))), kw),  # the bias gradient is a long sum
+            Sample((TensorSpec((1, 4), "values", values=(float("nan"), 1.0, 2.0, -1.0)),), kw, grad=False),
         ]
 
     return [sample for kw in variants for sample in calls(kw)]
@@ -84,8 +84,8 @@ def _samples(variants: tuple[dict[str, Any], ...]) -> SearchStrategy[Sample]:
     def call(draw: st.DrawFn) -> Sample:
         lead = tuple(draw(st.lists(st.integers(1, 9), max_size=2)))
         width = 2 * draw(st.integers(1, 40))
-        bias = T((width,)) if draw(st.booleans()) else None
-        x = T((*lead, width), strided=draw(st.sampled_from(["", "rows", "last"])))
+        bias = TensorSpec((width,)) if draw(st.booleans()) else None
+        x = TensorSpec((*lead, width), strided=draw(st.sampled_from(["", "rows", "last"])))
         return Sample((x, bias), draw(st.sampled_from(variants)))
 
     return call()
@@ -96,11 +96,13 @@ _APPROXIMATE: tuple[dict[str, Any], ...] = tuple({"approximate": a} for a in GEL
 
 
 def _accumulate(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., h] + bias [h] in the accumulation dtype: float32, or float64 for float64."""
     acc = torch.promote_types(x.dtype, torch.float32)
     return x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
+    """gelu of each element of x, in one of its three forms."""
     if approximate == "none":
         return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
     if approximate == "tanh":
@@ -112,7 +114,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     check=_check_swiglu,
     tol=_TOL,
     samples=lambda: _samples(_PLAIN),
-    directed=lambda: _directed(_PLAIN),
+    edge_cases=lambda: _edge_cases(_PLAIN),
     grads=("x", "bias"),
 )
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -128,7 +130,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     check=_check_geglu,
     tol=_TOL,
     samples=lambda: _samples(_APPROXIMATE),
-    directed=lambda: _directed(_APPROXIMATE),
+    edge_cases=lambda: _edge_cases(_APPROXIMATE),
     grads=("x", "bias"),
 )
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
@@ -141,7 +143,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> T
     check=_check_bias_gelu,
     tol=_TOL,
     samples=lambda: _samples(_APPROXIMATE),
-    directed=lambda: _directed(_APPROXIMATE),
+    edge_cases=lambda: _edge_cases(_APPROXIMATE),
     grads=("x", "bias"),
 )
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, Sample, T, Tol, require
+from hal import Rng, Sample, TensorSpec, Tol, require
 
 from .layouts import LAYOUTS, from_bnsd, sizes, to_bnsd
 from .random import keep_mask, require_probability
@@ -142,7 +142,7 @@ def band_mask(
 def _dense(
     q_BNQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, masked: Tensor | None, scale: float, keep: Tensor | None, p: float
 ) -> tuple[Tensor, Tensor]:
-    """out [b, n, sq, d] in q's dtype, lse [b, n, sq] in the accumulation dtype."""
+    """out [b, n, sq, d] in q's dtype, lse [b, n, sq] in the accumulation dtype. masked, keep: [b, n, sq, skv]."""
     acc = torch.promote_types(q_BNQD.dtype, torch.float32)
     group = q_BNQD.shape[1] // k_BGKD.shape[1]
     k_BNKD = k_BGKD.to(acc).repeat_interleave(group, dim=1)
@@ -170,9 +170,9 @@ def _attention(
     b, sq, skv, d = shape
     n, g = heads
 
-    def tensor(length: int, count: int) -> T:
+    def tensor(length: int, count: int) -> TensorSpec:
         dims = {"S": length, "B": b, "N": count, "D": d, "H": count * d}
-        return T(tuple(dims[c] for c in layout), strided="rows" if "strided" in names else "")
+        return TensorSpec(tuple(dims[c] for c in layout), strided="rows" if "strided" in names else "")
 
     if layout in ("SBH", "BSH"):
         kw = {"num_heads": n, "num_kv_heads": g, **kw}
@@ -180,16 +180,16 @@ def _attention(
 
 
 def _packed(q_lengths: list[int], k_lengths: list[int], d: int, heads: tuple[int, int], **kw: Any) -> Sample:
-    def starts(lengths: list[int]) -> T:
+    def starts(lengths: list[int]) -> TensorSpec:
         total = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        return T((len(total),), "values", values=tuple(float(t) for t in total), dtype=torch.int32)
+        return TensorSpec((len(total),), "values", values=tuple(float(t) for t in total), dtype=torch.int32)
 
-    q, k = T((sum(q_lengths), heads[0], d)), T((sum(k_lengths), heads[1], d))
+    q, k = TensorSpec((sum(q_lengths), heads[0], d)), TensorSpec((sum(k_lengths), heads[1], d))
     cu = {"cu_seqlens_q": starts(q_lengths), "cu_seqlens_k": starts(k_lengths)}
     return Sample((q, k, k), {"layout": "TND", **cu, **kw})
 
 
-def _directed() -> list[Sample]:
+def _edge_cases() -> list[Sample]:
     rng = Rng(11, 5)
     band: dict[str, Any] = {"pre_tokens": 3, "next_tokens": 2}
     return [
@@ -201,9 +201,9 @@ def _directed() -> list[Sample]:
         _attention(shape=(1, 12, 12, 8), pre_tokens=5, next_tokens=-2),  # negative edge: dead rows at the start
         _attention(shape=(1, 12, 12, 8), pre_tokens=-2, next_tokens=6),
         _attention(shape=(1, 6, 6, 8), pre_tokens=-9, next_tokens=-9),  # nothing is visible at all
-        _attention(shape=(2, 5, 7, 8), mask=T((2, 1, 5, 7), "bool", p=0.7, dtype=torch.bool)),
-        _attention(shape=(2, 5, 7, 8), mask=T((1, 7), "bool", p=1.0, dtype=torch.bool)),  # every row dead
-        _attention(shape=(2, 8, 8, 8), mask=T((2, 2, 8, 8), "bool", p=0.3, dtype=torch.bool), **band),
+        _attention(shape=(2, 5, 7, 8), mask=TensorSpec((2, 1, 5, 7), "bool", p=0.7, dtype=torch.bool)),
+        _attention(shape=(2, 5, 7, 8), mask=TensorSpec((1, 7), "bool", p=1.0, dtype=torch.bool)),  # every row dead
+        _attention(shape=(2, 8, 8, 8), mask=TensorSpec((2, 2, 8, 8), "bool", p=0.3, dtype=torch.bool), **band),
         _attention(shape=(2, 7, 7, 8), next_tokens=0, return_lse=True),
         _attention(shape=(1, 1, 1, 1), heads=(1, 1)),  # one key
         _attention(shape=(1, 1, 40, 8), next_tokens=0),  # decoding
@@ -220,7 +220,7 @@ def _directed() -> list[Sample]:
         _packed([5, 8], [7, 8], 16, (2, 2), pre_tokens=2, next_tokens=1, return_lse=True),
         _packed([5, 8], [7, 8], 8, (2, 1), dropout_p=0.3, rng=rng),
         _packed([3, 0, 2], [3, 4, 2], 8, (1, 1), next_tokens=0, return_lse=True),  # one head: a product without rows
-        _attention(shape=(2, 5, 7, 8), mask=T((1, 7), "bool", p=0.5, dtype=torch.bool), return_lse=True),
+        _attention(shape=(2, 5, 7, 8), mask=TensorSpec((1, 7), "bool", p=0.5, dtype=torch.bool), return_lse=True),
         _attention(shape=(1, 70, 130, 33), next_tokens=0),  # several tiles, odd head size
         _attention(shape=(1, 130, 130, 64), heads=(2, 1), pre_tokens=40, next_tokens=0),
         _attention(shape=(1, 3, 5, 256), heads=(1, 1)),
@@ -250,7 +250,7 @@ def _samples() -> SearchStrategy[Sample]:
         b, sq, skv = draw(st.integers(1, 2)), draw(length), draw(length)
         if draw(st.booleans()):
             shape = draw(st.sampled_from([(sq, skv), (b, 1, sq, skv), (b, g * group, 1, skv), (1, 1, sq, 1)]))
-            kw["mask"] = T(shape, "bool", p=draw(st.sampled_from([0.1, 0.5, 0.9])), dtype=torch.bool)
+            kw["mask"] = TensorSpec(shape, "bool", p=draw(st.sampled_from([0.1, 0.5, 0.9])), dtype=torch.bool)
         names = ("strided",) if draw(st.booleans()) else ()
         layout = draw(st.sampled_from(LAYOUTS[:-1]))
         return _attention(*names, layout=layout, shape=(b, sq, skv, d), heads=(g * group, g), **kw)
@@ -268,7 +268,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(2e-3, 2e-3),
     },
     samples=_samples,
-    directed=_directed,
+    edge_cases=_edge_cases,
     grads=("q", "k", "v"),
     nondiff_outputs=(1,),
 )
@@ -335,7 +335,7 @@ def _tnd(
     keep: Tensor | None,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Each packed sequence on its own."""
+    """Attention within each packed sequence. q [tq, n, d], k and v [tk, g, d] -> out [tq, n, d], lse [n, tq]."""
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
     for name, ends, total in (("cu_seqlens_q", q_ends, q.shape[0]), ("cu_seqlens_k", k_ends, k.shape[0])):
         rising = all(a <= b for a, b in pairwise(ends))

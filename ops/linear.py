@@ -1,4 +1,4 @@
-"""linear: x w^T + b, the op most of a GPT's arithmetic is in; linear_wgrad: its weights' gradients, summed up."""
+"""linear: x w^T + b, most of a GPT's arithmetic; linear_wgrad: adds its weight and bias gradients to running sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -28,16 +28,16 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
 
 def _directed() -> list[Sample]:
     return [
-        Sample((T((3, 4)), T((5, 4)), T((5,)))),
-        Sample((T((2, 3, 17)), T((9, 17)))),
-        Sample((T((4,)), T((5, 4)), T((5,)))),
-        Sample((T((0, 4)), T((5, 4)), T((5,)))),
-        Sample((T((3, 0)), T((5, 0)), T((5,)))),
-        Sample((T((6, 8), strided="rows"), T((3, 8), strided="rows"))),
-        Sample((T((6, 8), strided="last"), T((3, 8), strided="last"), T((3,)))),
-        Sample((T((6, 8)), T((5, 8)), T((5,), strided="last"))),
-        Sample((T((64, 64)), T((64, 64)), T((64,), strided="last"))),
-        Sample((T((130, 65)), T((33, 65)), T((33,)))),
+        Sample((TensorSpec((3, 4)), TensorSpec((5, 4)), TensorSpec((5,)))),
+        Sample((TensorSpec((2, 3, 17)), TensorSpec((9, 17)))),
+        Sample((TensorSpec((4,)), TensorSpec((5, 4)), TensorSpec((5,)))),
+        Sample((TensorSpec((0, 4)), TensorSpec((5, 4)), TensorSpec((5,)))),
+        Sample((TensorSpec((3, 0)), TensorSpec((5, 0)), TensorSpec((5,)))),
+        Sample((TensorSpec((6, 8), strided="rows"), TensorSpec((3, 8), strided="rows"))),
+        Sample((TensorSpec((6, 8), strided="last"), TensorSpec((3, 8), strided="last"), TensorSpec((3,)))),
+        Sample((TensorSpec((6, 8)), TensorSpec((5, 8)), TensorSpec((5,), strided="last"))),
+        Sample((TensorSpec((64, 64)), TensorSpec((64, 64)), TensorSpec((64,), strided="last"))),
+        Sample((TensorSpec((130, 65)), TensorSpec((33, 65)), TensorSpec((33,)))),
     ]
 
 
@@ -48,7 +48,13 @@ def _samples() -> SearchStrategy[Sample]:
     def call(draw: st.DrawFn) -> Sample:
         lead = tuple(draw(st.lists(st.integers(1, 12), max_size=2)))
         n_in, n_out = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-        return Sample((T((*lead, n_in)), T((n_out, n_in)), T((n_out,)) if draw(st.booleans()) else None))
+        return Sample(
+            (
+                TensorSpec((*lead, n_in)),
+                TensorSpec((n_out, n_in)),
+                TensorSpec((n_out,)) if draw(st.booleans()) else None,
+            )
+        )
 
     return call()
 
@@ -61,7 +67,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-2, 2e-3),
     },
     samples=_samples,
-    directed=_directed,
+    edge_cases=_directed,
     grads=("x", "weight", "bias"),
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,8 +94,8 @@ def _wgrad_sample(
     lead: tuple[int, ...], n_in: int, n_out: int, bias: bool, strided: str = "", sums_strided: str = ""
 ) -> Sample:
     how: Any = {"dtype": torch.float32, "strided": sums_strided}
-    sums = [T((n_out, n_in), **how), T((n_out,), **how) if bias else None]
-    return Sample((T((*lead, n_in), strided=strided), T((*lead, n_out), strided=strided), *sums))
+    sums = [TensorSpec((n_out, n_in), **how), TensorSpec((n_out,), **how) if bias else None]
+    return Sample((TensorSpec((*lead, n_in), strided=strided), TensorSpec((*lead, n_out), strided=strided), *sums))
 
 
 def _directed_wgrad() -> list[Sample]:
@@ -103,7 +109,7 @@ def _directed_wgrad() -> list[Sample]:
         _wgrad_sample((6,), 8, 3, True, "last"),
         _wgrad_sample((6,), 8, 3, True, sums_strided="rows"),
         _wgrad_sample((6,), 8, 3, True, sums_strided="last"),
-        _wgrad_sample((129,), 210, 170, True),  # large enough for a kernel of its own, an odd number of tokens
+        _wgrad_sample((129,), 210, 170, True),  # large enough for a separate kernel, an odd number of tokens
     ]
 
 
@@ -122,7 +128,7 @@ def _samples_wgrad() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-2, 2e-3),
     },
     samples=_samples_wgrad,
-    directed=_directed_wgrad,
+    edge_cases=_directed_wgrad,
     mutates=("main_grad", "main_bias_grad"),
 )
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Collectives with gradients: what enters and leaves a tensor- or sequence-parallel region.
+"""Collectives with gradients, at the borders of tensor- and sequence-parallel regions.
 
 Each pair is a collective and its conjugate in the backward pass (Shoeybi et al., "Megatron-LM", arXiv 1909.08053,
-section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2 for sequences). They exist once, above Comm, for every
-backend; inputs are never mutated. A comm of None or of one rank makes each of them the identity.
+section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2 for sequences). They are built on Comm and serve every
+backend; inputs are never mutated. With a comm of None or of one rank, each of them is the identity.
 """
 
 from __future__ import annotations
@@ -25,52 +25,59 @@ def _identity(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """All ranks' x, concatenated along dim: [..., n, ...] -> [..., size * n, ...]."""
     parts = comm.all_gather(x if dim == 0 else x.transpose(0, dim))
     return parts if dim == 0 else parts.transpose(0, dim).contiguous()
 
 
 def _split(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    # A copy even where the chunk is contiguous: a view would keep all of x alive for as long as its part.
+    """This rank's chunk along dim: [..., size * n, ...] -> [..., n, ...]."""
+    # A copy even where the chunk is contiguous: a view would keep the memory of all of x.
     return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """This rank's chunk along dim of the sum of all ranks' x: [..., size * n, ...] -> [..., n, ...]."""
     part = comm.reduce_scatter(x if dim == 0 else x.transpose(0, dim))
     return part if dim == 0 else part.transpose(0, dim).contiguous()
 
 
 def _all_to_all(x: Tensor, comm: Comm, dims: tuple[int, int]) -> Tensor:
+    """Splits x along dims[0] and concatenates what arrives along dims[1]: [size * n, m] -> [n, size * m]."""
     split, concatenated = dims
     received = comm.all_to_all(torch.cat(x.chunk(comm.size, split)) if split else x)
     return torch.cat(received.chunk(comm.size), concatenated) if concatenated else received
 
 
 Move = Callable[[Tensor, Comm, Any], Tensor]
+"""A function of a tensor, the communicator and the dimension or dimensions that it acts on."""
 
 
 class _Region(torch.autograd.Function):
-    """y = forward(x); dx = backward(dy), for two functions that are each other's conjugate."""
+    """y = move(x, comm, dims); dx = conjugate(dy, comm, back_dims)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, move: Move, conjugate: Move, how: Any, how_back: Any) -> Tensor:
-        ctx.back = comm, conjugate, how_back
-        y = move(x, comm, how)
-        return x.view_as(x) if y is x else y
+    def forward(ctx: Any, x: Tensor, comm: Comm, move: Move, conjugate: Move, dims: Any, back_dims: Any) -> Tensor:
+        ctx.conjugate = comm, conjugate, back_dims
+        y = move(x, comm, dims)
+        return x.view_as(x) if y is x else y  # autograd requires a new tensor object
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        comm, conjugate, how = ctx.back
-        return conjugate(dy, comm, how), None, None, None, None, None
+        comm, conjugate, back_dims = ctx.conjugate
+        return conjugate(dy, comm, back_dims), None, None, None, None, None
 
 
-def _apply(x: Tensor, comm: Comm | None, move: Move, conjugate: Move, how: Any, how_back: Any = None) -> Tensor:
+def _apply(x: Tensor, comm: Comm | None, move: Move, conjugate: Move, dims: Any, back_dims: Any = None) -> Tensor:
+    """`move`, differentiable by its conjugate; back_dims: the dimensions of the latter, by default the same."""
     if comm is None or comm.size == 1:
         return x
-    y: Tensor = _Region.apply(x, comm, move, conjugate, how, how if how_back is None else how_back)  # type: ignore[no-untyped-call]
+    y: Tensor = _Region.apply(x, comm, move, conjugate, dims, dims if back_dims is None else back_dims)  # type: ignore[no-untyped-call]
     return y
 
 
 def _dim(x: Tensor, comm: Comm | None, dim: int, divides: bool, name: str) -> int:
+    """`dim` counted from the front. Raises ContractError if x lacks it or, if `divides`, the ranks do not divide it."""
     if not -x.ndim <= dim < x.ndim:
         raise ContractError(f"{name}: dimension {dim} of a tensor of shape {tuple(x.shape)}")
     size = 1 if comm is None else comm.size
@@ -97,19 +104,21 @@ def scatter_to_region(x: Tensor, comm: Comm | None, dim: int = -1) -> Tensor:
 def gather_from_region(x: Tensor, comm: Comm | None, dim: int = -1) -> Tensor:
     """The ranks' chunks concatenated along `dim` forward, this rank's chunk backward.
 
-    For a result that every rank then uses alike, so that every rank has the same gradient of it.
+    For a result that every rank uses in the same way, so that its gradient is the same on every rank.
     """
     return _apply(x, comm, _gather, _split, _dim(x, comm, dim, False, "gather_from_region"))
 
 
 def all_gather_to_region(x: Tensor, comm: Comm | None, dim: int = 0) -> Tensor:
-    """Gather along `dim` forward, reduce-scatter backward: sequence-parallel activations enter a tensor-parallel layer,
-    where each rank computes something else with the whole and so has its own share of the gradient."""
+    """Gather along `dim` forward, reduce-scatter backward: sequence-parallel activations enter a tensor-parallel layer.
+
+    There each rank applies its own shard of the weights to the whole, so the gradient is the sum over the ranks.
+    """
     return _apply(x, comm, _gather, _reduce_scatter, _dim(x, comm, dim, False, "all_gather_to_region"))
 
 
 def reduce_scatter_from_region(x: Tensor, comm: Comm | None, dim: int = 0) -> Tensor:
-    """Reduce-scatter along `dim` forward, gather backward: partial sums leave a tensor-parallel layer, split again."""
+    """Reduce-scatter along `dim` forward, gather backward: partial sums leave a tensor-parallel layer, sharded."""
     return _apply(x, comm, _reduce_scatter, _gather, _dim(x, comm, dim, True, "reduce_scatter_from_region"))
 
 
@@ -125,25 +134,25 @@ def broadcast_dict(
 ) -> dict[str, Tensor]:
     """The int64 tensors named by `keys`, from rank 0 of the group (which passes `values`; the others pass None).
 
-    keys: name -> number of dimensions. One message for the shapes and one for the contents, whatever the count.
-    With Megatron's tensor-parallel groups, rank 0 is each group's own source, not global rank 0.
+    keys: name -> number of dimensions. All shapes are sent in one message and all contents in another.
+    With Megatron's tensor-parallel groups, the source is rank 0 of each group, not global rank 0.
     """
     if comm is None or comm.rank == 0:
         if values is None:
-            raise ContractError("broadcast_dict: rank 0 of the group passes the values")
+            raise ContractError("broadcast_dict: rank 0 of the group must pass the values")
         for name, ndim in keys.items():
             if name not in values or values[name].dtype != torch.int64 or values[name].ndim != ndim:
-                found = (values[name].dtype, values[name].ndim) if name in values else f"only {', '.join(values)}"
-                raise ContractError(f"broadcast_dict: expected int64 '{name}' with {ndim} dimensions; found {found}")
+                actual = (values[name].dtype, values[name].ndim) if name in values else f"only {', '.join(values)}"
+                raise ContractError(f"broadcast_dict: expected int64 '{name}' with {ndim} dimensions; found {actual}")
     if comm is None:
         assert values is not None
         return {name: values[name] for name in keys}
     device = next(iter(values.values())).device if values else comm.device
     sizes = [n for name in keys for n in (values[name].shape if values else [0] * keys[name])]
-    agreed = comm.broadcast(torch.tensor(sizes, dtype=torch.int64, device=device)).tolist()
+    sizes = comm.broadcast(torch.tensor(sizes, dtype=torch.int64, device=device)).tolist()
     shapes = {}
     for name, ndim in keys.items():
-        shapes[name], agreed = agreed[:ndim], agreed[ndim:]
+        shapes[name], sizes = sizes[:ndim], sizes[ndim:]
     counts = {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
     flat = (
         torch.cat([values[name].reshape(-1) for name in keys])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -39,13 +39,13 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> None:
 
 def _directed(weights: int) -> list[Sample]:
     def call(*shape: int, grad: bool = True, weight_dtype: torch.dtype | None = None, **kw: object) -> Sample:
-        x = T(shape, **kw)  # type: ignore[arg-type]
-        return Sample((x, *[T(shape[-1:], dtype=weight_dtype)] * weights), grad=grad)
+        x = TensorSpec(shape, **kw)  # type: ignore[arg-type]
+        return Sample((x, *[TensorSpec(shape[-1:], dtype=weight_dtype)] * weights), grad=grad)
 
     return [
         call(4, 8),
-        # One column: the gradient of x is 0, so what is left is its rounding times rstd, which eps bounds.
-        Sample((T((3, 1)), *[T((1,))] * weights), {"eps": 0.01}),
+        # With one column the gradient of x is 0; what is computed is rounding error times rstd, which eps bounds.
+        Sample((TensorSpec((3, 1)), *[TensorSpec((1,))] * weights), {"eps": 0.01}),
         call(8),
         call(0, 8),
         call(2, 3, 129),
@@ -65,10 +65,10 @@ def _samples(weights: int) -> SearchStrategy[Sample]:
 
     return st.builds(
         lambda lead, width, strided, eps: Sample(
-            (T((*lead, width), strided=strided), *[T((width,))] * weights), {"eps": eps}
+            (TensorSpec((*lead, width), strided=strided), *[TensorSpec((width,))] * weights), {"eps": eps}
         ),
         st.lists(st.integers(1, 12), max_size=2),
-        st.integers(4, 150),  # fewer columns often leave nothing of the gradient but rounding
+        st.integers(4, 150),  # with fewer columns the gradient is often rounding error only
         st.sampled_from(["", "rows", "last"]),
         st.sampled_from([1e-5, 1e-6, 1e-3]),
     )
@@ -78,7 +78,7 @@ def _samples(weights: int) -> SearchStrategy[Sample]:
     check=_check_layer_norm,
     tol=_TOL,
     samples=lambda: _samples(2),
-    directed=lambda: _directed(2),
+    edge_cases=lambda: _directed(2),
     grads=("x", "weight", "bias"),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -97,7 +97,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     check=_check_rms_norm,
     tol=_TOL,
     samples=lambda: _samples(1),
-    directed=lambda: _directed(1),
+    edge_cases=lambda: _directed(1),
     grads=("x", "weight"),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

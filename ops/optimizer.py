@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -37,23 +37,24 @@ def _check_adamw(
     shapes = [p.shape for p in params]
     for name, tensors in lists.items():
         require(len(tensors) == len(shapes), "adamw", f"{len(shapes)} {name}, one per param", len(tensors))
-        if shapes != [t.shape for t in tensors]:  # a text for each of them, right or wrong, costs more than the kernel
+        # One comparison: a message per tensor, formatted whether it is needed or not, would cost more than the kernel.
+        if shapes != [t.shape for t in tensors]:
             shape, other = next((s, t.shape) for s, t in zip(shapes, tensors) if s != t.shape)
             require(False, "adamw", f"{name} shaped like params ({tuple(shape)})", tuple(other))
     if {t.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors} - {torch.float32}:
         triples = (tuple(t.dtype for t in triple) for triple in zip(params, exp_avgs, exp_avg_sqs))
-        found = next(triple for triple in triples if set(triple) != {torch.float32})
-        require(False, "adamw", "float32 params, exp_avgs and exp_avg_sqs", found)
+        dtypes = next(triple for triple in triples if set(triple) != {torch.float32})
+        require(False, "adamw", "float32 params, exp_avgs and exp_avg_sqs", dtypes)
     require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
     require(0 <= beta1 < 1 and 0 <= beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (beta1, beta2))
     require(eps >= 0 and lr >= 0, "adamw", "eps >= 0 and lr >= 0", (eps, lr))
 
 
 def _adamw_call(shapes: list[tuple[int, ...]], model: torch.dtype | None = None, **kw: Any) -> Sample:
-    def tensors(**how: Any) -> list[T]:
-        return [T(shape, **how) for shape in shapes]
+    def tensors(**how: Any) -> list[TensorSpec]:
+        return [TensorSpec(shape, **how) for shape in shapes]
 
-    squares = [T(shape, "int", low=0, high=3, dtype=torch.float32) for shape in shapes]
+    squares = [TensorSpec(shape, "int", low=0, high=3, dtype=torch.float32) for shape in shapes]
     if model is not None:
         kw["model_params"] = tensors(dtype=model)
     return Sample((tensors(), tensors(dtype=model), tensors(), squares), {"step": 1, "lr": 0.01, **kw})
@@ -94,7 +95,7 @@ def _samples_adamw() -> SearchStrategy[Sample]:
     check=_check_adamw,
     tol={torch.float32: Tol(1e-6, 4e-6)},  # a dozen float32 operations per element; model_params: see kit
     samples=_samples_adamw,
-    directed=_directed_adamw,
+    edge_cases=_directed_adamw,
     mutates=("params", "exp_avgs", "exp_avg_sqs", "model_params"),
 )
 def adamw(
@@ -136,28 +137,28 @@ def _check_l2norm(tensors: Sequence[Tensor]) -> None:
     require(len({t.device for t in tensors}) <= 1, "l2norm", "tensors of one device", [t.device for t in tensors])
 
 
-def _lists(*shapes: tuple[int, ...], **how: Any) -> list[T]:
-    return [T(shape, **how) for shape in shapes]
+def _lists(*shapes: tuple[int, ...], **how: Any) -> list[TensorSpec]:
+    return [TensorSpec(shape, **how) for shape in shapes]
 
 
-def _directed_lists() -> list[list[T]]:
+def _directed_lists() -> list[list[TensorSpec]]:
     return [
         _lists((3, 4), (7,), ()),
         _lists((0,), (5,)),
         _lists((1000,), (33, 3)),
         _lists((4, 6), strided="last"),
         _lists((8,), scale=0.0),
-        [T((3,), "values", values=(1.0, float("inf"), 2.0))],
-        [T((5,)), T((2,), "values", values=(float("nan"), 0.0))],
+        [TensorSpec((3,), "values", values=(1.0, float("inf"), 2.0))],
+        [TensorSpec((5,)), TensorSpec((2,), "values", values=(float("nan"), 0.0))],
     ]
 
 
-def _samples_lists() -> SearchStrategy[list[T]]:
+def _samples_lists() -> SearchStrategy[list[TensorSpec]]:
     from hypothesis import strategies as st
 
     shapes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
     strided = st.sampled_from(["", "rows", "last"])
-    return st.lists(st.builds(lambda s, k: T(s, strided=k), shapes, strided), min_size=1, max_size=4)
+    return st.lists(st.builds(lambda s, k: TensorSpec(s, strided=k), shapes, strided), min_size=1, max_size=4)
 
 
 @hal.op(
@@ -168,7 +169,7 @@ def _samples_lists() -> SearchStrategy[list[T]]:
         torch.float16: Tol(1e-6, 4e-6),
     },
     samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors,))),
-    directed=lambda: [Sample((tensors,)) for tensors in _directed_lists()],
+    edge_cases=lambda: [Sample((tensors,)) for tensors in _directed_lists()],
 )
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """sqrt of the sum of squares over all elements of all tensors; float32 scalar on their device (0 for none)."""
@@ -195,7 +196,7 @@ def _check_unscale(grads: Sequence[Tensor], inv_scale: float) -> None:
         torch.float16: Tol(6e-8, 9.8e-4),
     },
     samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors, 0.37))),
-    directed=lambda: [Sample((tensors, 2.0**-16)) for tensors in _directed_lists()],
+    edge_cases=lambda: [Sample((tensors, 2.0**-16)) for tensors in _directed_lists()],
     mutates=("grads",),
 )
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Random draws: philox_uniform and dropout, bit-equal on every backend.
 
 Tolerance 0: the integers are defined by Philox4x32-10 (see hal/rng.py), the float is (bits >> 8) * 2**-24, and dropout
-compares integers, so no backend has a rounding of its own here.
+compares integers, so there is no rounding in which backends could differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, Sample, T, Tol, require
+from hal import Rng, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -91,7 +91,7 @@ def _samples_uniform() -> SearchStrategy[Sample]:
     check=_check_uniform,
     tol={torch.float32: Tol(0.0, 0.0)},  # integers: there is nothing to round
     samples=_samples_uniform,
-    directed=_directed_uniform,
+    edge_cases=_directed_uniform,
 )
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     """Uniform float32 in [0, 1), multiples of 2**-24, of `shape` on `device` (default: the active backend's)."""
@@ -108,12 +108,12 @@ def _check_dropout(x: Tensor, p: float, rng: Rng | None) -> None:
 def _directed_dropout() -> list[Sample]:
     rng = Rng(5, 9)
     return [
-        Sample((T((4, 6)), 0.0, None)),
-        Sample((T((0, 6)), 0.5, rng)),
-        Sample((T((3, 5), strided="last"), 0.5, rng)),
-        Sample((T((7,)), 0.999, rng)),
-        Sample((T((2, 3, 5)), 0.3, rng.block((4, 3, 8), (1, 0, 3)))),
-        Sample((T((4,), "values", values=(float("inf"), float("nan"), 1.0, -2.0)), 0.5, rng), grad=False),
+        Sample((TensorSpec((4, 6)), 0.0, None)),
+        Sample((TensorSpec((0, 6)), 0.5, rng)),
+        Sample((TensorSpec((3, 5), strided="last"), 0.5, rng)),
+        Sample((TensorSpec((7,)), 0.999, rng)),
+        Sample((TensorSpec((2, 3, 5)), 0.3, rng.block((4, 3, 8), (1, 0, 3)))),
+        Sample((TensorSpec((4,), "values", values=(float("inf"), float("nan"), 1.0, -2.0)), 0.5, rng), grad=False),
     ]
 
 
@@ -121,7 +121,7 @@ def _samples_dropout() -> SearchStrategy[Sample]:
     from hypothesis import strategies as st
 
     return st.builds(
-        lambda shape, p, seed: Sample((T(tuple(shape)), p, Rng(seed, 3))),
+        lambda shape, p, seed: Sample((TensorSpec(tuple(shape)), p, Rng(seed, 3))),
         st.lists(st.integers(1, 9), min_size=1, max_size=4),
         st.floats(0.0, 0.95),
         st.integers(0, 2**64 - 1),
@@ -137,7 +137,7 @@ def _samples_dropout() -> SearchStrategy[Sample]:
         torch.float64: Tol(0.0, 4.5e-16),
     },
     samples=_samples_dropout,
-    directed=_directed_dropout,
+    edge_cases=_directed_dropout,
     grads=("x",),
 )
 def dropout(x: Tensor, p: float, rng: Rng | None) -> Tensor:

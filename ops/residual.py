@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, Sample, T, Tol, require
+from hal import Rng, Sample, TensorSpec, Tol, require
 
 from .random import keep_mask, require_probability
 
@@ -31,16 +31,19 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, 
 
 def _directed() -> list[Sample]:
     rng = Rng(21, 4)
-    x = T((3, 2, 10))
+    x = TensorSpec((3, 2, 10))
     return [
         Sample((x, None, x)),
-        Sample((x, T((10,)), x)),
-        Sample((x, T((10,)), x), {"p": 0.3, "rng": rng}),
-        Sample((x, None, T((3, 2, 10), dtype=torch.float32)), {"p": 0.5, "rng": rng}),
-        Sample((T((0, 10)), T((10,)), T((0, 10))), {"p": 0.5, "rng": rng}),
-        Sample((T((5, 7), strided="last"), T((7,)), T((5, 7), strided="rows")), {"p": 0.5, "rng": rng}),
-        Sample((x, T((10,)), x), {"p": 0.3, "rng": rng.block((6, 4, 20), (2, 1, 5))}),
-        Sample((T((130, 6)), T((6,)), T((130, 6))), {"p": 0.1, "rng": rng}),
+        Sample((x, TensorSpec((10,)), x)),
+        Sample((x, TensorSpec((10,)), x), {"p": 0.3, "rng": rng}),
+        Sample((x, None, TensorSpec((3, 2, 10), dtype=torch.float32)), {"p": 0.5, "rng": rng}),
+        Sample((TensorSpec((0, 10)), TensorSpec((10,)), TensorSpec((0, 10))), {"p": 0.5, "rng": rng}),
+        Sample(
+            (TensorSpec((5, 7), strided="last"), TensorSpec((7,)), TensorSpec((5, 7), strided="rows")),
+            {"p": 0.5, "rng": rng},
+        ),
+        Sample((x, TensorSpec((10,)), x), {"p": 0.3, "rng": rng.block((6, 4, 20), (2, 1, 5))}),
+        Sample((TensorSpec((130, 6)), TensorSpec((6,)), TensorSpec((130, 6))), {"p": 0.1, "rng": rng}),
     ]
 
 
@@ -51,9 +54,9 @@ def _samples() -> SearchStrategy[Sample]:
     def call(draw: st.DrawFn) -> Sample:
         shape = tuple(draw(st.lists(st.integers(1, 30), min_size=1, max_size=3)))
         strided = st.sampled_from(["", "rows", "last"])
-        bias = T(shape[-1:]) if draw(st.booleans()) else None
+        bias = TensorSpec(shape[-1:]) if draw(st.booleans()) else None
         kw = {"p": draw(st.sampled_from([0.0, 0.1, 0.7])), "rng": Rng(draw(st.integers(0, 2**40)))}
-        return Sample((T(shape, strided=draw(strided)), bias, T(shape, strided=draw(strided))), kw)
+        return Sample((TensorSpec(shape, strided=draw(strided)), bias, TensorSpec(shape, strided=draw(strided))), kw)
 
     return call()
 
@@ -66,7 +69,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(2e-3, 2e-3),
     },
     samples=_samples,
-    directed=_directed,
+    edge_cases=_directed,
     grads=("x", "bias", "residual"),
 )
 def bias_dropout_add(

@@ -1,6 +1,7 @@
 """rotary: rotary position embedding, with rotate-half or interleaved pairs.
 
-Source: Su et al., "RoFormer", arXiv 2104.09864. Pair p of a vector turns by the angle whose cosine and sine are given.
+Source: Su et al., "RoFormer", arXiv 2104.09864. Pair p of a vector is rotated by the angle whose cosine and sine are
+given.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -36,15 +37,15 @@ def _call(
 ) -> Sample:
     s, b, n, d, half = sizes
     dims = {"S": s, "B": b, "N": n, "D": d, "T": s}
-    angle = T((b, s, half) if per_sample else (s, half), dtype=torch.float32)
-    return Sample((T(tuple(dims[c] for c in layout), strided=strided), angle, angle), {"layout": layout, **kw})
+    angle = TensorSpec((b, s, half) if per_sample else (s, half), dtype=torch.float32)
+    return Sample((TensorSpec(tuple(dims[c] for c in layout), strided=strided), angle, angle), {"layout": layout, **kw})
 
 
 def _directed() -> list[Sample]:
     return [
         *(_call(layout, (5, 2, 3, 8, 4), False, interleaved=i) for layout in _LAYOUTS for i in (False, True)),
         *(_call(layout, (5, 2, 3, 8, 4), True) for layout in _LAYOUTS[:-1]),
-        _call("SBND", (3, 2, 2, 10, 3), False),  # only the first 6 channels turn
+        _call("SBND", (3, 2, 2, 10, 3), False),  # only the first 6 channels are rotated
         _call("BSND", (3, 2, 2, 10, 3), True, interleaved=True),
         _call("BNSD", (4, 1, 2, 7, 3), False, strided="last"),
         _call("SBND", (4, 2, 2, 64, 32), False, strided="rows"),
@@ -76,7 +77,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(2e-3, 2e-3),
     },
     samples=_samples,
-    directed=_directed,
+    edge_cases=_directed,
     grads=("x",),
 )
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Tensor:

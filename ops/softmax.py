@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, Tol, require
+from hal import Sample, TensorSpec, Tol, require
 
 from .attention import band_mask
 
@@ -33,26 +33,26 @@ def _check(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bo
 
 
 def _directed() -> list[Sample]:
-    def mask(*shape: int, p: float = 0.5) -> T:
-        return T(shape, "bool", p=p, dtype=torch.bool)
+    def mask(*shape: int, p: float = 0.5) -> TensorSpec:
+        return TensorSpec(shape, "bool", p=p, dtype=torch.bool)
 
     return [
-        Sample((T((2, 3, 5, 7)),)),
-        Sample((T((2, 3, 5, 5)),), {"causal": True, "scale": 0.5}),
-        Sample((T((1, 2, 3, 9)),), {"causal": True}),
-        Sample((T((1, 2, 9, 3)),), {"causal": True}),  # the first rows see nothing
-        Sample((T((2, 3, 4, 6)), mask(2, 1, 4, 6)), {"scale": 2.0}),
-        Sample((T((2, 3, 4, 6)), mask(4, 6, p=1.0))),
-        Sample((T((2, 3, 4, 6)), mask(2, 1, 1, 6)), {"causal": True}),
-        Sample((T((2, 2, 32, 64)), mask(2, 1, 32, 64)), {"scale": 0.5}),  # sizes that tiled kernels ask for
-        Sample((T((1, 2, 64, 32)), mask(64, 32)), {"causal": True}),
-        Sample((T((1, 1, 1, 1)),)),
-        Sample((T((0, 2, 3, 4)),)),
-        Sample((T((1, 2, 3, 0)),)),
-        Sample((T((2, 2, 3, 65), strided="last"),), {"scale": -1.0}),
-        Sample((T((1, 1, 3, 130), scale=100.0),)),  # large logits must not overflow
-        Sample((T((1, 1, 2, 3), "values", values=(float("nan"), 1, 2, float("inf"), 1, 2)),), grad=False),
-        Sample((T((1, 1, 2, 3), "values", values=(-float("inf"), 1, 2, 0, 1, 2)),)),
+        Sample((TensorSpec((2, 3, 5, 7)),)),
+        Sample((TensorSpec((2, 3, 5, 5)),), {"causal": True, "scale": 0.5}),
+        Sample((TensorSpec((1, 2, 3, 9)),), {"causal": True}),
+        Sample((TensorSpec((1, 2, 9, 3)),), {"causal": True}),  # the first rows see nothing
+        Sample((TensorSpec((2, 3, 4, 6)), mask(2, 1, 4, 6)), {"scale": 2.0}),
+        Sample((TensorSpec((2, 3, 4, 6)), mask(4, 6, p=1.0))),
+        Sample((TensorSpec((2, 3, 4, 6)), mask(2, 1, 1, 6)), {"causal": True}),
+        Sample((TensorSpec((2, 2, 32, 64)), mask(2, 1, 32, 64)), {"scale": 0.5}),  # sizes that tiled kernels require
+        Sample((TensorSpec((1, 2, 64, 32)), mask(64, 32)), {"causal": True}),
+        Sample((TensorSpec((1, 1, 1, 1)),)),
+        Sample((TensorSpec((0, 2, 3, 4)),)),
+        Sample((TensorSpec((1, 2, 3, 0)),)),
+        Sample((TensorSpec((2, 2, 3, 65), strided="last"),), {"scale": -1.0}),
+        Sample((TensorSpec((1, 1, 3, 130), scale=100.0),)),  # large logits must not overflow
+        Sample((TensorSpec((1, 1, 2, 3), "values", values=(float("nan"), 1, 2, float("inf"), 1, 2)),), grad=False),
+        Sample((TensorSpec((1, 1, 2, 3), "values", values=(-float("inf"), 1, 2, 0, 1, 2)),)),
     ]
 
 
@@ -63,9 +63,11 @@ def _samples() -> SearchStrategy[Sample]:
     def call(draw: st.DrawFn) -> Sample:
         b, n, sq, sk = (draw(st.integers(1, m)) for m in (3, 3, 20, 70))
         shape = draw(st.sampled_from([None, (sq, sk), (b, 1, sq, sk), (b, 1, 1, sk), (b, n, sq, sk)]))
-        mask = None if shape is None else T(shape, "bool", p=draw(st.sampled_from([0.1, 0.9])), dtype=torch.bool)
+        mask = (
+            None if shape is None else TensorSpec(shape, "bool", p=draw(st.sampled_from([0.1, 0.9])), dtype=torch.bool)
+        )
         kw = {"scale": draw(st.sampled_from([1.0, 0.125, 3.0])), "causal": draw(st.booleans())}
-        return Sample((T((b, n, sq, sk), strided=draw(st.sampled_from(["", "rows"]))), mask), kw)
+        return Sample((TensorSpec((b, n, sq, sk), strided=draw(st.sampled_from(["", "rows"]))), mask), kw)
 
     return call()
 
@@ -78,7 +80,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-4, 2e-3),  # one rounding to 11 bits; subnormals below 6e-5
     },
     samples=_samples,
-    directed=_directed,
+    edge_cases=_directed,
     grads=("x",),
 )
 def scale_mask_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:

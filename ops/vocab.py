@@ -1,7 +1,6 @@
 """Ops on a vocabulary that may be sharded across a Comm: embedding and cross_entropy.
 
-A rank holds the ids [vocab_start, vocab_start + v_local). Only per-token numbers travel: no rank ever sees another
-rank's logits.
+A rank holds the ids [vocab_start, vocab_start + v_local). Ranks exchange one to three numbers per token, never logits.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Comm, Sample, T, Tol, require
+from hal import Comm, Sample, TensorSpec, Tol, require
 
-from .regions import reduce_from_region
+from .mappings import reduce_from_region
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -34,11 +33,11 @@ def _check_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm:
 
 def _directed_embedding() -> list[Sample]:
     return [
-        Sample((T((11, 6)), T((4, 5), "int", high=11, dtype=torch.int64))),
-        Sample((T((3, 7)), T((50,), "int", high=3, dtype=torch.int64))),  # every id many times
-        Sample((T((3, 7)), T((0,), "int", high=3, dtype=torch.int64))),
-        Sample((T((1, 1)), T((), "int", high=1, dtype=torch.int64))),
-        Sample((T((9, 5), strided="rows"), T((2, 3, 2), "int", high=9, dtype=torch.int64))),
+        Sample((TensorSpec((11, 6)), TensorSpec((4, 5), "int", high=11, dtype=torch.int64))),
+        Sample((TensorSpec((3, 7)), TensorSpec((50,), "int", high=3, dtype=torch.int64))),  # every id many times
+        Sample((TensorSpec((3, 7)), TensorSpec((0,), "int", high=3, dtype=torch.int64))),
+        Sample((TensorSpec((1, 1)), TensorSpec((), "int", high=1, dtype=torch.int64))),
+        Sample((TensorSpec((9, 5), strided="rows"), TensorSpec((2, 3, 2), "int", high=9, dtype=torch.int64))),
     ]
 
 
@@ -46,7 +45,7 @@ def _samples_embedding() -> SearchStrategy[Sample]:
     from hypothesis import strategies as st
 
     return st.builds(
-        lambda v, h, shape: Sample((T((v, h)), T(tuple(shape), "int", high=v, dtype=torch.int64))),
+        lambda v, h, shape: Sample((TensorSpec((v, h)), TensorSpec(tuple(shape), "int", high=v, dtype=torch.int64))),
         st.integers(1, 40),
         st.integers(1, 33),
         st.lists(st.integers(1, 8), max_size=3),
@@ -61,7 +60,7 @@ def _samples_embedding() -> SearchStrategy[Sample]:
         torch.float16: Tol(8e-3, 2e-3),
     },
     samples=_samples_embedding,
-    directed=_directed_embedding,
+    edge_cases=_directed_embedding,
     grads=("weight",),
 )
 def embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Tensor:
@@ -96,26 +95,32 @@ def _check_cross_entropy(
 
 
 def _directed_cross_entropy() -> list[Sample]:
-    def target(shape: tuple[int, ...], v: int) -> T:
-        return T(shape, "int", high=v, dtype=torch.int64)
+    def target(shape: tuple[int, ...], v: int) -> TensorSpec:
+        return TensorSpec(shape, "int", high=v, dtype=torch.int64)
 
     return [
-        Sample((T((4, 11)), target((4,), 11))),
-        Sample((T((2, 3, 50)), target((2, 3), 50)), {"label_smoothing": 0.1}),
-        Sample((T((1, 1)), target((1,), 1))),
-        Sample((T((0, 7)), target((0,), 7))),
-        Sample((T((9,)), target((), 9))),
-        Sample((T((3, 1031)), target((3,), 1031))),
-        Sample((T((3, 40), strided="last"), target((3,), 40))),
-        Sample((T((3, 40), strided="rows"), target((3,), 40)), {"label_smoothing": 0.3}),
-        Sample((T((3, 17), scale=1000.0), target((3,), 17))),  # Megatron's test scale; exp must not overflow
-        # Large ones whose sum of exponentials matters: it has no digits left in a float32 of 10001.4.
+        Sample((TensorSpec((4, 11)), target((4,), 11))),
+        Sample((TensorSpec((2, 3, 50)), target((2, 3), 50)), {"label_smoothing": 0.1}),
+        Sample((TensorSpec((1, 1)), target((1,), 1))),
+        Sample((TensorSpec((0, 7)), target((0,), 7))),
+        Sample((TensorSpec((9,)), target((), 9))),
+        Sample((TensorSpec((3, 1031)), target((3,), 1031))),
+        Sample((TensorSpec((3, 40), strided="last"), target((3,), 40))),
+        Sample((TensorSpec((3, 40), strided="rows"), target((3,), 40)), {"label_smoothing": 0.3}),
+        Sample((TensorSpec((3, 17), scale=1000.0), target((3,), 17))),  # Megatron's test scale; exp must not overflow
+        # Large logits: log-sum-exp is 10001.4, of which float32 keeps too few digits to subtract the target's logit.
         Sample(
-            (T((1, 3), "values", values=(10000.0, 10001.0, 9999.0)), T((1,), "values", values=(1,), dtype=torch.int64))
+            (
+                TensorSpec((1, 3), "values", values=(10000.0, 10001.0, 9999.0)),
+                TensorSpec((1,), "values", values=(1,), dtype=torch.int64),
+            )
         ),
-        Sample((T((1, 3), "values", values=(float("nan"), 1.0, 2.0)), target((1,), 3)), grad=False),
+        Sample((TensorSpec((1, 3), "values", values=(float("nan"), 1.0, 2.0)), target((1,), 3)), grad=False),
         Sample(
-            (T((1, 3), "values", values=(-float("inf"), 1.0, 2.0)), T((1,), "values", values=(1,), dtype=torch.int64))
+            (
+                TensorSpec((1, 3), "values", values=(-float("inf"), 1.0, 2.0)),
+                TensorSpec((1,), "values", values=(1,), dtype=torch.int64),
+            )
         ),
     ]
 
@@ -126,9 +131,11 @@ def _samples_cross_entropy() -> SearchStrategy[Sample]:
     @st.composite
     def call(draw: st.DrawFn) -> Sample:
         lead, v = tuple(draw(st.lists(st.integers(1, 6), max_size=2))), draw(st.integers(2, 200))
-        logits = T((*lead, v), strided=draw(st.sampled_from(["", "rows"])), scale=draw(st.sampled_from([1.0, 20.0])))
+        logits = TensorSpec(
+            (*lead, v), strided=draw(st.sampled_from(["", "rows"])), scale=draw(st.sampled_from([1.0, 20.0]))
+        )
         return Sample(
-            (logits, T(lead, "int", high=v, dtype=torch.int64)),
+            (logits, TensorSpec(lead, "int", high=v, dtype=torch.int64)),
             {"label_smoothing": draw(st.sampled_from([0.0, 0.1]))},
         )
 
@@ -143,7 +150,7 @@ def _samples_cross_entropy() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-3, 2e-3),
     },
     samples=_samples_cross_entropy,
-    directed=_directed_cross_entropy,
+    edge_cases=_directed_cross_entropy,
     grads=("logits",),
     hints=("inplace_backward",),
 )

@@ -1,7 +1,7 @@
-"""The `hal` command. Each subcommand is a module of this package with a `main(argv) -> int`, imported when asked for.
+"""The `hal` command. Each subcommand is a module of this package with a `main(argv) -> int`, imported when it is run.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or input. An error HAL raises on purpose, or an unreadable file, is one line
-with a hint on stderr; anything else is a bug and keeps its traceback.
+Exit codes: 0 done, 1 failed, 2 wrong usage or input. An error that HAL raises on purpose, or an unreadable file, is one
+line with a hint on stderr; anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from hal.errors import HalError
 
 COMMANDS = {
-    "info": "the backends known here, what each finds on this machine, and versions",
-    "doctor": "one tiny call per op and backend: PASS, or the reason and what would help",
+    "info": "the installed backends, the devices that each detects on this machine, and versions",
+    "doctor": "one small call per op and backend: PASS, or the reason and a remedy",
     "why": "which implementation a call would run on, and why not the others",
     "parity": "the conformance kit: every op of a backend against the float64 reference",
-    "bench": "ratios against named peers and against the machine's limits",
-    "config": "what options, files and the environment come to, and where each value is from",
-    "data": "text into training data, and what such data holds",
-    "plan": "which layouts of a model fit on N devices, and what each costs",
+    "bench": "speed relative to named peers and to the machine's limits",
+    "config": "the configuration merged from options, files and the environment, with the origin of each value",
+    "data": "convert text to training data, and inspect such data",
+    "plan": "the parallel layouts of a model that fit on N devices, and the cost of each",
     "train": "train a GPT",
     "generate": "continue prompts with a trained model",
     "eval": "cloze accuracy, perplexity and validation loss of a trained model",
@@ -30,7 +30,7 @@ COMMANDS = {
     "convert": "checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",
-    "completion": "a script for the shell that completes commands, options, backends and ops",
+    "completion": "write a shell script that completes commands, options, backends and ops",
 }
 
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return int(importlib.import_module(f"hal.cli.{name.replace('-', '_')}").main(rest))
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HalError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What the diagnostic commands share: their parser, and the options that choose a backend.
+"""Shared by the commands: their parser, and the options that choose a backend.
 
 Wrong usage is one line with a hint and exit code 2, as everywhere in `hal`.
 """
@@ -14,32 +14,32 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hal.core.registry import backend_names, load
 from hal.errors import HalError
-from hal.registry import load, names
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors and without abbreviations (an abbreviation breaks when an option is added)."""
+    """argparse with one-line errors and without abbreviations, which an option added later would make ambiguous."""
 
     def __init__(self, command: str, **kwargs: Any) -> None:
         super().__init__(prog=f"hal {command}", allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         if message == "the following arguments are required: --backend":
-            message = f"no backend was chosen; give --backend, one of {', '.join(names())}"
+            message = f"no backend was chosen; give --backend, one of {', '.join(backend_names())}"
         print(f"{self.prog}: {message}. `{self.prog} --help` shows the options.", file=sys.stderr)
         sys.exit(2)
 
 
 def add_backend(parser: Parser, *, required: bool, default_from_environment: bool = True) -> None:
-    """Adds --backend (default: HAL_BACKEND, if asked for) and --simulate."""
+    """Adds --backend (default: HAL_BACKEND, if `default_from_environment`) and --simulate."""
     default = (os.environ.get("HAL_BACKEND") or None) if default_from_environment else None
     parser.add_argument(
         "--backend",
         metavar="NAME",
         default=default,
         required=required and default is None,
-        help=f"one of: {', '.join(names())}",
+        help=f"one of: {', '.join(backend_names())}",
     )
     parser.add_argument("--simulate", action="store_true", help="run the backend on its simulator")
 
@@ -50,7 +50,7 @@ def options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def require_writable(option: str, path: str | Path | None) -> None:
-    """Raises HalError unless the file that `option` names, if any, can be written: now rather than after the work."""
+    """Raises HalError unless the file given with `option`, if any, can be written, so that this is known in advance."""
     if path is None:
         return
     target = Path(path)
@@ -62,7 +62,7 @@ def require_writable(option: str, path: str | Path | None) -> None:
         else:
             tempfile.TemporaryFile(dir=target.absolute().parent).close()
     except OSError as error:
-        raise HalError(f"{option} {path} cannot be written ({error.strerror}); give a file that can") from None
+        raise HalError(f"{option} {path} cannot be written ({error.strerror}); give another file") from None
 
 
 def takes_simulate(name: str) -> bool:

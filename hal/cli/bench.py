@@ -1,11 +1,11 @@
 """`hal bench`: ratios against named peers and against the machine's limits, measured in turn in one run.
 
-Every candidate runs in a child process under the allocator environment its row names: "default" is glibc as it comes,
+Every candidate runs in a child process under the allocator settings that its row names: "default" is glibc's own,
 "pooled" is MALLOC_MMAP_MAX_=0 and a huge MALLOC_TRIM_THRESHOLD_. Times mean little on a busy machine; the column of
 clean rounds says how busy it was.
 
 `hal bench train` with options of `hal train` (--nproc-per-node 4 --tensor-model-parallel-size 2 ...) trains under that
-layout instead, on made-up tokens, and reports tokens/s, model FLOP/s and the peak memory of every rank.
+layout instead, on random tokens, and reports tokens/s, model FLOP/s and the peak memory of every rank.
 """
 
 from __future__ import annotations
@@ -22,43 +22,45 @@ from .arguments import Parser, require_writable
 
 def parser() -> Parser:
     """The options of `hal bench`."""
-    from hal.bench import runner
+    from hal.bench.harness import runner
 
-    made = Parser("bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
-    made.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
-    made.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
-    made.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="only cases whose name and shape hold a TEXT"
+    result = Parser("bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("suite", nargs="?", default="all", choices=[*runner.SUITES, "all"], help="default: all")
+    result.add_argument("--backend", default="cpu_ref", help="the backend that is compared; default: cpu_ref")
+    result.add_argument("--peer", nargs="+", default=[], metavar="P", help="compare with these peers only")
+    result.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="only cases whose name and shape contain a TEXT"
     )
-    made.add_argument(
+    result.add_argument(
         "--one-thread",
         action="store_true",
-        help="one thread, processor time instead of the wall clock: usable on a busy machine (not what goals are for)",
+        help="one thread, processor instead of wall-clock time: usable on a busy machine (goals are for two threads)",
     )
-    made.add_argument("--json", metavar="F", help="write the rows to F")
-    made.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
-    made.add_argument("--check", action="store_true", help="fail when a goal is missed")
-    made.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed, with a layout")
-    return made
+    result.add_argument("--json", metavar="F", help="write the rows to F")
+    result.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
+    result.add_argument("--check", action="store_true", help="fail when a goal is missed")
+    result.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps, with a layout")
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 if --check and a goal is missed or could not be measured; 2 if nothing was measured."""
-    from hal import registry
-    from hal.bench import machine, report, runner
+    from hal.bench.harness import machine, report, runner
+    from hal.core import registry
 
-    made = parser()
-    options, layout = made.parse_known_args(argv)
+    command = parser()
+    options, layout = command.parse_known_args(argv)
     require_writable("--json", options.json)
     require_writable("--html", options.html)
-    registry.load(options.backend)  # an unknown name fails here, not in a child process
+    registry.load(options.backend)  # fails here, not in a child process, if the name is unknown
     if layout and options.suite != "train":
-        made.error(f"unrecognized arguments: {' '.join(layout)}; only `hal bench train` takes the options of hal train")
+        command.error(
+            f"unrecognized arguments: {' '.join(layout)}; only `hal bench train` takes the options of hal train"
+        )
     if layout:
         return _layout(options, layout)
     suites = list(runner.SUITES) if options.suite == "all" else [options.suite]
-    found = runner.run(
+    results = runner.run(
         suites,
         options.backend,
         peers=options.peer,
@@ -66,44 +68,45 @@ def main(argv: Sequence[str]) -> int:
         one_thread=options.one_thread,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    if found.interrupted:
-        print("interrupted: what follows was measured before", file=sys.stderr)
+    if results.interrupted:
+        print("interrupted; what follows was measured before", file=sys.stderr)
     conditions = f"{machine.describe(options.one_thread)}; backend {options.backend}"
     print(conditions)
-    if found.rows:
-        print(report.table(found.rows))
-    for a in found.absent:
+    if results.rows:
+        print(report.table(results.rows))
+    for a in results.absent:
         print(f"not measured: {a.name} {a.shape} against {a.peer} ({a.allocator} malloc): {a.reason}")
     if options.json:
-        Path(options.json).write_text(json.dumps([r.as_dict() for r in found.rows], indent=1) + "\n")
+        Path(options.json).write_text(json.dumps([r.as_dict() for r in results.rows], indent=1) + "\n")
     if options.html:
-        Path(options.html).write_text(report.html(found, conditions))
-    if not found.rows and not found.absent:
-        print("hal bench: no case and peer fits what was asked for", file=sys.stderr)
+        Path(options.html).write_text(report.html(results, conditions))
+    if not results.rows and not results.absent:
+        print("hal bench: no case matches the selection", file=sys.stderr)
         return 2
-    for miss in found.misses:
+    for miss in results.misses:
         print(f"below its goal: {miss}", file=sys.stderr)
-    if found.goals:
-        print(f"{found.goals - len(found.misses)} of {found.goals} goals met")
+    if results.goals:
+        print(f"{results.goals - len(results.misses)} of {results.goals} goals met")
     elif options.check:
         print(f"hal bench: no goals are recorded for this selection on backend {options.backend}", file=sys.stderr)
         return 2
-    return 1 if found.interrupted or (options.check and found.misses) else 0
+    return 1 if results.interrupted or (options.check and results.misses) else 0
 
 
 def _layout(options: argparse.Namespace, layout: Sequence[str]) -> int:
     """Runs one job under a layout, and prints speed and the peak memory of every rank."""
-    from hal.bench import layout_run, machine, report
+    from hal.bench.harness import machine, report
+    from hal.bench.parallel import layout_run
     from hal.launch.agent import Job, run
 
     if options.steps < 1:
         parser().error(f"--steps must be 1 or more, got {options.steps}")
     argv = [*layout, "--backend", options.backend]
-    config = layout_run.config_of(argv)  # what is wrong with the options is said before anything starts
+    config = layout_run.config_of(argv)  # reports wrong options before any process starts
     with tempfile.TemporaryDirectory(prefix="hal-bench-") as folder:
         output = Path(folder) / "record.json"
         environment = {layout_run.OUTPUT: str(output), layout_run.STEPS: str(options.steps)}
-        command = ["-m", "hal.bench.layout_run", *argv]
+        command = ["-m", "hal.bench.parallel.layout_run", *argv]
         code = run(Job(command, nproc=config.nproc_per_node, log_dir=Path(folder) / "logs", environment=environment))
         if code:
             return 1

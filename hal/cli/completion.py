@@ -3,7 +3,7 @@
 bash: hal completion bash > ~/.local/share/bash-completion/completions/hal
 zsh:  hal completion zsh > a folder of $fpath/_hal
 
-The script knows the backends and ops of the moment; write it anew after installing a backend.
+The script contains the names of the present backends and ops; write it again after installing a backend.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from hal.core.registry import backend_names
 from hal.errors import HalError
-from hal.registry import names
 
 from . import COMMANDS
 from .arguments import Parser
@@ -24,9 +24,9 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 def parser() -> Parser:
     """The options of `hal completion`."""
-    made = Parser("completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("shell", choices=SHELLS)
-    return made
+    command_parser = Parser("completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command_parser.add_argument("shell", choices=SHELLS)
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,25 +47,25 @@ def tree() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command")
     for name, text in COMMANDS.items():
         module = importlib.import_module(f"hal.cli.{name.replace('-', '_')}")
-        made = getattr(module, "parser", None)
-        # The parents' own --help comes along.
-        parents = [_with_choices(made())] if made else []
+        make_parser = getattr(module, "parser", None)
+        parents = [_with_choices(make_parser())] if make_parser else []
+        # A parent brings its own --help.
         commands.add_parser(name, help=text, parents=parents, add_help=not parents)
     return top
 
 
-def _with_choices(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Gives a parser the choices that it does not have itself, because its own errors about them say more."""
+def _with_choices(command_parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds choices to a parser for completion; the commands do without, because their own errors explain more."""
     from shtab import FILE
 
     import hal.ops  # noqa: F401  (defines the ops)
-    from hal.op import OPS
+    from hal.core.op import OPS
 
-    for action in made._actions:
+    for action in command_parser._actions:
         if "--backend" in action.option_strings:
-            action.choices = list(names())
+            action.choices = list(backend_names())
         elif "--op" in action.option_strings or action.dest == "op":
             action.choices = list(OPS)
         elif action.type is Path or str(action.metavar).startswith(("FILE", "F", "DIR")):
             action.complete = FILE  # type: ignore[attr-defined]
-    return made
+    return command_parser

@@ -1,5 +1,5 @@
-"""`hal convert`: checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core. The weights travel; optimizer
-states do not."""
+"""`hal convert`: converts checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core. Weights are converted;
+optimizer states are not."""
 
 from __future__ import annotations
 
@@ -12,33 +12,48 @@ from .arguments import Parser
 
 def parser() -> Parser:
     """The options of `hal convert`."""
-    from hal.model.arguments import add_options
-    from hal.model.conversion import convert
-    from hal.model.pretrained import TOKENIZER
+    from hal.model.apps.convert import convert
+    from hal.model.checkpoint.saved_config import TOKENIZER
+    from hal.model.config.command_line import add_options
 
-    made = Parser("convert", description=__doc__)
-    add = made.add_argument
+    command = Parser("convert", description=__doc__)
+    add = command.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="the checkpoint to read")
     add("--save", type=Path, required=True, metavar="DIR", help="a new folder for the result")
-    add("--loader", choices=convert.FORMATS, help="format of --load (default: seen by its files)")
+    add("--loader", choices=convert.FORMATS, help="format of --load (default: detected)")
     add("--saver", choices=convert.FORMATS, required=True, help="format of --save")
-    add("--target-tensor-parallel-size", type=int, metavar="N", help="ranks that share layers (megatron; default 1)")
-    add("--target-pipeline-parallel-size", type=int, metavar="N", help="stages (megatron; default 1)")
+    add(
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="tensor-parallel size of the result (megatron; default 1)",
+    )
+    add(
+        "--target-pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="pipeline-parallel size of the result (megatron; default 1)",
+    )
     add("--make-vocab-size-divisible-by", type=int, metavar="N", help="padding of the vocabulary (default 128)")
-    add("--true-vocab-size", type=int, metavar="N", help="ids of --load that are no padding, where it does not say")
+    add(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="vocabulary size of --load without padding, if it does not contain it",
+    )
     add("--dtype", choices=convert.DTYPES, help="precision of the result (default: that of --load)")
-    group = made.add_argument_group("the tokenizer that a HAL checkpoint names", argument_default=argparse.SUPPRESS)
+    group = command.add_argument_group("tokenizer of the result (hal)", argument_default=argparse.SUPPRESS)
     add_options(group, TOKENIZER)
-    return made
+    return command
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal convert` with these arguments."""
-    from hal.model.conversion import convert
-    from hal.model.pretrained import TOKENIZER
+    from hal.model.apps.convert import convert
+    from hal.model.checkpoint.saved_config import TOKENIZER
 
-    made = parser()
-    arguments = made.parse_args(argv)
+    command = parser()
+    arguments = command.parse_args(argv)
     tokenizer = {name: getattr(arguments, name) for name in TOKENIZER if hasattr(arguments, name)}
     ignored = {
         "megatron": ("target_tensor_parallel_size", "target_pipeline_parallel_size"),
@@ -47,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
     for saver, names in ignored.items():
         for name in names:
             if arguments.saver != saver and getattr(arguments, name) is not None:
-                made.error(f"--{name.replace('_', '-')} would be ignored: it is for --saver {saver}")
+                command.error(f"--{name.replace('_', '-')} would be ignored: it is for --saver {saver}")
     if arguments.saver == "huggingface" and arguments.make_vocab_size_divisible_by is not None:
-        made.error("--make-vocab-size-divisible-by would be ignored: huggingface's models have no padding")
+        command.error("--make-vocab-size-divisible-by would be ignored: Hugging Face models have no padding")
     if tokenizer and "tokenizer_type" not in tokenizer:
-        made.error("the tokenizer's options need --tokenizer-type")
+        command.error("the tokenizer's options need --tokenizer-type")
     for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "make_vocab_size_divisible_by"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            made.error(f"--{name.replace('_', '-')} must be at least 1")
+            command.error(f"--{name.replace('_', '-')} must be at least 1")
     loader = arguments.loader or convert.detect(arguments.load)
     weights = convert.read(arguments.load, loader, vocabulary=arguments.true_vocab_size)
     target = convert.Target(

@@ -1,5 +1,5 @@
-"""`hal data preprocess`: text made into the files `hal train --data-path` reads; `hal data inspect`: what such files
-hold. The work is in hal.model.preprocess."""
+"""`hal data preprocess` converts text to the files that `hal train --data-path` reads; `hal data inspect` shows what
+such files hold. The work is done in hal.model.data.preprocess."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Parser
 
 if TYPE_CHECKING:
-    from hal.model.preprocess.run import Result
+    from hal.model.common.progress_bar import ProgressBar
+    from hal.model.data.preprocess.preprocess import Result
 
 _USAGE = """usage: hal data COMMAND [options]
 
@@ -37,44 +38,55 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of both commands, for completion."""
-    made = argparse.ArgumentParser(prog="hal data")
-    commands = made.add_subparsers()
+    both = argparse.ArgumentParser(prog="hal data")
+    commands = both.add_subparsers()
     for name, options in (("preprocess", _preprocess_options()), ("inspect", _inspect_options())):
         commands.add_parser(name, help=options.description, parents=[options], add_help=False)
-    return made
+    return both
 
 
 def _preprocess_options() -> Parser:
-    from hal.model.preprocess.sources import DOCUMENTS, FORMATS
+    from hal.model.data.preprocess.sources import DOCUMENTS, FORMATS
 
     parser = Parser(
         "data preprocess", description="Text into Megatron's indexed datasets, PREFIX_KEY_document.bin/.idx"
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="files, folders or patterns; .gz, .bz2, .zst too")
-    add("--output-prefix", required=True, metavar="PREFIX", help="where the result goes")
-    add(
-        "--input-format", choices=FORMATS, help="JSON lines, WikiExtractor's <doc>, or text; default: seen by the files"
-    )
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to take; each makes a dataset")
+    add("--output-prefix", required=True, metavar="PREFIX", help="beginning of the output's names")
+    add("--input-format", choices=FORMATS, help="JSON lines, WikiExtractor's <doc>, or text (default: detected)")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to read; each gives a dataset")
     add(
         "--documents", choices=DOCUMENTS, help="plain text: what a document is (default paragraph: up to an empty line)"
     )
-    add("--split-sentences", action="store_true", help="a sequence per sentence; the result is PREFIX_KEY_sentence")
+    add("--split-sentences", action="store_true", help="one sequence per sentence, in PREFIX_KEY_sentence")
     add("--lang", metavar="CODE", help="language of the sentences, ISO 639 (default en)")
     add("--keep-newlines", action="store_true", help="keep the line ends between sentences")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    add("--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N", help="for the padded size reported")
+    add(
+        "--make-vocab-size-divisible-by",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="for the reported padded size",
+    )
     add("--workers", type=_positive, default=1, metavar="N", help="processes (default 1)")
-    add("--on-error", choices=("refuse", "skip"), default="refuse", help="what broken documents do (default refuse)")
-    add("--log-interval", type=_positive, default=10000, metavar="N", help="documents between lines, off a terminal")
+    add("--on-error", choices=("refuse", "skip"), default="refuse", help="for broken documents (default refuse)")
+    add(
+        "--log-interval",
+        type=_positive,
+        default=10000,
+        metavar="N",
+        help="documents per log line, without a terminal",
+    )
     _add_tokenizer(parser, required=True)
     return parser
 
 
 def _preprocess(argv: Sequence[str]) -> int:
-    from hal.model.preprocess.encode import Encoding
-    from hal.model.preprocess.run import Interrupted, Job, preprocess
+    from hal.model.common.progress_bar import ProgressBar
+    from hal.model.data.preprocess.encode import Encoding
+    from hal.model.data.preprocess.preprocess import Interrupted, Job, preprocess
 
     parser = _preprocess_options()
     arguments = parser.parse_args(argv)
@@ -104,14 +116,13 @@ def _preprocess(argv: Sequence[str]) -> int:
         on_error=arguments.on_error,
         divisible_by=arguments.make_vocab_size_divisible_by,
     )
-    show = _Progress(arguments.log_interval)
     try:
-        result = preprocess(job, show, lambda text: show.say(f"hal data preprocess: {text}"))
+        with ProgressBar(1.0, stream=sys.stderr) as bar:
+            progress = _Progress(bar, arguments.log_interval)
+            result = preprocess(job, progress, lambda text: bar.print(f"hal data preprocess: {text}"))
     except (Interrupted, KeyboardInterrupt) as stopped:
         print(f"hal data preprocess: {stopped or 'interrupted'}", file=sys.stderr)
         return 130
-    finally:
-        show.close()
     _report(result)
     return 0
 
@@ -130,16 +141,16 @@ def _report(result: Result) -> None:
 
 def _inspect_options() -> Parser:
     parser = Parser("data inspect", description="What an indexed dataset holds.")
-    parser.add_argument("prefix", metavar="PREFIX", help="the files' name without .bin and .idx")
+    parser.add_argument("prefix", metavar="PREFIX", help="path of the files without .bin and .idx")
     parser.add_argument("--samples", type=_positive, default=3, metavar="N", help="documents to show (default 3)")
     _add_tokenizer(parser, required=False)
     return parser
 
 
 def _inspect(argv: Sequence[str]) -> int:
-    from hal.model.config import Config
-    from hal.model.preprocess.inspect import describe
-    from hal.model.tokenizer import build_tokenizer
+    from hal.model.config.schema import Config
+    from hal.model.data.preprocess.inspect import describe
+    from hal.model.data.tokenizers.build import build_tokenizer
 
     parser = _inspect_options()
     arguments = parser.parse_args(argv)
@@ -152,7 +163,7 @@ def _inspect(argv: Sequence[str]) -> int:
 
 
 def _add_tokenizer(parser: Parser, *, required: bool) -> None:
-    from hal.model.config import TOKENIZERS
+    from hal.model.config.schema import TOKENIZERS
 
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=required, choices=TOKENIZERS, help="Megatron's names")
@@ -164,9 +175,9 @@ def _add_tokenizer(parser: Parser, *, required: bool) -> None:
 
 
 def _tokenizer_options(parser: Parser, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given of the tokenizer; options that its type does not read are wrong usage."""
-    from hal.model.config import Config
-    from hal.model.tokenizer import OPTIONS, missing_options, readers
+    """The tokenizer's options that were given. One that its type does not read is a usage error."""
+    from hal.model.config.schema import Config
+    from hal.model.config.tokenizer_options import OPTIONS, missing_options, readers
 
     kind = arguments.tokenizer_type
     given = {name: getattr(arguments, name) for name in OPTIONS if getattr(arguments, name) is not None}
@@ -188,41 +199,15 @@ def _positive(text: str) -> int:
 
 
 class _Progress:
-    """A bar on a terminal, else a line every so many documents."""
+    """The state of the run after every chunk: a bar on a terminal, else a line every `interval` documents."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval, self._next = interval, interval
-        self._bar: Any = None
-        self._task: Any = None
+    def __init__(self, bar: ProgressBar, interval: int) -> None:
+        self._bar, self._interval, self._next = bar, interval, interval
 
     def __call__(self, result: Result, share: float) -> None:
         rate = result.documents / max(result.seconds, 1e-9)
         text = f"{result.documents:,} documents  {rate:,.0f} documents/s  {result.bytes / 1e6:,.1f} MB"
-        if sys.stderr.isatty():
-            if self._bar is None:
-                # Only now: the workers are forks, and must not inherit the bar's thread.
-                self._start()
-            self._bar.update(self._task, completed=share, text=text)
-        elif result.documents >= self._next:
+        self._bar.update(share, text)
+        if not self._bar.shown and result.documents >= self._next:
             self._next = result.documents - result.documents % self._interval + self._interval
-            print(f"{100 * share:5.1f} %  {text}", file=sys.stderr)
-
-    def _start(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task("", total=1.0, text="")
-        self._bar.start()
-
-    def say(self, text: str) -> None:
-        """A line that the bar does not overwrite."""
-        if self._bar is None:
-            print(text, file=sys.stderr)
-        else:
-            self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+            self._bar.print(f"{100 * share:5.1f} %  {text}")

@@ -1,7 +1,7 @@
-"""`hal doctor`: one tiny call per op and backend, forward and backward, against the float64 reference.
+"""`hal doctor`: one small call per op and backend, forward and backward, against the float64 reference.
 
-Every line is PASS, or the reason and what would help, and each backend ends with the next thing to do. A backend that
-cannot run here is a reason, not a crash. Exit code 1 if the backend named with --backend has a failure.
+Every line is PASS, or the reason and a remedy, and each backend ends with the next step. A backend that cannot run here
+is reported with its reason. Exit code 1 if the backend named with --backend has a failure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 import hal.ops  # noqa: F401  (defines the ops)
-from hal.backend import Backend, Impl
+from hal.core.backend import Backend, Impl
+from hal.core.op import OPS, Sample, TensorSpec
+from hal.core.registry import backend_names, load, make, probed
 from hal.errors import HalError
-from hal.op import OPS, Sample, T
-from hal.registry import load, make, names, probed
 from hal.testing.checks import check_sample
 from hal.testing.subject import Failure, Subject
 
@@ -41,28 +41,30 @@ class Finding:
 
 def parser() -> Parser:
     """The options of `hal doctor`."""
-    made = Parser("doctor", description="One tiny call per op and backend: PASS, or the reason and what would help.")
-    add_backend(made, required=False, default_from_environment=False)
-    return made
+    command_parser = Parser(
+        "doctor", description="One small call per op and backend: PASS, or the reason and a remedy."
+    )
+    add_backend(command_parser, required=False, default_from_environment=False)
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal doctor` with these arguments."""
-    made = parser()
-    arguments = made.parse_args(argv)
+    command_parser = parser()
+    arguments = command_parser.parse_args(argv)
     if arguments.simulate and not arguments.backend:
-        made.error("--simulate needs --backend NAME")
+        command_parser.error("--simulate needs --backend NAME")
     if arguments.backend is not None:
         return 0 if _examine(arguments.backend, options(arguments)) else 1
-    for name in names():
+    for name in backend_names():
         _examine(name, {})
     return 0
 
 
 def _examine(name: str, given: dict[str, object]) -> bool:
-    """Prints what is found about one backend; True if nothing is wrong."""
-    if name not in names():
-        load(name)  # raises, and says which names there are
+    """Prints the findings about one backend; True if none of them is a failure."""
+    if name not in backend_names():
+        load(name)  # raises an error that lists the names
     print(f"{name} ({_source(name)})" + (", on its simulator" if given else ""), flush=True)
     findings = []
     for finding in diagnose(name, given):
@@ -73,12 +75,12 @@ def _examine(name: str, given: dict[str, object]) -> bool:
 
 
 def _next(name: str, simulated: bool, findings: Sequence[Finding]) -> str:
-    """What to do now: put right what is wrong, in order; then fill what is missing; then use it."""
+    """The next step: correct the first failure; then implement a missing op; then use the backend."""
     chosen = f"--backend {name}{' --simulate' * simulated}"
     wrong = [f for f in findings if f.status in ("FAIL", "absent")]
     missing = [f for f in findings if f.status == "none"]
     if wrong:
-        return f"{wrong[0].help or 'put right what the line above names'}; then hal doctor {chosen} again"
+        return f"{wrong[0].help or 'correct what the line above names'}; then hal doctor {chosen} again"
     if missing:
         return (
             f"hal parity {chosen} --todo says which of the {len(missing)} missing ops to write first; "
@@ -88,7 +90,7 @@ def _next(name: str, simulated: bool, findings: Sequence[Finding]) -> str:
 
 
 def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
-    """What is found about the backend `name`, in the order in which a user can fix it."""
+    """The findings about the backend `name`, in the order in which a user has to correct them."""
     try:
         backend = make(name, given)
     except HalError as error:
@@ -132,7 +134,7 @@ def _simulates(name: str) -> bool:
 
 
 def _source(name: str) -> str:
-    return names().get(name, "the backend")
+    return backend_names().get(name, "the backend")
 
 
 def _op(backend: Backend, op_name: str) -> Finding:
@@ -162,9 +164,13 @@ def _call(backend: Backend, impl: Impl, dtype: torch.dtype, sample: Sample) -> t
 
 
 def _tiny(op_name: str) -> list[Sample]:
-    """The op's directed calls that compute something and have a gradient; the first ones are the plainest."""
+    """The op's edge cases that have a gradient and no empty tensor; the first ones are the simplest."""
 
     def full(value: object) -> bool:
-        return all(map(full, value)) if isinstance(value, list) else not (isinstance(value, T) and 0 in value.shape)
+        return (
+            all(map(full, value))
+            if isinstance(value, list)
+            else not (isinstance(value, TensorSpec) and 0 in value.shape)
+        )
 
-    return [s for s in OPS[op_name].directed() if s.grad and all(map(full, (*s.args, *s.kwargs.values())))]
+    return [s for s in OPS[op_name].edge_cases() if s.grad and all(map(full, (*s.args, *s.kwargs.values())))]

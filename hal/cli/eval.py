@@ -1,5 +1,5 @@
-"""`hal eval`: LAMBADA's cloze accuracy, WikiText's perplexity, the validation loss, or tasks of lm-evaluation-harness,
-of a trained model, with standard errors."""
+"""`hal eval`: evaluates a trained model: LAMBADA's cloze accuracy, WikiText's perplexity, the validation loss, or tasks
+of lm-evaluation-harness, with standard errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Parser, require_writable
 
 if TYPE_CHECKING:
-    from hal.model.config import Config
-    from hal.model.pretrained import Pretrained
-    from hal.model.tokenizer import Tokenizer
+    from hal.model.config.schema import Config
+    from hal.model.data.tokenizers.tokenizer import Tokenizer
+    from hal.model.inference.load import Pretrained
 
 _TASKS = ("LAMBADA", "WIKITEXT103", "valid", "test", "lm-eval")
 _FOR = {
@@ -27,55 +27,57 @@ _FOR = {
     "lm_eval_path": ("lm-eval",),
     "limit": ("lm-eval",),
 }
-"""Which tasks read an option."""
+"""The tasks that read an option."""
 
 
 def parser() -> Parser:
     """The options of `hal eval`."""
-    from hal.model import pretrained
+    from hal.model.checkpoint.saved_config import data_options
+    from hal.model.inference import load
 
-    made = Parser("eval", description=__doc__)
-    add = made.add_argument
-    add("--task", required=True, choices=_TASKS, help="what to measure; valid and test are the run's own splits")
+    command = Parser("eval", description=__doc__)
+    add = command.add_argument
+    add("--task", required=True, choices=_TASKS, help="task; valid and test are the splits of the training data")
     add("--valid-data", type=Path, metavar="FILE", help='LAMBADA: JSON lines with "text"; WIKITEXT103: the text')
-    add("--strict-lambada", action="store_true", help="the last word, not the last token (LAMBADA)")
-    add("--overlapping-eval", type=int, metavar="N", help="tokens by which windows move (WIKITEXT103, default 32)")
-    add("--eval-samples", type=int, metavar="N", help="samples (valid, test; default those of the run's evaluations)")
+    add("--strict-lambada", action="store_true", help="predict the last word instead of the last token (LAMBADA)")
+    add("--overlapping-eval", type=int, metavar="N", help="stride of the windows in tokens (WIKITEXT103, default 32)")
+    add("--eval-samples", type=int, metavar="N", help="samples (valid, test; default: as in training)")
     add("--lm-eval-tasks", nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness (lm-eval)")
-    add("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own (lm-eval)")
-    add("--limit", type=int, metavar="N", help="at most so many documents per task (lm-eval)")
-    add("--output-file", type=Path, metavar="FILE.json", help="write the numbers there")
-    pretrained.add_arguments(made, "seed", "micro_batch_size", *pretrained.data_options())
-    return made
+    add("--lm-eval-path", metavar="DIR", help="a folder with additional tasks (lm-eval)")
+    add("--limit", type=int, metavar="N", help="maximum documents per task (lm-eval)")
+    add("--output-file", type=Path, metavar="FILE.json", help="write the results to this file")
+    load.add_arguments(command, "seed", "micro_batch_size", *data_options())
+    return command
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal eval` with these arguments."""
-    from hal.model import pretrained
+    from hal.model.checkpoint.saved_config import data_options
+    from hal.model.inference import load
 
-    made = parser()
-    data = pretrained.data_options()
-    arguments = made.parse_args(argv)
+    command = parser()
+    data = data_options()
+    arguments = command.parse_args(argv)
     for name, tasks in _FOR.items():
         if getattr(arguments, name) not in (None, False) and arguments.task not in tasks:
-            made.error(f"--{name.replace('_', '-')} would be ignored: it is for --task {' or '.join(tasks)}")
+            command.error(f"--{name.replace('_', '-')} would be ignored: it is for --task {' or '.join(tasks)}")
     for name in ("seed", *data):
         if hasattr(arguments, name) and arguments.task not in ("valid", "test"):
-            made.error(f"--{name.replace('_', '-')} would be ignored: it is for --task valid or test")
+            command.error(f"--{name.replace('_', '-')} would be ignored: it is for --task valid or test")
     needed = {"LAMBADA": "valid_data", "WIKITEXT103": "valid_data", "lm-eval": "lm_eval_tasks"}.get(arguments.task)
     if needed and getattr(arguments, needed) is None:
-        made.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
+        command.error(f"--task {arguments.task} needs --{needed.replace('_', '-')}")
     if arguments.eval_samples is not None and arguments.eval_samples < 1:
-        made.error("--eval-samples must be at least 1")
+        command.error("--eval-samples must be at least 1")
     require_writable("--output-file", arguments.output_file)
     more = ("seed", "micro_batch_size", *data)
     prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
     body = _harness if arguments.task == "lm-eval" else _measure
-    return pretrained.run_command("eval", argv, arguments, lambda m: body(arguments, m), *more, prepare=prepare)
+    return load.run_command("eval", argv, arguments, lambda m: body(arguments, m), *more, prepare=prepare)
 
 
 def _open_split(arguments: argparse.Namespace) -> Callable[[Config, Tokenizer, Mapping[str, Any]], Any]:
-    from hal.model.data import open_data
+    from hal.model.data.gpt_dataset import open_data
 
     def prepare(config: Config, tokenizer: Tokenizer, saved: Mapping[str, Any]) -> Any:
         samples = arguments.eval_samples or saved.get("eval_iters", 10) * (saved.get("global_batch_size") or 1)
@@ -85,9 +87,10 @@ def _open_split(arguments: argparse.Namespace) -> Callable[[Config, Tokenizer, M
 
 
 def _measure(arguments: argparse.Namespace, model: Pretrained) -> int:
-    from hal.model.evaluation import tasks
-    from hal.model.evaluation.scoring import score
-    from hal.model.evaluation.validation import validation
+    from hal.model.apps.evaluation import tasks
+    from hal.model.apps.evaluation.scoring import score
+    from hal.model.apps.evaluation.validation_loss import validation
+    from hal.model.common.progress_bar import ProgressBar
 
     engine, batch, length = model.engine, model.config.micro_batch_size, model.config.seq_length
     if arguments.task in ("valid", "test"):
@@ -98,14 +101,15 @@ def _measure(arguments: argparse.Namespace, model: Pretrained) -> int:
     else:
         overlap = arguments.overlapping_eval
         task = tasks.wikitext(arguments.valid_data, model.tokenizer, length, overlapping_eval=overlap)
-    with _Progress(len(task.examples), shown=engine.lead) as progress:
-        scores = score(engine, task.examples, batch=batch, on_batch=progress)
+    with ProgressBar(len(task.examples), stream=sys.stderr if engine.lead else None) as progress:
+        progress.update(0)
+        scores = score(engine, task.examples, batch=batch, on_batch=progress.update)
     return _report(arguments, model, task.results(scores))
 
 
 def _report(arguments: argparse.Namespace, model: Pretrained, results: Mapping[str, Any]) -> int:
-    """Megatron's line, each number with its standard error, and all of it in --output-file."""
-    from hal.model.files import write_text
+    """Prints Megatron's line, each number with its standard error, and writes the results to --output-file."""
+    from hal.model.common.atomic_files import write_text
 
     if not model.engine.lead:
         return 0
@@ -124,8 +128,8 @@ def _report(arguments: argparse.Namespace, model: Pretrained, results: Mapping[s
 
 
 def _harness(arguments: argparse.Namespace, model: Pretrained) -> int:
-    from hal.model.evaluation.harness import run_tasks
-    from hal.model.files import write_text
+    from hal.model.apps.evaluation.harness import run_tasks
+    from hal.model.common.atomic_files import write_text
 
     table, results = run_tasks(model, arguments.lm_eval_tasks, path=arguments.lm_eval_path, limit=arguments.limit)
     if model.engine.lead:
@@ -136,7 +140,7 @@ def _harness(arguments: argparse.Namespace, model: Pretrained) -> int:
 
 
 class _Progress:
-    """A bar on a terminal, else nothing."""
+    """A progress bar if the output is a terminal."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._bar: Any = None

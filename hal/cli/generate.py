@@ -1,4 +1,4 @@
-"""`hal generate`: continues prompts, from the command line, a file, or the terminal, with a trained model."""
+"""`hal generate`: continues prompts from the command line, a file or the terminal, with a trained model."""
 
 from __future__ import annotations
 
@@ -12,59 +12,66 @@ from typing import TYPE_CHECKING
 from .arguments import Parser, require_writable
 
 if TYPE_CHECKING:
-    from hal.model.pretrained import Pretrained
-    from hal.model.prompting import Request
+    from hal.model.inference.load import Pretrained
+    from hal.model.inference.text_generation import Request
 
 
 def parser() -> Parser:
     """The options of `hal generate`."""
-    from hal.model import pretrained
+    from hal.model.inference import load
 
-    made = Parser("generate", description=__doc__)
-    add = made.add_argument
+    command = Parser("generate", description=__doc__)
+    add = command.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; may be repeated")
     add(
         "--prompt-file", type=Path, metavar="FILE", help='a prompt per line, or .jsonl with a "prompt" (or "text") each'
     )
-    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="most tokens per text (default 128)")
+    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="maximum tokens per text (default 128)")
     add("--num-samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
-    add("--greedy", action="store_true", help="always the likeliest token")
-    add("--temperature", type=float, metavar="T", help="flattens (above 1) or sharpens the distribution (default 1)")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    add("--top-p", type=float, metavar="P", help="draw from the fewest likeliest tokens of probability P together")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text before TEXT; may be repeated")
-    add("--no-kv-cache", action="store_true", help="recompute everything for every token (to check the cache)")
-    add("--output-file", type=Path, metavar="FILE.jsonl", help="write prompts and texts there")
-    pretrained.add_arguments(made, "seed", "micro_batch_size")
-    return made
+    add("--greedy", action="store_true", help="always choose the most likely token")
+    add("--temperature", type=float, metavar="T", help="sampling temperature (default 1)")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the smallest set of most likely tokens of total probability P",
+    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; may be repeated")
+    add(
+        "--no-kv-cache", action="store_true", help="recompute all keys and values for every token (to verify the cache)"
+    )
+    add("--output-file", type=Path, metavar="FILE.jsonl", help="write prompts and texts to this file")
+    load.add_arguments(command, "seed", "micro_batch_size")
+    return command
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal generate` with these arguments."""
-    from hal.model import pretrained
+    from hal.model.inference import load
 
-    made = parser()
-    arguments = made.parse_args(argv)
+    command = parser()
+    arguments = command.parse_args(argv)
     if arguments.greedy and not arguments.temperature and not arguments.top_k and arguments.top_p is None:
         arguments.temperature = 0.0
     elif arguments.greedy:
-        made.error("--greedy takes the likeliest token, so --temperature, --top-k and --top-p would be ignored")
+        command.error("--greedy takes the most likely token, so --temperature, --top-k and --top-p would be ignored")
     if arguments.num_tokens_to_generate < 1 or arguments.num_samples < 1:
-        made.error("--num-tokens-to-generate and --num-samples must be at least 1")
+        command.error("--num-tokens-to-generate and --num-samples must be at least 1")
     if arguments.prompt and arguments.prompt_file:
-        made.error("--prompt and --prompt-file contradict each other; give one")
+        command.error("--prompt and --prompt-file contradict each other; give one")
     if not all(arguments.stop):
-        made.error("--stop needs a text; an empty one would end every text before it begins")
+        command.error("--stop must not be empty: it would end every text at once")
     require_writable("--output-file", arguments.output_file)
-    more = ("seed", "micro_batch_size")
-    return pretrained.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *more)
+    settable = ("seed", "micro_batch_size")
+    return load.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *settable)
 
 
 def _run(arguments: argparse.Namespace, model: Pretrained) -> int:
-    from hal.model.config import ConfigError
-    from hal.model.files import write_text
-    from hal.model.prompting import Request, answer, encode_prompt, read_prompts
-    from hal.model.sampling import Sampling
+    from hal.model.common.atomic_files import write_text
+    from hal.model.config.schema import ConfigError
+    from hal.model.inference.sampling import Sampling
+    from hal.model.inference.text_generation import Request, answer, encode_prompt, read_prompts
 
     temperature = 1.0 if arguments.temperature is None else arguments.temperature
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
@@ -79,8 +86,8 @@ def _run(arguments: argparse.Namespace, model: Pretrained) -> int:
     model.engine.require_one_replica("hal generate")
     texts = read_prompts(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
     if not texts:
-        if model.engine.mesh is not None:
-            raise ConfigError("several processes have no terminal; give --prompt or --prompt-file")
+        if model.engine.mesh.world.size > 1:
+            raise ConfigError("interactive mode needs a single process; give --prompt or --prompt-file")
         if sys.stdin.isatty():
             return _converse(model, request)
         texts = [sys.stdin.read()]
@@ -103,10 +110,10 @@ def _run(arguments: argparse.Namespace, model: Pretrained) -> int:
 
 
 def _converse(model: Pretrained, request: Request) -> int:
-    """A prompt per line from the terminal, until its end."""
-    from hal.model.prompting import converse, encode_prompt
+    """Interactive mode: one prompt per line, until the end of input."""
+    from hal.model.inference.text_generation import encode_prompt, stream_text
 
-    print("A line is a prompt; Ctrl-D ends.")
+    print("Enter one prompt per line; Ctrl-D ends.")
     number = 0
     while True:
         try:
@@ -114,7 +121,9 @@ def _converse(model: Pretrained, request: Request) -> int:
         except EOFError:
             print()
             return 0
-        for piece, _ in converse(model.engine, model.tokenizer, encode_prompt(model.tokenizer, text), request, number):
+        for piece, _ in stream_text(
+            model.engine, model.tokenizer, encode_prompt(model.tokenizer, text), request, number
+        ):
             print(piece, end="", flush=True)
         print()
         number += 1

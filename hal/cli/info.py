@@ -1,6 +1,6 @@
-"""`hal info`: the backends known here, where each comes from, what it finds on this machine, and versions.
+"""`hal info`: the installed backends, where each comes from, the devices that it detects, and versions.
 
-It probes and never initialises a device; a backend that is broken shows its error and hides no other.
+It probes and never initialises a device. The error of a broken backend is shown in its place, and the others follow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from hal.registry import make, names, probed
+from hal.core.registry import backend_names, make, probed
 
 from .arguments import Parser, add_backend, options
 
@@ -20,52 +20,54 @@ DISTRIBUTION = "torch-hal"
 
 def parser() -> Parser:
     """The options of `hal info`."""
-    made = Parser("info", description="Backends, what each finds here, and versions. Touches no device.")
-    add_backend(made, required=False, default_from_environment=False)
-    return made
+    command_parser = Parser(
+        "info", description="Backends, the devices that each detects, and versions. Touches no device."
+    )
+    add_backend(command_parser, required=False, default_from_environment=False)
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal info` with these arguments."""
-    made = parser()
-    arguments = made.parse_args(argv)
-    chosen = [arguments.backend] if arguments.backend else list(names())
+    command_parser = parser()
+    arguments = command_parser.parse_args(argv)
+    chosen = [arguments.backend] if arguments.backend else list(backend_names())
     if arguments.simulate and not arguments.backend:
-        made.error("--simulate needs --backend NAME")
+        command_parser.error("--simulate needs --backend NAME")
     for name in chosen:
         print("\n".join(_backend(name, options(arguments), strict=arguments.backend is not None)))
     print("versions")
-    for package, found in _versions():
-        print(f"  {package:<18}{found}")
+    for package, installed in _versions():
+        print(f"  {package:<18}{installed}")
     return 0
 
 
 def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]:
-    source = names().get(name, "unknown")
+    source = backend_names().get(name, "unknown")
     try:
         backend = make(name, given)
         probe = probed(backend)
-    except Exception as error:  # shown as this backend's state: one broken plug-in must not hide the others
+    except Exception as error:  # one broken plug-in must not hide the others
         if strict:
             raise
         yield f"{name} ({source}): broken\n  {type(error).__name__}: {error}"
         return
     simulated = ", simulated" if backend.simulated else ""
-    devices = _many(probe.count, "device") if probe.ok else "cannot run here"
+    devices = _counted(probe.count, "device") if probe.ok else "cannot run here"
     yield f"{name} ({source}{simulated}): {devices}\n  {probe.reason}"
     for fact, value in probe.facts.items():
         yield f"  {fact}: {value}"
     ops = sorted(backend.impls)
     count = sum(len(i) for i in backend.impls.values())
-    yield f"  {_many(count, 'implementation')} of {_many(len(ops), 'op')}" if ops else "  no implementations"
+    yield f"  {_counted(count, 'implementation')} of {_counted(len(ops), 'op')}" if ops else "  no implementations"
 
 
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """HAL, Python, and every package HAL can use, as its own metadata lists them."""
+    """The versions of HAL, Python, and every package in the metadata of HAL."""
     import hal
 
     yield DISTRIBUTION, hal.__version__
@@ -74,13 +76,13 @@ def _versions() -> Iterator[tuple[str, str]]:
         listed = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         listed = ["torch"]
-    seen = set()
+    reported = set()
     for requirement in listed:
         match = re.match(r"[A-Za-z0-9_.-]+", requirement)
         extra = re.search(r"extra\s*==\s*[\"'](\w+)", requirement)
-        if match is None or match[0] in seen or (extra and extra[1] == "test"):
+        if match is None or match[0] in reported or (extra and extra[1] == "test"):
             continue
-        seen.add(match[0])
+        reported.add(match[0])
         try:
             yield match[0], version(match[0])
         except PackageNotFoundError:

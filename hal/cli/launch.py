@@ -1,4 +1,4 @@
-"""hal launch: run a command as one job of several processes, on one machine or on several.
+"""hal launch: run a command as one job of several processes, on one or several machines.
 
 `hal launch --backend B --nproc-per-node N train ...` starts N processes here; with --nnodes (or a hostfile) the same
 command is started once on every machine. `hal train --nproc-per-node N` is the short form.
@@ -22,18 +22,18 @@ from .arguments import Parser
 
 _DEFAULT_PORT = 29500
 DEVICES = "HAL_DEVICES"
-"""Environment variable: comma-separated device numbers of this node's processes, by local rank."""
+"""Environment variable: comma-separated device indices of this node's processes, by local rank."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of `hal launch`."""
-    made = Parser("launch", description=__doc__)
-    add = made.add_argument
+    command_parser = Parser("launch", description=__doc__)
+    add = command_parser.add_argument
     add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
     add("--simulate", action="store_true", help="the backend's simulator instead of its device (HAL_SIMULATE)")
     add("--nproc-per-node", type=int, help="processes on this machine (default 1, or the hostfile's slots)")
     add("--nnodes", type=int, help="machines (default 1, or those of the hostfile)")
-    add("--node-rank", type=int, help="number of this machine (default 0, or its place in the hostfile)")
+    add("--node-rank", type=int, help="index of this machine (default 0, or its position in the hostfile)")
     add("--master-addr", help="address of machine 0 (default 127.0.0.1 on one machine)")
     add("--master-port", type=int, help="port of machine 0 (default: any free one on one machine, else 29500)")
     add("--hostfile", type=Path, help="machines, one 'name slots=COUNT' per line")
@@ -45,14 +45,15 @@ def parser() -> argparse.ArgumentParser:
         "--join",
         choices=("true", "false"),
         default="true",
-        help="false: return at once; the job goes on in the background",
+        help="false: return at once; the job continues in the background",
     )
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, with its arguments")
     add("command", nargs=argparse.REMAINDER, help="a hal command or a script, with its arguments")
-    return made
+    return command_parser
 
 
-def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
+def _with_hosts(options: argparse.Namespace) -> Host | None:
+    """This machine's entry in the hostfile, if there is one. Sets the options that follow from the hostfile."""
     if options.hostfile is None:
         if options.include or options.exclude:
             raise ContractError("--include and --exclude choose from a --hostfile, which was not given")
@@ -60,9 +61,9 @@ def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
     try:
         text = options.hostfile.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ContractError(
-            f"--hostfile {options.hostfile} cannot be read ({reason}); it has a 'name slots=COUNT' a line"
+            f"--hostfile {options.hostfile} cannot be read ({reason}); it must have one 'name slots=COUNT' per line"
         ) from None
     hosts = select(parse_hostfile(text), options.include, options.exclude)
     if options.nnodes not in (None, len(hosts)):
@@ -72,22 +73,22 @@ def _with_hosts(options: argparse.Namespace) -> tuple[list[Host], Host] | None:
         options.node_rank = this_host(hosts) if len(hosts) > 1 else 0
     if not 0 <= options.node_rank < len(hosts):
         raise ContractError(f"--node-rank {options.node_rank}: the hostfile leaves {len(hosts)} machines, from 0 on")
-    mine = hosts[options.node_rank]
-    if options.nproc_per_node not in (None, len(mine.slots)):
-        raise ContractError(f"--nproc-per-node {options.nproc_per_node} contradicts {mine.name}'s slots {mine.slots}")
-    options.nproc_per_node = len(mine.slots)
+    host: Host = hosts[options.node_rank]
+    if options.nproc_per_node not in (None, len(host.slots)):
+        raise ContractError(f"--nproc-per-node {options.nproc_per_node} contradicts {host.name}'s slots {host.slots}")
+    options.nproc_per_node = len(host.slots)
     if options.master_addr is None and len(hosts) > 1:
         options.master_addr = hosts[0].name
-    return hosts, mine
+    return host
 
 
 def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
-    """The job that `hal launch ARGV` asks for on this machine, and whether to wait for its end."""
+    """The job of `hal launch ARGV` on this machine, and whether to wait for its end."""
     options = parser().parse_args(list(argv))
-    found = _with_hosts(options)
+    host = _with_hosts(options)
     environment = {}
-    if found is not None:
-        environment[DEVICES] = ",".join(map(str, found[1].slots))
+    if host is not None:
+        environment[DEVICES] = ",".join(map(str, host.slots))
     command = [part for i, part in enumerate(options.command) if i or part != "--"]
     if options.module:
         command = ["-m", *options.module]
@@ -101,7 +102,7 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
     if nnodes > 1 and options.master_addr is None:
         raise ContractError(f"--nnodes {nnodes} needs --master-addr, the address of machine 0")
     if options.join == "false" and options.log_dir is None:
-        raise ContractError("--join false needs --log-dir: nobody else will see what the job prints")
+        raise ContractError("--join false needs --log-dir, because the output of the job is not shown otherwise")
     job = Job(
         command,
         nproc=1 if options.nproc_per_node is None else options.nproc_per_node,
@@ -117,7 +118,7 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
 
 
 def _require_command(command: Sequence[str]) -> None:
-    """Raises ContractError for what no worker could run, before there are any."""
+    """Raises ContractError for a command that no worker could run, before any worker is started."""
     if not command or command[0] == "-m":
         return
     if command[0].endswith(".py"):
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the job; the exit code is that of the worker that failed first."""
     job, join = job_of(argv)
     _require_command(job.command)
-    os.umask(os.umask(0o027) | 0o027)  # logs, and what the workers write, are not for everybody
+    os.umask(os.umask(0o027) | 0o027)  # logs and files of the workers are not readable by everyone
     if join:
         return run(job)
     assert job.log_dir is not None
@@ -153,10 +154,10 @@ def main(argv: Sequence[str]) -> int:
 
 def argv_without_join(argv: Sequence[str]) -> list[str]:
     """`argv` without the launcher's own --join."""
-    kept = list(argv)
-    for i, word in enumerate(kept):
+    words = list(argv)
+    for i, word in enumerate(words):
         if word == "--join":
-            return kept[:i] + kept[i + 2 :]
+            return words[:i] + words[i + 2 :]
         if word.startswith("--join="):
-            return kept[:i] + kept[i + 1 :]
-    return kept
+            return words[:i] + words[i + 1 :]
+    return words

@@ -1,6 +1,6 @@
 """Calls written on a command line: an op's arguments from shape options and `--arg name=value`, as meta tensors.
 
-No memory is taken and no device is touched, so shapes may be as large as the real ones.
+No memory is allocated and no device is touched, so shapes may be as large as in training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.core.op import Op, Sample
 from hal.errors import HalError
-from hal.op import Op, Sample
 from hal.rng import Rng
-from hal.signature import annotation_text, tensor_kind
 
 from .arguments import Parser
 
@@ -86,11 +85,11 @@ def call(op: Op[Any, Any], given: Namespace) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _shaped(op: Op[Any, Any], given: Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    """What the shape options say about this op; for an op unknown here, its first directed call."""
+    """The arguments that the shape options describe; for an op without a maker, those of its first edge case."""
     maker = _MAKERS.get(op.name)
     if maker is not None:
         return maker(_Sizes(given), lambda *shape, kind=dtype: _meta(shape, kind))
-    sample = next(iter(op.directed()), Sample(()))
+    sample = next(iter(op.edge_cases()), Sample(()))
     args, kwargs = sample.build(dtype)
     bound = op.signature.bind_partial(*args, **kwargs).arguments
     return {n: _to_meta(v) for n, v in bound.items()}
@@ -101,7 +100,7 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
     except (RuntimeError, TypeError):
         raise HalError(
-            f"there is no tensor of shape {tuple(shape)}: sizes must be 0 or more, in all below 2**63 bytes"
+            f"there is no tensor of shape {tuple(shape)}: sizes must be at least 0, and the total below 2**63 bytes"
         ) from None
 
 
@@ -185,15 +184,14 @@ _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
 
 
 def _value(op: Op[Any, Any], name: str, text: str, dtype: torch.dtype) -> Any:
-    annotation = op.signature.parameters[name].annotation
     if text == "None":
         return None
-    kind = tensor_kind(annotation)
+    kind = op.schema.parameters[name].kind
     if kind == "tensors":
         return [_tensor(name, part, dtype) for part in text.split(",") if part]
-    if kind:
+    if kind == "tensor":
         return _tensor(name, text, dtype)
-    if annotation_text(annotation).startswith("Rng"):
+    if kind == "rng":
         numbers = text.split(":")
         if len(numbers) > 2 or not all(n.isdigit() for n in numbers):
             raise HalError(f"--arg {name}={text}: an Rng is SEED or SEED:OFFSET")

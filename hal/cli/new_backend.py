@@ -1,7 +1,7 @@
-"""`hal new-backend NAME`: an installable package that adds a backend, ready to be filled in.
+"""`hal new-backend NAME`: writes an installable package that adds a backend, to be extended op by op.
 
-The package is complete as it stands: it installs, `hal info` lists it, and its one op passes the conformance kit. An
-existing folder is never written to.
+The package is complete: it can be installed, `hal info` lists it, and its one op passes the conformance kit. Nothing is
+written to an existing folder.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hal.backend import API
+from hal.core.backend import API
+from hal.core.registry import backend_names
 from hal.errors import HalError
-from hal.registry import names
 
 from .arguments import Parser
 
@@ -34,10 +34,14 @@ FILES = {
 
 def parser() -> Parser:
     """The options of `hal new-backend`."""
-    made = Parser("new-backend", description="Writes an installable package that adds a backend.")
-    made.add_argument("name", metavar="NAME", help="what --backend will take: lower-case letters, digits, underscores")
-    made.add_argument("--dir", type=Path, default=Path(), help="where to make the folder hal-NAME (default: here)")
-    return made
+    command_parser = Parser("new-backend", description="Writes an installable package that adds a backend.")
+    command_parser.add_argument(
+        "name", metavar="NAME", help="name for --backend: lower-case letters, digits, underscores"
+    )
+    command_parser.add_argument(
+        "--dir", type=Path, default=Path(), help="where to create the folder hal-NAME (default: here)"
+    )
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
         f"hal parity --backend {arguments.name} --todo",
     ):
         print(f"  {step}")
-    print("docs/write-a-backend.md walks from there to a training GPT.")
+    print("docs/write-a-backend.md describes all steps from there to training a GPT.")
     return 0
 
 
 def write(name: str, folder: Path) -> Path:
     """Writes the package for a backend called `name` into `folder`/hal-NAME and returns that path.
 
-    Raises HalError for a name that cannot be used, or if something is there already.
+    Raises HalError for a name that cannot be used, or if the path exists.
     """
     _check_name(name)
     root = folder / f"hal-{name.replace('_', '-')}"
@@ -89,6 +93,6 @@ def _check_name(name: str) -> None:
             f"'{name}' cannot name a backend: use lower-case letters, digits and single underscores, a letter first, "
             f"no Python keyword (for example: acme, my_chip2)"
         )
-    if name in (*names(), "reference", "spy"):
-        source = names().get(name, "part of the conformance kit")
+    if name in (*backend_names(), "reference", "spy"):
+        source = backend_names().get(name, "part of the conformance kit")
         raise HalError(f"a backend called '{name}' exists already ({source}); choose another name")

@@ -1,7 +1,7 @@
-"""`hal parity`: the conformance kit, on one backend or on several. Exit code 0 if nothing failed, 1 if something did.
+"""`hal parity`: the conformance kit, on one or several backends. Exit code 0 if nothing failed, else 1.
 
 A refused call is shown with its reasons, an op without implementation is listed (and fails the run only with
---require-all). Several backends run in a process each; results of other environments join through --merge.
+--require-all). Several backends run in one process each; --merge adds results of other environments.
 """
 
 from __future__ import annotations
@@ -21,59 +21,69 @@ from hal.errors import HalError
 from .arguments import Parser, add_backend, options, require_writable, takes_simulate
 
 if TYPE_CHECKING:
-    from hal.testing.report import Row
+    from hal.testing.parity_rows import Row
 
 
 def parser() -> Parser:
     """The options of `hal parity`."""
-    made = Parser("parity", description="Runs the conformance kit: every op of a backend against the references.")
-    add_backend(made, required=False)
-    made.add_argument("--op", action="append", metavar="OP", help="only this op; may be given several times")
-    made.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
-    made.add_argument(
+    command_parser = Parser(
+        "parity", description="Runs the conformance kit: every op of a backend against the references."
+    )
+    add_backend(command_parser, required=False)
+    command_parser.add_argument("--op", action="append", metavar="OP", help="only this op; may be given several times")
+    command_parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
+    command_parser.add_argument(
         "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
     )
-    made.add_argument("--seed", type=int, default=0, help="seed of the random calls")
-    made.add_argument("--collectives", action="store_true", help="the backend's communication instead of its ops")
-    made.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
-    made.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
-    made.add_argument(
+    command_parser.add_argument("--seed", type=int, default=0, help="seed of the random calls")
+    command_parser.add_argument(
+        "--collectives", action="store_true", help="the backend's communication instead of its ops"
+    )
+    command_parser.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
+    command_parser.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
+    command_parser.add_argument(
         "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
     )
-    group = made.add_argument_group("several backends side by side")
+    group = command_parser.add_argument_group("several backends side by side")
     group.add_argument(
-        "--backends", metavar="A,B,...", help="run these, each in a process of its own (--simulate: where there is one)"
+        "--backends",
+        metavar="A,B,...",
+        help="run these, each in a separate process (--simulate: those that have a simulator)",
     )
-    group.add_argument("--merge", nargs="+", default=[], metavar="FILE", help="take in what --json wrote elsewhere")
-    group.add_argument("--html", metavar="FILE", help="write the table as a page that needs no other file")
+    group.add_argument(
+        "--merge", nargs="+", default=[], metavar="FILE", help="add results that --json has written elsewhere"
+    )
+    group.add_argument("--html", metavar="FILE", help="write the table as a self-contained page")
     group.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
-    return made
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal parity` with these arguments."""
-    made = parser()
-    arguments = made.parse_args(argv)
-    several = arguments.backends is not None or bool(arguments.merge)
-    if not several and arguments.backend is None:
-        made.error("the following arguments are required: --backend")
+    command_parser = parser()
+    arguments = command_parser.parse_args(argv)
+    makes_table = arguments.backends is not None or bool(arguments.merge)
+    if not makes_table and arguments.backend is None:
+        command_parser.error("the following arguments are required: --backend")
     if arguments.max_examples is not None and arguments.max_examples < 0:
-        made.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
+        command_parser.error(f"--max-examples must be 0 or more, got {arguments.max_examples}")
     if arguments.nproc is not None and (arguments.nproc < 1 or not arguments.collectives):
-        made.error("--nproc is a positive number of processes, and needs --collectives")
-    if several and (arguments.collectives or arguments.todo or arguments.json):
-        made.error("--backends and --merge make a table; --json, --collectives and --todo are about one --backend")
+        command_parser.error("--nproc is a positive number of processes, and needs --collectives")
+    if makes_table and (arguments.collectives or arguments.todo or arguments.json):
+        command_parser.error(
+            "--backends and --merge make a table; --json, --collectives and --todo are about one --backend"
+        )
     if (arguments.collectives or arguments.todo) and (arguments.html or arguments.markdown):
-        made.error("--html and --markdown show the ops' results, not --collectives or --todo")
+        command_parser.error("--html and --markdown show the ops' results, not --collectives or --todo")
     if arguments.todo and arguments.op:
-        made.error("--todo lists all ops that are missing; leave out --op")
+        command_parser.error("--todo lists all ops that are missing; leave out --op")
     for option in ("json", "html", "markdown"):
         require_writable(f"--{option}", getattr(arguments, option))
     if arguments.todo:
         return _todo(arguments)
     if arguments.collectives:
         return _collectives(arguments)
-    if several:
+    if makes_table:
         return _side_by_side(arguments)
     return _one(arguments)
 
@@ -108,7 +118,9 @@ def _side_by_side(arguments: argparse.Namespace) -> int:
     results = [read(path) for path in arguments.merge]
     merged = {row.backend for rows in results for row in rows}
     wanted = [name for name in (arguments.backends or "").split(",") if name and name not in merged]
-    commands = {name: _command(name, arguments) for name in wanted}  # an unknown name ends here, before any has run
+    commands = {
+        name: _command(name, arguments) for name in wanted
+    }  # raises for an unknown name, before any backend has run
     ran = 0
     for name, command in commands.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +170,7 @@ def _write_pages(results: Sequence[Sequence[Row]], arguments: argparse.Namespace
 
 def _todo(arguments: argparse.Namespace) -> int:
     import hal.ops  # noqa: F401  (defines the ops)
-    from hal.registry import make
+    from hal.core.registry import make
     from hal.testing.todo import measure_needs, todo
 
     backend = make(arguments.backend, options(arguments))

@@ -1,7 +1,7 @@
-"""`hal plan`: which layouts of a model fit on N devices, what each holds and sends, and about how fast it would be.
+"""`hal plan`: the layouts of a model that fit on N devices, with their memory, traffic and estimated speed.
 
-Runs no model and touches no device: formulas over the data sheet of a kind of device that the backend knows. The
-layouts are those that `hal train` accepts. Those of its options that are given are kept; the rest is tried.
+Runs no model and uses no device: the formulas use the data sheet of an accelerator that the backend lists. The layouts
+are those that `hal train` accepts. Options of `hal train` that are given are fixed; the others are varied.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hal.accelerator import Accelerator
+from hal.core.device_spec import DeviceSpec
+from hal.core.registry import load
 from hal.errors import HalError
-from hal.registry import load
 
 from .arguments import Parser, add_backend, require_writable
 
@@ -30,61 +30,67 @@ _UNITS = {
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 if no layout fits."""
-    from hal.model.arguments import build, read
-    from hal.model.checks import check_model
-    from hal.model.planning import report
-    from hal.model.planning.search import require_some, search, set_vocabulary
+    from hal.model.apps.planning import plan_report
+    from hal.model.apps.planning.search import require_some, search, set_vocabulary
+    from hal.model.config.command_line import build, read
+    from hal.model.config.validation import check_model
 
-    made = parser()
-    arguments, rest = made.parse_known_args(argv)
+    command = parser()
+    arguments, rest = command.parse_known_args(argv)
     if arguments.simulate:
-        made.error("nothing runs, so there is nothing to --simulate")
+        command.error("--simulate has no effect: hal plan runs nothing")
     if arguments.devices < 1:
-        made.error(f"--devices must be 1 or more, got {arguments.devices}")
+        command.error(f"--devices must be 1 or more, got {arguments.devices}")
     if arguments.top < 1:
-        made.error(f"--top must be 1 or more, got {arguments.top}")
+        command.error(f"--top must be 1 or more, got {arguments.top}")
     if not 0.0 <= arguments.headroom < 1.0:
-        made.error(f"--headroom is a share of the memory, at least 0 and below 1; got {arguments.headroom}")
+        command.error(f"--headroom is a fraction of the memory, at least 0 and below 1; got {arguments.headroom}")
     require_writable("--json", None if arguments.json == "-" else arguments.json)
     device = _device(arguments)
     config = build(read(rest), check_model)
     set_vocabulary(config)
     limit = device.memory * (1.0 - arguments.headroom)
-    found = search(config, arguments.devices, device, limit)
-    require_some(found, arguments.devices)
-    shown = report.text(found, config, arguments.devices, device, limit, arguments.top)
+    result = search(config, arguments.devices, device, limit)
+    require_some(result, arguments.devices)
+    shown = plan_report.text(result, config, arguments.devices, device, limit, arguments.top)
     print(shown, file=sys.stderr if arguments.json == "-" else sys.stdout)
     if arguments.json:
-        content = json.dumps(report.record(found, config, arguments.devices, device, limit), indent=1) + "\n"
+        content = json.dumps(plan_report.record(result, config, arguments.devices, device, limit), indent=1) + "\n"
         sys.stdout.write(content) if arguments.json == "-" else Path(arguments.json).write_text(content)
-    return 0 if found.fits else 1
+    return 0 if result.fits else 1
 
 
 def parser() -> Parser:
-    """The options of `hal plan` itself; it takes those of `hal train` besides."""
-    made = Parser(
+    """The options of `hal plan` itself; it also accepts those of `hal train`."""
+    command = Parser(
         "plan",
         description=__doc__,
         epilog="Options of `hal train` describe the model (--config NAME is a ready one) and fix parts of the layout.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_backend(made, required=True)
-    add = made.add_argument
-    add("--devices", type=int, required=True, metavar="N", help="how many devices there are")
-    add("--accelerator", metavar="NAME", help="kind of device, of those the backend knows (default: its first)")
+    add_backend(command, required=True)
+    add = command.add_argument
+    add("--devices", type=int, required=True, metavar="N", help="number of devices")
+    add("--accelerator", metavar="NAME", help="accelerator, one of those that the backend lists (default: the first)")
     for name, (flag, unit, _) in _UNITS.items():
         add(flag, type=float, metavar=unit, dest=name, help=f"instead of the accelerator's {name.replace('_', ' ')}")
     add("--device-flops", type=float, metavar="TFLOP/s", help="instead of the accelerator's peak in the model's dtype")
     add("--devices-per-node", type=int, metavar="N", help="instead of the accelerator's devices per machine")
-    add("--headroom", type=float, default=0.1, metavar="SHARE", help="memory left to everything else (default 0.1)")
-    add("--top", type=int, default=20, metavar="N", help="how many layouts are shown (default 20)")
-    add("--json", metavar="FILE", help="also write every layout to FILE; - is the standard output")
-    return made
+    add(
+        "--headroom",
+        type=float,
+        default=0.1,
+        metavar="FRACTION",
+        help="fraction of memory reserved for other uses (default 0.1)",
+    )
+    add("--top", type=int, default=20, metavar="N", help="number of layouts to show (default 20)")
+    add("--json", metavar="FILE", help="also write all layouts to FILE; - is the standard output")
+    return command
 
 
-def _device(arguments: argparse.Namespace) -> Accelerator:
-    """The accelerator chosen, with what was given on the command line in place of its own figures."""
-    known = {a.name: a for a in load(arguments.backend).accelerators}
+def _device(arguments: argparse.Namespace) -> DeviceSpec:
+    """The selected accelerator, with its figures replaced by those given on the command line."""
+    known = {a.name: a for a in load(arguments.backend).device_specs}
     given = {name: getattr(arguments, name) for name in _UNITS if getattr(arguments, name) is not None}
     figures = {_UNITS[name][0]: value for name, value in given.items()}
     figures |= {"--device-flops": arguments.device_flops, "--devices-per-node": arguments.devices_per_node}
@@ -100,9 +106,9 @@ def _device(arguments: argparse.Namespace) -> Accelerator:
         device = known[arguments.accelerator] if arguments.accelerator else next(iter(known.values()))
     elif len(given) < len(_UNITS) or arguments.device_flops is None or arguments.devices_per_node is None:
         flags = ", ".join([*(flag for flag, _, _ in _UNITS.values()), "--device-flops", "--devices-per-node"])
-        raise HalError(f"backend '{arguments.backend}' lists no accelerators; describe the device with {flags}")
+        raise HalError(f"backend '{arguments.backend}' lists no devices; describe the device with {flags}")
     else:
-        device = Accelerator("device", 0.0, {}, 0.0, 0.0, 0.0, 1, "given on the command line")
+        device = DeviceSpec("device", 0.0, {}, 0.0, 0.0, 0.0, 1, "given on the command line")
     changes = {name: value * _UNITS[name][2] for name, value in given.items()}
     if arguments.device_flops is not None:
         peak = arguments.device_flops * 1e12

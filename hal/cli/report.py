@@ -1,4 +1,4 @@
-"""`hal report`: one HTML page on one or more runs: curves over each other, differences, memory, fallbacks, parity."""
+"""`hal report`: an HTML page that compares runs: curves, differences, options, memory, fallbacks and parity."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .arguments import Parser, require_writable
 
 def parser() -> Parser:
     """The options of `hal report`."""
-    made = Parser("report", description=__doc__)
-    add = made.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder; others are compared with the first")
+    options = Parser("report", description=__doc__)
+    add = options.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; the others are compared with the first")
     add("--parity", action="append", default=[], type=Path, metavar="FILE", help="results of hal parity --json")
-    add("--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default report.html)")
-    add("--title", default="HAL report", metavar="TEXT", help="its title")
-    return made
+    add("--output", type=Path, default=Path("report.html"), metavar="FILE", help="file to write (default report.html)")
+    add("--title", default="HAL report", metavar="TEXT", help="title of the page")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal report` with these arguments."""
-    from hal.model.files import write_text
-    from hal.model.reporting.page import build_page
-    from hal.model.reporting.record import read_parity, read_runs
+    from hal.model.apps.html_report.page import build_page
+    from hal.model.apps.html_report.record import read_parity, read_runs
+    from hal.model.common.atomic_files import write_text
 
     arguments = parser().parse_args(argv)
     require_writable("--output", arguments.output)

@@ -1,4 +1,4 @@
-"""`hal serve`: a trained model behind an OpenAI-style completions endpoint, on this machine unless told otherwise."""
+"""`hal serve`: a trained model behind an OpenAI-style completions endpoint, by default for this machine only."""
 
 from __future__ import annotations
 
@@ -15,60 +15,61 @@ from hal.errors import HalError
 from .arguments import Parser
 
 if TYPE_CHECKING:
-    from hal.model.pretrained import Pretrained
+    from hal.model.inference.load import Pretrained
 
 KEY = "HAL_SERVE_API_KEY"
-"""Environment variable: what clients must present as their API key, if anything."""
+"""Environment variable: the API key that clients must present; if unset, none is required."""
 
 
 def parser() -> Parser:
     """The options of `hal serve`."""
-    from hal.model import pretrained
+    from hal.model.inference import load
 
-    made = Parser("serve", description=f"{__doc__} Clients must present ${KEY} where that is set.")
-    add = made.add_argument
+    command_parser = Parser("serve", description=f"{__doc__} Clients must present ${KEY} where that is set.")
+    add = command_parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port to listen on (default 8000; 0: any free one)")
     add("--model-name", metavar="NAME", help="name that clients use (default: the folder of --load)")
-    add("--max-batch-size", type=int, default=8, metavar="N", help="most prompts x n of a request (default 8)")
+    add("--max-batch-size", type=int, default=8, metavar="N", help="at most N = prompts x n per request (default 8)")
     add("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait; more get 429 (default 16)")
     add("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="largest request (default 1 MiB)")
-    pretrained.add_arguments(made)
-    return made
+    load.add_arguments(command_parser)
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal serve` with these arguments, until interrupted."""
-    from hal.model import pretrained
+    from hal.model.inference import load
 
-    made = parser()
-    arguments = made.parse_args(argv)
+    command_parser = parser()
+    arguments = command_parser.parse_args(argv)
     for name, least in (("port", 0), ("max_batch_size", 1), ("max_waiting", 0), ("max_body_bytes", 1)):
         if getattr(arguments, name) < least:
-            made.error(f"--{name.replace('_', '-')} must be at least {least}")
+            command_parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if arguments.port > 65535:
-        made.error("--port must be at most 65535")
+        command_parser.error("--port must be at most 65535")
 
-    # Before the model is loaded, and before other ranks wait for requests; but not where ranks are only started.
+    # The port is bound before the model is loaded and other ranks wait for requests, so that an error comes early. A
+    # process that only starts the ranks does not bind it.
     rank = "0" if getattr(arguments, "nproc_per_node", 1) == 1 else None
     with contextlib.ExitStack() as stack:
-        place = None
+        listener = None
         if os.environ.get("RANK", rank) == "0":
-            place = stack.enter_context(_bound(arguments.host, arguments.port))
-        return pretrained.run_command("serve", argv, arguments, lambda model: _serve(arguments, model, place))
+            listener = stack.enter_context(_bound(arguments.host, arguments.port))
+        return load.run_command("serve", argv, arguments, lambda model: _serve(arguments, model, listener))
 
 
-def _serve(arguments: argparse.Namespace, model: Pretrained, place: socket.socket | None) -> int:
+def _serve(arguments: argparse.Namespace, model: Pretrained, listener: socket.socket | None) -> int:
     try:
         import uvicorn
 
-        from hal.model.serving.app import LOOPBACK, Limits, build_app
+        from hal.model.apps.serving.app import LOOPBACK, Limits, build_app
     except ImportError as error:
         raise HalError(f"serving needs fastapi and uvicorn ({error}): pip install 'torch-hal[serve]'") from None
-    from hal.model.serving.worker import Worker, follow
+    from hal.model.apps.serving.worker import Worker, follow
 
     model.engine.require_one_replica("hal serve")
-    model.engine.new_cache(1, 1)  # what cannot generate is refused now
+    model.engine.new_cache(1, 1)  # raises for a model that cannot generate
     if not model.engine.lead:
         follow(model)
         return 0
@@ -81,7 +82,7 @@ def _serve(arguments: argparse.Namespace, model: Pretrained, place: socket.socke
     app = build_app(worker, name, limits, api_key=key, loopback=loopback)
 
     class Server(uvicorn.Server):
-        """Says where it listens, once it does."""
+        """Prints its address once it listens."""
 
         async def startup(self, sockets: object = None) -> None:
             await super().startup(sockets=sockets)  # type: ignore[arg-type]
@@ -100,25 +101,25 @@ def _serve(arguments: argparse.Namespace, model: Pretrained, place: socket.socke
         timeout_graceful_shutdown=10,
     )
     server = Server(settings)
-    assert place is not None
+    assert listener is not None
     with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[place])
+        server.run(sockets=[listener])
     return 0 if server.started else 1
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket of that address, of IPv4 if the name has one. It does not listen yet: who connects finds a model."""
+    """A socket bound to that address (IPv4 if the name has one). It does not listen before the model is loaded."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-        made = socket.socket(family, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except BaseException:
-            made.close()
+            listener.close()
             raise
-        return made
+        return listener
     except OSError as error:
         raise HalError(
             f"--host {host} --port {port}: {error.strerror}; give another, e.g. --port 0 for any free one"

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 def parser() -> argparse.ArgumentParser:
     """The options of `hal train`."""
-    from hal.model.arguments import parser as made
+    from hal.model.config.command_line import parser as train_parser
 
-    return made()
+    return train_parser()
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the trainer and returns its exit code."""
-    from hal.model.train import main as train
+    from hal.model.training.run import main as train
 
     return train(argv)

@@ -1,7 +1,7 @@
 """`hal why OP`: which implementation a call would run on, and why not the others. Runs nothing.
 
-Works without the device: a backend's why_not is pure, and the call is made of meta tensors. With --backends the answers
-stand side by side. Exit code 0 if the call would run (on all of them), 1 if every implementation of one refuses it.
+Works without the device: a backend's why_not is pure, and the call has meta tensors. With --backends the answers are
+shown side by side. Exit code 0 if the call would run (on all of them), 1 if every implementation of one refuses it.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from itertools import zip_longest
 from typing import Any
 
 import hal.ops  # noqa: F401  (defines the ops)
-from hal.backend import Backend
-from hal.dispatch import Why, activated, why
-from hal.op import OPS, Op
-from hal.registry import make, probed
+from hal.core.backend import Backend
+from hal.core.dispatch import Why, activated, why
+from hal.core.op import OPS, Op
+from hal.core.registry import make, probed
 
 from .arguments import Parser, add_backend, options, takes_simulate
-from .calls import add_call, call, shown
+from .meta_calls import add_call, call, shown
 
 
 def parser() -> Parser:
     """The options of `hal why`."""
-    made = Parser("why", description="Which implementation a call would run on, and why not the others.")
-    made.add_argument("op", metavar="OP", help=f"one of: {', '.join(OPS)}")
-    add_backend(made, required=False)
-    made.add_argument("--backends", metavar="A,B,...", help="compare these, side by side")
-    made.add_argument("--fallback", default="error", choices=("error", "reference"))
-    made.add_argument("--pin", metavar="ID", help="the only implementation allowed")
-    add_call(made)
-    return made
+    command_parser = Parser("why", description="Which implementation a call would run on, and why not the others.")
+    command_parser.add_argument("op", metavar="OP", help=f"one of: {', '.join(OPS)}")
+    add_backend(command_parser, required=False)
+    command_parser.add_argument("--backends", metavar="A,B,...", help="compare these, side by side")
+    command_parser.add_argument("--fallback", default="error", choices=("error", "reference"))
+    command_parser.add_argument("--pin", metavar="ID", help="the only implementation allowed")
+    add_call(command_parser)
+    return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal why` with these arguments."""
-    made = parser()
-    arguments = made.parse_args(argv)
+    command_parser = parser()
+    arguments = command_parser.parse_args(argv)
     if arguments.op not in OPS:
-        made.error(f"no op is called '{arguments.op}'; ops: {', '.join(OPS)}")
-    several = [name for name in (arguments.backends or "").split(",") if name]
-    if arguments.backends is not None and (len(set(several)) < 2 or arguments.pin):
-        made.error("--backends compares two or more, each named once, and takes no --pin")
-    if not several and arguments.backend is None:
-        made.error("the following arguments are required: --backend")
+        command_parser.error(f"no op is called '{arguments.op}'; ops: {', '.join(OPS)}")
+    compared = [name for name in (arguments.backends or "").split(",") if name]
+    if arguments.backends is not None and (len(set(compared)) < 2 or arguments.pin):
+        command_parser.error("--backends compares two or more, each named once, and takes no --pin")
+    if not compared and arguments.backend is None:
+        command_parser.error("the following arguments are required: --backend")
     op = OPS[arguments.op]
     args, kwargs = call(op, arguments)
     print(shown(args, kwargs, op))
     answers = []
-    for name in several or [arguments.backend]:
-        # Side by side, --simulate is for those that have a simulator.
-        given = options(arguments) if not several or takes_simulate(name) else {}
+    for name in compared or [arguments.backend]:
+        # With --backends, --simulate applies to those that have a simulator.
+        given = options(arguments) if not compared or takes_simulate(name) else {}
         backend = make(name, given)
         answers.append(_ask(backend, op, args, kwargs, arguments.fallback, arguments.pin))
         probe = probed(backend)
         if not probe.ok:
             print(f"hal why: backend '{name}' cannot run here: {probe.reason}", file=sys.stderr)
-    print(side_by_side(answers) if several else answers[0])
+    print(side_by_side(answers) if compared else answers[0])
     return 0 if all(a.chosen is not None for a in answers) else 1
 
 
@@ -68,7 +68,7 @@ def _ask(backend: Backend, op: Op[Any, Any], args: Any, kwargs: Any, fallback: s
 
 
 def side_by_side(answers: Sequence[Why], width: int | None = None) -> str:
-    """The answers in columns, as wide as the terminal allows. A long reason is wrapped, never cut."""
+    """The answers in columns that fill the terminal. A long reason is wrapped, never truncated."""
     total = width or shutil.get_terminal_size((120, 24)).columns
     column = max(24, (total - 3 * (len(answers) - 1)) // len(answers))
     columns = [[line for text in _lines(a) for line in _wrapped(text, column)] for a in answers]

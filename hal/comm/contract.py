@@ -1,8 +1,8 @@
-"""Collective communication: the contract and its meaning.
+"""Collective communication: the contract, and each collective's definition.
 
-The meaning of each collective is a function on a list of tensors, one per rank (`MEANING`): any transport must agree
-with it. Inputs are never mutated, int64 stays int64, every collective can be asynchronous (`start`) and ends within
-the communicator's timeout: with a result, or with `CollectiveTimeout` naming the ranks that did not arrive.
+A collective is defined by a function on a list of tensors, one per rank (`REFERENCE`): every transport must agree with
+it. Inputs are never mutated, int64 stays int64, every collective can be asynchronous (`start`) and ends within the
+communicator's timeout: with a result, or with `CollectiveTimeout` naming the ranks that did not arrive.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ContractError, UnsupportedOp
+from ..errors import ContractError, UnsupportedOp
 
 REDUCE_OPS = ("sum", "max", "min", "avg")
 
 
 def _reduce(xs: Sequence[Tensor], op: str) -> Tensor:
+    """The elementwise reduction of tensors of one shape, in their dtype."""
     stacked = torch.stack(list(xs))
     if op == "sum":
         return stacked.sum(0, dtype=xs[0].dtype)
@@ -36,7 +37,7 @@ def average(total: Tensor, count: int) -> Tensor:
     return total.div(count, rounding_mode="trunc")
 
 
-MEANING: dict[str, Callable[..., list[Tensor]]] = {
+REFERENCE: dict[str, Callable[..., list[Tensor]]] = {
     "all_reduce": lambda xs, op, source: [_reduce(xs, op)] * len(xs),
     "all_gather": lambda xs, op, source: [torch.cat(list(xs))] * len(xs),
     "reduce_scatter": lambda xs, op, source: list(_reduce(xs, op).chunk(len(xs))),
@@ -50,24 +51,24 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 _DIVIDING = ("reduce_scatter", "all_to_all")
 
 
-class Pending:
-    """A collective under way. `wait` returns its result (the same tensor each time), or raises what went wrong."""
+class Work:
+    """A collective in progress. `wait` returns its result (the same tensor each time) or raises its error."""
 
     def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result. On an accelerator it may still be computing, as any tensor may."""
+        """The result. On an accelerator it may still be being computed, like the result of any op."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
         assert self._result is not None
         return self._result
 
-    def then(self, last: Callable[[Tensor], Tensor]) -> Pending:
-        """A Pending whose result is `last(this result)`."""
-        return Pending(lambda: last(self.wait()))
+    def then(self, last: Callable[[Tensor], Tensor]) -> Work:
+        """A Work whose result is `last(this result)`."""
+        return Work(lambda: last(self.wait()))
 
 
 @dataclass(frozen=True)
@@ -82,38 +83,39 @@ class Message:
 
 
 class Comm(ABC):
-    """A group of ranks that communicate. `name` shows up in errors; `rank` is this process's place in the group.
+    """A group of ranks that communicate. `name` is for error messages; `rank` is this process's rank in the group.
 
-    A transport implements `_start` and `exchange_start`; everything else follows.
+    A transport implements `_start` and `exchange_start`; the other methods are built on these.
     """
 
     name: str
     rank: int
     size: int
     device: torch.device = torch.device("cpu")
-    """Where tensors made here for communication live."""
+    """Where HAL allocates tensors for communication."""
     emulations: Mapping[str, str] = {}
-    """What the transport lacks and HAL does by other means: "avg" or a collective -> the reason. For reports."""
+    """What the transport lacks and HAL emulates: "avg" or a collective -> the reason. For reports."""
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         """Why the transport cannot run this collective on `x`, even by emulation; empty = it can."""
         return ()
 
     @abstractmethod
-    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
-        """Starts a collective whose arguments have been checked. Must not change x, nor keep it alive for longer."""
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
+        """Starts a collective whose arguments have been checked. Must not change x, nor keep a reference to it."""
 
     @abstractmethod
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        """Starts a batch of sends and receives; the function it returns waits and gives what was received, in order.
+        """Starts a batch of sends and receives. The function it returns waits, and returns what was received, in order.
 
         Between two ranks, messages are matched in the order in which each side lists them, and batches in the order
-        in which they are started, whichever is waited for first.
+        in which they are started, regardless of the order in which they are waited for.
         """
 
-    def start(self, collective: str, x: Tensor, *, op: str = "sum", source: int = 0) -> Pending:
-        """Starts `collective` (a key of MEANING) on `x`; all ranks of the group start the same ones in one order.
+    def start(self, collective: str, x: Tensor, *, op: str = "sum", source: int = 0) -> Work:
+        """Starts `collective` (a key of REFERENCE) on `x`.
 
+        All ranks of the group must issue the same collectives in the same order.
         op: the reduction, for all_reduce and reduce_scatter. source: the sending rank, for broadcast.
         Raises ContractError for arguments that are wrong everywhere, UnsupportedOp where `why_not` has reasons.
         """
@@ -125,13 +127,13 @@ class Comm(ABC):
         return self._run_now(collective, x.detach() if x.requires_grad else x, op, source)
 
     def _run_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
-        """`_start` and wait. A transport that has a shorter way where nobody runs on meanwhile overrides this."""
+        """`_start`, then wait. A transport overrides this if it has a faster path for a blocking collective."""
         return self._start(collective, x, op, source).wait()
 
     def _check(self, collective: str, x: Tensor, op: str, source: int) -> None:
-        # Messages are made when they are needed: making them costs more than a small collective does.
-        if collective not in MEANING:
-            raise self._wrong(f"unknown collective {collective!r}; choose one of {', '.join(MEANING)}")
+        # Error messages are formatted only where they are raised: formatting takes longer than a small collective.
+        if collective not in REFERENCE:
+            raise self._wrong(f"unknown collective {collective!r}; choose one of {', '.join(REFERENCE)}")
         if op not in REDUCE_OPS:
             raise self._wrong(f"unknown reduction {op!r}; choose one of {', '.join(REDUCE_OPS)}")
         if not 0 <= source < self.size:
@@ -139,7 +141,7 @@ class Comm(ABC):
         if collective in _DIVIDING and (x.ndim == 0 or x.shape[0] % self.size):
             raise self._wrong(f"{collective}: {self.size} ranks cannot divide dimension 0 of shape {tuple(x.shape)}")
         if op == "avg" and x.dtype is torch.bool and collective in _REDUCING:
-            raise self._wrong("truth values have no average; use 'max', or a float")
+            raise self._wrong("bool tensors have no average; use 'max', or a float")
         if collective == "all_gather" and x.ndim == 0:
             raise self._wrong("all_gather: a scalar has no dimension 0; use x[None]")
         reasons = self.why_not(collective, x, op if collective in _REDUCING else None)
@@ -175,7 +177,7 @@ class Comm(ABC):
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        # A device may still be at it when `_now` returns; reading the result waits.
+        # On a device, `_now` may return before the collective has completed; reading its result waits for that.
         self._now("barrier", torch.zeros(1, device=self.device)).item()
 
     def _check_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -184,21 +186,21 @@ class Comm(ABC):
                 raise self._wrong(f"rank {self.rank} cannot exchange with {m.peer}")
 
 
-class Solo(Comm):
+class SingleRankComm(Comm):
     """A group of one rank: every collective is the identity (a copy, since inputs are never mutated)."""
 
-    def __init__(self, name: str = "solo") -> None:
+    def __init__(self, name: str = "single rank") -> None:
         self.name, self.rank, self.size = name, 0, 1
 
-    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
         result = x.clone()
-        return Pending(lambda: result)
+        return Work(lambda: result)
 
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._check_messages(sends, receives)
         return list
 
 
-def run_meaning(inputs: Sequence[Tensor], collective: str, **how: Any) -> list[Tensor]:
-    """What every rank gets when rank r passes inputs[r]: the list-of-tensors reference, in one process."""
-    return MEANING[collective](list(inputs), how.get("op", "sum"), how.get("source", 0))
+def run_reference(inputs: Sequence[Tensor], collective: str, **how: Any) -> list[Tensor]:
+    """The result of every rank when rank r passes inputs[r], computed in one process by the reference."""
+    return REFERENCE[collective](list(inputs), how.get("op", "sum"), how.get("source", 0))

@@ -1,7 +1,7 @@
 """A communicator between threads of one process: collectives without a transport, for tests.
 
-`threads(n)` makes the n communicators of one group; `run_threads(n, f)` runs f(comm) on n threads. Their results are
-those of `hal.comm.MEANING` by construction.
+`threads(n)` makes the n communicators of one group; `run_threads(n, f)` runs f(comm) on n threads. They compute
+their results with `hal.comm.contract.REFERENCE`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .comm import MEANING, Comm, Message, Pending
-from .errors import CollectiveTimeout, ContractError
+from ..errors import CollectiveTimeout, ContractError
+from .contract import REFERENCE, Comm, Message, Work
 
 R = TypeVar("R")
 
@@ -32,13 +32,16 @@ class _Meeting:
         self.lock = threading.Lock()
 
     def box(self, source: int, to: int, number: int) -> queue.Queue[Tensor]:
-        """Where the `number`-th message from `source` to `to` is left and found."""
+        """The queue that carries the `number`-th message from `source` to `to`."""
         with self.lock:
             return self.mail.setdefault((source, to, number), queue.Queue())
 
 
 class ThreadComm(Comm):
-    """One rank of a group whose ranks are threads of this process (see `threads`). A started collective has run."""
+    """One rank of a group whose ranks are threads of this process (see `threads`).
+
+    A collective has completed when `start` returns.
+    """
 
     def __init__(self, name: str, rank: int, meeting: _Meeting) -> None:
         self.name, self.rank, self.size = name, rank, len(meeting.slots)
@@ -54,7 +57,7 @@ class ThreadComm(Comm):
         except threading.BrokenBarrierError:
             raise self._timeout(what, [r for r in range(self.size) if r not in self._meeting.arrived]) from None
 
-    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
         self._seq += 1
         meeting = self._meeting
         meeting.slots[self.rank] = ((collective, self._seq, op, source), x)
@@ -63,11 +66,11 @@ class ThreadComm(Comm):
         calls = {call for call, _ in meeting.slots}
         if len(calls) != 1:
             raise ContractError(f"group '{self.name}': ranks called different collectives: {sorted(calls)}")
-        result = MEANING[collective]([t for _, t in meeting.slots], op, source)[self.rank].clone()
+        result = REFERENCE[collective]([t for _, t in meeting.slots], op, source)[self.rank].clone()
         self._wait(collective)
         meeting.arrived.discard(self.rank)
         self._wait(collective)
-        return Pending(lambda: result)
+        return Work(lambda: result)
 
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._check_messages(sends, receives)
@@ -75,7 +78,7 @@ class ThreadComm(Comm):
         for m in sends:
             self._meeting.box(self.rank, m.peer, self._sent[m.peer]).put(m.tensor.detach().clone())
             self._sent[m.peer] += 1
-        # Numbered now: batches are matched in the order in which they start, whichever is waited for first.
+        # Numbered here, not in `finish`: batches are matched in the order in which they start.
         numbers = []
         for m in receives:
             numbers.append((m.peer, self.rank, self._expected[m.peer]))

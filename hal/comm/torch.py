@@ -1,7 +1,7 @@
 """Comm over torch.distributed's process groups, for any backend that has one (gloo, nccl, hccl, ...).
 
-A backend declares its `Transport`: the name torch knows it by, what it lacks, and how to get by. Nothing is emulated
-that is not declared. Every communicator has a timeout; when it strikes, the ranks that had not arrived are named.
+A backend declares its `Transport`: its name in torch, what it lacks, and what HAL does instead. Nothing is emulated
+that is not declared. Every communicator has a timeout; when it expires, the error names the ranks that had not arrived.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import Comm, Message, Pending, Solo, average
-from .comm_progress import Progress
-from .errors import CollectiveFailed, CollectiveTimeout, ContractError, HalError
+from ..errors import CollectiveFailed, CollectiveTimeout, ContractError, HalError
+from .contract import Comm, Message, SingleRankComm, Work, average
 from .network import interface_to
+from .watchdog import Progress
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
 _EMULATIONS = ("avg", "reduce_scatter", "all_to_all")
@@ -36,7 +36,7 @@ class Transport:
     backend: its name for init_process_group.
     emulate: "avg" (sum, then divide), "reduce_scatter" (all_reduce, keep a chunk) or "all_to_all" (all_gather, keep
         the chunks) -> the reason.
-    carry: dtype -> (dtype in which it travels, reason). The carrier must hold every value: int64 never gets narrower.
+    carry: dtype -> (dtype in which it is sent, reason). The carrier must represent every value: int64 stays int64.
     refuse: (collective, dtype, reduction or None) -> reasons why neither works; called after `carry`.
     """
 
@@ -61,7 +61,7 @@ _GLOO_DTYPES = {
 
 
 def _gloo_refuses(collective: str, dtype: torch.dtype, op: str | None) -> Sequence[str]:
-    # Its own refusal, which some ranks may meet later than others, would leave the group broken.
+    # Refused before gloo is called: its own error may reach some ranks late, and would leave the group unusable.
     return () if dtype in _GLOO_DTYPES else (f"gloo has no {dtype}",)
 
 
@@ -90,11 +90,11 @@ def torch_comm(
     The first call joins the world that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
     uses the default process group if there is one). Without those variables the world is this process alone. Only
     the members of `ranks` may call. timeout: seconds, for every collective. kind: the class of the communicator, for
-    backends that have a better way than the transport between some ranks (default TorchComm).
+    backends that have a faster path than the transport between some ranks (default TorchComm).
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return _alone(ranks)
+            return _single_process(ranks)
         missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
         if missing:
             raise HalError(
@@ -104,8 +104,8 @@ def torch_comm(
         interface = interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # Without device_id: given one, torch would make every group by splitting the world's communicator, a call in
-        # which NCCL wants all ranks of the world, not the group's members alone.
+        # Without device_id: with one, torch makes every group by splitting the world's communicator, a call that NCCL
+        # requires of all ranks of the world, not only of the group's members.
         dist.init_process_group(transport.backend, timeout=datetime.timedelta(seconds=timeout))
     world = dist.get_world_size()
     members = list(range(world)) if ranks is None else [int(r) for r in ranks]
@@ -114,23 +114,24 @@ def torch_comm(
     if dist.get_rank() not in members:
         raise ContractError(f"rank {dist.get_rank()} asked for a group of the ranks {members}, which it is not in")
     if len(members) == 1:
-        return Solo(f"rank {members[0]}")
+        return SingleRankComm(f"rank {members[0]}")
     group = dist.new_group(
         members,
         datetime.timedelta(seconds=timeout),
         transport.backend,
         use_local_synchronization=True,
-        # Connects the members now: they need not all take part in the first exchange.
+        # Connects the members eagerly, because the first exchange may involve only some of them.
         device_id=device if device is not None and device.index is not None else None,
     )
     name = "world" if len(members) == world else "ranks " + ",".join(map(str, members))
     return (kind or TorchComm)(group, transport, name=name, timeout=timeout, device=device)
 
 
-def _alone(ranks: Sequence[int] | None) -> Comm:
+def _single_process(ranks: Sequence[int] | None) -> Comm:
+    """The communicator of a process that no launcher started."""
     if ranks is not None and list(ranks) != [0]:
         raise ContractError(f"there is one process, rank 0; a group of ranks {list(ranks)} needs a launcher")
-    return Solo("world")
+    return SingleRankComm("world")
 
 
 class TorchComm(Comm):
@@ -156,32 +157,34 @@ class TorchComm(Comm):
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
         if not x.numel():
-            return ()  # nothing travels
+            return ()  # nothing is sent
         if dtype.is_complex and op in ("max", "min"):
             return (f"complex numbers have no {op}",)
         return tuple(self.transport.refuse(collective, dtype, op))
 
-    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
         emulate = self.transport.emulate
         if op == "avg" and "avg" in emulate and collective in ("all_reduce", "reduce_scatter"):
-            # Before the sum travels in another dtype: it wraps as it does in its own.
+            # Before `carry`: the sum is converted back to x's dtype, in which it may wrap, before it is divided.
             return self._start(collective, x, "sum", source).then(lambda total: average(total, self.size))
         if x.dtype in self.transport.carry:
             dtype = x.dtype
             return self._start(collective, x.to(self.transport.carry[dtype][0]), op, source).then(lambda y: y.to(dtype))
         if collective in emulate:
             whole = self._start("all_reduce" if collective == "reduce_scatter" else "all_gather", x, op, source)
-            mine = self._my_chunk if collective == "reduce_scatter" else self._my_chunks
-            return whole.then(mine)
+            return whole.then(self._my_chunk if collective == "reduce_scatter" else self._my_chunks)
         return self._run(collective, x.contiguous(), op, source)
 
     def _my_chunk(self, whole: Tensor) -> Tensor:
+        """This rank's part of [size * n, ...], as a copy [n, ...]: the result of reduce_scatter."""
         return whole.chunk(self.size)[self.rank].clone()
 
     def _my_chunks(self, gathered: Tensor) -> Tensor:
+        """This rank's part of every rank's [size * n, ...] in [size * size * n, ...]: the result of all_to_all."""
         return torch.cat([part.chunk(self.size)[self.rank] for part in gathered.chunk(self.size)])
 
-    def _run(self, collective: str, x: Tensor, op: str, source: int) -> Pending:
+    def _run(self, collective: str, x: Tensor, op: str, source: int) -> Work:
+        """Starts a collective that the transport has, on a contiguous `x` of a dtype that it can send."""
         arguments: dict[str, Any] = {"group": self.group, "async_op": True}
         n, rest = (x.shape[0], x.shape[1:]) if x.ndim else (1, ())
         if collective in ("all_reduce", "barrier"):
@@ -200,8 +203,8 @@ class TorchComm(Comm):
             out = torch.empty_like(x)
             begin = lambda: dist.all_to_all_single(out, x, **arguments)  # noqa: E731
         if not x.numel():
-            # Transports disagree on empty tensors; every rank sees the same emptiness, so none needs to talk.
-            return Pending(lambda: out)
+            # Transports disagree on empty tensors. x is empty on every rank, so there is nothing to communicate.
+            return Work(lambda: out)
         seq = self._progress.arrive(collective)
         work = self._guarded(begin, collective, seq)
 
@@ -209,7 +212,7 @@ class TorchComm(Comm):
             self._guarded(work.wait, collective, seq)
             return out
 
-        return Pending(finish)
+        return Work(finish)
 
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._check_messages(sends, receives)
@@ -230,13 +233,14 @@ class TorchComm(Comm):
         def finish() -> list[Tensor]:
             for work in works:
                 self._guarded(work.wait, "exchange", 0, peers)
-            # The transport may still be reading what is sent.
+            # Referenced until here, because the transport may read the tensors until the exchange has completed.
             outgoing.clear()
             return results
 
         return finish
 
     def _guarded(self, call: Callable[[], Any], what: str, seq: int, peers: Sequence[int] | None = None) -> Any:
+        """`call()`, with torch's error replaced by HAL's. After an error, the group raises that error every time."""
         if self._broken is not None:
             raise self._broken
         try:
@@ -246,8 +250,8 @@ class TorchComm(Comm):
             raise self._broken from error
 
     def _explain(self, error: RuntimeError, what: str, seq: int, peers: Sequence[int] | None) -> HalError:
-        behind = peers if peers is not None else self._progress.behind(what, seq)
-        absent = [self._ranks[r] for r in behind]
+        missing = peers if peers is not None else self._progress.missing_ranks(what, seq)
+        absent = [self._ranks[r] for r in missing]
         if "imed out" in str(error) or "timeout" in str(error):
             return CollectiveTimeout(self.name, dist.get_rank(), what, seq, absent, self.timeout)
         first = str(error).splitlines()[0]
@@ -258,11 +262,11 @@ class TorchComm(Comm):
 
 
 def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0) -> HalError | None:
-    """What a failure inside one of torch.distributed's engines means, or None if it was not about communication.
+    """The HAL error for a failure inside one of torch.distributed's engines, or None if it is not about communication.
 
-    what, seq: what the engine was doing, and for which time, e.g. step 7.
+    what, seq: what the engine was doing and its number, e.g. "step" and 7.
 
-    The engines (pipelining, fully_shard) talk through process groups of their own accord, and wrap what they catch.
+    The engines (pipelining, fully_shard) use process groups directly, and wrap the errors that they catch.
     """
     chain: list[BaseException] = [error]
     while (chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -274,11 +278,11 @@ def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0)
     if text is None:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
-    absent = Progress.of_world().unheard(rank, size, min(5.0, timeout))
+    absent = Progress.of_world().missing_ranks(rank, size, min(5.0, timeout))
     if "imed out" in text or "timeout" in text:
         return CollectiveTimeout("world", rank, what, seq, absent, timeout)
     return CollectiveFailed(
-        f"{what} #{seq} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not give up too: "
+        f"{what} #{seq} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not fail too: "
         f"{', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
     )
 
@@ -287,5 +291,5 @@ _ABOUT_TRANSPORT = re.compile(r"gloo|timed out|timeout|NCCL|HCCL|onnection (clos
 
 
 def _order(messages: Sequence[Message]) -> list[int]:
-    """How many earlier messages of the list have the same peer."""
+    """For each message, how many earlier ones of the list have the same peer."""
     return [sum(m.peer == earlier.peer for earlier in messages[:i]) for i, m in enumerate(messages)]

@@ -1,7 +1,7 @@
-"""Who is where: each rank publishes, beside its work, how many collectives it has started in each group.
+"""Names the ranks that a collective waited for in vain: each rank publishes how many it has started in each group.
 
-A thread writes the counts into the world's store twice a second, so that collectives themselves pay one integer
-addition; a rank that is stopped or stuck keeps its old count, which is how the others can name it.
+A thread writes the counts into the world's store twice a second, so that the cost for a collective is one integer
+addition. The count of a rank that has stopped or hangs no longer increases, which is how the other ranks identify it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import ContractError
+from ..errors import ContractError
 
 INTERVAL = 0.5
 """Seconds between two publications."""
 
 STORE_ANSWERS = 60.0
-"""Seconds that a process waits at its end for the store to answer its publishing thread. On a machine that is busy with
-other jobs five were too few once, and the process was aborted."""
+"""Seconds that a process waits at exit for the store to answer its publishing thread. With 5 seconds, a process on a
+machine that was busy with other jobs was aborted."""
 
 
 class GroupProgress:
-    """This rank's count of started collectives in one group, and a view of the other ranks'."""
+    """This rank's count of started collectives in one group, and access to the counts of the other ranks."""
 
     def __init__(self, world: Progress, key: str, rank: int, size: int) -> None:
         self._world, self._key, self._rank, self._size = world, key, rank, size
@@ -32,7 +32,7 @@ class GroupProgress:
         self.published = -1
 
     def arrive(self, op: str) -> int:
-        """Counts one more collective; its number."""
+        """Counts one more collective; returns its number."""
         self.op = op
         self.seq += 1
         return self.seq
@@ -44,22 +44,24 @@ class GroupProgress:
             store.set(f"{self._key}/{self._rank}", f"{seq} {op}")
             self.published = seq
 
-    def behind(self, op: str, seq: int) -> list[int]:
-        """The group's ranks that have not started collective number `seq`; empty if that cannot be found out.
+    def missing_ranks(self, op: str, seq: int) -> list[int]:
+        """The group's ranks that have not started collective number `seq`; empty if the store does not answer.
 
         Raises ContractError if a rank started another collective than `op` under that number.
         """
         try:
             store = self._world.store.clone()
             self.publish(store)
-            threading.Event().wait(2 * INTERVAL)  # what the others did last may not be published yet
-            found = {r: self._read(store, r) for r in range(self._size) if r != self._rank}
+            threading.Event().wait(2 * INTERVAL)  # the others' latest counts may not be published yet
+            published = {r: self._read(store, r) for r in range(self._size) if r != self._rank}
         except RuntimeError:
             return []
-        other = {r: o for r, (s, o) in found.items() if s == seq and o != op}
-        if other:
-            raise ContractError(f"collective #{seq} is {op} on rank {self._rank} of the group, but {other} elsewhere")
-        return [r for r, (s, _) in found.items() if s < seq]
+        different = {r: o for r, (s, o) in published.items() if s == seq and o != op}
+        if different:
+            raise ContractError(
+                f"collective #{seq} is {op} on rank {self._rank} of the group, but {different} elsewhere"
+            )
+        return [r for r, (s, _) in published.items() if s < seq]
 
     def _read(self, store: Any, rank: int) -> tuple[int, str]:
         key = f"{self._key}/{rank}"
@@ -70,7 +72,7 @@ class GroupProgress:
 
 
 class Progress:
-    """Publishes the counts of all groups of this process, in a thread of its own."""
+    """Publishes the counts of all groups of this process, in a separate thread."""
 
     _current: Progress | None = None
 
@@ -88,35 +90,36 @@ class Progress:
 
     @classmethod
     def of_world(cls) -> Progress:
-        """The one of the present default process group."""
+        """The instance that belongs to the current default process group."""
         if cls._current is None or cls._current.world is not dist.group.WORLD:
             if cls._current is not None:
                 cls._current._end()
             cls._current = cls(dist.group.WORLD)
         return cls._current
 
-    def unheard(self, rank: int, size: int, seconds: float) -> list[int]:
-        """Notes that this rank's work was lost, waits, and returns the ranks that have not noted the same.
+    def missing_ranks(self, rank: int, size: int, seconds: float) -> list[int]:
+        """Publishes that this rank's collective failed; returns the ranks that did not do so within `seconds`.
 
-        When one rank hangs, all that wait for it, directly or not, give up at about the same time: who has not is it.
+        When one rank hangs, all ranks that wait for it, directly or not, time out at about the same time. The hung rank
+        is the one that did not time out.
         """
         try:
             store = self.store.clone()
             store.set(f"lost/{rank}", "")
             end = time.monotonic() + seconds
             while True:
-                left = [r for r in range(size) if not store.check([f"lost/{r}"])]
-                if not left or time.monotonic() > end:
-                    return left
+                missing = [r for r in range(size) if not store.check([f"lost/{r}"])]
+                if not missing or time.monotonic() > end:
+                    return missing
                 time.sleep(0.1)
         except RuntimeError:
             return []
 
     def group(self, key: str, rank: int, size: int) -> GroupProgress:
-        """Starts counting for one group, known to all its ranks by `key`."""
-        made = GroupProgress(self, key, rank, size)
-        self.groups.append(made)
-        return made
+        """Starts counting for one group, which all its ranks call `key`."""
+        progress = GroupProgress(self, key, rank, size)
+        self.groups.append(progress)
+        return progress
 
     def _end(self) -> None:
         self._stop.set()
@@ -126,9 +129,9 @@ class Progress:
         store: Any = None
         try:
             while not self._stop.wait(INTERVAL):
-                # A connection of its own: another thread may be waiting on the first.
+                # A separate connection, because another thread may be waiting for an answer on the first one.
                 store = store or self.store.clone()
                 for group in list(self.groups):
                     group.publish(store)
         except RuntimeError:
-            return  # the store went away with the job
+            return  # the store has shut down with the job

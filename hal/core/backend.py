@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from ..errors import ContractError, HalError
 from .autograd import make_call, noting_writes
-from .errors import ContractError, HalError
 from .op import Op, accepting_hints, require_same_signature
 from .signature import define, fragments
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
-    from .comm import Comm
+    from ..comm.contract import Comm
+    from .device_spec import DeviceSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,9 +33,10 @@ API = 1
 
 @dataclass(frozen=True)
 class Probe:
-    """What a look at the machine found, without initialising a device.
+    """What a backend detects on this machine, without initialising a device.
 
-    ok: the backend can run here. count: devices. reason: one line, why not (or what was found). facts: name -> value.
+    ok: the backend can run here. count: the number of devices. reason: one line, why it cannot run, or what was
+    detected. facts: name -> value.
     """
 
     ok: bool
@@ -46,9 +47,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation of one op: `call` runs it (with autograd), `why_not` says why it would refuse a call.
+    """One implementation of one op: `call` runs it (with autograd), `why_not` gives the reasons to refuse a call.
 
-    by_metadata: see the function of that name.
+    by_metadata: `why_not` is marked with the function of that name.
     """
 
     op: Op[Any, Any]
@@ -62,27 +63,27 @@ class Impl:
 
 
 def address(t: torch.Tensor | None) -> int:
-    """Where a tensor's data lies, for kernels that are given addresses; 0 for None and for a tensor without elements.
+    """The address of a tensor's data, for kernels that take pointers; 0 for None and for a tensor without elements.
 
-    Raises ContractError for a tensor that has no memory of its own, of which data_ptr() says 0: a kernel that reads
-    there ends the process. `t.data_ptr() or address(t)` does the same where every nanosecond counts.
+    Raises ContractError for a tensor that has no memory of its own, for which data_ptr() returns 0: a kernel that reads
+    there would crash the process. `t.data_ptr() or address(t)` is equivalent and faster.
     """
     if t is None:
         return 0
-    at = t.data_ptr()
-    if at == 0 and t.numel() > 0:
+    pointer = t.data_ptr()
+    if pointer == 0 and t.numel() > 0:
         raise ContractError(
             f"a {type(t).__name__} of shape {tuple(t.shape)} has no memory that a kernel could read or write: it wraps "
             "other tensors (DTensor's to_local() gives them), only describes one, or its storage was freed"
         )
-    return at
+    return pointer
 
 
 def by_metadata(why_not: F) -> F:
     """Marks a why_not whose answer depends only on shapes, dtypes, plain values, which tensors are in host memory, on
     an Rng's full_shape and start, and on a Comm's size: not on strides, addresses, requires_grad or a device's index.
-    It is then asked once for all calls that agree in those. The kit refuses the mark where strides, or an Rng's seed
-    and offset, change the answer.
+    It is then called once for all calls that agree in those. The kit fails a marked why_not whose answer changes with
+    strides, or with an Rng's seed and offset.
 
     >>> @by_metadata
     ... def why_not(x, bias=None):
@@ -93,7 +94,7 @@ def by_metadata(why_not: F) -> F:
 
 
 def _accepts_all(op: Op[Any, Any]) -> Callable[..., Sequence[str]]:
-    """A why_not without reasons; it has the op's own signature because *args, **kwargs would be slower to call."""
+    """A why_not that accepts every call; it has the op's signature because *args, **kwargs would be slower to call."""
     f = fragments(op.signature)
     return define("why_not", f"def why_not({f.header}):\n    return ()\n", dict(f.scope), f"why_not of {op.name}")
 
@@ -109,11 +110,11 @@ class Backend(ABC):
     simulated: bool = False
     """True while the backend runs on a simulator instead of its device; reports show it."""
     stand_ins: Mapping[str, str] = {}
-    """On a simulator: implementation id -> what runs in place of its kernels, for those the simulator lacks."""
+    """On a simulator: implementation id -> what runs in place of those of its kernels that the simulator lacks."""
     order_sources: Mapping[str, str] = {}
     """Op name -> where the order of its implementations comes from (what it was measured on); `hal why` prints it."""
-    accelerators: ClassVar[Sequence[Accelerator]] = ()
-    """Kinds of device that `hal plan` can reckon with, the one to assume first."""
+    device_specs: ClassVar[Sequence[DeviceSpec]] = ()
+    """Kinds of device that `hal plan` can plan for; the first is its default."""
     impls: ClassVar[dict[str, list[Impl]]]
     """Implementations by op name, in order of preference (= order of registration)."""
 
@@ -126,7 +127,7 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """What this machine offers. Never raises, never initialises the device, never compiles."""
+        """What is available on this machine. Never raises, never initialises the device, never compiles."""
 
     @abstractmethod
     def device(self, index: int = 0) -> torch.device:
@@ -141,41 +142,43 @@ class Backend(ABC):
         """A communicator over the global `ranks` (None = all), with a timeout in seconds on every collective."""
 
     def local_index(self) -> int:
-        """Which device is this process's: by its number on this machine, or from the list HAL_DEVICES of a launcher.
+        """The index of this process's device: entry LOCAL_RANK of the launcher's list HAL_DEVICES, else LOCAL_RANK.
 
-        The only one where there is one, as for processes that are each shown a device of their own.
+        Where there is one device it is 0, because a launcher may show each process only the process's own device.
         """
         rank, listed = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("HAL_DEVICES")
         count = self.probe().count
         if count == 1:
             return 0
-        numbers = dict(enumerate((listed or "").split(",")))
-        if listed and not numbers.get(rank, "").strip().isdecimal():
-            raise HalError(f"HAL_DEVICES is {listed!r}; process {rank} of this machine needs a number in place {rank}")
-        index = int(numbers[rank]) if listed else rank
+        indices = dict(enumerate((listed or "").split(",")))
+        if listed and not indices.get(rank, "").strip().isdecimal():
+            raise HalError(
+                f"HAL_DEVICES is {listed!r}; process {rank} of this machine needs a number at position {rank}"
+            )
+        index = int(indices[rank]) if listed else rank
         if count > 1 and index >= count:
-            raise HalError(f"process {rank} of this machine wants device {index}, but {self.name} has {count}")
+            raise HalError(f"process {rank} of this machine needs device {index}, but {self.name} has {count}")
         return index
 
     # Honest optional defaults.
 
     def build(self) -> None:
-        """Makes kernels ready (compiles, loads). Called by `hal.use`; raises BackendUnavailable if it cannot."""
+        """Compiles or loads kernels. Called by `hal.use`; raises BackendUnavailable if that fails."""
 
     def memory_stats(self) -> Mapping[str, int]:
-        """Bytes by name ("allocated", "peak", ...); empty where the device does not count."""
+        """Bytes by name ("allocated", "peak", ...); empty where the device keeps no statistics."""
         return {}
 
     def reset_peak_memory(self) -> None:
-        """Restarts the "peak" of `memory_stats`, where the device counts."""
+        """Resets the "peak" of `memory_stats`, if there is one."""
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """A context whose work may run beside other work; here: no concurrency, the work simply runs."""
+        """A context whose work may run concurrently with other work; by default it runs in order."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:
-        """Names a range for the device's profiler, in torch's profiler where there is no other."""
+        """Names a range in the device's profiler; by default in torch's."""
         with torch.profiler.record_function(name):
             yield
 
@@ -191,16 +194,15 @@ class Backend(ABC):
     ) -> Callable[[F], F]:
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
-        The function has exactly the reference's signature; `op.hints` may lack. Without `bwd` it returns what the
-        reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it returns
-        `(output, residuals)`;
-        `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in `op.grads`, in that order.
-        Residuals are a tuple of tensors and plain values. Forward and backward are one choice. A bwd with a keyword
-        parameter `needs` gets a tuple of bools, one per name in `op.grads`: what it returns where needs is False is
-        dropped, so it may return None there instead of computing it.
+        The function has exactly the reference's signature, except that `op.hints` may be left out. Without `bwd` it
+        returns what the reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it
+        returns `(output, residuals)`; `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in
+        `op.grads`, in that order. Residuals are a tuple of tensors and plain values. Forward and backward are always
+        selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per name in `op.grads`:
+        what it returns where needs is False is discarded, so it may return None there instead of computing it.
 
         why_not(same parameters): reasons why a call is refused, empty = it runs. Pure and cheap; it may be given
-            meta tensors and must not touch a device. Asked on every call unless marked with `by_metadata`.
+            meta tensors and must not touch a device. Called on every call unless marked with `by_metadata`.
         waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
             every report prints the reason.
 
@@ -216,15 +218,15 @@ class Backend(ABC):
                 refusals = accepting_hints(op, why_not)
             if bwd is not None and not op.grads:
                 raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
-            mine = cls.impls.setdefault(op.name, [])
-            if any(i.id == id for i in mine) or id == "reference":
+            registered = cls.impls.setdefault(op.name, [])
+            if any(i.id == id for i in registered) or id == "reference":
                 raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
             if op.mutates:
                 call = noting_writes(op, call, id)
             op.forget()
             marked = why_not is None or getattr(why_not, "by_metadata", False)
-            mine.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
+            registered.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
             return function
 
         return decorate

@@ -1,6 +1,6 @@
-"""What kinds of device a backend can be planned for: the figures of a data sheet that bound a training step.
+"""Data-sheet figures of a kind of device: those that bound the time and the memory of a training step.
 
-A backend lists those it knows in `Backend.accelerators`; `hal plan` reckons with them and touches no device.
+A backend lists the devices it knows in `Backend.device_specs`; `hal plan` uses their figures and touches no device.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class DeviceSpec:
     """One kind of device, in a machine of `per_node` of them.
 
-    memory: bytes. flops: peak of matrix products, dense, in FLOP/s, by "bf16", "fp16" and "fp32" (absent: not known).
+    memory: bytes. flops: peak of dense matrix products in FLOP/s, by "bf16", "fp16" and "fp32" (absent: not known).
     memory_bandwidth: bytes/s. node_link, network: bytes/s that one device can send to others of its machine, and to
     other machines. source: where the figures come from.
     """

@@ -13,16 +13,16 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..errors import BackendNotFound, BackendUnavailable, ContractError, HalError, PluginError, UnsupportedOp
 from . import registry
 from .backend import Backend, Impl
-from .errors import BackendNotFound, BackendUnavailable, ContractError, HalError, PluginError, UnsupportedOp
-from .op import OPS, Op
+from .op import OPS, Op, install_dispatcher
 from .signature import define, fragments
 
 FALLBACKS = ("error", "reference")
@@ -44,7 +44,8 @@ _fallback_counts: Counter[str] = Counter()
 def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = None, **options: Any) -> Backend:
     """Makes `name` the active backend of this process; what `--backend` does. Processes it starts inherit the name.
 
-    fallback: "error" (a call nobody accepts raises UnsupportedOp) or "reference" (it runs the op's reference).
+    fallback: for a call that no implementation accepts: "error" (raise UnsupportedOp) or "reference" (run the op's
+        reference).
     pin: op name -> implementation id, the only one allowed for that op ("reference" is allowed).
     options: passed to the backend's constructor, e.g. simulate=True.
 
@@ -57,9 +58,9 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
             f"backend '{name}' cannot run here: {probe.reason}. `hal doctor` shows what would help."
         )
     backend.build()
-    place = backend.device(0)
-    if not isinstance(place, torch.device):
-        raise PluginError(f"device(0) of backend '{name}' returned {place!r}; it must return a torch.device")
+    device = backend.device(0)
+    if not isinstance(device, torch.device):
+        raise PluginError(f"device(0) of backend '{name}' returned {device!r}; it must return a torch.device")
     activate(backend, fallback=fallback, pin=pin)
     os.environ["HAL_BACKEND"] = name
     return backend
@@ -72,7 +73,7 @@ def activate(backend: Backend, *, fallback: str = "error", pin: Mapping[str, str
 
 
 def _set(active: _Active | None) -> None:
-    """Switches, and makes every op look its candidates up anew."""
+    """Switches to another backend or policy; every op has to look its candidates up again."""
     global _active
     _active = active
     for op in OPS.values():
@@ -92,24 +93,22 @@ def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Acti
 
 
 def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
+    """The implementations that may run the op, in order of preference; a pinned op has one."""
     pin = active.pins.get(op.name)
-    impls = active.backend.impls.get(op.name, [])
     if pin == "reference":
-        chosen: tuple[Impl, ...] = (Impl(op, "reference", op.reference, lambda *a, **k: (), op.reference, None, {}),)
-    elif pin is not None:
-        chosen = tuple(i for i in impls if i.id == pin)
-    else:
-        chosen = tuple(impls)
-    return chosen
+        return (Impl(op, "reference", op.reference, lambda *a, **k: (), op.reference, None, {}),)
+    impls = active.backend.impls.get(op.name, [])
+    return tuple(i for i in impls if pin is None or i.id == pin)
 
 
 def _state() -> _Active:
+    """The active backend and policy; on the first call without one, those of HAL_BACKEND."""
     if _active is None:
         name = os.environ.get("HAL_BACKEND")
         if not name:
             raise BackendNotFound(
                 f"no backend was chosen; call hal.use(name), pass --backend, or set HAL_BACKEND. "
-                f"Available: {', '.join(registry.names())}"
+                f"Available: {', '.join(registry.backend_names())}"
             )
         use(name)
         assert _active is not None
@@ -124,6 +123,11 @@ def backend() -> Backend:
 def device(index: int = 0) -> torch.device:
     """The torch.device number `index` of the active backend."""
     return _state().backend.device(index)
+
+
+def local_device() -> torch.device:
+    """The device of this process: of the devices of its node, the one that the launcher's local rank stands for."""
+    return device(backend().local_index())
 
 
 @contextlib.contextmanager
@@ -151,53 +155,54 @@ def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, s
         _set(before)
 
 
-def _admit(self: Op[Any, Any], *args: Any, **kwargs: Any) -> None:
-    self.verify(*args, **kwargs)
-    active = _state().backend
-    home = active.device().type
-    given = self.signature.bind(*args, **kwargs).arguments
-    for name, value in given.items():
-        tensors = value if isinstance(value, (list, tuple)) else (value,)
-        for place in dict.fromkeys(t.device for t in tensors if isinstance(t, torch.Tensor)):
-            if place.type != home:
-                raise ContractError(
-                    f"{self.name}: {name} is on {place}, but the active backend '{active.name}' works on {home}; "
-                    f"make it with device=hal.device(), or move it there"
-                )
+class _ActiveDispatcher:
+    """Answers ops by the active backend and the policy; implements `hal.core.op.Dispatcher`."""
+
+    def admit(self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        op.verify(*args, **kwargs)
+        active = _state().backend
+        expected = active.device().type
+        for name, value in op.signature.bind(*args, **kwargs).arguments.items():
+            tensors = value if isinstance(value, (list, tuple)) else (value,)
+            for device in dict.fromkeys(t.device for t in tensors if isinstance(t, torch.Tensor)):
+                if device.type != expected:
+                    raise ContractError(
+                        f"{op.name}: {name} is on {device}, but the active backend '{active.name}' works on "
+                        f"{expected}; make it with device=hal.device(), or move it there"
+                    )
+
+    def by_metadata(
+        self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        for impl in _candidates(op, _state()):
+            if not impl.by_metadata:
+                return None
+            if not _reasons(impl, args, kwargs):
+                return impl.call
+        return None
+
+    def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
+        active, f = _state(), fragments(op.signature)
+        source = (
+            f"def ask({f.header}):\n"
+            f"    for _why_not, _call in _candidates:\n"
+            f"        if not _why_not({f.passed}):\n"
+            f"            return _call({f.passed})\n"
+            f"    return _refused({f.passed})\n"
+        )
+        scope = {
+            "_candidates": tuple((impl.why_not, impl.call) for impl in _candidates(op, active)),
+            "_refused": lambda *args, **kwargs: _refused(op, active, args, kwargs),
+            **f.scope,
+        }
+        return define("ask", source, scope, f"candidates of {op.name}")
 
 
-Op.admit = _admit  # type: ignore[method-assign]
-
-
-def _learn(self: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
-    self.admit(*args, **kwargs)
-    for impl in _candidates(self, _state()):
-        if not impl.by_metadata:
-            break
-        if not _reasons(impl, args, kwargs):
-            return impl.call
-    return self.asks or self.asking()
-
-
-def _asking(self: Op[Any, Any]) -> Any:
-    active, f = _state(), fragments(self.signature)
-    source = (
-        f"def ask({f.header}):\n    for why_not, call in pairs:\n"
-        f"        if not why_not({f.passed}):\n            return call({f.passed})\n    return refused({f.passed})\n"
-    )
-    scope = {
-        "pairs": tuple((i.why_not, i.call) for i in _candidates(self, active)),
-        "refused": lambda *args, **kwargs: _refused(self, active, args, kwargs),
-    }
-    self.asks = define("ask", source, {**scope, **f.scope}, f"candidates of {self.name}")
-    return self.asks
-
-
-Op.learn = _learn  # type: ignore[method-assign]
-Op.asking = _asking  # type: ignore[method-assign]
+install_dispatcher(_ActiveDispatcher())
 
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handles a call that no candidate accepts: runs the reference or raises, as the policy says."""
     report = why(op, *args, **kwargs)
     if active.fallback != "reference":
         raise UnsupportedOp(f"{report}\nWhat to do: change the call, or allow the slow path with fallback='reference'.")
@@ -209,9 +214,9 @@ def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: d
 
 @dataclass(frozen=True)
 class Why:
-    """Why a call runs where it runs. `chosen` is an implementation id, "reference" (fallback), or None.
+    """The implementation of a call and its alternatives. `chosen` is an id, "reference" (fallback), or None.
 
-    order_source: where the order of the candidates comes from, "" where the backend does not say.
+    order_source: where the order of the candidates comes from, "" if the backend declares none.
     """
 
     op: str
@@ -253,12 +258,12 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
     return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name), source)
 
 
-def _reasons(impl: Impl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    found = impl.why_not(*args, **kwargs)
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        kind = type(found).__name__
+def _reasons(impl: Impl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    reasons = impl.why_not(*args, **kwargs)
+    if isinstance(reasons, str) or not isinstance(reasons, Sequence):
+        kind = type(reasons).__name__
         raise PluginError(f"why_not of '{impl.id}' returned {kind}; it must return a sequence of reasons, () for none")
-    return tuple(found)
+    return tuple(reasons)
 
 
 def fallbacks() -> dict[str, int]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from .comm import Comm
-from .errors import ContractError, HalError
-from .rng import Rng
-from .signature import annotation_text, define, fragments, tensor_kind
+from ..errors import ContractError, HalError
+from .signature import Fragments, Kind, Schema, define, fragments
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -41,8 +38,8 @@ class Tol:
 
 
 @dataclass(frozen=True)
-class T:
-    """Description of one tensor argument of a sample call; its repr is the code that makes it.
+class TensorSpec:
+    """Description of one tensor argument of a sample call; its repr is runnable code.
 
     dist: "normal" (times scale), "int" (low <= x < high), "bool" (True with probability p), "values" (explicit).
     dtype None means the dtype under test. strided: "rows" leaves gaps between rows and begins one element into its
@@ -62,7 +59,7 @@ class T:
     def build(self, dtype: torch.dtype, seed: int) -> torch.Tensor:
         """The tensor, on the CPU; the same for the same seed, whatever the dtype (up to rounding)."""
         generator = torch.Generator().manual_seed(seed)
-        want = self.dtype or dtype
+        dtype = self.dtype or dtype
         if self.dist == "int":
             x = torch.randint(self.low, self.high, self.shape, generator=generator)
         elif self.dist == "bool":
@@ -71,12 +68,12 @@ class T:
             x = torch.tensor(self.values, dtype=torch.float64).reshape(self.shape)
         else:
             x = torch.randn(self.shape, generator=generator, dtype=torch.float64) * self.scale
-        # Rounded first to the dtype under test, so that the float64 oracle sees the very same inputs.
-        x = x.to(want)
+        # Rounded to the dtype under test before anything else, so that the float64 oracle gets the same inputs.
+        x = x.to(dtype)
         if self.strided and x.ndim and x.numel():
-            wide = list(self.shape)
-            wide[-1] = wide[-1] * 2 if self.strided == "last" else wide[-1] + 3
-            store = torch.zeros(wide, dtype=want)
+            padded = list(self.shape)
+            padded[-1] = padded[-1] * 2 if self.strided == "last" else padded[-1] + 3
+            store = torch.zeros(padded, dtype=dtype)
             view = store[..., ::2] if self.strided == "last" else store[..., 1 : self.shape[-1] + 1]
             return view.copy_(x)
         return x
@@ -84,7 +81,7 @@ class T:
 
 @dataclass(frozen=True)
 class Sample:
-    """One valid call of an op: plain values, `Rng`s, `T`s and lists of `T`s. The repr is runnable code.
+    """One valid call of an op: plain values, `Rng`s, `TensorSpec`s and lists of them. The repr is runnable code.
 
     grad=False marks a call whose gradients are not compared (say, NaN inputs).
     """
@@ -94,12 +91,12 @@ class Sample:
     grad: bool = True
 
     def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` with every `T` made into a tensor of `dtype` on `device`."""
+        """`(args, kwargs)` with a tensor of `dtype` on `device` in place of every `TensorSpec`."""
         count = 0
 
         def make(value: Any) -> Any:
             nonlocal count
-            if isinstance(value, T):
+            if isinstance(value, TensorSpec):
                 count += 1
                 x = value.build(dtype, seed=count)
                 # A plain .to() would lose the strides and the offset that the sample asks for.
@@ -115,22 +112,51 @@ class Sample:
         return args, {k: make(v) for k, v in self.kwargs.items()}
 
 
+class Dispatcher(Protocol):
+    """What an op asks where its calls run. hal.dispatch implements it on the active backend and policy.
+
+    An op remembers the answers until `Op.forget` is called.
+    """
+
+    def admit(self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises ContractError for a call that is wrong everywhere, or whose tensors are on another kind of device."""
+
+    def by_metadata(
+        self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """The implementation of all calls that agree with this one in metadata.
+
+        None if an implementation whose why_not looks at more than metadata has to be asked first.
+        """
+
+    def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
+        """A function with the op's signature that asks every candidate's why_not, and runs the first that accepts."""
+
+
+_dispatcher: Dispatcher
+
+
+def install_dispatcher(dispatcher: Dispatcher) -> None:
+    """Sets what all ops ask; hal.dispatch calls this once, when it is imported."""
+    global _dispatcher
+    _dispatcher = dispatcher
+
+
 class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
-    known: dict[tuple[Any, ...], Callable[..., Any]]
-    """What runs a call of this metadata on the active backend, as `learn` found it: an implementation, or `asks`."""
-    asks: Callable[..., Any] | None = None
-    """What `asking` has made."""
+    memo: ClassVar[dict[tuple[Any, ...], Callable[..., Any]]]
+    """The function that runs a call, by the call's metadata (see `_memo_key`). Each op has its own class and memo."""
 
     def __init__(
         self,
         reference: Callable[P, R],
+        schema: Schema,
         *,
         check: Callable[..., None],
         tol: Mapping[torch.dtype, Tol],
         samples: Callable[[], SearchStrategy[Sample]],
-        directed: Callable[[], Sequence[Sample]],
+        edge_cases: Callable[[], Sequence[Sample]],
         grads: Sequence[str],
         mutates: Sequence[str],
         nondiff_outputs: Sequence[int],
@@ -141,12 +167,14 @@ class Op(Generic[P, R]):
         self.check = check
         self.tol = dict(tol)
         self.samples = samples
-        self.directed = directed
+        self.edge_cases = edge_cases
         self.signature = inspect.signature(reference)
+        self.schema = schema
         self.grads = tuple(grads)
         self.mutates = tuple(mutates)
         self.nondiff_outputs = tuple(nondiff_outputs)
         self.hints = tuple(hints)
+        self._candidates: Callable[..., Any] | None = None
         functools.update_wrapper(self, reference)
         require_same_signature(self, check, f"check of op '{self.name}'")
         unknown = [p for p in (*self.grads, *self.mutates, *self.hints) if p not in self.signature.parameters]
@@ -169,45 +197,40 @@ class Op(Generic[P, R]):
         except TypeError as error:
             raise ContractError(f"{self.name}: {error}. Signature: {self.name}{self.signature}") from None
         for name, value in given.items():
-            kind = tensor_kind(self.signature.parameters[name].annotation)
-            good = {
-                "tensor": isinstance(value, torch.Tensor),
-                "optional": value is None or isinstance(value, torch.Tensor),
-                "tensors": value is None
-                or (
-                    isinstance(value, (list, tuple)) and all(issubclass(t, torch.Tensor) for t in set(map(type, value)))
-                ),
-            }.get(kind, True)
-            good = good and (bool(kind) or _fits(value, self.signature.parameters[name].annotation))
-            # With its module: NumPy's bool would read as Python's.
-            found = type(value).__qualname__ if type(value).__module__ == "builtins" else repr(type(value))
-            require(good, self.name, f"{name}: {self.signature.parameters[name].annotation}", found)
+            parameter = self.schema.parameters[name]
+            if not parameter.accepts(value):
+                require(False, self.name, str(parameter), _type_name(value))
         self.check(*args, **kwargs)
 
-    def admit(self, *args: Any, **kwargs: Any) -> None:
-        """verify, and that every tensor holds data where the active backend works. Completed by dispatch.py."""
-        raise NotImplementedError
+    def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Verifies a call whose metadata `key` is new, and remembers and returns what runs calls with this metadata.
 
-    def learn(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """admit, then what is to run all calls of this metadata. Completed by dispatch.py."""
-        raise NotImplementedError
-
-    def keep(self, key: tuple[Any, ...] | None, run: Callable[..., Any]) -> None:
-        """Remembers what runs calls of this metadata; a list among the plain values cannot be remembered."""
-        if len(self.known) >= _MEMO_LIMIT:
-            self.known.clear()
+        key None: the call is so wrong that it has no metadata (a list in place of a tensor), and is refused here.
+        """
+        _dispatcher.admit(self, args, kwargs)
+        run = _dispatcher.by_metadata(self, args, kwargs) or self.candidates()
+        if len(self.memo) >= _MEMO_LIMIT:
+            self.memo.clear()
         if key is not None:
-            with contextlib.suppress(TypeError):
-                self.known[key] = run
+            with contextlib.suppress(TypeError):  # a list among the plain values cannot be remembered
+                self.memo[key] = run
+        return run
 
-    def asking(self) -> Callable[..., Any]:
-        """A function that runs the first implementation without reasons against the call. Completed by dispatch.py."""
-        raise NotImplementedError
+    def resolve_unremembered(self, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Verifies a call of an op that has no metadata key, and returns what runs it."""
+        _dispatcher.admit(self, args, kwargs)
+        return self.candidates()
+
+    def candidates(self) -> Callable[..., Any]:
+        """The dispatcher's function that asks every candidate on every call, made once per backend and policy."""
+        if self._candidates is None:
+            self._candidates = _dispatcher.candidates(self)
+        return self._candidates
 
     def forget(self) -> None:
-        """Makes calls look everything up anew: the backend, its implementations or the policy have changed."""
-        self.known.clear()
-        self.asks = None
+        """Drops all remembered answers, because the backend, its implementations or the policy have changed."""
+        self.memo.clear()
+        self._candidates = None
 
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
@@ -216,78 +239,83 @@ class Op(Generic[P, R]):
         return _find_op, (self.name,)
 
 
-def _fits(value: object, annotation: object) -> bool:
-    """Whether a plain value is what its parameter's annotation says; of an annotation unknown here, True."""
-    wanted, bar, _ = annotation_text(annotation).partition(" | None")
-    if value is None:
-        return bool(bar) or wanted not in _PLAIN
-    return isinstance(value, _PLAIN.get(wanted, (object,)))
+def _type_name(value: object) -> str:
+    """The type of a value for an error, with its module where there is one: NumPy's bool would read as Python's."""
+    return type(value).__qualname__ if type(value).__module__ == "builtins" else repr(type(value))
 
 
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "int": (int, numbers.Integral, torch.SymInt),
-    "float": (float, int, numbers.Real, torch.SymFloat, torch.SymInt),
-    "bool": (bool, torch.SymBool),
-    "str": (str,),
-    "Sequence[int]": (list, tuple, range),
-    "Rng": (Rng,),
-    "Comm": (Comm,),
-}
 _MEMO_LIMIT = 4096
 
+_METADATA: dict[Kind, str] = {
+    "tensor": "{0}.shape, {0}.dtype, {0}.is_cpu",
+    "rng": "{0}.full_shape, {0}.start",
+    "comm": "{0}.size",
+    "plain": "{0}",
+}
+"""By kind of parameter: what a check, or a why_not marked with `by_metadata`, may depend on, as source text."""
 
-def _op_class(signature: inspect.Signature, name: str) -> type[Op[Any, Any]]:
-    """Op with a __call__ of this signature: check the call (once per metadata), run the first candidate that accepts.
+
+def _memo_key(schema: Schema) -> str | None:
+    """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
+
+    None for an op on lists of tensors: to read the metadata of hundreds of tensors would cost as much as the check.
+    """
+    elements = []
+    for p in schema.parameters.values():
+        if p.kind == "tensors":
+            return None
+        metadata = _METADATA[p.kind].format(p.name)
+        # A value of a plain type is its own metadata, None included.
+        elements.append(
+            f"{p.name} if {p.name} is None else ({metadata})" if p.optional and p.kind != "plain" else metadata
+        )
+    return ", ".join(elements)
+
+
+def _call_source(f: Fragments, key: str | None) -> str:
+    """Source text of an op's __call__: look the call's metadata up and run what is found; `resolve` what is not.
+
+    This is the whole price of a call over a direct one (about 0.5 us), hence one function without a loop.
+    """
+    if key is None:
+        return f"def __call__(_self, {f.header}):\n    return _self.resolve_unremembered({f.passed})({f.passed})\n"
+    return (
+        f"def __call__(_self, {f.header}):\n"
+        f"    _key = None\n"
+        f"    try:\n"
+        f"        _key = ({key},)\n"
+        f"        _run = _memo[_key]\n"
+        # KeyError: new metadata. AttributeError: not a tensor where one should be. TypeError: a list, which cannot be
+        # hashed, among the plain values. The call is resolved outside of the handler, so that its errors stand alone.
+        f"    except (KeyError, AttributeError, TypeError):\n"
+        f"        _run = None\n"
+        f"    if _run is None:\n"
+        f"        _run = _self.resolve(_key, {f.passed})\n"
+        f"    return _run({f.passed})\n"
+    )
+
+
+def _op_class(signature: inspect.Signature, schema: Schema, name: str) -> type[Op[Any, Any]]:
+    """A subclass of Op for one op, whose generated __call__ has the signature of the reference.
 
     A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those and under which
     tensors are in host memory; so is the choice among implementations whose why_not is `by_metadata`. Any other why_not
     is asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
     """
-    key, memo = [], True
-    for parameter, p in signature.parameters.items():
-        kind, text = tensor_kind(p.annotation), str(p.annotation)
-        if kind == "tensor":
-            key.append(f"{parameter}.shape, {parameter}.dtype, {parameter}.is_cpu")
-        elif kind == "optional":
-            seen = f"({parameter}.shape, {parameter}.dtype, {parameter}.is_cpu)"
-            key.append(f"{parameter} if {parameter} is None else {seen}")
-        elif text.startswith("Rng"):
-            key.append(f"{parameter} if {parameter} is None else ({parameter}.full_shape, {parameter}.start)")
-        elif text.startswith("Comm"):
-            key.append(f"{parameter} if {parameter} is None else {parameter}.size")
-        else:
-            memo = memo and kind != "tensors"
-            key.append(parameter)
+    memo: dict[tuple[Any, ...], Callable[..., Any]] = {}
     f = fragments(signature)
-    if memo:
-        source = (
-            f"def __call__(self, {f.header}):\n"
-            # AttributeError, TypeError: a list where a tensor should be, say; `learn` then names the parameter.
-            f"    key = None\n"
-            f"    try:\n        key = ({', '.join(key)},)\n        run = known[key]\n"
-            f"    except (KeyError, AttributeError, TypeError):\n        run = None\n"
-            f"    if run is None:\n"
-            f"        run = self.learn({f.passed})\n"
-            f"        self.keep(key, run)\n"
-            f"    return run({f.passed})\n"
-        )
-    else:
-        source = (
-            f"def __call__(self, {f.header}):\n    self.admit({f.passed})\n"
-            f"    return (self.asks or self.asking())({f.passed})\n"
-        )
-    own: dict[str, Any] = {"known": {}}  # each op has a class of its own
-    call = _between_graphs(define("__call__", source, {**own, **f.scope}, f"dispatch of {name}"))
-    return type("Op", (Op,), {"__call__": call, "__module__": __name__, **own})
+    source = _call_source(f, _memo_key(schema))
+    call = _disable_compile(define("__call__", source, {"_memo": memo, **f.scope}, f"dispatch of {name}"))
+    return type("Op", (Op,), {"__call__": call, "__module__": __name__, "memo": memo})
 
 
-def _between_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Has torch.compile run `call`, and all that it calls, as it is: there is nothing to trace in a kernel.
+def _disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Excludes `call` and everything it calls from torch.compile, which cannot trace kernels: the graph breaks here.
 
-    What torch.compiler.disable does, without its wrapper, which would cost every call a microsecond.
+    Has the effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
     """
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = "HAL's ops run between graphs; hal.lower(op) is an op for inside one"  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "HAL's ops break the graph; hal.lower(op) is a torch op for use inside of one"  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
@@ -299,28 +327,32 @@ def _find_op(name: str) -> Op[Any, Any]:
 
 
 def require_same_signature(op: Op[Any, Any], function: Callable[..., Any], what: str) -> None:
-    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order; hints may lack."""
+    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order.
 
-    def shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
+    Hints may be missing.
+    """
+
+    def parameters(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
         return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
-    found = inspect.signature(function)
-    lacking = [h for h in op.hints if h not in found.parameters]
-    if shape(found) != [p for p in shape(op.signature) if p[0] not in lacking]:
+    signature = inspect.signature(function)
+    missing = [h for h in op.hints if h not in signature.parameters]
+    if parameters(signature) != [p for p in parameters(op.signature) if p[0] not in missing]:
         raise HalError(
             f"{what} must have the signature of the reference\n  reference: {op.name}{op.signature}\n"
-            f"  found:     {getattr(function, '__name__', function)}{found}\nUse the same names, order and defaults."
+            f"  found:     {getattr(function, '__name__', function)}{signature}\n"
+            "Use the same names, order and defaults."
         )
 
 
 def accepting_hints(op: Op[Any, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, made to take (and ignore) those of the op's hints that it was written without."""
+    """A function with the op's signature that calls `function` without the hints that it has no parameters for."""
     signature = inspect.signature(function)
     if all(h in signature.parameters for h in op.hints):
         return function
     f = fragments(op.signature)
-    source = f"def accepting({f.header}):\n    return function({fragments(signature).passed})\n"
-    return define("accepting", source, {"function": function, **f.scope}, f"hints of {op.name}")
+    source = f"def accepting({f.header}):\n    return _function({fragments(signature).passed})\n"
+    return define("accepting", source, {"_function": function, **f.scope}, f"hints of {op.name}")
 
 
 def op(
@@ -328,7 +360,7 @@ def op(
     check: Callable[..., None],
     tol: Mapping[torch.dtype, Tol],
     samples: Callable[[], SearchStrategy[Sample]],
-    directed: Callable[[], Sequence[Sample]] = tuple,
+    edge_cases: Callable[[], Sequence[Sample]] = tuple,
     grads: Sequence[str] = (),
     mutates: Sequence[str] = (),
     nondiff_outputs: Sequence[int] = (),
@@ -337,35 +369,37 @@ def op(
     """Declares an op; decorates its reference function.
 
     check: same parameters as the reference; raises ContractError for a call that is wrong on every backend. It looks
-        at shapes, dtypes and plain values only, never at what a tensor holds.
+        at shapes, dtypes and plain values only, never at a tensor's elements.
     tol: allowed error per input dtype against the reference in float64; also the list of dtypes the kit tests.
     samples: called by the kit, returns a hypothesis strategy of `Sample`s (valid calls only).
-    directed: called by the kit, returns the samples that random draws would miss.
+    edge_cases: called by the kit, returns the samples that random draws would miss.
     grads: parameters that have a gradient, in signature order; () = the op is not differentiable.
     mutates: parameters written in place (tensors or lists of tensors).
     nondiff_outputs: indices of outputs (when the result is a tuple) that carry no gradient.
-    hints: keyword-only flags that permit something and never change a result. An implementation may lack them, so a
-        backend written before the op had one goes on working.
+    hints: keyword-only flags that permit something and never change a result. An implementation may leave them out,
+        so a backend that was written before the op had the hint keeps working.
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        made: Op[P, R] = _op_class(inspect.signature(reference), reference.__name__)(
+        schema = Schema.of(reference)
+        defined: Op[P, R] = _op_class(inspect.signature(reference), schema, reference.__name__)(
             reference,
+            schema,
             check=check,
             tol=tol,
             samples=samples,
-            directed=directed,
+            edge_cases=edge_cases,
             grads=grads,
             mutates=mutates,
             nondiff_outputs=nondiff_outputs,
             hints=hints,
         )
-        if made.name in OPS:
+        if defined.name in OPS:
             raise HalError(
-                f"op '{made.name}' is defined twice ({OPS[made.name].__module__} and {reference.__module__})"
+                f"op '{defined.name}' is defined twice ({OPS[defined.name].__module__} and {reference.__module__})"
             )
-        OPS[made.name] = made
-        return made
+        OPS[defined.name] = defined
+        return defined
 
     return decorate
 
@@ -376,4 +410,4 @@ def require(condition: bool, op_name: str, asked: str, found: object, hint: str 
         raise ContractError(f"{op_name}: expected {asked}; found {found}" + (f". {hint}" if hint else ""))
 
 
-__all__ = ["OPS", "Op", "Rng", "Sample", "T", "Tol", "op", "require", "require_same_signature"]
+__all__ = ["OPS", "Op", "Sample", "TensorSpec", "Tol", "op", "require", "require_same_signature"]

@@ -1,7 +1,7 @@
 """Which backends exist: three in-tree names and the entry-point group `hal.backends`.
 
-A backend's code is imported only when its name is asked for, so a broken plug-in can break nobody else. A name that
-two distributions register is an error for that name alone.
+A backend's code is imported only when its name is used, so that a broken plug-in does not affect other backends. A name
+that two distributions register is an error for that name only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
+from ..errors import BackendNotFound, HalError, PluginError
 from .backend import API, Backend, Probe
-from .errors import BackendNotFound, HalError, PluginError
 
 GROUP = "hal.backends"
 
@@ -25,19 +25,20 @@ IN_TREE = {
 
 
 def _plugins() -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    """The entry points of the group by backend name, without exact duplicates."""
+    plugins: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
-        same = found.setdefault(entry.name, [])
-        if all((e.value, _dist(e)) != (entry.value, _dist(entry)) for e in same):
-            same.append(entry)
-    return found
+        same_name = plugins.setdefault(entry.name, [])
+        if all((e.value, _dist(e)) != (entry.value, _dist(entry)) for e in same_name):
+            same_name.append(entry)
+    return plugins
 
 
 def _dist(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
 
 
-def names() -> dict[str, str]:
+def backend_names() -> dict[str, str]:
     """Every backend name and where it comes from ("in-tree", or the distribution). Imports no backend."""
     result = dict.fromkeys(IN_TREE, "in-tree")
     for name, entries in sorted(_plugins().items()):
@@ -55,14 +56,16 @@ def load(name: str) -> type[Backend]:
     """
     plugins = _plugins().get(name, [])
     if name not in IN_TREE and not plugins:
-        close = difflib.get_close_matches(name, names(), n=1)
+        close = difflib.get_close_matches(name, backend_names(), n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise BackendNotFound(
-            f"no backend is called '{name}'; available: {', '.join(names())}.{hint} "
+            f"no backend is called '{name}'; available: {', '.join(backend_names())}.{hint} "
             f"A package adds one through the entry-point group '{GROUP}'."
         )
     if len(plugins) + (name in IN_TREE) > 1:
-        raise PluginError(f"the backend name '{name}' is registered by {names()[name]}; uninstall all but one of them")
+        raise PluginError(
+            f"the backend name '{name}' is registered by {backend_names()[name]}; uninstall all but one of them"
+        )
     source = _dist(plugins[0]) if plugins else "in-tree"
     target = plugins[0].value if plugins else IN_TREE[name]
     module, _, attribute = target.partition(":")
@@ -77,8 +80,8 @@ def load(name: str) -> type[Backend]:
     if getattr(cls, "name", None) != name:
         raise PluginError(f"the backend '{name}' ({source}): its class says name = {getattr(cls, 'name', None)!r}")
     if inspect.isabstract(cls):
-        lacking = ", ".join(sorted(cls.__abstractmethods__))
-        raise PluginError(f"the backend '{name}' ({source}): {target} lacks the methods every backend has: {lacking}")
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise PluginError(f"the backend '{name}' ({source}): {target} lacks the methods every backend has: {missing}")
     if plugins and not any("api" in vars(c) for c in cls.__mro__[: cls.__mro__.index(Backend)]):
         raise PluginError(
             f"the backend '{name}' ({source}) does not say for which contract it is written; its class needs "
@@ -108,18 +111,18 @@ def make(name: str, options: Mapping[str, object] | None = None) -> Backend:
 
 
 def probed(backend: Backend) -> Probe:
-    """What `backend` finds on this machine. Raises PluginError, naming its distribution, if its probe is broken."""
+    """The result of the backend's probe. Raises PluginError, which names its distribution, if the probe is broken."""
     try:
-        found = backend.probe()
+        probe = backend.probe()
     except Exception as error:
         raise _bad_probe(backend, f"raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Probe):
-        raise _bad_probe(backend, f"returned {found!r}")
-    return found
+    if not isinstance(probe, Probe):
+        raise _bad_probe(backend, f"returned {probe!r}")
+    return probe
 
 
 def _bad_probe(backend: Backend, what: str) -> PluginError:
-    source = names().get(backend.name, "not registered")
+    source = backend_names().get(backend.name, "not registered")
     return PluginError(
         f"the backend '{backend.name}' ({source}): its probe() {what}; it must return a hal.Probe and never raise. "
         f"Tell its authors"

@@ -1,1 +1,1 @@
-"""Starting one job of several processes, on one machine or on several: hosts, the agent of a node, its workers."""
+"""Starts a job of several processes on one or several machines: hosts, the agent of a node, its workers."""

@@ -1,7 +1,7 @@
-"""One node's share of a job: starts its workers with torchrun's elastic agent, watches them, and explains failures.
+"""Runs one node's workers of a job with torchrun's elastic agent, and reports failures.
 
-Guarantees: a failed worker ends the job within seconds, and the explanation starts with the worker that failed first;
-on one node every port is on the loopback interface; when the job ends nothing of it runs or listens any more.
+Guarantees: a failed worker ends the job within seconds, and the report starts with the worker that failed first; on one
+node every port is on the loopback interface; when the job has ended, no process of it runs and no port is open.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hal.comm.network import interface_to
 from hal.errors import ContractError, HalError
-from hal.network import interface_to
 
 from .megatron import mark_path
 from .worker import FOLDER, failure_path, log_path
 
 _INTERVAL = 0.1
+"""Seconds between two looks at the workers and their logs."""
 _GRACE = 2
-"""Seconds that the others get to end when one failed: they hold nothing worth saving, and stuck ones never end."""
+"""Seconds between SIGTERM and SIGKILL for the other workers when one has failed. It is short because they have nothing
+to save, and those that wait in a collective never end."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one node runs.
+    """The processes of one node.
 
     command: a hal command, `-m MODULE` or a script, with arguments. nproc: processes on this node. master_addr,
-    master_port: where node 0 holds the store (port 0 on one node: the system chooses). log_dir: where worker_RANK.log
-    go (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other nodes.
-    environment: added to the workers'.
+    master_port: address of the store on node 0 (port 0 on one node: the system chooses). log_dir: folder of the
+    worker_RANK.log (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other
+    nodes. environment: variables that are added to the workers'.
     """
 
     command: Sequence[str]
@@ -78,13 +80,13 @@ class Job:
 
 def run(job: Job) -> int:
     """Runs this node's workers until the job ends; the exit code is 0, or that of the worker that failed first."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it reports what _explain says better
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by _explain's
     temporary = job.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="hal-job-")) if job.log_dir is None else job.log_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HalError(f"launch: --log-dir {folder} cannot be made ({error.strerror}); give another") from None
+        raise HalError(f"launch: --log-dir {folder} cannot be created ({error.strerror}); give another") from None
     for stale in (*folder.glob("failure_*.json"), mark_path(folder)):
         stale.unlink(missing_ok=True)
     store = _store(job)
@@ -101,7 +103,7 @@ def run(job: Job) -> int:
 
 
 def _store(job: Job) -> Any:
-    """The job's store. Its socket is bound here, because torch's own would listen on every interface."""
+    """The job's store. Its socket is bound here, because torch would listen on every interface."""
     from datetime import timedelta
 
     from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
@@ -139,7 +141,7 @@ def _store(job: Job) -> Any:
 
 @contextlib.contextmanager
 def _environment(job: Job, folder: Path) -> Iterator[None]:
-    """The workers' environment (the agent passes on this process's)."""
+    """Sets the workers' environment variables in this process, from which the agent passes them on."""
     before = dict(os.environ)
     os.environ[FOLDER] = str(folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.nproc)))
@@ -155,6 +157,7 @@ def _environment(job: Job, folder: Path) -> Iterator[None]:
 
 
 def _supervise(job: Job, store: Any, folder: Path) -> int:
+    """Runs the workers until the job ends; the exit code of `run`."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -162,7 +165,7 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
 
     class Agent(LocalElasticAgent):
         ended_here: frozenset[int] = frozenset()
-        """Ranks that still ran when one failed: what ended them is this agent."""
+        """Ranks that still ran when another one failed, so that this agent has ended them."""
 
         def _start_workers(self, *args: Any, **kwargs: Any) -> Any:
             started = super()._start_workers(*args, **kwargs)
@@ -196,7 +199,7 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
             try:
                 result = agent.run()
             except SignalException as stop:
-                # Workers that took the signal as a request, saved, and ended well have done their job.
+                # Workers that handled the signal as a request to stop, saved, and ended with 0 have succeeded.
                 handlers = getattr(agent._pcontext, "subprocess_handlers", {})
                 codes = [handler.proc.returncode for handler in handlers.values()]
                 return 0 if codes and not any(codes) else 128 + int(stop.sigval)
@@ -211,7 +214,7 @@ def _rendezvous(job: Job, store: Any) -> Any:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
     class Fixed(RendezvousHandler):
-        """The nodes are known from the start: no rendezvous is needed, only the store."""
+        """The nodes are known in advance, so that no rendezvous is needed, only the store."""
 
         def get_backend(self) -> str:
             return "hal"
@@ -243,16 +246,19 @@ def _rendezvous(job: Job, store: Any) -> Any:
 
 
 def _shown(folder: Path) -> tuple[int, ...]:
-    """Which of this node's workers are copied to the console: the first; with Megatron-LM's scripts, which print their
-    losses on the last rank, also the last."""
+    """Indices of the workers whose output is copied to the console: the first, and the last for Megatron-LM's scripts.
+
+    Those print their losses on the last rank.
+    """
     return (0, -1) if mark_path(folder).exists() else (0,)
 
 
 @contextlib.contextmanager
 def _following(agent: Any, folder: Path) -> Iterator[None]:
-    """Copies the logs of this node's workers that are to be seen to the console while they run."""
+    """Copies the logs of the workers given by `_shown` to the console while they run."""
     stop = threading.Event()
-    earlier = {path: _touched(path) for path in folder.glob("worker_*.log")}  # of a job that had the same folder
+    # Logs of an earlier job in the same folder are not copied before a worker has written to them.
+    earlier = {path: _modified(path) for path in folder.glob("worker_*.log")}
 
     def copy() -> None:
         positions: dict[Path, int] = {}
@@ -262,7 +268,7 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
             if workers and all(w.global_rank is not None and w.id is not None for w in workers):
                 for i in _shown(folder):
                     positions.setdefault(log_path(folder, workers[i].global_rank), 0)
-            for path in [path for path in positions if path.exists() and _touched(path) != earlier.get(path)]:
+            for path in [path for path in positions if path.exists() and _modified(path) != earlier.get(path)]:
                 with path.open("rb") as log:
                     log.seek(positions[path])
                     text = log.read()
@@ -282,7 +288,7 @@ def _following(agent: Any, folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _touched(path: Path) -> tuple[int, int]:
+def _modified(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns
 
@@ -290,7 +296,8 @@ def _touched(path: Path) -> tuple[int, int]:
 def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]) -> int:
     """Prints why the job failed, the first cause first; returns its exit code."""
     records = {r: json.loads(failure_path(folder, r).read_text()) for r in ranks if failure_path(folder, r).exists()}
-    # A process that a signal ended (out of memory, a crash) left no record, and no peer can have caused that.
+    # A process that was ended by a signal (out of memory, a crash) has left no record. It comes first, because no
+    # failure of another rank can have caused it.
     unrecorded = [r for r in exit_codes if r not in records]
     killed = [r for r in unrecorded if exit_codes[r] < 0 and r not in ended_here]
     recorded = sorted(records, key=lambda r: records[r]["time"])
@@ -317,7 +324,7 @@ def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], 
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # the real-time signals between the first and the last have no names
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 

@@ -1,7 +1,7 @@
 """Hostfiles in DeepSpeed's format and its include and exclude filters.
 
-A hostfile has one `name slots=COUNT` per line; a filter is `name[:slot,slot...]` joined with `@`. Everything that is
-not understood is an error, with the line it is in.
+A hostfile has one `name slots=COUNT` per line; a filter is a list of `name[:slot,slot...]` joined with `@`. Anything
+else is an error that names the line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the numbers of its devices that take part."""
+    """A machine and the indices of its devices that the job uses."""
 
     name: str
     slots: tuple[int, ...]
@@ -44,14 +44,14 @@ def parse_hostfile(text: str) -> list[Host]:
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """The hosts and slots left by one filter, e.g. include="worker-0@worker-1:0,2" (DeepSpeed's syntax).
+    """The hosts and slots that a filter selects, e.g. include="worker-0@worker-1:0,2" (DeepSpeed's syntax).
 
-    Included hosts come in the order of the hostfile. Raises ContractError for an unknown host or slot.
+    They keep the order of the hostfile. Raises ContractError for an unknown host or slot.
     """
     if include and exclude:
         raise ContractError("give --include or --exclude, not both")
     named = _parse_filter(include or exclude, hosts)
-    left = []
+    selected = []
     for host in hosts:
         slots = named.get(host.name)
         if include:
@@ -59,10 +59,10 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         else:
             keep = tuple(s for s in host.slots if slots is None or s not in slots)
         if keep or not (include or exclude):
-            left.append(Host(host.name, keep))
-    if not left:
+            selected.append(Host(host.name, keep))
+    if not selected:
         raise ContractError(f"the filter {include or exclude!r} leaves no slot on any host")
-    return left
+    return selected
 
 
 def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
@@ -86,15 +86,15 @@ def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]
 
 
 def this_host(hosts: Sequence[Host]) -> int:
-    """Which of `hosts` this machine is, by name or address. Raises ContractError if that is not exactly one."""
+    """The index of this machine in `hosts`, by name or address. Raises ContractError unless exactly one matches."""
     names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"}
-    found = [i for i, h in enumerate(hosts) if h.name in names or _is_local(h.name)]
-    if len(found) != 1:
+    matches = [i for i, h in enumerate(hosts) if h.name in names or _is_local(h.name)]
+    if len(matches) != 1:
         raise ContractError(
-            f"this machine ({socket.gethostname()}) is {'none' if not found else 'several'} of the hosts "
-            f"{', '.join(h.name for h in hosts)}; say which one with --node-rank"
+            f"this machine ({socket.gethostname()}) matches {'none' if not matches else 'several'} of the hosts "
+            f"{', '.join(h.name for h in hosts)}; give its index with --node-rank"
         )
-    return found[0]
+    return matches[0]
 
 
 def _is_local(name: str) -> bool:

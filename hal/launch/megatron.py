@@ -1,7 +1,7 @@
-"""Megatron-LM's scripts under `hal launch`: importing `megatron.training` is what tells them from others.
+"""Runs Megatron-LM's scripts under `hal launch` on HAL; a script is one of them if it imports `megatron.training`.
 
-However a script comes to that import (by itself, with -m, through runpy or another module), from there to its end it
-runs on the backend that the launcher was given.
+From that import on, however it happens (in the script, with -m, through runpy or another module), the script runs on
+the backend that was given to the launcher.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ TRAINING = "megatron.training"
 
 
 def mark_path(folder: Path) -> Path:
-    """What a job's folder holds as soon as one of its processes has turned out to run a Megatron-LM script."""
+    """A file that exists in a job's folder once one of its processes has imported `megatron.training`."""
     return folder / "megatron"
 
 
 @contextlib.contextmanager
 def routed_when_imported(mark: Path) -> Iterator[None]:
-    """What a launched script runs in: if it imports `megatron.training`, on a chosen backend (HAL_BACKEND), then in
-    `hal.model.megatron.scripts.running_script`, and `mark` is left. Whatever was routed is undone at the end."""
+    """A context for a launched script: on import of `megatron.training`, enters `running_script` and creates `mark`.
+
+    `hal.model.megatron.scripts.running_script` routes megatron-core to the backend (HAL_BACKEND) until the context
+    ends. Without a chosen backend nothing happens.
+    """
     if "HAL_BACKEND" not in os.environ:
         yield
         return
@@ -41,18 +44,18 @@ def routed_when_imported(mark: Path) -> Iterator[None]:
 
 
 def hint() -> str:
-    """What to say when a script failed that used megatron-core and had nothing routed; else nothing."""
-    unrouted = "megatron.core" in sys.modules and "hal.model.megatron.routing" not in sys.modules
+    """Advice for a failed script that used megatron-core without routing it to the backend; else ""."""
+    unrouted = "megatron.core" in sys.modules and "hal.model.megatron.cuda_patches" not in sys.modules
     if "HAL_BACKEND" not in os.environ or not unrouted:
         return ""
     return (
         "hal launch: this script uses megatron.core but neither megatron.training nor hal.model.megatron's "
-        "hal_device(), so that megatron-core asks for an NVIDIA device; see docs/megatron.md\n"
+        "hal_device(), so that megatron-core uses an NVIDIA device; see docs/megatron.md\n"
     )
 
 
 class _Once(MetaPathFinder):
-    """Finds `megatron.training` as the other finders do, and loads it inside `running_script`, once."""
+    """Finds `megatron.training` with the other finders, and loads it inside `running_script`, once."""
 
     def __init__(self, stack: contextlib.ExitStack, mark: Path) -> None:
         self.stack, self.mark = stack, mark
@@ -66,8 +69,8 @@ class _Once(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != TRAINING:
             return None
-        found = (other.find_spec(name, path, target) for other in sys.meta_path if other is not self)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (other.find_spec(name, path, target) for other in sys.meta_path if other is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
@@ -76,7 +79,7 @@ class _Once(MetaPathFinder):
             scripts = importlib.import_module("hal.model.megatron.scripts")
             self.stack.enter_context(scripts.running_script(sys.argv, lambda: load(module)))
             self.mark.touch()
-            self.retire()  # not before: whoever only asks whether it is there, or fails to import it, may come again
+            self.retire()  # only now: a script may look for the module without loading it, or retry a failed import
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,4 +1,4 @@
-"""The first thing that runs in a launched process: its log, its end with the launcher, and a record of its failure.
+"""The main module of a launched process: redirects its output to a log, runs the command, and records a failure.
 
 `python -m hal.launch.worker train ...` runs a hal command, `-m MODULE ...` a module, `FILE.py ...` a script.
 """
@@ -22,21 +22,21 @@ from hal.errors import CollectiveTimeout, HalError
 from .megatron import hint, mark_path, routed_when_imported
 
 FOLDER = "HAL_WORKER_FOLDER"
-"""Environment variable: where logs (worker_RANK.log) and failures (failure_RANK.json) of this job's processes go."""
+"""Environment variable: folder of the logs (worker_RANK.log) and failures (failure_RANK.json) of the job's workers."""
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """The log of global rank `rank`: what it wrote to stdout and stderr."""
+    """The log of global rank `rank`: its stdout and stderr."""
     return folder / f"worker_{rank}.log"
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """Where rank `rank` leaves {rank, time, code, text} if it fails."""
+    """The file in which rank `rank` records {rank, time, code, text} if it fails."""
     return folder / f"failure_{rank}.json"
 
 
 def _redirect(path: Path) -> None:
-    # One file description for both streams, in append mode: the order of lines is the order of writes.
+    # One file description for both streams, in append mode, so that lines appear in the order of writing.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o640)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -45,7 +45,7 @@ def _redirect(path: Path) -> None:
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process when the launcher dies, however it dies."""
+    """On Linux, has the kernel kill this process when the launcher ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        # The interpreter's own way out would wait in the destructors of process groups whose peers are stuck.
+        # A normal exit of the interpreter would wait in the destructors of process groups whose peers hang.
         os._exit(code)
     return 0
 

@@ -1,8 +1,8 @@
-"""The conformance kit: what every backend must do, checked on yours.
+"""The conformance kit: checks what every backend must do, on any backend.
 
-`hal parity --backend NAME`, `pytest --pyargs hal.testing --backend NAME` and `hal.testing.run(backend)` are three ways
-in; they share one engine (kit.py) and one tolerance rule (comparison.py). Names are imported when asked for, so that
-the parts that need neither hypothesis nor the model work without them.
+`hal parity --backend NAME`, `pytest --pyargs hal.testing --backend NAME` and `hal.testing.run(backend)` run it. They
+share one engine (kit.py) and one tolerance rule (comparison.py). Names are imported on first access, so that the parts
+that need neither hypothesis nor the model work without them.
 """
 
 import importlib
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kit import EXAMPLES, replay, run, run_by_name
+    from .parity_rows import Report, Row
     from .probe import ProbeFailure, check_probe
     from .reference import Reference
-    from .report import Report, Row
     from .spy import Spy
     from .subject import Failure
 

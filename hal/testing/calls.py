@@ -1,7 +1,7 @@
 """Calls as data: arguments by name, copies for the oracle, leaves for autograd, and the code that repeats a call.
 
-`run` executes a call and gathers everything it produced (outputs, tensors written in place, gradients) under one set of
-names, so that an implementation, the reference and the float64 oracle are compared name by name.
+`run` executes a call and collects everything it produced (outputs, tensors written in place, gradients) under one set
+of names, so that an implementation, the reference and the float64 oracle are compared name by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.op import Op, Sample
+from hal.core.op import Op, Sample
 
 
 def bind(op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def bind(op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
 
 
 def build(op: Op[Any, Any], sample: Sample, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The sample's arguments by name, its tensors made in `dtype` on `device`."""
+    """The sample's arguments by name, with tensors of `dtype` on `device`."""
     return bind(op, *sample.build(dtype, device))
 
 
@@ -61,7 +61,7 @@ def map_tensors(arguments: Mapping[str, Any], function: Callable[[Tensor], Tenso
 
 
 def to_double(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the CPU, floating-point tensors in float64: what the oracle is given."""
+    """Copies on the CPU, floating-point tensors in float64: the arguments of the oracle."""
     return map_tensors(arguments, lambda x: x.detach().cpu().to(torch.float64 if x.is_floating_point() else x.dtype))
 
 
@@ -72,7 +72,7 @@ def to_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """What a call produced. gradients is filled by the caller, from `backward`; None = autograd gave none."""
+    """What a call produced. gradients is set by the caller, from `backward`; None = autograd returned none."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -90,8 +90,8 @@ def run(
 ) -> Outcome:
     """Calls `function`, recording for autograd if `with_grad`; `backward` is the second half.
 
-    The arguments that have gradients (of these, `wanted`; None = all) are detached and made leaves; memory is shared
-    with `arguments`.
+    The arguments that have gradients (of these, `wanted`; None = all) become detached leaves, which share memory with
+    `arguments`.
     """
     given = dict(arguments)
     leaves = {}
@@ -135,7 +135,7 @@ def upstream(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def scattered(dy: Tensor) -> Tensor:
-    """The same values with gaps in memory: kernels are given gradients that are not contiguous, too."""
+    """The same values with gaps in memory, to check that kernels accept gradients that are not contiguous."""
     if dy.ndim == 0 or dy.numel() == 0:
         return dy
     store = dy.new_zeros((*dy.shape[:-1], 2 * dy.shape[-1] + 1))

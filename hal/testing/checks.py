@@ -1,10 +1,10 @@
-"""What one call proves about one implementation.
+"""All that is checked with one call of one implementation.
 
-`check_sample` raises `Failure` unless: why_not is pure, says the same of meta tensors, and keeps its word in both
-directions; outputs and gradients are within tolerance of the float64 reference; nothing but `op.mutates` is written,
-not even between the elements of a strided argument; outputs do not share memory with arguments; a second call and a
-second backward give the same bits, with and without autograd; gradients that are not contiguous work; and no memory of
-the call is held once its results and its graph are gone.
+`check_sample` raises `Failure` unless: why_not is pure, gives the same reasons for meta tensors, and the implementation
+runs exactly when there are none; outputs and gradients are within tolerance of the float64 reference; nothing but
+`op.mutates` is written, not even between the elements of a strided argument; outputs do not share memory with
+arguments; a second call and a second backward give the same bits, with and without autograd; gradients that are not
+contiguous work; and all memory of the call is freed once its results and its graph are deleted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from hal.autograd import takes_needs
-from hal.dispatch import activated
+from hal.core.autograd import takes_needs
+from hal.core.dispatch import activated
+from hal.core.op import Sample
 from hal.errors import UnsupportedOp
-from hal.op import Sample
 from hal.rng import Rng
 
 from .calls import Outcome, backward, build, invoke, map_tensors, run, scattered, tensors, to_double, to_meta, upstream
@@ -34,7 +34,7 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class Verdict:
-    """declined: the reasons, empty if the call ran. tolerances: the worst error of everything that was compared."""
+    """declined: the reasons, empty if the call ran. tolerances: the largest error of all comparisons."""
 
     declined: tuple[str, ...]
     tolerances: float
@@ -48,28 +48,33 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
     """Checks one call; to be used inside `with subject:`. Raises Failure."""
     watched: _Watched = []
     verdict = _check_call(subject, sample, watched)
-    if _held(watched):
-        gc.collect()  # takes longer than most calls
-    held = _held(watched)
-    if not held:
+    if _not_freed(watched):
+        gc.collect()  # only now, because it takes longer than most calls
+    leaked = _not_freed(watched)
+    if not leaked:
         return verdict
     raise subject.fail(
-        f"the memory of {', '.join(held)} is held when the call, its results and its graph are gone: "
-        "the implementation keeps a reference, so memory grows or is lost from call to call",
+        f"the memory of {', '.join(leaked)} is not freed after the call, its results and its graph are deleted: "
+        "the implementation keeps a reference, so memory grows from call to call",
         sample,
     )
 
 
-def _held(watched: _Watched) -> list[str]:
+def _not_freed(watched: _Watched) -> list[str]:
+    """The labels of the storages that still exist."""
     return list(dict.fromkeys(label for label, memory in watched if not memory.expired()))
 
 
-def _watch(watched: _Watched, things: Mapping[str, Any]) -> None:
-    watched += [(label, _weak(x.untyped_storage())) for _, label, x in tensors(things) if _strided(x)]
+def _watch(watched: _Watched, values: Mapping[str, Any]) -> None:
+    """Adds weak references to the storages of all tensors among `values`."""
+    watched += [(label, _weak(x.untyped_storage())) for _, label, x in tensors(values) if _strided(x)]
 
 
 def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
-    """check_sample, but for the last requirement: what this call made is added to `watched`, and gone on return."""
+    """check_sample without the last requirement, for which it adds all tensors of the call to `watched`.
+
+    It is a separate function so that no local variable refers to those tensors when they should have been freed.
+    """
     op, dtype = subject.op, subject.dtype
     arguments = _build(subject, sample)
     _watch(watched, arguments)
@@ -146,7 +151,7 @@ def _environment() -> Reference:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread: the kit's tensors are too small to share, and waiting for other threads costs far more."""
+    """Runs torch on one thread: for tensors as small as the kit's, synchronising threads costs more than computing."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,6 +169,8 @@ def _build(subject: Subject, sample: Sample) -> dict[str, Any]:
 
 
 def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The reasons of why_not for a call. Raises Failure if it is not pure, or breaks the rules of `by_metadata`."""
+
     def ask(given: Mapping[str, Any], what: str) -> tuple[str, ...]:
         try:
             answer = invoke(subject.op, subject.impl.why_not, given)
@@ -202,7 +209,7 @@ def _must_not_depend_on_needs(
     for name, expected in all_.items():
         alone = _backward(subject, sample, _run(subject, sample, arguments, True, [name]), dys)[name]
         if expected is not None and (alone is None or not equal_bits(alone, expected)):
-            raise subject.fail(f"the gradient of {name} is another one when it is the only one wanted (needs)", sample)
+            raise subject.fail(f"the gradient of {name} differs when it is the only one requested (needs)", sample)
 
 
 def _must_not_depend_on_hints(
@@ -210,11 +217,11 @@ def _must_not_depend_on_hints(
 ) -> None:
     for hint in subject.op.hints:
         arguments = {**build(subject.op, sample, subject.dtype, subject.device), hint: True}
-        found = _backward(subject, sample, _run(subject, sample, arguments, True), dys)
+        with_hint = _backward(subject, sample, _run(subject, sample, arguments, True), dys)
         for name, gradient in expected.items():
-            other = found[name]
+            other = with_hint[name]
             if gradient is not None and (other is None or not equal_bits(other, gradient)):
-                raise subject.fail(f"the gradient of {name} is another one with {hint}=True, a hint", sample)
+                raise subject.fail(f"the gradient of {name} differs with {hint}=True, a hint", sample)
 
 
 def _must_stay_idle(subject: Subject, sample: Sample, arguments: Mapping[str, Any], reasons: Sequence[str]) -> None:
@@ -263,6 +270,7 @@ def _backward(subject: Subject, sample: Sample, outcome: Outcome, dys: Sequence[
 def _compare(
     subject: Subject, sample: Sample, outcome: Outcome, oracle: Outcome, native: Outcome, note: str = ""
 ) -> float:
+    """The largest error of all outputs and gradients, in tolerances. Raises Failure if one is too large."""
     worst = 0.0
     for name, y in outcome.outputs.items():
         worst = max(worst, _within(subject, sample, name + note, y, oracle.outputs[name], native.outputs[name]))
@@ -283,13 +291,13 @@ def _within(
     subject: Subject, sample: Sample, name: str, y: Any, exact: Tensor, native: Tensor, gradient: bool = False
 ) -> float:
     _must_look_like(subject, sample, name, y, native)
-    found = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
-    subject.worst = max(subject.worst, found.tolerances)
-    if found.tolerances > subject.waiver:
+    error = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
+    subject.worst = max(subject.worst, error.tolerances)
+    if error.tolerances > subject.waiver:
         own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
         rule = f" (allowed: {subject.waiver:g}; the reference in {subject.dtype} has {own.tolerances:.3g})"
-        raise subject.fail(f"{name}: {found.text}{rule}", sample, error=found.tolerances)
-    return found.tolerances
+        raise subject.fail(f"{name}: {error.text}{rule}", sample, error=error.tolerances)
+    return error.tolerances
 
 
 def _must_look_like(subject: Subject, sample: Sample, name: str, y: Any, native: Tensor) -> None:
@@ -319,32 +327,35 @@ def _must_be_untouched(subject: Subject, sample: Sample, before: _Memory) -> Non
 
 
 class _Memory:
-    """The bytes behind arguments, to find out later what a call wrote to."""
+    """A copy of the storages of all arguments, to determine later what a call has written to."""
 
     def __init__(self, mutates: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        self.kept = [
-            (label, x, name in mutates, _whole(x)) for name, label, x in tensors(arguments) if x.numel() and _strided(x)
+        self.copies = [
+            (label, x, name in mutates, _storage(x))
+            for name, label, x in tensors(arguments)
+            if x.numel() and _strided(x)
         ]
 
     def changes(self) -> list[str]:
-        found = []
-        for label, x, may_write, before in self.kept:
-            after = _whole(x)
+        """What was written that may not be: arguments not in `mutates`, and the gaps in the storages of the others."""
+        written = []
+        for label, x, may_write, before in self.copies:
+            after = _storage(x)
             if may_write:
                 gaps = torch.ones(before.shape, dtype=torch.bool)
                 gaps.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
                 if not equal_bits(after[gaps], before[gaps]):
-                    found.append(f"memory between the elements of {label}")
+                    written.append(f"memory between the elements of {label}")
             elif not torch.equal(raw(after), raw(before)):
-                found.append(label)
-        return found
+                written.append(label)
+        return written
 
 
 def _strided(x: Tensor) -> bool:
     return x.layout == torch.strided
 
 
-def _whole(x: Tensor) -> Tensor:
-    """A copy of the whole storage behind x, as elements of x's dtype."""
+def _storage(x: Tensor) -> Tensor:
+    """A copy of x's whole storage, [elements] of x's dtype on the CPU."""
     count = x.untyped_storage().nbytes() // x.element_size()
     return x.detach().as_strided((count,), (1,), 0).cpu().clone()

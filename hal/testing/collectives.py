@@ -1,8 +1,9 @@
-"""The conformance kit for collectives: a backend's Comm against the list-of-tensors meaning.
+"""The conformance kit for collectives: a backend's Comm against the definitions on lists of tensors.
 
-Every rank makes every rank's input from a seed, so each checks its own result without communicating. Sums of floats
-may differ by the rounding of any order of summation; everything else must be equal bit for bit. Also held: result
-dtype and shape, inputs untouched and not aliased, int64 beyond 2**53 exact, several collectives under way at once.
+Every rank generates all ranks' inputs from a seed, so each checks its own result without communicating. Sums of floats
+may differ by the rounding of any order of summation; everything else must be equal bit for bit. Also checked: dtype and
+shape of the result, that inputs are neither written nor aliased, that int64 is exact beyond 2**53, and that several
+collectives can be in progress at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.comm import REDUCE_OPS, Comm, Message, run_meaning
+from hal.comm.contract import REDUCE_OPS, Comm, Message, run_reference
 
+from .parity_rows import Report, Row
 from .processes import run_processes
-from .report import Report, Row
 
 DTYPES = (
     torch.float32,
@@ -48,13 +49,13 @@ class Case:
     seed: int
 
     def input(self, rank: int) -> Tensor:
-        """What rank `rank` passes; non-contiguous if `strided`."""
+        """The input of rank `rank`; non-contiguous if `strided`."""
         generator = torch.Generator().manual_seed(self.seed * 64 + rank)
         shape = (*self.shape[:-1], self.shape[-1] * 2) if self.strided and self.shape else self.shape
         if self.dtype.is_floating_point:
             x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
         elif self.dtype == torch.int64:
-            x = torch.randint(-(2**60), 2**60, shape, generator=generator)  # a detour over int32 or float64 shows
+            x = torch.randint(-(2**60), 2**60, shape, generator=generator)  # inexact if sent as int32 or float64
         else:
             x = torch.randint(0, 2 if self.dtype == torch.bool else 31, shape, generator=generator).to(self.dtype)
         return x[..., ::2] if self.strided and self.shape else x
@@ -84,29 +85,30 @@ def cases(size: int, per_kind: int, seed: int = 0) -> Iterator[Case]:
 
 
 def error_in_tolerances(case: Case, result: Tensor, size: int, rank: int) -> float:
-    """Largest |result - meaning| in units of what rounding allows; 0 = equal, inf = wrong dtype or shape."""
+    """Largest |result - reference| in units of what rounding allows; 0 = equal, inf = wrong dtype or shape."""
     inputs = [case.input(r) for r in range(size)]
-    how = {"op": case.op, "source": case.source}
-    want = run_meaning(inputs, case.collective, **how)[rank]
+    options = {"op": case.op, "source": case.source}
+    expected = run_reference(inputs, case.collective, **options)[rank]
     got = result.detach().cpu()
-    if got.dtype != want.dtype or got.shape != want.shape:
+    if got.dtype != expected.dtype or got.shape != expected.shape:
         return float("inf")
     sums = case.collective in ("all_reduce", "reduce_scatter") and case.op in ("sum", "avg")
-    if not (sums and case.dtype.is_floating_point) or not want.numel():
-        return 0.0 if torch.equal(got, want) else float("inf")
-    exact = run_meaning([x.double() for x in inputs], case.collective, **how)[rank]
-    magnitude = run_meaning([x.double().abs() for x in inputs], case.collective, **how)[rank]
+    if not (sums and case.dtype.is_floating_point) or not expected.numel():
+        return 0.0 if torch.equal(got, expected) else float("inf")
+    # Any order of summation of `size` terms rounds at most `size` times, each time by eps of the sum of magnitudes.
+    exact = run_reference([x.double() for x in inputs], case.collective, **options)[rank]
+    magnitude = run_reference([x.double().abs() for x in inputs], case.collective, **options)[rank]
     allowed = magnitude * size * torch.finfo(case.dtype).eps + torch.finfo(case.dtype).tiny
     return float(((got.double() - exact).abs() / allowed).max())
 
 
 def check_comm(comm: Comm, device: torch.device, per_kind: int = 4) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Runs all cases on this rank; (collective, reduction, dtype) -> {samples, worst, reasons, problems}."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    results: dict[tuple[str, str, str], dict[str, Any]] = {}
     for case in cases(comm.size, per_kind):
         reduces = case.collective in ("all_reduce", "reduce_scatter")
         key = (case.collective, case.op if reduces else "", str(case.dtype).removeprefix("torch."))
-        row = found.setdefault(key, {"samples": 0, "worst": 0.0, "reasons": [], "problems": []})
+        row = results.setdefault(key, {"samples": 0, "worst": 0.0, "reasons": [], "problems": []})
         x = case.input(comm.rank).to(device)
         reasons = list(comm.why_not(case.collective, x, case.op if reduces else None))
         if reasons:
@@ -124,29 +126,28 @@ def check_comm(comm: Comm, device: torch.device, per_kind: int = 4) -> dict[tupl
             row["problems"].append(f"{case}: the input was mutated, or the result aliases it")
     for name, check in (("asynchronous", _check_async), ("exchange", _check_exchange)):
         problems = check(comm, device)
-        found[name, "", "float32"] = {"samples": 1, "worst": 0.0, "reasons": [], "problems": problems}
+        results[name, "", "float32"] = {"samples": 1, "worst": 0.0, "reasons": [], "problems": problems}
     comm.barrier()
-    return found
+    return results
 
 
 def _check_async(comm: Comm, device: torch.device) -> list[str]:
+    """Three all_reduces and an all_gather in progress at once, waited for in reverse order."""
     inputs = [torch.arange(4.0, device=device) + 10 * i + comm.rank for i in range(3)]
     pending = [comm.start("all_reduce", x, op="max") for x in inputs]
     gathered = comm.start("all_gather", inputs[0])
     problems = []
     for i, p in reversed(list(enumerate(pending))):
-        want = torch.arange(4.0) + 10 * i + comm.size - 1
-        if not torch.equal(p.wait().cpu(), want):
-            problems.append(
-                f"collective {i} of 3 started before the first was waited for: {p.wait()} instead of {want}"
-            )
+        expected = torch.arange(4.0) + 10 * i + comm.size - 1
+        if not torch.equal(p.wait().cpu(), expected):
+            problems.append(f"collective {i} of 3 that were in progress at once: {p.wait()} instead of {expected}")
     if not torch.equal(gathered.wait().cpu(), torch.cat([torch.arange(4.0) + r for r in range(comm.size)])):
-        problems.append(f"all_gather started behind three all_reduces: {gathered.wait()}")
+        problems.append(f"all_gather started after three all_reduces: {gathered.wait()}")
     return problems
 
 
 def _check_exchange(comm: Comm, device: torch.device) -> list[str]:
-    """Two batches of one message to every other rank, both under way at once; the second is waited for first."""
+    """Two batches of one message to every other rank, in progress at once; the second is waited for first."""
     others = [r for r in range(comm.size) if r != comm.rank]
 
     def message(source: int, to: int, i: int) -> Tensor:
@@ -157,11 +158,11 @@ def _check_exchange(comm: Comm, device: torch.device) -> list[str]:
     first = comm.exchange_start(sends[: len(others)], receives[: len(others)])
     second = comm.exchange(sends[len(others) :], receives[len(others) :])
     results = first() + second
-    wants = [message(r, comm.rank, i) for i in range(2) for r in others]
+    expected = [message(r, comm.rank, i) for i in range(2) for r in others]
     return [
-        f"message {i}: {got.cpu()} instead of {want}"
-        for i, (got, want) in enumerate(zip(results, wants))
-        if not torch.equal(got.cpu(), want)
+        f"message {i}: {got.cpu()} instead of {e}"
+        for i, (got, e) in enumerate(zip(results, expected))
+        if not torch.equal(got.cpu(), e)
     ]
 
 
@@ -187,12 +188,12 @@ def parity_collectives(
 ) -> Report:
     """The report of `hal parity --collectives`: one row per collective, reduction and dtype, over `nproc` processes.
 
-    Ops are called "all_reduce[sum]", "all_gather", ...; what the transport emulates is among the reasons.
+    Ops are named "all_reduce[sum]", "all_gather", ...; what the transport emulates is listed among the reasons.
     """
     per_rank = run_processes(nproc, _on_rank, backend, dict(options or {}), per_kind, timeout=600.0)
-    (first_found, emulations, simulated), report = per_rank[0], Report(backend, per_rank[0][2])
-    for (collective, op, dtype), first in first_found.items():
-        each = [found[collective, op, dtype] for found, _, _ in per_rank]
+    (first_rank, emulations, simulated), report = per_rank[0], Report(backend, per_rank[0][2])
+    for (collective, op, dtype), first in first_rank.items():
+        each = [results[collective, op, dtype] for results, _, _ in per_rank]
         problems = [f"rank {r}: {p}" for r, row in enumerate(each) for p in row["problems"]]
         emulated = [f"emulated: {why}" for name, why in emulations.items() if name in (collective, op)]
         row = Row(

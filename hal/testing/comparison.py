@@ -1,15 +1,15 @@
-"""The one tolerance rule: how wrong a result may be, against the reference in float64.
+"""The tolerance rule: the error that a result may have, against the reference in float64.
 
 With atol, rtol from the table of (op, dtype) and S = 1 for outputs, S = max(1, max|g64|) for gradients:
 
 1. every element:   |y - y64| <= atol * S + rtol * |y64|     (+ one rounding where y has less precision than dtype)
 2. every tensor:    max|y - y64| <= max(2 * max|r - y64|, atol * S + max(eps, rtol / 2) * max|y64|)
 
-where r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is the promise to a user; rule
-2 refuses a kernel that loses what the plain formula keeps, with a floor (one rounding, or half of the table's relative
-part) so that a reference that happens to be exact condemns nobody. NaN and infinities must be where the float64 result
-has them (an overflow of y's dtype may be an infinity). An error "in tolerances" is the larger of both ratios; a waiver
-of factor f allows f of them.
+where r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is what a user may rely on.
+Rule 2 refuses a kernel that is less accurate than the plain formula; its floor (one rounding, or half of the table's
+relative part) is for references that happen to be exact. NaN and infinities must be where the float64 result has them
+(an overflow of y's dtype may be an infinity). An error "in tolerances" is the larger of both ratios; a waiver of factor
+f allows f of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hal.op import Tol
+from hal.core.op import Tol
 
 
 @dataclass(frozen=True)
 class Error:
-    """How wrong one tensor is: `tolerances` (0 = exact, 1 = just allowed) and a line that shows the worst element."""
+    """The error of one tensor: `tolerances` (0 = exact, 1 = just allowed) and a line that shows the worst element."""
 
     tolerances: float
     text: str
@@ -43,7 +43,7 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
         return _worst(_infinite_at(wrong), got, exact) if wrong.any() else Error(0.0, "")
     eps = torch.finfo(got.dtype).eps
     got, native = got.to(torch.float64), native.detach().to(torch.float64)
-    # A result beyond the range of y's dtype has to become an infinity: that is the right answer there.
+    # Beyond the range of y's dtype, infinity is the correct result.
     limit = torch.finfo(y.dtype).max
     right = torch.where(exact.abs() > limit, exact.sign() * float("inf"), exact)
     finite = right.isfinite() & got.isfinite()
@@ -57,7 +57,7 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     atol = tol.atol * (max(1.0, top) if gradient else 1.0)
     rounding = eps if eps > torch.finfo(dtype).eps else 0.0
     allowed = atol + (tol.rtol + rounding) * size
-    # 0 / 0 is no error, and anything over a tolerance of 0 is infinitely wrong.
+    # No error is fine with a tolerance of 0 (0 / 0); any other error is then infinitely many tolerances.
     by_element = torch.where(error == 0, zero, error / allowed)
     lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
     by_tensor = error / max(2.0 * float(lost), atol + max(eps, tol.rtol / 2) * top, 1e-300)
@@ -65,10 +65,12 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
 
 
 def _infinite_at(wrong: Tensor) -> Tensor:
+    """Infinity where `wrong` (bool, any shape) is True, else 0, in float64."""
     return torch.zeros(wrong.shape, dtype=torch.float64).masked_fill(wrong, float("inf"))
 
 
 def _worst(ratio: Tensor, got: Tensor, exact: Tensor) -> Error:
+    """The error at the largest `ratio`; all three have one shape."""
     flat = int(ratio.flatten().argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape)]
     worst = float(ratio.flatten()[flat])
@@ -88,5 +90,5 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 def raw(x: Tensor) -> Tensor:
     """The bytes of x's elements, on the CPU."""
-    # A single element counts as contiguous whatever its stride, but a view as bytes wants stride 1: hence the clone.
+    # Cloned because a view as bytes requires stride 1, and a single element counts as contiguous with any stride.
     return x.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

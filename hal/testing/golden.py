@@ -1,8 +1,8 @@
 """The golden loss: a tiny GPT trained for 20 steps on the backend and on the references, loss by loss.
 
-Ops that pass one by one can still make a model that learns something else (a stale mask, a gradient that is added
-twice, dropout that differs between forward and recomputation). The two runs see the same weights, data and dropout
-bits, so their losses may only drift apart by rounding.
+Ops that pass one by one can still make a model that trains differently (a stale mask, a gradient that is added twice,
+dropout that differs between forward and recomputation). Both runs have the same weights, data and dropout bits, so
+their losses may differ by rounding only.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.backend import Backend
-from hal.dispatch import activated
+from hal.core.backend import Backend
+from hal.core.dispatch import activated
+from hal.core.op import Tol
 from hal.errors import UnsupportedOp
-from hal.op import Tol
 
 from .checks import one_thread
+from .parity_rows import Row
 from .reference import Reference
-from .report import Row
 
 STEPS = 20
 
@@ -55,10 +55,10 @@ _VOCABULARY = 61
 
 
 def config(shape: str, dtype: torch.dtype, *, vocabulary: int = _VOCABULARY, **sizes: int) -> Any:
-    """The training config of a golden run (hal.model.config.Config); `sizes` replace its numbers."""
-    from hal.model.config import Config
+    """The training config of a golden run (hal.model.config.schema.Config); `sizes` replace its numbers."""
+    from hal.model.config.schema import Config
 
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -69,13 +69,13 @@ def config(shape: str, dtype: torch.dtype, *, vocabulary: int = _VOCABULARY, **s
         "lr_warmup_iters": 2,
         "make_vocab_size_divisible_by": 1,
     }
-    made = Config(**{**usual, **sizes}, lr=1e-2, bf16=dtype == torch.bfloat16, **SHAPES[shape])
-    made.set_vocabulary(vocabulary)
-    return made
+    golden = Config(**{**defaults, **sizes}, lr=1e-2, bf16=dtype == torch.bfloat16, **SHAPES[shape])
+    golden.set_vocabulary(vocabulary)
+    return golden
 
 
 class _Data:
-    """Sequences t[i+1] = (a t[i] + c) mod 61 with a and c of few values: a model learns them in a few steps."""
+    """Sequences t[i+1] = (a t[i] + 5) mod 61 with a = 2 or 3, which a model learns in a few steps."""
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         rows = []
@@ -90,7 +90,7 @@ class _Data:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run leaves: the loss and the gradient norm of every step."""
+    """The loss and the gradient norm of every step of a run."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -98,13 +98,11 @@ class Trace:
 
 def train(shape: str, dtype: torch.dtype, steps: int = STEPS) -> Trace:
     """Trains on the active backend."""
-    import hal
-    from hal.model.gpt import GPT
-    from hal.model.trainer import Trainer
+    from hal.model.training.trainer import make_trainer
 
-    made = config(shape, dtype)
+    model_config = config(shape, dtype)
     data: Any = {"train": _Data()}
-    trainer = Trainer(made, GPT(made, hal.device()), data)
+    trainer = make_trainer(model_config, data, world=1)
     results = [trainer.step() for _ in range(steps)]
     return Trace([r.loss for r in results], [r.grad_norm or 0.0 for r in results])
 
@@ -117,12 +115,12 @@ def check_golden(backend: Backend) -> Iterator[Row]:
 
 
 def golden_row(backend: Backend, shape: str, dtype: torch.dtype) -> Row:
-    """Compares the backend's run with the references'."""
+    """Compares the backend's run with a run on the references."""
     row = Row("golden_loss", str(dtype).removeprefix("torch."), backend.name, backend.simulated, "pass", 0, None)
     row.implementation = f"model/{shape}"
     try:
         with activated(backend), one_thread():
-            found = train(shape, dtype)
+            trace = train(shape, dtype)
     except UnsupportedOp as error:
         row.status, row.reasons = "declined", [" ".join(str(error).split())]
         return row
@@ -134,13 +132,13 @@ def golden_row(backend: Backend, shape: str, dtype: torch.dtype) -> Row:
         expected = train(shape, dtype)
     row.samples = STEPS
     worst = 0.0
-    for step, (y, r) in enumerate(zip(found.losses, expected.losses), start=1):
+    for step, (y, r) in enumerate(zip(trace.losses, expected.losses), start=1):
         allowed = TOL[dtype].atol + TOL[dtype].rtol * abs(r)
-        apart = abs(y - r) / allowed if y == y else float("inf")
-        if apart > 1.0 and row.status == "pass":
+        deviation = abs(y - r) / allowed if y == y else float("inf")
+        if deviation > 1.0 and row.status == "pass":
             row.status, row.code = "fail", _code(backend, shape, dtype)
-            row.message = f"the losses part at step {step}: {y:.7g}, on the references {r:.7g}"
-        worst = max(worst, apart)
+            row.message = f"the losses diverge at step {step}: {y:.7g}, on the references {r:.7g}"
+        worst = max(worst, deviation)
     row.worst_error_in_tolerances = worst
     return row
 

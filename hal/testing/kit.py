@@ -1,4 +1,4 @@
-"""The engine of the conformance kit, used by `hal parity` and by pytest alike.
+"""The engine of the conformance kit, used by both `hal parity` and pytest.
 
 `run(backend)` checks every registered implementation of every op, not only the preferred one, and returns a `Report`.
 Nothing is skipped silently: a refused call is counted with its reasons, an implementation that ran no call at all
@@ -17,22 +17,22 @@ from hypothesis.errors import Flaky, FlakyFailure
 
 import hal
 import hal.ops  # defines the ops
-from hal.backend import Backend, Impl
+from hal.core.backend import Backend, Impl
+from hal.core.op import OPS, Op, Sample, require_same_signature
 from hal.errors import HalError
-from hal.op import OPS, Op, Sample, require_same_signature
 
 from . import golden
 from .checks import Verdict, check_sample
 from .lowering import check_lowered
+from .parity_rows import NO_IMPLEMENTATION, Report, Row, shortened
 from .probe import ProbeFailure, check_probe
-from .randomness import check_order, edge_samples
-from .report import NO_IMPLEMENTATION, Report, Row, shortened
+from .rng_checks import check_order, edge_samples
 from .sharded import SHARDED, check_sharded, sharded_samples
 from .subject import Failure, Subject
 from .support import facts
 
 EXAMPLES = 25
-"""Random calls per implementation and dtype, on top of the op's directed calls."""
+"""Random calls per implementation and dtype, in addition to the op's edge cases."""
 
 RANKS = (2, 3)
 
@@ -49,8 +49,9 @@ def run(
 ) -> Report:
     """Runs the kit on a backend that has been probed and built (`hal.use` does both).
 
-    ops: names, default all, and then the golden losses too (by themselves: "golden_loss"). examples: random calls per
-    implementation and dtype. on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
+    ops: names, "golden_loss" for the golden losses; default all of them. examples: random calls per implementation
+    and dtype.
+    on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -94,7 +95,7 @@ def run_by_name(
 
 
 def probe_row(name: str, options: Mapping[str, Any] | None = None) -> Row:
-    """The row about the probe of the backend `name`; to be made before the backend is used."""
+    """The row about the probe of the backend `name`; to be called before the backend is used."""
     try:
         check_probe(name, options)
     except ProbeFailure as failure:
@@ -137,13 +138,13 @@ def check_implementation(backend: Backend, impl: Impl, examples: int = EXAMPLES,
 
 
 def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int, seed: int) -> Row:
-    """Everything the kit knows to ask of one implementation in one dtype."""
+    """All checks of one implementation in one dtype."""
     subject = Subject(backend, impl, dtype)
     tally = _Tally()
     try:
         _check_signatures(subject)
         with subject:
-            failures = list(_directed(subject, tally))
+            failures = list(_edge_cases(subject, tally))
             if failures:
                 raise min(failures, key=lambda f: len(f.snippet()))
             _explore(subject, tally, examples, seed)
@@ -162,7 +163,7 @@ def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int,
 
 
 class _Tally:
-    """Counts of one row."""
+    """The calls that ran, and the reasons of those that were declined, for one row."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -175,10 +176,10 @@ class _Tally:
             self.samples += 1
 
 
-def _directed(subject: Subject, tally: _Tally) -> Iterator[Failure]:
-    """The failures among the calls that are written down: directed, dropout edges, sharded, order of draws."""
+def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:
+    """The failures among the calls that are not random: edge cases, dropout edges, sharded, order of draws."""
     name = subject.op.name
-    for sample in [*subject.op.directed(), *edge_samples(name)]:
+    for sample in [*subject.op.edge_cases(), *edge_samples(name)]:
         try:
             tally.add(check_sample(subject, sample))
         except Failure as failure:
@@ -194,7 +195,7 @@ def _directed(subject: Subject, tally: _Tally) -> Iterator[Failure]:
 
 
 def _explore(subject: Subject, tally: _Tally, examples: int, seed: int) -> None:
-    """Random calls; hypothesis shrinks one that fails. Raises Failure."""
+    """Runs random calls; hypothesis shrinks one that fails. Raises Failure."""
     if examples <= 0:
         return
     last: list[Failure] = []
@@ -222,7 +223,7 @@ def _explore(subject: Subject, tally: _Tally, examples: int, seed: int) -> None:
         call()
     except (Flaky, FlakyFailure) as error:
         raise subject.fail(
-            f"a call fails at times and passes at times; it failed with: {last[-1].message}", last[-1].sample
+            f"a call sometimes fails and sometimes passes; it failed with: {last[-1].message}", last[-1].sample
         ) from error
 
 
@@ -268,16 +269,17 @@ def replay(
     check: str = "",
     ranks: int = 0,
 ) -> Verdict:
-    """Makes one call of the active backend again, with all its checks: what a report's code calls.
+    """Repeats one call on the active backend with all its checks; the code in a report calls this.
 
     Raises Failure exactly as the kit did, or HalError if there is no such implementation.
     """
     backend = hal.backend()
-    found = [i for i in backend.impls.get(op.name, []) if i.id == implementation]
-    if not found:
-        ids = [i.id for i in backend.impls.get(op.name, [])]
-        raise HalError(f"backend '{backend.name}' has no implementation '{implementation}' of {op.name}; it has {ids}")
-    with Subject(backend, found[0], dtype) as subject:
+    impls = {impl.id: impl for impl in backend.impls.get(op.name, [])}
+    if implementation not in impls:
+        raise HalError(
+            f"backend '{backend.name}' has no implementation '{implementation}' of {op.name}; it has {list(impls)}"
+        )
+    with Subject(backend, impls[implementation], dtype) as subject:
         if check == "order":
             check_order(subject)
             return Verdict((), 0.0)

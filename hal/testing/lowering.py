@@ -1,7 +1,7 @@
 """`torch.library.opcheck` on the lowered form of an op, over the backend's own kernels.
 
-It holds that schema, fake, autograd registration and ahead-of-time dispatch agree with what the op does; see
-hal/lower.py for why the lowered form exists.
+It checks that schema, fake, autograd registration and ahead-of-time dispatch agree with what the op does; see
+hal/core/lower.py for the purpose of the lowered form.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from hal.backend import Backend
-from hal.dispatch import activated, why
-from hal.lower import lower
-from hal.op import Op, Sample
+from hal.core.backend import Backend
+from hal.core.dispatch import activated, why
+from hal.core.lower import lower
+from hal.core.op import Op, Sample
 
 from .calls import build, code, invoke
-from .report import NO_IMPLEMENTATION, Row
+from .parity_rows import NO_IMPLEMENTATION, Row
 from .subject import op_source
 
 
 def check_lowered(backend: Backend, op: Op[Any, Any]) -> Row:
-    """One row: opcheck on the first directed call with gradients that the backend accepts, in float32."""
+    """One row: opcheck on the first edge case with gradients that the backend accepts, in float32."""
     row = Row(op.name, "float32", backend.name, backend.simulated, "pass", 0, None, implementation="hal.lower")
     if not backend.impls.get(op.name):
         row.status, row.reasons = "declined", [NO_IMPLEMENTATION]
@@ -43,7 +43,7 @@ def check_lowered(backend: Backend, op: Op[Any, Any]) -> Row:
 
 
 def _opcheck(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
-    """What opcheck found wrong, or nothing."""
+    """The errors of opcheck as text, "" if there are none."""
     lowered = lower(op)
     arguments = build(op, sample, torch.float32, backend.device(0))
     for name in op.grads:
@@ -51,16 +51,18 @@ def _opcheck(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
             arguments[name] = arguments[name].detach().requires_grad_()
     flat = invoke(op, lowered.flatten, arguments)
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if backend.device(0).type in ("cpu", "cuda", "xpu"):  # torch's check of this raises on every other device
+    if backend.device(0).type in ("cpu", "cuda", "xpu"):  # on other devices, torch's check of this raises
         tests.append("test_autograd_registration")
-    found = torch.library.opcheck(lowered.torch_op, tuple(flat), test_utils=tests, raise_exception=False)
-    return "; ".join(f"{test}: {' '.join(str(error).split())}" for test, error in found.items() if error != "SUCCESS")
+    results = torch.library.opcheck(lowered.torch_op, tuple(flat), test_utils=tests, raise_exception=False)
+    return "; ".join(
+        f"{test}: {' '.join(str(result).split())}" for test, result in results.items() if result != "SUCCESS"
+    )
 
 
 def _accepted(backend: Backend, op: Op[Any, Any]) -> tuple[Sample | None, list[str]]:
-    """The first directed call that an implementation takes, or every reason why none does."""
+    """The first edge case that an implementation accepts, or all reasons why none is accepted."""
     reasons: list[str] = []
-    for sample in op.directed():
+    for sample in op.edge_cases():
         if not sample.grad:
             continue
         answer = invoke(op, lambda *a, **k: why(op, *a, **k), build(op, sample, torch.float32, backend.device(0)))
@@ -73,7 +75,7 @@ def _accepted(backend: Backend, op: Op[Any, Any]) -> tuple[Sample | None, list[s
 def _code(backend: Backend, op: Op[Any, Any], sample: Sample) -> str:
     options = "".join(f", {k}={v!r}" for k, v in backend.options().items() if v is not None)
     return (
-        "import hal, torch\nfrom hal import Rng, Sample, T, ops\n"
+        "import hal, torch\nfrom hal import Rng, Sample, TensorSpec, ops\n"
         f"hal.use({backend.name!r}{options})\n"
         f"args, kwargs = {code(sample)}.build(torch.float32, hal.device())\n"
         f"for x in [*args, *kwargs.values()]:\n"

@@ -1,13 +1,14 @@
-"""pytest's way into the kit: `pytest --pyargs hal.testing --backend NAME [--simulate] [--op OP] [--max-examples N]`.
+"""The kit under pytest: `pytest --pyargs hal.testing --backend NAME [--simulate] [--op OP] [--max-examples N]`.
 
 pytest loads this module in every session where HAL is installed (entry point pytest11), because options cannot come
 from the conftest of a package named with --pyargs. So it imports no more than hal itself, and adds its options only to
-sessions whose arguments name hal.testing: other people's options are left alone.
+sessions whose arguments name hal.testing, so that they cannot collide with the options of other projects.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from hal.errors import HalError
 
 if TYPE_CHECKING:
-    from .report import Row
+    from .parity_rows import Row
 
 _BACKEND = pytest.StashKey[Any]()
 _ASKED = pytest.StashKey[bool]()
@@ -25,7 +26,7 @@ _ROWS = pytest.StashKey["list[Row]"]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    if not any(a.startswith("hal.testing") or "hal/testing" in a for a in args):
+    if not any(_names_the_kit(a, early_config.invocation_params.dir) for a in args):
         return
     early_config.stash[_ASKED] = True
     group = parser.getgroup("hal", "HAL conformance kit")
@@ -33,6 +34,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     group.addoption("--simulate", action="store_true", help="run the backend on its simulator")
     group.addoption("--op", action="append", metavar="OP", help="only this op; may be given several times")
     group.addoption("--max-examples", type=int, default=None, metavar="N", help="random calls per dtype")
+
+
+def _names_the_kit(argument: str, folder: Path) -> bool:
+    """Whether a command-line argument is `hal.testing` (for --pyargs) or a path into the installed package.
+
+    Another folder called hal/testing, such as the one of this package's own tests, is not the kit.
+    """
+    name = argument.split("::")[0]
+    return name.startswith("hal.testing") or (folder / name).resolve().is_relative_to(Path(__file__).resolve().parent)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     name = config.getoption("--backend")
     if not name:
-        raise pytest.UsageError(f"no backend was named; give --backend NAME, one of: {', '.join(hal.names())}")
+        raise pytest.UsageError(f"no backend was named; give --backend NAME, one of: {', '.join(hal.backend_names())}")
     options: dict[str, Any] = {"simulate": True} if config.getoption("--simulate") else {}
     try:
         kit.chosen_ops(config.getoption("--op"))
@@ -87,14 +97,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def hal_rows(request: pytest.FixtureRequest) -> list[Row]:
-    """Where a test of the kit leaves its rows for the summary."""
+    """The rows of the session, to which each test of the kit adds its own for the summary."""
     return request.config.stash[_ROWS]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     rows = config.stash.get(_ROWS, [])
     if rows:
-        from .report import Report
+        from .parity_rows import Report
 
         terminalreporter.section("HAL conformance")
         for row in rows:

@@ -1,4 +1,4 @@
-"""A probe is a look, not a touch: it answers, twice the same, raises nothing, and leaves the device uninitialised."""
+"""Checks that a probe is pure: it returns the same twice, raises nothing, and leaves the device uninitialised."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hal.backend import Probe
+from hal.core.backend import Probe
+from hal.core.registry import load, make
 from hal.errors import HalError
-from hal.registry import load, make
 
 
 class ProbeFailure(HalError):
@@ -19,10 +19,10 @@ class ProbeFailure(HalError):
 def check_probe(name: str, options: Mapping[str, Any] | None = None) -> Probe:
     """Probes a fresh instance of the backend `name` twice. Raises ProbeFailure, or what loading the backend raises.
 
-    Meant to be the first thing a process does with the backend: whether a device is initialised is asked of torch's
-    device modules (torch.cuda, torch.xpu, a PrivateUse1 module, ...) before and after.
+    Has to be the first thing a process does with the backend, because it compares which of torch's device modules
+    (torch.cuda, torch.xpu, a PrivateUse1 module, ...) are initialised before and after.
     """
-    load(name)  # importing may touch what it likes of torch; constructing and probing may not
+    load(name)  # before `_initialised`: importing may initialise a device module, constructing and probing may not
     before = _initialised()
     backend = make(name, options)
     try:
@@ -39,9 +39,9 @@ def check_probe(name: str, options: Mapping[str, Any] | None = None) -> Probe:
         raise ProbeFailure(
             f"probe of backend '{name}' must give a reason, and ok exactly if count > 0; it gave {first}"
         )
-    touched = _initialised() - before
-    if touched:
-        raise ProbeFailure(f"probe of backend '{name}' initialised the device ({', '.join(sorted(touched))})")
+    initialised = _initialised() - before
+    if initialised:
+        raise ProbeFailure(f"probe of backend '{name}' initialised the device ({', '.join(sorted(initialised))})")
     return first
 
 

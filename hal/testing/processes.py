@@ -1,7 +1,7 @@
-"""Runs a function on N processes of this machine, as ranks of one world, and brings back their results.
+"""Runs a function on N processes of this machine, as ranks of one world, and returns their results.
 
-Made for tests: the processes come from a server that has imported torch already (about 0.1 s each), the store lives in
-the calling process on a port the system chose, on the loopback interface, and the first failure ends all of them.
+For tests: the processes are forked from a server that has imported torch already (about 0.1 s each), the store is in
+the calling process on a port that the system chose, on the loopback interface, and the first failure ends all of them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def run_processes(
     context.set_forkserver_preload(["torch", "torch.distributed", "hal.ops"])
     processes, pipes = [], []
     for rank in range(size):
-        here, there = context.Pipe(duplex=False)
+        receiving, sending = context.Pipe(duplex=False)
         variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_child, args=(there, variables, function, args), daemon=True)
+        process = context.Process(target=_child, args=(sending, variables, function, args), daemon=True)
         process.start()
-        there.close()
+        sending.close()
         processes.append(process)
-        pipes.append(here)
+        pipes.append(receiving)
     try:
         return _collect(pipes, timeout, expect_exit)
     finally:
@@ -64,6 +64,7 @@ def run_processes(
 
 
 def _collect(pipes: list[Connection], timeout: float, expect_exit: Sequence[int]) -> list[Any]:
+    """The results in rank order. Raises HalError for the first rank that fails, or when `timeout` has passed."""
     results: dict[int, Any] = {}
     end = time.monotonic() + timeout
     while len(results) < len(pipes):
@@ -76,7 +77,7 @@ def _collect(pipes: list[Connection], timeout: float, expect_exit: Sequence[int]
             try:
                 ok, value = pipe.recv()  # type: ignore[union-attr, call-arg]
             except EOFError:
-                ok, value = rank in expect_exit, None if rank in expect_exit else "the process ended without a word"
+                ok, value = rank in expect_exit, None if rank in expect_exit else "the process ended without a result"
             if not ok:
                 raise HalError(f"rank {rank} of {len(pipes)} failed first:\n{value}")
             results[rank] = value
@@ -92,5 +93,5 @@ def _child(pipe: Connection, variables: Mapping[str, str], function: Callable[..
         pipe.send((True, function(*args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
-    # Destructors of process groups wait for peers that may be gone.
+    # Without running destructors: those of process groups wait for peers that may have ended.
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Who names what: every dotted name that a Python source refers to, found in its syntax tree.
+"""Lists every dotted name that a Python source refers to, from its syntax tree, and checks the names against a rule.
 
 Aliases are followed (`import torch as t`, `from torch import cuda as c`, `m = torch`), as are `getattr` of a constant,
-`importlib.import_module`, `__import__` and `sys.modules[...]`. `violations` holds a source against a `Rule`; HAL's own
-tests use it to keep the model free of devices and backends free of HAL's private names, and so can a third party's.
+`importlib.import_module`, `__import__` and `sys.modules[...]`. HAL's tests use `violations` to keep the model free of
+devices and backends free of HAL's private names; so can the tests of a third party.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ _DEVICE_ATTRIBUTES = {*DEVICES, *(f"is_{d}" for d in DEVICES)}
 
 
 @dataclass(frozen=True)
-class Reference:
-    """One mention of a dotted name, with its line. imported: by an import statement or an importing call."""
-
-    line: int
-    name: str
-    imported: bool
-
-
-@dataclass(frozen=True)
 class Violation:
     """A line that breaks a rule."""
 
@@ -47,9 +38,9 @@ class Violation:
 class Rule:
     """What a source must not do.
 
-    forbidden: dotted names, with everything below them. allowed: if given, asked of every name below `hal` that is not
-    forbidden. devices: device strings ("cuda", f"npu:{i}") and device attributes (x.cuda(), x.is_npu) are violations.
-    dynamic: imports of computed names are violations.
+    forbidden: dotted names, with everything below them. allowed: if given, called with every name below `hal` that is
+    not forbidden; False is a violation. devices: device strings ("cuda", f"npu:{i}") and device attributes (x.cuda(),
+    x.is_npu) are violations. dynamic: imports of computed names are violations.
     """
 
     forbidden: Sequence[str] = ()
@@ -59,55 +50,55 @@ class Rule:
 
 
 def public(name: str) -> bool:
-    """Whether a dotted name below hal is exported: hal.X with X in hal.__all__, or hal.ops.Y with Y in hal.ops's."""
+    """Whether a dotted name below hal is exported: hal.X with X in hal.__all__, or hal.M.Y with Y in M's, M being ops
+    or backend_tools."""
     import hal
-    from hal import ops
+    from hal import backend_tools, ops
 
     _, first, *rest = name.split(".")
-    if first != "ops":
+    module = {"ops": ops, "backend_tools": backend_tools}.get(first)
+    if module is None:
         return first in hal.__all__ or first == "__version__"
-    return not rest or rest[0] in ops.__all__
+    return not rest or rest[0] in module.__all__
 
 
 def backend_rule(package: str) -> Rule:
-    """The rule of a backend in `package`: of hal, only what `public` says, and its own modules."""
+    """The rule of a backend in `package`: below hal, it may refer to public names and to its own modules only."""
     return Rule(allowed=lambda name: name == package or name.startswith(package + ".") or public(name))
 
 
 def violations(source: str, rule: Rule, *, package: str = "", file: str = "<source>") -> list[Violation]:
-    """Every line of `source` (a module of `package`, which relative imports start from) that breaks the rule."""
+    """Every line of `source` (a module of `package`, to which relative imports are relative) that breaks the rule."""
     tree = ast.parse(source, file)
-    found = {(line, text) for line, text in _broken(tree, rule, package)}
-    return [Violation(file, line, text) for line, text in sorted(found)]
+    return [Violation(file, line, text) for line, text in sorted(set(_violating_lines(tree, rule, package)))]
 
 
 def check_tree(root: Path, rule: Rule, *, package: str) -> list[Violation]:
     """`violations` of every Python file below `root`, which is imported as `package`.
 
-    Raises FileNotFoundError if there is none: a check of nothing proves nothing.
+    Raises FileNotFoundError if there is no file, because such a check would pass whatever the rule.
     """
-    found = []
+    result = []
     paths = sorted(root.rglob("*.py"))
     if not paths:
         raise FileNotFoundError(f"no Python file below {root}")
     for path in paths:
         inner = path.relative_to(root).parent.parts
         source = path.read_text(encoding="utf-8")
-        found += violations(source, rule, package=".".join((package, *inner)), file=str(path))
-    return found
+        result += violations(source, rule, package=".".join((package, *inner)), file=str(path))
+    return result
 
 
-def _broken(tree: ast.AST, rule: Rule, package: str) -> Iterator[tuple[int, str]]:
-    for reference in references(tree, package):
-        name = reference.name
-        hit = next((f for f in rule.forbidden if name == f or name.startswith(f + ".")), None)
-        if hit is not None:
-            yield reference.line, f"refers to {hit}"
+def _violating_lines(tree: ast.AST, rule: Rule, package: str) -> Iterator[tuple[int, str]]:
+    for line, name in references(tree, package):
+        forbidden = next((f for f in rule.forbidden if name == f or name.startswith(f + ".")), None)
+        if forbidden is not None:
+            yield line, f"refers to {forbidden}"
         elif name == DYNAMIC:
             if rule.dynamic:
-                yield reference.line, "imports a computed name"
+                yield line, "imports a computed name"
         elif rule.allowed is not None and name.startswith("hal.") and not rule.allowed(name):
-            yield reference.line, f"refers to {name}, which is private"
+            yield line, f"refers to {name}, which is private"
     if rule.devices:
         yield from _devices(tree)
 
@@ -122,39 +113,40 @@ def _devices(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"names the device {text!r}"
 
 
-def references(tree: ast.AST, package: str = "") -> list[Reference]:
-    """Every dotted name the tree refers to. Scopes are not told apart: an alias counts in the whole file."""
+def references(tree: ast.AST, package: str = "") -> list[tuple[int, str]]:
+    """(line, dotted name) of everything the tree refers to. Scopes are ignored: an alias holds in the whole file."""
     names = _Names(package)
-    for _ in range(2):  # a second time for aliases of aliases that are defined further down
+    for _ in range(2):  # the second pass resolves aliases of aliases that are defined further down
         for node in ast.walk(tree):
             names.learn(node)
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [Reference(node.lineno, alias.name, True) for alias in node.names]
+            result += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = names.base(node)
-            found += [Reference(node.lineno, f"{base}.{alias.name}".removesuffix(".*"), True) for alias in node.names]
+            result += [(node.lineno, f"{base}.{alias.name}".removesuffix(".*")) for alias in node.names]
         elif isinstance(node, ast.expr):
             name = names.resolve(node)
             if name is not None:
-                found.append(Reference(node.lineno, name, isinstance(node, ast.Call)))
-    return found
+                result.append((node.lineno, name))
+    return result
 
 
 class _Names:
-    """What names of a file stand for."""
+    """The dotted names that the names of a file are bound to."""
 
     def __init__(self, package: str) -> None:
         self.package = package.split(".") if package else []
         self.known: dict[str, str] = {"__import__": "builtins.__import__", "getattr": "builtins.getattr"}
 
     def base(self, node: ast.ImportFrom) -> str:
-        """The absolute module that a from-import starts from."""
+        """The absolute name of the module that a from-import imports from."""
         up = self.package[: len(self.package) - node.level + 1] if node.level else []
         return ".".join([*up, *([node.module] if node.module else [])])
 
     def learn(self, node: ast.AST) -> None:
+        """Records the names that an import or an assignment binds."""
         if isinstance(node, ast.Import):
             for alias in node.names:
                 self.known[alias.asname or alias.name.split(".")[0]] = (
@@ -170,7 +162,7 @@ class _Names:
                     self.known[target.id] = name
 
     def resolve(self, node: ast.expr) -> str | None:
-        """The dotted name an expression stands for, if it stands for one."""
+        """The dotted name that an expression refers to, None if it is something else."""
         if isinstance(node, ast.Name):
             return self.known.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -190,7 +182,7 @@ class _Names:
 
 
 def _constant(node: ast.expr) -> str | None:
-    """The text of a constant string, also of a sum of constants; of an f-string, with {} for what is computed."""
+    """The text of a constant string or of a sum of them; of an f-string, with {} in place of computed parts."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):

@@ -1,6 +1,6 @@
 """A backend whose every implementation is the op's reference, on the CPU.
 
-It is what golden losses are computed on, the oracle's environment inside the kit, and the smallest complete backend.
+Golden losses are computed on it, the kit's oracle runs in it, and it is the smallest complete backend.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from hal.backend import Backend, Impl, Probe, _accepts_all
-from hal.comm import Comm, Solo
+from hal.comm.contract import Comm, SingleRankComm
+from hal.core.backend import Backend, Impl, Probe, _accepts_all
+from hal.core.op import OPS
 from hal.errors import BackendUnavailable
-from hal.op import OPS
 
 
 class Reference(Backend):
-    """Runs every op that is defined when it is made on that op's reference, on the CPU."""
+    """Runs every op that is defined when the instance is created on that op's reference, on the CPU."""
 
     name = "reference"
 
@@ -38,4 +38,4 @@ class Reference(Backend):
         return None
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> Comm:
-        return Solo("reference")
+        return SingleRankComm("reference")

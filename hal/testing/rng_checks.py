@@ -1,15 +1,15 @@
 """Random numbers as values: extra calls for ops that draw.
 
-`edge_samples` puts the dropout probability exactly on, and one step beside, the bits of a drawn element, where a kernel
-that compares floats, or compares with > for >=, drops the wrong one. `check_order` holds that a draw depends on its Rng
-alone, not on what was drawn before.
+`edge_samples` sets the dropout probability to the bits of a drawn element, and to one step below and above, where a
+kernel that compares floats, or with > in place of >=, drops the wrong element. `check_order` checks that a draw depends
+on its Rng alone, not on earlier draws.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hal.op import Sample, T
+from hal.core.op import Sample, TensorSpec
 from hal.rng import Rng
 
 from .calls import build, run
@@ -30,24 +30,24 @@ def edge_samples(name: str) -> list[Sample]:
 
 
 def _dropout(shape: tuple[int, ...], p: float, rng: Rng) -> Sample:
-    return Sample((T(shape), p, rng))
+    return Sample((TensorSpec(shape), p, rng))
 
 
 def _bias_dropout_add(shape: tuple[int, ...], p: float, rng: Rng) -> Sample:
-    # Large values: an element dropped wrongly is far outside of any tolerance.
-    return Sample((T(shape, scale=10.0), None, T(shape)), {"p": p, "rng": rng})
+    # With large values, the error of an element that is dropped wrongly exceeds every tolerance.
+    return Sample((TensorSpec(shape, scale=10.0), None, TensorSpec(shape)), {"p": p, "rng": rng})
 
 
 def _flash_attention(shape: tuple[int, ...], p: float, rng: Rng) -> Sample:
-    # Head size 8 over 8 keys with scale 0: every key weighs 1/8, so that a wrong element moves its row by a lot.
-    q, kv = T((*shape[:2], shape[2], 8)), T((*shape[:2], shape[3], 8), scale=4.0)
+    # With scale 0, each of the 8 keys has weight 1/8, so that one wrong element changes its row far beyond tolerance.
+    q, kv = TensorSpec((*shape[:2], shape[2], 8)), TensorSpec((*shape[:2], shape[3], 8), scale=4.0)
     return Sample((q, kv, kv), {"layout": "BNSD", "scale": 0.0, "dropout_p": p, "rng": rng})
 
 
 def check_order(subject: Subject) -> int:
-    """Draws from two forks in both orders; the bits must not care. Returns the number of calls that ran."""
+    """Draws from two forks in both orders, which must give the same bits. Returns the number of calls that ran."""
     op = subject.op
-    sample = next((s for s in op.directed() if _draws(s)), None)
+    sample = next((s for s in op.edge_cases() if _draws(s)), None)
     if sample is None or "rng" not in op.signature.parameters:
         return 0
     results: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ def check_order(subject: Subject) -> int:
 
 def _draws(sample: Sample) -> bool:
     rngs = [v for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, Rng)]
-    sizes = [v.shape for v in sample.args if isinstance(v, T)]
+    sizes = [v.shape for v in sample.args if isinstance(v, TensorSpec)]
     return bool(rngs) and rngs[0].full_shape is None and all(0 not in s for s in sizes)
 
 

@@ -1,8 +1,8 @@
 """Ops on a sharded vocabulary: ranks are threads, the oracle is the same call unsharded, in float64.
 
-The parameter named in `SHARDED` is cut into equal parts along one dimension; rank r calls with its part, its
-`vocab_start` and a communicator. Every rank must return the unsharded result, and the ranks' gradients put together
-must be the unsharded gradient.
+The parameter named in `SHARDED` is split into equal shards along one dimension; rank r calls with its shard, its
+`vocab_start` and a communicator. Every rank must return the unsharded result, and the concatenation of the ranks'
+gradients must be the unsharded gradient.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.comm import Comm
-from hal.comm_threads import threads
-from hal.op import Sample, T
+from hal.comm.contract import Comm
+from hal.comm.threads import threads
+from hal.core.op import Sample, TensorSpec
 
 from .calls import Outcome, backward, build, invoke, run
 from .checks import Verdict, references
@@ -23,21 +23,24 @@ from .comparison import measure
 from .subject import Subject
 
 SHARDED = {"embedding": ("weight", 0), "cross_entropy": ("logits", -1)}
-"""op name -> (the parameter that is cut, along which dimension)."""
+"""op name -> (the parameter that is sharded, along which dimension)."""
 
 TIMEOUT = 20.0
 
 
 def sharded_samples(name: str, ranks: int) -> list[Sample]:
-    """Unsharded calls whose vocabulary `ranks` divides."""
+    """Unsharded calls whose vocabulary size is divisible by `ranks`."""
     if name == "embedding":
         v = 4 * ranks
-        return [Sample((T((v, 6)), T(shape, "int", high=v, dtype=torch.int64))) for shape in ((3, 5), (40,), (0,))]
+        return [
+            Sample((TensorSpec((v, 6)), TensorSpec(shape, "int", high=v, dtype=torch.int64)))
+            for shape in ((3, 5), (40,), (0,))
+        ]
     if name == "cross_entropy":
         v = 7 * ranks
-        target = T((3, 4), "int", high=v, dtype=torch.int64)
+        target = TensorSpec((3, 4), "int", high=v, dtype=torch.int64)
         return [
-            Sample((T((3, 4, v), scale=scale), target), {"label_smoothing": smoothing})
+            Sample((TensorSpec((3, 4, v), scale=scale), target), {"label_smoothing": smoothing})
             for scale, smoothing in ((1.0, 0.0), (1.0, 0.1), (300.0, 0.0))
         ]
     return []
@@ -81,10 +84,10 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
         nonlocal worst
         if y.shape != other.shape or y.dtype != other.dtype:
             raise fail(f"{label} is {y.dtype} {tuple(y.shape)}, not {other.dtype} {tuple(other.shape)}")
-        found = measure(y, exact, other, subject.tol, subject.dtype, gradient=gradient)
-        worst = max(worst, found.tolerances)
-        if found.tolerances > subject.waiver:
-            raise fail(f"{label}: {found.text}", found.tolerances)
+        error = measure(y, exact, other, subject.tol, subject.dtype, gradient=gradient)
+        worst = max(worst, error.tolerances)
+        if error.tolerances > subject.waiver:
+            raise fail(f"{label}: {error.text}", error.tolerances)
 
     for rank, outcome in enumerate(outcomes):
         for label, y in outcome.outputs.items():

@@ -1,6 +1,6 @@
-"""A backend that wraps another one and records what is asked of it: the device-free proof of what a model uses.
+"""A backend that wraps another one and records which ops run on it, to test what a model uses without a device.
 
-Everything else is the wrapped backend's, down to the attributes that its kernels look up on `hal.backend()`.
+Everything else is passed on to the wrapped backend, including attributes that its kernels look up on `hal.backend()`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hal.backend import Backend, Impl, Probe
-from hal.comm import Comm
+from hal.comm.contract import Comm
+from hal.core.backend import Backend, Impl, Probe
 
 
 class Spy(Backend):
@@ -49,7 +49,7 @@ class Spy(Backend):
         return Counter(name for name, _ in self.calls)
 
     def clear(self) -> None:
-        """Forgets the calls."""
+        """Deletes the recorded calls."""
         self.calls.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class Spy(Backend):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    # What the base class defines does not reach __getattr__.
+    # Attributes that the base class defines are not looked up by __getattr__, so they are passed on one by one.
 
     def probe(self) -> Probe:
         return self.inner.probe()

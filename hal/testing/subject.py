@@ -1,7 +1,7 @@
-"""What is under test: one implementation in one dtype, called through the dispatcher and watched.
+"""The implementation under test, in one dtype, called through the dispatcher.
 
-Inside `with subject:` the backend is active with this implementation as the op's only candidate, so a call goes the way
-a user's call goes (check, why_not, autograd), and `subject.calls` counts how often the implementation really ran.
+Inside `with subject:` the backend is active with this implementation as the op's only candidate, so a call is executed
+like a user's call (check, why_not, autograd), and `subject.calls` counts how often the implementation was executed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from hal.backend import Backend, Impl
-from hal.dispatch import activated
-from hal.op import Op, Sample
+from hal.core.backend import Backend, Impl
+from hal.core.dispatch import activated
+from hal.core.op import Op, Sample
 
 from .calls import code
 
 
 class Failure(AssertionError):
-    """A requirement that an implementation does not meet, with the call that shows it."""
+    """A requirement that an implementation does not meet, with a call that reproduces the failure."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Failure(AssertionError):
         super().__init__(f"{subject}: {message}")
 
     def snippet(self) -> str:
-        """Python code that makes the failing call again and fails in the same way; empty if there is no such call."""
+        """Python code that repeats the failing call and fails in the same way; empty if there is no such call."""
         s = self.subject
         if self.sample is None:
             return ""
@@ -46,7 +46,7 @@ class Failure(AssertionError):
         extra = (f", check={self.check!r}" if self.check else "") + (f", ranks={self.ranks}" if self.ranks else "")
         return (
             "import hal, torch\n"
-            "from hal import Rng, Sample, T, ops\n"
+            "from hal import Rng, Sample, TensorSpec, ops\n"
             "from hal.testing import replay\n"
             f"hal.use({s.backend.name!r}{options})\n"
             f"sample = {code(self.sample)}\n"
@@ -79,11 +79,11 @@ class Subject:
         return Failure(self, message, sample, **details)
 
     def __enter__(self) -> Subject:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             return self.impl.call(*args, **kwargs)
 
-        candidate = dataclasses.replace(self.impl, call=watched)
+        candidate = dataclasses.replace(self.impl, call=counted)
         self._stack.enter_context(only(self.backend, {self.op.name: [candidate]}))
         self._stack.enter_context(activated(self.backend))
         return self
@@ -94,7 +94,7 @@ class Subject:
 
 @contextlib.contextmanager
 def only(backend: Backend, impls: Mapping[str, list[Impl]]) -> Iterator[None]:
-    """The backend with other implementations: set on the instance, because kernels may look at the instance itself."""
+    """Replaces the backend's implementations, on the instance itself, because kernels may look at that."""
     before = vars(backend).get("impls")
     backend.impls = dict(impls)  # type: ignore[misc]
     try:

@@ -1,7 +1,7 @@
 """Results of the conformance kit from several backends, side by side: op and dtype by backend.
 
 Rows come from `hal parity --json`, also from other machines and environments. A cell sums up all implementations of its
-op: it shows the worst status and the worst error, and keeps every row for who wants to know.
+op: it shows the worst status and the worst error, and keeps all rows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from hal.backend import Backend
+from hal.core.backend import Backend
+from hal.core.registry import backend_names, probed
 from hal.errors import ContractError
-from hal.registry import names, probed
 
-from .report import NO_IMPLEMENTATION, STATUSES, Row
+from .parity_rows import NO_IMPLEMENTATION, STATUSES, Row
 
 PROBE, GOLDEN, LOWERED = "probe", "golden_loss", "hal.lower"
 _GRAVITY = ("fail", "waived", "pass", "declined")
@@ -27,7 +27,7 @@ STAND_IN, WAIVER = "stand-in", "waiver x"
 
 @dataclass(frozen=True)
 class Column:
-    """One backend, on its device or on its simulator. absent: why it was not run; empty if it was."""
+    """One backend on its device or on its simulator. absent: why it was not run, or empty."""
 
     backend: str
     simulated: bool
@@ -41,7 +41,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one column says of one op and dtype. status: one of STATUSES, or "none" (no implementation), "" (no row)."""
+    """A column's result for an op and dtype. status: one of STATUSES, "none" (no implementation) or "" (no row)."""
 
     status: str
     worst: float | None
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def stand_in(self) -> bool:
-        """Only stand-ins of a simulator ran, no kernel of the backend."""
+        """Whether only a simulator's stand-ins ran, and no kernel of the backend."""
         ran = [r for r in self.rows if r.samples and r.implementation != LOWERED]
         return bool(ran) and all(r.reasons and r.reasons[0].startswith(STAND_IN) for r in ran)
 
@@ -71,11 +71,11 @@ class Support:
         return [(f"{r.op} {r.dtype} {r.implementation or ''}".strip(), r.message) for r in rows]
 
     def waivers(self, column: int) -> list[tuple[str, str]]:
-        """(what, reason) of every waiver in force, equal ones of several dtypes together."""
+        """(what, reason) of every waiver that applies; equal ones of several dtypes are merged."""
         return self._reasons(column, lambda reason: reason.startswith(WAIVER))
 
     def declines(self, column: int) -> list[tuple[str, str]]:
-        """(what, reason) of every refused kind of call."""
+        """(what, reason) of every kind of call that was declined."""
         others = (WAIVER, STAND_IN, NO_IMPLEMENTATION)
         return self._reasons(column, lambda reason: not reason.startswith(others))
 
@@ -88,28 +88,28 @@ class Support:
         return [op for op in dict.fromkeys(op for op, _ in self.lines) if self._all_none(op, column)]
 
     def _all_none(self, op: str, column: int) -> bool:
-        found = {self.cell(line, column).status for line in self.lines if line[0] == op}
-        return found - {""} == {"none"}
+        statuses = {self.cell(line, column).status for line in self.lines if line[0] == op}
+        return statuses - {""} == {"none"}
 
     def _reasons(self, column: int, wanted: Callable[[str], bool]) -> list[tuple[str, str]]:
-        found: dict[tuple[str, str], dict[str, None]] = {}
+        dtypes_of: dict[tuple[str, str], dict[str, None]] = {}
         for op, dtype in self.lines:
             for row in self.cell((op, dtype), column).rows:
                 for reason in filter(wanted, row.reasons):
-                    found.setdefault((f"{op} {row.implementation or ''}".strip(), reason), {})[dtype] = None
-        return [(f"{what} ({', '.join(dtypes)})", reason) for (what, reason), dtypes in found.items()]
+                    dtypes_of.setdefault((f"{op} {row.implementation or ''}".strip(), reason), {})[dtype] = None
+        return [(f"{what} ({', '.join(dtypes)})", reason) for (what, reason), dtypes in dtypes_of.items()]
 
 
 def facts(backend: Backend) -> dict[str, str]:
-    """What a report says about the backend that ran: where its code is from, versions, the device as probed.
+    """Facts about the backend that ran: where its code is from, versions, the device as probed.
 
-    Folders of the machine are left out: a report is read elsewhere.
+    Paths of this machine are left out, since a report is read on other machines.
     """
     import hal
 
     probe = probed(backend)
     return {
-        "distribution": names().get(backend.name, "not installed"),
+        "distribution": backend_names().get(backend.name, "not installed"),
         "api": str(backend.api),
         "torch-hal": hal.__version__,
         "torch": torch.__version__,
@@ -121,7 +121,7 @@ def facts(backend: Backend) -> dict[str, str]:
 
 
 def absent_row(backend: str, reason: str) -> Row:
-    """Stands for a backend that could not be run."""
+    """The row of a backend that could not be run."""
     return Row(PROBE, "-", backend, False, "declined", 0, None, [reason])
 
 
@@ -144,7 +144,7 @@ def read(path: str | Path) -> list[Row]:
 def table(results: Iterable[Sequence[Row]]) -> Support:
     """The table of several results, one column per backend and kind of device.
 
-    Raises ContractError if two results are about the same backend: which one holds is not ours to choose.
+    Raises ContractError if two results are about the same backend, since either of them could be the valid one.
     """
     columns: list[Column] = []
     lines: dict[tuple[str, str], None] = {}
@@ -155,11 +155,11 @@ def table(results: Iterable[Sequence[Row]]) -> Support:
             if any((c.backend, c.simulated) == key for c in columns):
                 where = "simulator" if key[1] else "device"
                 raise ContractError(f"two results are about {key[0]} on its {where}; give one of them")
-            mine = [r for r in rows if (r.backend, r.simulated) == key]
-            probe = next((r for r in mine if r.op == PROBE), None)
+            own = [r for r in rows if (r.backend, r.simulated) == key]
+            probe = next((r for r in own if r.op == PROBE), None)
             why = "; ".join(probe.reasons) if probe is not None and probe.status == "declined" else ""
             columns.append(Column(*key, dict(probe.facts) if probe else {}, why))
-            for row in mine:
+            for row in own:
                 if row is not probe or row.status == "fail":
                     lines[row.op, row.dtype] = None
                     grouped.setdefault((row.op, row.dtype, len(columns) - 1), []).append(row)

@@ -1,6 +1,6 @@
-"""The table of results as a page for people: self-contained HTML with a heat map, and Markdown.
+"""The table of results as self-contained HTML with a heat map, and as Markdown.
 
-Both say the same and are made from rows alone, so that equal results give equal bytes.
+Both have the same content and are made from rows alone, so that equal results give equal bytes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
+from hal import pages
 
 from .support import Cell, Support
 
@@ -20,13 +20,14 @@ SIMULATOR = "simulator: the backend's own code ran, but not on its device"
 
 
 def html(support: Support) -> str:
-    """One page without any other file: styles inside, no script."""
-    source = Path(__file__).with_name("support.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(source).render(
-        support=support, heat=heat, shown=shown, legend=LEGEND, simulator=SIMULATOR
+    """A self-contained page."""
+    return pages.render(
+        Path(__file__).with_name("support.html.j2"),
+        support=support,
+        heat=heat,
+        shown=shown,
+        legend=LEGEND,
+        simulator=SIMULATOR,
     )
 
 
@@ -52,7 +53,7 @@ def shown(cell: Cell) -> str:
 
 
 def markdown(support: Support) -> str:
-    """The same for a repository's docs. `make support` writes it."""
+    """The same content for docs/support, which `make support` writes."""
     return "\n".join(_markdown(support)) + "\n"
 
 
@@ -75,19 +76,19 @@ def _markdown(support: Support) -> Iterator[str]:
         yield "; ".join(f"{name}: {_plain(value)}" for name, value in column.facts.items()) + "."
         if support.missing(i):
             yield f"\nNo implementation: {', '.join(support.missing(i))}."
-        for title, found in (
+        for title, items in (
             ("Failures", support.failures(i)),
             ("Waivers", support.waivers(i)),
             ("Stand-ins", support.stand_ins(i)),
             ("Declined calls", support.declines(i)),
         ):
-            if found:
+            if items:
                 yield f"\n{title}:\n"
-                yield from (f"- {_plain(what)}: {_plain(reason)}" for what, reason in found)
+                yield from (f"- {_plain(what)}: {_plain(reason)}" for what, reason in items)
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown finds nothing to mark up."""
+    """Text with Markdown's special characters escaped."""
     for mark in "\\`*_[]<>|":
         text = text.replace(mark, "\\" + mark)
     return " ".join(text.split())

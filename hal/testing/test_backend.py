@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from .report import Row
+from .parity_rows import Row
 
 
 def test_conformance(hal_case: Callable[[], Iterable[Row]], hal_rows: list[Row]) -> None:

@@ -1,15 +1,17 @@
-"""Which ops a training step asks for, in which order, and how much of its time each one takes.
+"""The ops that a training step calls, in order of first use, and the share of its time that each one takes.
 
 Measured by training small GPTs on a backend that has every op (cpu_ref, or the references where it cannot be built), so
-that it can be said of ops that the backend under construction does not have yet. Times hold for that backend and this
-machine; the order holds everywhere.
+that it covers the ops that the backend under construction does not have yet. Times are valid for that backend and this
+machine, the order for every backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hal.autograd import make_call
-from hal.backend import Backend, Impl
-from hal.dispatch import activated
+from hal.core.autograd import make_call
+from hal.core.backend import Backend, Impl
+from hal.core.dispatch import activated
+from hal.core.op import OPS, Op
+from hal.core.registry import make, probed
 from hal.errors import HalError
-from hal.op import OPS
-from hal.registry import make, probed
 
 from .calls import Outcome, backward, bind, run
 from .golden import SHAPES, config
@@ -36,7 +38,7 @@ _VOCABULARY, _WARM_UP = 2048, 1
 
 @dataclass(frozen=True)
 class Need:
-    """One op: calls and share of a step's time (0 to 1, forward and backward) by model shape that asks for it."""
+    """One op: calls per step and share of its time (0 to 1, forward and backward) by model shape that uses it."""
 
     op: str
     calls: dict[str, int]
@@ -45,7 +47,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Needs:
-    """What training asks for, in the order of first use; `measured_on` is the backend the times are from."""
+    """The ops that training needs, in order of first use; `measured_on` is the backend of the times."""
 
     measured_on: str
     needs: tuple[Need, ...]
@@ -60,34 +62,51 @@ class Stopwatch(Spy):
 
     def _recorded(self, impl: Impl) -> Impl:
         op, call = impl.op, super()._recorded(impl).call
-
-        def forward(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Outcome, Tensor]]:
-            given = bind(op, args, kwargs)
-            wanted = any(isinstance(given[n], Tensor) and given[n].requires_grad for n in op.grads)
-            # A graph of its own per call: that way the backward of every implementation can be timed, also torch's.
-            # Only the one tensor saved beside it is activation checkpointing's to drop and compute again.
-            with saved_tensors_hooks(lambda x: x, lambda x: x):
-                outcome = self._timed(op.name, lambda: run(op, call, given, wanted))
-            result, kept = outcome.result, (outcome, given[op.grads[0]].detach())
-            if isinstance(result, tuple):
-                return tuple(r.data for r in result), kept
-            return result.data, kept  # not detach(): who writes over a result must not count as writing to the graph
-
-        def bwd(residuals: tuple[Outcome, Tensor], *dys: Tensor) -> tuple[Tensor | None, ...]:
-            grads = self._timed(op.name, lambda: backward(residuals[0], dys))
-            return tuple(grads.get(n) for n in op.grads)
-
         if op.grads:
-            return dataclasses.replace(impl, call=make_call(op, forward, bwd, impl.id))
-        return dataclasses.replace(impl, call=lambda *a, **k: self._timed(op.name, lambda: call(*a, **k)))
+            timed = _TimedGraph(op, call, functools.partial(self._timed, op.name))
+            return dataclasses.replace(impl, call=make_call(op, timed.forward, timed.bwd, impl.id))
+        return dataclasses.replace(impl, call=lambda *a, **k: self._timed(op.name, call, *a, **k))
 
-    def _timed(self, name: str, work: Callable[[], Any]) -> Any:
+    def _timed(self, name: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`work(*args, **kwargs)`, with its time added to the op `name`; the device is idle before and after."""
         self.inner.synchronize()
         began = time.perf_counter()
-        result = work()
+        result = work(*args, **kwargs)
         self.inner.synchronize()
         self.seconds[name] += time.perf_counter() - began
         return result
+
+
+@dataclass(frozen=True)
+class _TimedGraph:
+    """A timed forward and backward made of an implementation's call, for `make_call`.
+
+    Each call records a separate autograd graph, which its backward then runs. In this way the backward of every
+    implementation can be timed, including those that torch differentiates.
+    """
+
+    op: Op[Any, Any]
+    call: Callable[..., Any]
+    timed: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Outcome, Tensor]]:
+        given = bind(self.op, args, kwargs)
+        with_grad = any(isinstance(given[n], Tensor) and given[n].requires_grad for n in self.op.grads)
+        # Activation checkpointing drops the tensors that autograd saves and computes the forward again when they are
+        # needed. The hooks keep this call's own graph out of that; the tensor that is returned beside the outcome is
+        # what it drops, so that it still sees one saved tensor per call and recomputes.
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            outcome = self.timed(run, self.op, self.call, given, with_grad)
+        residuals = outcome, given[self.op.grads[0]].detach()
+        # detach() would share its version counter with this call's graph, whose backward would then raise where a
+        # model writes over the result.
+        if isinstance(outcome.result, tuple):
+            return tuple(y.data for y in outcome.result), residuals
+        return outcome.result.data, residuals
+
+    def bwd(self, residuals: tuple[Outcome, Tensor], *dys: Tensor) -> tuple[Tensor | None, ...]:
+        grads = self.timed(backward, residuals[0], dys)
+        return tuple(grads.get(name) for name in self.op.grads)
 
 
 class _Data:
@@ -102,41 +121,43 @@ class _Data:
 def measure_needs() -> Needs:
     """Trains each of the golden model shapes for a few steps. Takes a few seconds."""
     backend = _complete_backend()
-    found = {shape: _profile(backend, shape) for shape in SHAPES}
-    order = dict.fromkeys(op for _, calls, _ in found.values() for op in calls)
+    profiles = {shape: _profile(backend, shape) for shape in SHAPES}
     needs = []
-    for op in order:
-        asking = [shape for shape, (_, calls, _) in found.items() if op in calls]
-        calls = {s: found[s][1][op] for s in asking}
-        shares = {s: found[s][2][op] / found[s][0] for s in asking}
+    for op in dict.fromkeys(op for profile in profiles.values() for op in profile.calls):
+        users = {shape: profile for shape, profile in profiles.items() if op in profile.calls}
+        calls = {shape: profile.calls[op] for shape, profile in users.items()}
+        shares = {shape: profile.seconds[op] / profile.step_seconds for shape, profile in users.items()}
         needs.append(Need(op, calls, shares))
     return Needs(backend.name, tuple(needs))
 
 
 def _complete_backend() -> Backend:
-    try:
+    """cpu_ref, or the references where it cannot be built: they are slower, and the report names them."""
+    with contextlib.suppress(HalError):  # no compiler, say
         backend = make("cpu_ref")
         if probed(backend).ok:
             backend.build()
             return backend
-    except (
-        HalError
-    ):  # no compiler, say: the references are slower, but they are always there, and the report names them
-        pass
     return Reference()
 
 
-def _profile(backend: Backend, shape: str) -> tuple[float, Counter[str], Mapping[str, float]]:
-    """(seconds of a step, calls by op in order of first use, seconds by op), each per step."""
-    import hal
-    from hal.model.gpt import GPT
-    from hal.model.trainer import Trainer
+@dataclass(frozen=True)
+class _Profile:
+    """One training step: its seconds, calls by op in the order of first use, and seconds by op."""
+
+    step_seconds: float
+    calls: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+def _profile(backend: Backend, shape: str) -> _Profile:
+    from hal.model.training.trainer import make_trainer
 
     watch = Stopwatch(backend)
     with activated(watch):
-        made = config(shape, torch.float32, vocabulary=_VOCABULARY, **SIZES)
+        model_config = config(shape, torch.float32, vocabulary=_VOCABULARY, **SIZES)
         data: Any = {"train": _Data()}
-        trainer = Trainer(made, GPT(made, hal.device()), data)
+        trainer = make_trainer(model_config, data, world=1)
         for _ in range(_WARM_UP):
             trainer.step()
         watch.clear()
@@ -146,22 +167,22 @@ def _profile(backend: Backend, shape: str) -> tuple[float, Counter[str], Mapping
         for _ in range(steps):
             trainer.step()
         total = time.perf_counter() - began
-    calls = Counter({name: count // steps for name, count in watch.counts().items()})
-    return total / steps, calls, {n: s / steps for n, s in watch.seconds.items()}
+    calls = {name: count // steps for name, count in watch.counts().items()}
+    return _Profile(total / steps, calls, {name: s / steps for name, s in watch.seconds.items()})
 
 
 def todo(name: str, impls: Sequence[str], needs: Needs) -> str:
-    """What the backend `name`, which has the ops `impls`, still lacks, as text."""
+    """The ops that the backend `name`, which has the ops `impls`, does not have yet, as text."""
     missing = [n for n in needs.needs if n.op not in impls]
     others = [op for op in OPS if op not in impls and op not in {n.op for n in needs.needs}]
-    lines = [f"{name} has {len(needs.needs) - len(missing)} of the {len(needs.needs)} ops that training asks for."]
+    lines = [f"{name} has {len(needs.needs) - len(missing)} of the {len(needs.needs)} ops that training needs."]
     if missing:
         columns = "".join(f"{shape:>10}" for shape in SHAPES)
         lines += [
-            "Missing, in the order in which a training step first asks for them, with the share of a step's time that "
+            "Missing, in the order in which a training step first uses them, with the share of a step's time that "
             "each would cover",
             f"(forward and backward, measured on {needs.measured_on} on this machine, float32, for three model shapes; "
-            "- = not asked for):",
+            "- = not used):",
             f"  {'op':<20}{columns}   calls a step",
         ]
         for need in missing:
@@ -172,7 +193,7 @@ def todo(name: str, impls: Sequence[str], needs: Needs) -> str:
         lines.append(f"  {'together':<20}{sums}   the rest is covered, or outside of ops")
         lines.append(f"Until then: hal train --backend {name} --fallback reference ... runs them on their references.")
     if others:
-        lines.append(f"Missing and not asked for by these models: {', '.join(others)}.")
+        lines.append(f"Missing and not used by these models: {', '.join(others)}.")
     if not missing and not others:
         lines.append("Nothing is missing.")
     return "\n".join(lines)

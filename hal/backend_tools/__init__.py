@@ -1,0 +1,79 @@
+"""What backends share: optional helpers for those who write one, in the tree or in a package of their own.
+
+Nothing here knows a device or keeps state. A helper serves at registration, or costs one function call; the contract
+itself is `hal` and `hal.ops`, and a backend needs nothing else.
+"""
+
+from .activation import activations_from
+from .attention import (
+    UNBOUNDED,
+    AttentionSpec,
+    CuSeqlens,
+    attention_spec,
+    attention_strides,
+    bounded,
+    packed_starts,
+)
+from .compilation import (
+    announce,
+    build_once,
+    cache_directory,
+    compiler_version,
+    find_compiler,
+    locked,
+    run_compiler,
+)
+from .optimizer import (
+    AdamWMember,
+    AdamWScalars,
+    adamw_groups,
+    adamw_members,
+    adamw_scalars,
+    adamw_written,
+    in_place_reasons,
+)
+from .random_draws import draw_reasons, draw_rows, draw_steps, dropout_from
+from .rotary import angle_strides, rotary_from
+from .signatures import why_not_tensors, with_signature_of
+from .tensors import by_dtype, copy_back, host_tensor_reasons, rows_of
+from .vocabulary import cross_entropy_from, sharded_embedding, sharded_embedding_gradient
+
+__all__ = [
+    "UNBOUNDED",
+    "AdamWMember",
+    "AdamWScalars",
+    "AttentionSpec",
+    "CuSeqlens",
+    "activations_from",
+    "adamw_groups",
+    "adamw_members",
+    "adamw_scalars",
+    "adamw_written",
+    "angle_strides",
+    "announce",
+    "attention_spec",
+    "attention_strides",
+    "bounded",
+    "build_once",
+    "by_dtype",
+    "cache_directory",
+    "compiler_version",
+    "copy_back",
+    "cross_entropy_from",
+    "draw_reasons",
+    "draw_rows",
+    "draw_steps",
+    "dropout_from",
+    "find_compiler",
+    "host_tensor_reasons",
+    "in_place_reasons",
+    "locked",
+    "packed_starts",
+    "rotary_from",
+    "rows_of",
+    "run_compiler",
+    "sharded_embedding",
+    "sharded_embedding_gradient",
+    "why_not_tensors",
+    "with_signature_of",
+]

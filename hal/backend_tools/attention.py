@@ -1,0 +1,113 @@
+"""A call of ops.flash_attention in terms of sizes and strides, whatever its layout; made for `with_signature_of`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hal import ops
+from hal.core.op import require
+from hal.rng import Rng
+
+UNBOUNDED = 1 << 40
+"""Stands for None in pre_tokens and next_tokens: beyond any sequence, far from overflow in 64 bits."""
+
+
+class AttentionSpec(NamedTuple):
+    """The plain values of one call, resolved: head counts from shapes, the default scale, no dropout without an Rng.
+
+    sq, skv: lengths of queries and keys, token counts when packed (batch is then 1). d: head size. rng is None if and
+    only if dropout_p is 0. Hashable, for what is cached per kind of call.
+    """
+
+    layout: str
+    batch: int
+    heads: int
+    kv_heads: int
+    sq: int
+    skv: int
+    d: int
+    pre: int | None
+    next: int | None
+    scale: float
+    dropout_p: float
+    rng: Rng | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed one after the other (TND)."""
+        return self.layout == "TND"
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def causal(self) -> bool:
+        """Whether only j <= i + skv - sq is visible, and the window hides nothing else."""
+        return self.pre is None and self.next == 0
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether the window hides nothing."""
+        return self.pre is None and self.next is None
+
+
+def attention_spec(
+    q: Tensor,
+    k: Tensor,
+    layout: str,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    pre_tokens: int | None,
+    next_tokens: int | None,
+    scale: float | None,
+    dropout_p: float,
+    rng: Rng | None,
+) -> AttentionSpec:
+    """The spec of a call of ops.flash_attention with these arguments."""
+    batch, heads, sq, d = ops.layouts.sizes(q, layout, num_heads)
+    kv_heads = num_kv_heads or heads if layout in ("SBH", "BSH") else k.shape[layout.index("N")]
+    skv = k.shape[layout.index("T" if layout == "TND" else "S")]
+    used = 1.0 / math.sqrt(d) if scale is None else float(scale)
+    # One form of "no dropout", so that callers test one of the two, and equal calls have equal specs.
+    if rng is None or dropout_p == 0.0:
+        rng, dropout_p = None, 0.0
+    return AttentionSpec(layout, batch, heads, kv_heads, sq, skv, d, pre_tokens, next_tokens, used, dropout_p, rng)
+
+
+def attention_strides(layout: str, strides: Sequence[int], d: int) -> tuple[int, int, int]:
+    """(batch, token, head) strides of a tensor of `layout` with these strides and head size d; batch 0 for TND."""
+    if layout == "TND":
+        return 0, strides[0], strides[1]
+    head = d if layout in ("SBH", "BSH") else strides[layout.index("N")]
+    return strides[layout.index("B")], strides[layout.index("S")], head
+
+
+def bounded(tokens: int | None) -> int:
+    """One side of a window as a number that a kernel can add to: None and all beyond it become UNBOUNDED."""
+    return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
+
+
+CuSeqlens = tuple[list[int], list[int]] | None
+"""Where sequences start, of queries and of keys, as `packed_starts` returns it; None for a dense call."""
+
+
+def packed_starts(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> CuSeqlens:
+    """cu_seqlens of a packed call as lists, for kernels launched per sequence. Reading them waits for the device.
+
+    Raises ContractError unless both rise from 0 to the number of tokens: ops.flash_attention leaves this check, which
+    looks at what tensors hold, to the backends.
+    """
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    starts: tuple[list[int], list[int]] = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for name, values, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, (q.shape[0], k.shape[0])):
+        rising = values[0] == 0 and values[-1] == tokens and all(a <= b for a, b in pairwise(values))
+        require(rising, "flash_attention", f"{name} rising from 0 to {tokens}", values)
+    return starts

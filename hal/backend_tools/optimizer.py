@@ -1,0 +1,75 @@
+"""The arguments of ops.adamw as kernels take them; made for `with_signature_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+
+
+AdamWMember = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""param, grad, exp_avg, exp_avg_sq, and the low-precision copy that receives the new values, if any."""
+
+
+class AdamWScalars(NamedTuple):
+    """The plain values of a step, and the factors of the formula that follow from them."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+
+    @property
+    def decay(self) -> float:
+        """The factor of a parameter before its update."""
+        return 1.0 - self.lr * self.weight_decay
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """The bias corrections: the divisors of the first and of the second moment."""
+        return 1.0 - self.beta1**self.step, 1.0 - self.beta2**self.step
+
+
+def adamw_scalars(
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float
+) -> AdamWScalars:
+    """The values of a call of ops.adamw."""
+    return AdamWScalars(step, lr, beta1, beta2, eps, weight_decay, grad_scale)
+
+
+def adamw_members(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
+) -> list[AdamWMember]:
+    """The tensors of a call of ops.adamw, by parameter."""
+    copies: Sequence[Tensor | None] = [None] * len(params) if model_params is None else model_params
+    return list(zip(params, grads, exp_avgs, exp_avg_sqs, copies))
+
+
+def adamw_groups(members: Iterable[AdamWMember]) -> dict[tuple[torch.dtype, torch.dtype], list[AdamWMember]]:
+    """Members by the dtypes that a kernel is compiled for: of the gradient and of the copy (float32 without one)."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[AdamWMember]] = {}
+    for member in members:
+        grad, copy = member[1], member[4]
+        groups.setdefault((grad.dtype, torch.float32 if copy is None else copy.dtype), []).append(member)
+    return groups
+
+
+def adamw_written(
+    params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
+) -> list[Tensor]:
+    """All tensors that a call of ops.adamw writes."""
+    return [*params, *exp_avgs, *exp_avg_sqs, *(model_params or ())]
+
+
+def in_place_reasons(written: Iterable[Tensor]) -> Sequence[str]:
+    """Why a kernel that takes addresses refuses to update these tensors: it cannot write through gaps."""
+    if all(t.is_contiguous() for t in written):
+        return ()
+    return ["a parameter, moment or model copy that is not contiguous (it is updated in place)"]

@@ -1,0 +1,65 @@
+"""How a kernel is told of a random draw, and dropout from one function that drops elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hal.rng import Rng
+
+Rows = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def draw_rows(rng: Rng, shape: Sequence[int], width: int) -> Rows:
+    """A draw of `shape` (at least one element) as a kernel walks it: (index of the first element, sizes, strides).
+
+    The draw is four-dimensional: sizes [a, b, c, width], of which the last dimension is a row of consecutive elements;
+    strides are those of a, b and c, in elements of the whole draw. A draw that is no block of a larger one is divided
+    into rows of `width`, which must divide it; a block has the rows that its shape says.
+    """
+    if rng.full_shape is None:
+        return 0, (1, 1, math.prod(shape) // width, width), (0, 0, width)
+    index0, *strides = draw_steps(rng, shape)
+    return index0, (1,) * (4 - len(shape)) + tuple(shape), tuple(strides)
+
+
+def draw_steps(rng: Rng, shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """(index of the first element, strides of the first three dimensions) of a draw of up to four dimensions.
+
+    The last dimension's stride is 1; missing leading dimensions have stride 0. Indices are those of the whole draw, of
+    which this may be a block.
+    """
+    index0, strides = rng.indexing(shape)
+    a, b, c = ((0,) * (4 - len(strides)) + strides)[:3]
+    return index0, a, b, c
+
+
+def draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
+    """Why `draw_rows` cannot describe this draw; empty = it can."""
+    if rng is not None and rng.full_shape is not None and len(shape) > 4:
+        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a whole draw may have any number)"]
+    return ()
+
+
+def dropout_from(
+    drop: Callable[[Tensor, float, Rng], Tensor],
+) -> tuple[Callable[..., tuple[Tensor, tuple[Any, ...]]], Callable[..., tuple[Tensor]]]:
+    """The forward and backward function of ops.dropout, for `Backend.impl`.
+
+    drop(x, p, rng): x with elements dropped with probability p > 0, the rest scaled by 1 / (1 - p), in new memory. The
+    gradient drops the same elements of dy: the mask is drawn again, not stored.
+    """
+
+    def dropout(x: Tensor, p: float, rng: Rng | None) -> tuple[Tensor, tuple[Any, ...]]:
+        if p == 0.0 or rng is None:
+            return x.clone(), (0.0, None)
+        return drop(x, p, rng), (p, rng)
+
+    def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+        p, rng = residuals
+        return (dy if p == 0.0 else drop(dy, p, rng),)
+
+    return dropout, backward

@@ -1,0 +1,1 @@
+"""Communicators: the contract, and the transports that HAL itself provides."""
