@@ -23,7 +23,7 @@ SEQUENCE, VOCABULARY = 64, 100
 
 
 def build_model(spec):
-    """The quickstart's GPT of two layers."""
+    """The quickstart's GPT, with two layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,7 +45,7 @@ def build_model(spec):
 
 
 class Tokenizer:
-    """As much of a tokenizer as a dataset of numbers needs."""
+    """The part of a tokenizer that a dataset of numbers needs."""
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = VOCABULARY, VOCABULARY - 1
@@ -71,7 +71,7 @@ def batches():
 
 
 def forward_step(device, data, model):
-    """One microbatch, as megatron-core's schedules ask for it."""
+    """One microbatch: the step function that megatron-core's schedules call."""
     batch = {name: value.to(device) for name, value in next(data).items()}
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
 
@@ -135,5 +135,5 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":  # saving starts processes, which import this file
+if __name__ == "__main__":  # saving a checkpoint starts processes that import this file
     main()

@@ -1,8 +1,8 @@
 """flash_attention (kernels/flash_attention*): all layouts, through their strides.
 
 Nothing is copied or expanded: the kernel gets element strides for batch, token and head, and reads the mask through
-its strides too. The one exception: a tensor whose last dimension is not contiguous is made contiguous first. The output
-and the gradients are contiguous, in the layout of the tensors they belong to. cu_seqlens are validated by the kernel.
+strides too. The one exception is a tensor whose last dimension is not contiguous, which is copied. The output and the
+gradients are contiguous, in the layout of the tensors they belong to. The kernel validates cu_seqlens.
 """
 
 from __future__ import annotations
@@ -17,33 +17,18 @@ from torch import Tensor
 
 import hal
 from hal import ContractError, Rng, address, ops
+from hal.backend_tools import attention_strides, bounded, draw_steps
 
 from .build import ffi, lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, reasons
-
-_UNBOUNDED = 1 << 40
-"""Stands for None in pre_tokens and next_tokens: beyond any sequence, far from overflow."""
+from .tensors import CODE, REAL, refuses
 
 _Shape = tuple[int, ...]
 
 
-def _clamped(tokens: int | None) -> int:
-    return _UNBOUNDED if tokens is None else max(-_UNBOUNDED, min(tokens, _UNBOUNDED))
-
-
 def _contiguous_strides(shape: Sequence[int]) -> _Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _strides(layout: str, strides: Sequence[int], d: int) -> _Shape:
-    """(batch, token, head) strides of a tensor of `layout`."""
-    if layout == "TND":
-        return 0, strides[0], strides[1]
-    if layout in ("SBH", "BSH"):
-        return strides[layout.index("B")], strides[layout.index("S")], d
-    return strides[layout.index("B")], strides[layout.index("S")], strides[layout.index("N")]
 
 
 @lru_cache(maxsize=512)
@@ -63,7 +48,8 @@ def _describe(
 ) -> tuple[Any, _Shape]:
     """The kernel's description of a call (struct hal_flash_attention) and the shape of lse.
 
-    q, k: shapes. strides: of q, k, v and, for the backward pass, of the output's gradient. block: the Rng's.
+    q, k: shapes. strides: of q, k, v and, for the backward pass, of the output's gradient. block: the Rng's full_shape
+    and start. Cached, because building the struct takes longer than a short call of the kernel.
     """
     if layout in ("SBH", "BSH"):
         n = heads[0] or 1
@@ -76,8 +62,8 @@ def _describe(
     else:
         b, sq, sk = q[layout.index("B")], q[layout.index("S")], k[layout.index("S")]
         lse_shape = (b, n, sq)
-    # The layouts' own strides serve the tensors made here: the output and the gradients.
-    like_q, like_k = (_strides(layout, _contiguous_strides(shape), d) for shape in (q, k))
+    # The output and the gradients are allocated here, contiguous, so their strides follow from the shapes.
+    like_q, like_k = (attention_strides(layout, _contiguous_strides(shape), d) for shape in (q, k))
     mask_strides: _Shape = (0, 0, 0, 0)
     if mask is not None:  # a view: broadcast dimensions get stride 0
         shape, steps = mask
@@ -85,25 +71,26 @@ def _describe(
     threshold = 0
     dropout_index: _Shape = (0, 0, 0, 0)
     if dropout_p > 0.0:
-        index0, steps = Rng(0, 0, *block).indexing((n, sq, sk) if layout == "TND" else (b, n, sq, sk))
         threshold = hal.dropout_threshold(dropout_p)
-        dropout_index = (index0, *((0,) * (4 - len(steps))), *steps[:-1])
+        dropout_index = draw_steps(Rng(0, 0, *block), (n, sq, sk) if layout == "TND" else (b, n, sq, sk))
     fields = (
         *(CODE[dtype], b, n, g, sq, sk, d),
-        *(_strides(layout, s, d) for s in strides[:3]),
-        *(like_q, mask_strides, _clamped(window[0]), _clamped(window[1])),
+        *(attention_strides(layout, s, d) for s in strides[:3]),
+        *(like_q, mask_strides, bounded(window[0]), bounded(window[1])),
         1.0 / math.sqrt(d) if scale is None else scale,
         *(threshold, 1.0 / (1.0 - dropout_p), dropout_index),
-        *((_strides(layout, strides[3], d), like_q, like_k, like_k) if len(strides) == 4 else ()),
+        *((attention_strides(layout, strides[3], d), like_q, like_k, like_k) if len(strides) == 4 else ()),
     )
     return ffi().new("struct hal_flash_attention *", fields), lse_shape
 
 
 def _rows(x: Tensor) -> Tensor:
+    """x with adjacent channels, which is all that the kernel requires of its strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Raises what the kernel's return value means: 0 is success, see flash_attention_api.h."""
     if status == 2:
         assert cu_q is not None and cu_k is not None
         raise ContractError(
@@ -114,29 +101,8 @@ def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tens
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
 
 
-@hal.by_metadata
-def _why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    pre_tokens: int | None = None,
-    next_tokens: int | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    return_lse: bool = False,
-) -> Sequence[str]:
-    return reasons(q, k, v)
-
-
 def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, like q, k and v, from dout like out."""
     q, k, v, out, rest, lse, mask, cu_q, cu_k, rng, call = residuals
     dout = _rows(dout)
     layout, strides, *others = call
@@ -167,7 +133,7 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
     return dq, dk, dv
 
 
-@CpuRef.impl(ops.flash_attention, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
+@CpuRef.impl(ops.flash_attention, id="cpu_ref/c", why_not=refuses(ops.flash_attention), bwd=_backward)
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -193,6 +159,7 @@ def flash_attention(
         sequences = cu_seqlens_q.shape[0] - 1
     if rng is None:
         dropout_p = 0.0
+    # Everything that _describe depends on, so that it is computed once per kind of call, also for the backward pass.
     call = (
         layout,
         (q.stride(), k.stride(), v.stride()),
@@ -206,6 +173,7 @@ def flash_attention(
     )
     described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
     out, lse = empty(q.shape, q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
+    # The rounding error of a 16-bit output, without which its gradients lose digits (see flash_attention_api.h).
     wants_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(

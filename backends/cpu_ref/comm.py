@@ -1,8 +1,8 @@
-"""cpu_ref's communicator: shared memory between the ranks of one machine, gloo for everybody else.
+"""cpu_ref's communicator: shared memory between the ranks of one machine, gloo otherwise.
 
-A group whose ranks all see the same memory maps one segment, which has no name in any file system, so that nothing is
-left behind however they end. What the kernels lack (complex reductions, messages between two ranks) runs on gloo.
-Blocking collectives run on the calling thread; those that are started to be waited for later, on a thread of their own.
+The ranks of a group on one machine map a common segment. It has no name in any file system, so nothing is left behind,
+however the processes end. What the kernels lack (complex reductions, messages between two ranks) runs on gloo. Blocking
+collectives run on the calling thread, asynchronous ones on a thread of the communicator.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _CODE = {
 _MOVED = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
 _MOVED += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _CODE_MOVED = {dtype: 16 + i for i, dtype in enumerate(_MOVED)}
-"""Dtypes that are not reduced: ranks must agree in them, too."""
+"""Codes of dtypes that are moved but not reduced. The kernel only compares them, because all ranks must use the
+same."""
 _REDUCING = ("all_reduce", "reduce_scatter")
 _OUT_OF_TIME, _DEAD, _OTHER_COLLECTIVE, _CLOSED = 1, 2, 3, 4
 
 
 class SharedMemoryComm(hal.TorchComm):
-    """A group on one machine. `shared` says whether it is: if not, this is gloo's communicator."""
+    """A communicator over shared memory if all ranks are on one machine (see `shared`), otherwise gloo's."""
 
     def __init__(self, group: dist.ProcessGroup, transport: hal.Transport, **how: Any) -> None:
         super().__init__(group, transport, **how)
@@ -71,11 +72,11 @@ class SharedMemoryComm(hal.TorchComm):
         return () if self._takes(collective, x) else super().why_not(collective, x, op)
 
     def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
-        # Remembered where the shape does not matter: looking at everything costs as much as a small collective.
+        # Cached for collectives whose shape need not be checked: a full check takes as long as a small collective.
         key = (collective, op, source, x.dtype, x.is_cpu)
         try:
             codes = self._known.get(key)
-        except TypeError:  # an op or source of a kind that none is: refused below
+        except TypeError:  # an unhashable op or source, which is refused below
             codes = None
         if codes is not None and self._unfinished is None:
             x = x.resolve_neg().contiguous()
@@ -91,12 +92,12 @@ class SharedMemoryComm(hal.TorchComm):
     def _run_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
         if not self._takes(collective, x):
             return super()._run_now(collective, x, op, source)
-        if self._unfinished is not None:  # the segment's steps are in the order in which collectives were started
+        if self._unfinished is not None:  # collectives use the segment in the order in which they were started
             self._unfinished.wait()
             self._unfinished = None
         return self._shared(collective, x, op, source)
 
-    def _start(self, collective: str, x: Tensor, op: str, source: int) -> hal.Pending:
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> hal.Work:
         if not self._takes(collective, x):
             return super()._start(collective, x, op, source)
         if self._tasks is None:
@@ -105,10 +106,10 @@ class SharedMemoryComm(hal.TorchComm):
         future: Future[Tensor] = Future()
         self._unfinished = threading.Event()
         self._tasks.put((future, lambda: self._shared(collective, x, op, source), self._unfinished))
-        return hal.Pending(future.result)
+        return hal.Work(future.result)
 
     def _shared(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
-        x = x.resolve_conj().resolve_neg().contiguous()  # the kernel reads memory as it is
+        x = x.resolve_conj().resolve_neg().contiguous()  # the kernel reads the stored values
         if collective == "all_gather":
             out, count = x.new_empty((x.shape[0] * self.size, *x.shape[1:])), x.numel()
         elif collective == "reduce_scatter":
@@ -124,7 +125,7 @@ class SharedMemoryComm(hal.TorchComm):
         self, collective: str, codes: tuple[int, ...], x: Tensor, out: Tensor, count: int, source: int
     ) -> Tensor:
         if not count and collective != "barrier":
-            return out  # every rank sees the same emptiness
+            return out  # empty on every rank, so none waits for another
         if self._broken is not None:
             raise self._broken
         seq = self._progress.arrive(collective)
@@ -145,10 +146,10 @@ class SharedMemoryComm(hal.TorchComm):
         if fault == _OTHER_COLLECTIVE:
             return hal.ContractError(
                 f"{what}: rank {other} runs another collective, or one of other shape, dtype or reduction, than rank "
-                f"{rank}; all ranks of a group call the same ones in the same order"
+                f"{rank}; all ranks must issue the same collectives in the same order"
             )
         if fault == _CLOSED:
-            return hal.CollectiveFailed(f"{what} was given up on rank {rank}: this process is ending")
+            return hal.CollectiveFailed(f"{what} was aborted on rank {rank}: this process is ending")
         return hal.CollectiveFailed(
             f"{what} failed on rank {rank}: the process of rank {other} has ended. Ranks that did not arrive: {other}. "
             "A rank that ended is the usual cause: see its log first."
@@ -156,7 +157,7 @@ class SharedMemoryComm(hal.TorchComm):
 
 
 def _codes(collective: str, dtype: torch.dtype, op: str) -> tuple[int, ...]:
-    """What the kernel calls the collective, a dtype's size and the dtype, and the reduction."""
+    """The kernel's codes: (collective, bytes per element, dtype, reduction)."""
     reduction = "max" if dtype is torch.bool and op == "sum" else op
     code = _CODE.get(dtype, _CODE_MOVED.get(dtype, 63))
     return _KIND[collective], dtype.itemsize, code, _REDUCTION[reduction]
@@ -173,23 +174,23 @@ def _work(tasks: queue.SimpleQueue[_Task]) -> None:
         except BaseException as error:
             future.set_exception(error)
         finished.set()
-        del future, task  # or the last result would live until the next collective
+        del future, task  # otherwise the last result would be kept until the next collective
 
 
 def _machine() -> int:
-    """A number that processes share if they can map each other's memory: of one boot, in one space of process ids."""
+    """A number that is equal in processes that can map each other's memory: same boot, same process id namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             text = file.read() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        return -1 - os.getpid()  # like nobody else
+        return -1 - os.getpid()  # unique, so that no memory is shared
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _join(comm: SharedMemoryComm) -> tuple[int, Any]:
-    """(handle, what keeps the mapping alive) of the group's segment; (0, None) where its ranks share no memory.
+    """(handle, objects that keep the mapping alive) of the group's segment; (0, None) if its ranks share no memory.
 
-    Collective, over gloo: the first rank makes the segment, the others map it through the first's open file.
+    A collective operation over gloo: rank 0 creates the segment, the others map it through rank 0's open file.
     """
     lib = build.lib()
     size = lib.hal_shm_bytes(comm.size)
@@ -237,7 +238,7 @@ def _watch(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:
-        return -1  # a death is then noticed by the timeout
+        return -1  # the death of this peer is then detected by the timeout only
 
 
 def _leave(lib: Any, handle: int, watched: Sequence[int]) -> None:

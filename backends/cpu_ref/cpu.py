@@ -1,4 +1,4 @@
-"""What is known about this machine's processor, from the operating system."""
+"""Facts about this machine's processor, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _facts() -> dict[str, str]:
 
 
 def vendor() -> str:
-    """ "GenuineIntel", "AuthenticAMD", an ARM implementer's number, or "" where the system does not say."""
+    """ "GenuineIntel", "AuthenticAMD", the number of an ARM implementer, or "" if the system does not report it."""
     return _facts().get("vendor_id") or _facts().get("cpu implementer", "")
 
 
@@ -29,11 +29,11 @@ def model() -> str:
 
 
 def features() -> frozenset[str]:
-    """Instruction sets in the kernel's spelling (avx2, avx512f, avx512_bf16, asimd, ...)."""
+    """Instruction sets as Linux spells them (avx2, avx512f, avx512_bf16, asimd, ...)."""
     return frozenset((_facts().get("flags") or _facts().get("features", "")).split())
 
 
 def identity() -> str:
-    """Everything that -march=native depends on, as text; the same on processors that run the same code."""
+    """Everything that -march=native depends on, as text; equal on processors for which it generates the same code."""
     keys = [key for key in _facts() if re.match(r"vendor|cpu family|model|stepping|cpu (imp|arch|var|part|rev)", key)]
     return "\n".join([platform.machine(), *(_facts()[key] for key in sorted(keys)), *sorted(features())])

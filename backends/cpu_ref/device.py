@@ -1,7 +1,7 @@
 """The cpu_ref backend: this machine's processors, with kernels in C.
 
-Like a GPU's caching allocator, it keeps freed memory in the process by default, because fresh pages cost more than most
-kernels. Memory figures are those of the whole process (resident set): torch's CPU allocator does not count.
+Like a GPU's caching allocator, it keeps freed memory in the process by default, because page faults cost more than most
+kernels. Memory figures are those of the whole process (resident set), because torch's CPU allocator has no statistics.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16"
 class CpuRef(hal.Backend):
     """One device: all processors, used by torch.get_num_threads() threads.
 
-    keep_memory: freed memory stays with the process for the next tensor (glibc's malloc is told so when the backend is
-        taken into use, for the whole process), and large results are blocks of plain malloc, whose storage cannot be
-        resized (memory.py). False: neither. Any MALLOC_* variable set: malloc stays as it is.
-    shared_memory: ranks of one machine communicate through memory that they share; False: through gloo's sockets.
+    keep_memory: freed memory stays in the process for the next tensor (a setting of glibc's malloc for the whole
+        process, made when the backend is taken into use), and large results are plain malloc blocks, whose storage
+        cannot be resized (memory.py). False: neither. If any MALLOC_* variable is set, malloc's settings are left
+        alone.
+    shared_memory: ranks of one machine communicate through shared memory; False: through gloo's sockets.
     """
 
     name = "cpu_ref"
-    accelerators = (
-        hal.Accelerator(
+    device_specs = (
+        hal.DeviceSpec(
             "server-64-cores",
             memory=512 * 2**30,
             flops={"fp32": 64 * 64 * 2.5e9, "bf16": 2 * 64 * 64 * 2.5e9},
@@ -66,7 +67,8 @@ class CpuRef(hal.Backend):
 
     def build(self) -> None:
         kernels = build.lib()
-        memory.plain(self.keep_memory)
+        memory.use_plain_malloc(self.keep_memory)
+        # Variables such as MALLOC_TRIM_THRESHOLD_ are the user's own choice, which takes precedence.
         if self.keep_memory and not any(name.startswith("MALLOC_") for name in os.environ):
             kernels.hal_keep_freed_memory()
 
@@ -76,10 +78,10 @@ class CpuRef(hal.Backend):
         return torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Nothing to wait for: kernels return when they are done."""
+        """Returns at once, because kernels are synchronous."""
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
-        """Shared memory between ranks of one machine (comm.py), gloo otherwise, or everywhere if it is switched off."""
+        """Shared memory between ranks of one machine (comm.py); gloo otherwise, or if shared_memory is False."""
         kind = SharedMemoryComm if self.shared_memory else hal.TorchComm
         return hal.torch_comm(hal.GLOO, ranks, timeout=timeout, kind=kind)
 
@@ -92,9 +94,9 @@ class CpuRef(hal.Backend):
         if "VmRSS" not in lines:
             return {}
         now, peak = (int(lines.get(key, lines["VmRSS"]).split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-        # The kernel counts pages in batches, so its maximum may lag behind what is there now.
+        # Linux counts pages in batches, so its maximum may be smaller than the present value.
         return {"allocated": now, "peak": max(now, peak)}
 
     def reset_peak_memory(self) -> None:
-        with contextlib.suppress(OSError):  # the kernel may not allow it; "peak" then stays the process's
+        with contextlib.suppress(OSError):  # not allowed on every system; "peak" then stays that of the whole process
             Path("/proc/self/clear_refs").write_text("5")

@@ -1,10 +1,10 @@
-"""linear: float32 products by oneDNN where torch.mm would take MKL's slow path, everything else by torch.
+"""linear: float32 products by oneDNN where torch.mm would use MKL's slow path, everything else by torch.
 
-MKL keeps its AVX-512 kernels for Intel's processors; on others torch.mm runs float32 at half the speed of oneDNN, which
-torch brings along and offers through the operator its compiler uses for fused layers. The weight's gradient, for which
-that operator would copy its operands, is our own kernel there. Accuracy is the same (float32 products and sums). 16-bit
-products go through oneDNN in torch.mm already, except that torch's linear adds a bias to what it has written: the
-operator adds it before rounding, for nothing.
+MKL uses its AVX-512 kernels on Intel's processors only; on others torch.mm runs float32 at half the speed of oneDNN.
+torch ships oneDNN and exposes it through the operator that its compiler uses for fused layers. For the gradient of the
+weight that operator would copy its operands, so it is a kernel of this backend (kernels/linear_kind.h). Accuracy is the
+same (float32 products and sums). torch.mm already uses oneDNN for 16-bit products; but torch's linear adds a bias to
+the rounded product in a second pass, whereas the operator adds it before rounding, at no cost.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hal
 from hal import HalError, address, ops
 
 from . import cpu
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import CODE, reasons
+from .tensors import CODE, reasons, refuses
 
 _SMALL = 1 << 22
-"""Below this many multiplications the two cost the same, and torch.mm has the cheaper call."""
+"""Below this many multiplications both take the same time, and the call of torch.mm is cheaper."""
 
 
 @cache
@@ -42,14 +41,14 @@ def _onednn() -> Callable[..., Tensor] | None:
 
 
 def _onednn_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
-    """_onednn() where it is worth its call, for x [..., k] and w [n, k]."""
+    """_onednn() if the product of x [..., k] and w [n, k] is large enough for it, else None."""
     large = x.dtype == torch.float32 and x.numel() * w.shape[0] >= _SMALL
     return _onednn() if large else None
 
 
 @cache
 def _onednn_bf16() -> Callable[..., Tensor] | None:
-    """The same for bfloat16, if torch has it and this processor can."""
+    """The same for bfloat16, if torch has it and this processor supports it."""
     operators = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and hasattr(operators, "_is_mkldnn_bf16_supported")):
         return None
@@ -62,30 +61,27 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
-        if x.ndim > 2 and not x.is_contiguous():  # else a product per matrix, perhaps, and the bias added afterwards
+        if x.ndim > 2 and not x.is_contiguous():  # torch might run one product per matrix and add the bias afterwards
             return torch.nn.functional.linear(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
         return torch.nn.functional.linear(x, w, bias)
-    # It reads a bias as if it were contiguous.
+    # The operator ignores the stride of the bias.
     return onednn(_dense(x), _dense(w), None if bias is None else bias.contiguous(), "none", [], "")
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x, copied if neither its rows nor its columns are contiguous: oneDNN would take a scalar loop."""
+    """x, copied if neither its rows nor its columns are contiguous, for which oneDNN has only a scalar loop."""
     return x if 1 in x.stride() else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
+    """x [..., k] as [rows, k]."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-@hal.by_metadata
-def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, weight, bias)
 
 
 def _backward(
     residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx [..., k], dw [n, k] and db [n] from dy [..., n], for those that `needs` asks for."""
     x, weight = residuals
     dx = _product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)
@@ -98,7 +94,7 @@ def _backward(
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
-    """dy^T x and, if there is a bias, the sum of dy's rows."""
+    """dy^T x [out, in] and, if biased, the sum of dy's rows [out]; dy [rows, out] and x [rows, in] are contiguous."""
     dw = empty((dy.shape[1], x.shape[1]), torch.float32)
     db = torch.empty(dy.shape[1]) if biased else None
     _kernel(dy, x, dw, db, add=False)
@@ -107,7 +103,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, biased: bool) -> tuple[Tensor, Tenso
 
 def _kernel(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None, *, add: bool) -> None:
     """kernels/linear_kind.h: dw [out, in] (+)= dy^T x and db [out] (+)= the sum of dy's rows, all contiguous."""
-    done = lib().hal_linear_wgrad(
+    supported = lib().hal_linear_wgrad(
         CODE[dy.dtype],
         dy.data_ptr() or address(dy),
         x.data_ptr() or address(x),
@@ -117,11 +113,11 @@ def _kernel(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None, *, add: bool) 
         *dw.shape,
         add,
     )
-    if not done:
-        raise HalError(f"linear's kernel has no products of {dy.dtype} on this processor")
+    if not supported:
+        raise HalError(f"linear's kernel does not multiply {dy.dtype} on this processor")
 
 
-@CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=_why_not, bwd=_backward)
+@CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=refuses(ops.linear), bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     return _product(x, weight, bias), (x, weight)
 
@@ -134,6 +130,7 @@ def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Ten
 
 @CpuRef.impl(ops.linear_wgrad, id="cpu_ref/c", why_not=_why_not_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    # The kernel adds to main_grad while it writes, which saves a pass over it; small products gain nothing.
     if x.numel() * dy.shape[-1] >= _SMALL and _fast(x.dtype):
         _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)
         return

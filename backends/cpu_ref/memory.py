@@ -1,12 +1,12 @@
-"""Memory for the results of kernels: large ones from plain malloc, which hands out again what was just freed.
+"""Memory for the results of kernels: large results come from plain malloc, which reuses blocks that were just freed.
 
-torch asks the C library for aligned blocks. glibc cuts slivers off those, which its caches of small blocks may keep:
-what was freed is then too small for the next request of the same size: blocks are handed out in turns, cold in the
-caches, and the heap grows into pages never touched, which cost more than most kernels. A plain request fits the block
-that an equal one has just left; it is aligned inside.
+torch requests aligned blocks from the C library. For those, glibc splits off small remainders, which its caches of
+small blocks may keep. A freed block is then too small for the next request of the same size: requests alternate between
+blocks, which are cold in the caches, and the heap grows into fresh pages, whose faults cost more than most kernels. A
+plain request fits the block that a request of the same size has just freed; the data is aligned within the block.
 
-Such a tensor is an ordinary one, except that its storage cannot be resized; the block is freed with its last view. With
-the backend's option keep_memory=False every tensor is torch's own.
+Such a tensor behaves like any other, except that its storage cannot be resized; the block is freed with its last view.
+With the backend's option keep_memory=False all tensors are allocated by torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from torch import Tensor
 from . import build
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is made here. It takes 3 us, torch's own way 0.7, filling so many bytes 15 or more."""
+"""Bytes from which tensors are allocated here. That takes 3 us, torch.empty 0.7 us, and writing so many bytes at least
+15 us."""
 _LINE = 64
 
 _largest_of_torch = LARGE - 1
 
 
-def plain(large: bool) -> None:
-    """Whether large tensors come from plain malloc, in this process from now on; at first they do."""
+def use_plain_malloc(large: bool) -> None:
+    """Sets whether large tensors come from plain malloc, for the whole process; initially they do."""
     global _largest_of_torch
     _largest_of_torch = LARGE - 1 if large else sys.maxsize
 
@@ -43,24 +44,26 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """The same, with the shape and dtype of x, which is contiguous."""
+    """An uninitialised tensor with the shape and dtype of x, which is contiguous. Raises MemoryError."""
     return torch.empty_like(x) if x.nbytes <= _largest_of_torch else _large(x.shape, x.dtype)
 
 
 def _large(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in a malloc block that is one cache line larger than its data, so that the data can be aligned."""
     count, ffi = math.prod(shape), build.ffi()
     size = count * dtype.itemsize + _LINE
     block = _allocator()("char[]", size)
     offset = -int(ffi.cast("uintptr_t", block)) % _LINE
     storage = torch.frombuffer(ffi.buffer(block, size), dtype=dtype, count=count, offset=offset).untyped_storage()
-    # Not a view (autograd would not let it be changed in place), and made by an operation that counters of memory see.
+    # set_ makes it a base tensor: autograd restricts in-place changes of views. torch's memory counters see the
+    # operation.
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
 
 
 @cache
 def _allocator() -> Callable[[str, int], Any]:
     lib = build.lib()
-    made: Callable[[str, int], Any] = build.ffi().new_allocator(
+    allocator: Callable[[str, int], Any] = build.ffi().new_allocator(
         lib.hal_allocate, lib.hal_free, should_clear_after_alloc=False
     )
-    return made
+    return allocator

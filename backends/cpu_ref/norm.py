@@ -1,31 +1,26 @@
-"""layer_norm and rms_norm (kernels/norm.c). Any x; the statistics are kept for the backward pass."""
+"""layer_norm and rms_norm (kernels/norm.c). The rows' statistics are saved for the backward pass."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-import hal
 from hal import address, ops
+from hal.backend_tools import rows_of
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, parameter, reasons, rows_of
-
-
-@hal.by_metadata
-def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight, bias)
+from .tensors import CODE, REAL, parameter, refuses
 
 
 def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dx like x, dweight and dbias [width], from dy like x. stats [2, rows]: mean and 1 / standard deviation."""
     x, weight, bias, stats = residuals
     real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
     w, dx, grads = parameter(weight, real), empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
     dw, db = grads.unbind()
+    # stats is contiguous, so the reciprocal standard deviations follow the means.
     mean = stats.data_ptr() or address(stats)
     lib().hal_norm_bwd(
         CODE[x.dtype],
@@ -44,7 +39,7 @@ def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, 
     return dx, dw.to(weight.dtype), db.to(bias.dtype)
 
 
-@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=_why_not_layer_norm, bwd=_layer_norm_bwd)
+@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=refuses(ops.layer_norm), bwd=_layer_norm_bwd)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
     real, x = REAL[x.dtype], x.contiguous()
     rows = rows_of(x)
@@ -67,12 +62,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     return y, (x, weight, bias, stats)
 
 
-@hal.by_metadata
-def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight)
-
-
 def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """dx like x and dweight [width], from dy like x. rstd [rows]: 1 / root mean square."""
     x, weight, rstd = residuals
     real, dy = rstd.dtype, dy.contiguous()
     w, dx, dw = parameter(weight, real), empty_like(x), torch.empty(x.shape[-1], dtype=real)
@@ -93,7 +84,7 @@ def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Te
     return dx, dw.to(weight.dtype)
 
 
-@CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=_why_not_rms_norm, bwd=_rms_norm_bwd)
+@CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=refuses(ops.rms_norm), bwd=_rms_norm_bwd)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
     real, x = REAL[x.dtype], x.contiguous()
     rows = rows_of(x)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import hal
 from hal import Rng, address, dropout_threshold, ops
+from hal.backend_tools import draw_reasons, draw_rows, dropout_from, with_signature_of
 
 from .build import lib
 from .device import CpuRef
@@ -19,20 +18,10 @@ from .tensors import CODE, reasons
 
 
 def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
-    """The kernels' description of a draw of `shape`, at least one element, in rows of `width` (one row if it is all):
-    seed, offset, index of the first element, four sizes, three strides (the last one is 1)."""
-    if rng.full_shape is None:
-        return (rng.seed, rng.offset, 0, 1, 1, math.prod(shape) // width, width, 0, 0, width)
-    index0, strides = rng.indexing(shape)
-    missing = 4 - len(shape)
-    sizes, strides = (1,) * missing + tuple(shape), (0,) * missing + strides
-    return (rng.seed, rng.offset, index0, *sizes, *strides[:3])
-
-
-def draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
-    if rng is not None and rng.full_shape is not None and len(shape) > 4:
-        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a whole draw may have any number)"]
-    return ()
+    """A draw of `shape` (at least one element) in rows of `width`, as kernels take it: seed, offset, index of the first
+    element, four sizes, and the strides of all dimensions but the last."""
+    index0, sizes, strides = draw_rows(rng, shape, width)
+    return (rng.seed, rng.offset, index0, *sizes, *strides)
 
 
 @hal.by_metadata
@@ -45,12 +34,13 @@ def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | N
 @CpuRef.impl(ops.philox_uniform, id="cpu_ref/c", why_not=_why_not_uniform)
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     out = empty(tuple(shape), torch.float32)
-    if out.numel():
+    if out.numel():  # a whole draw is one row, because all its elements are consecutive
         lib().hal_philox_uniform(out.data_ptr() or address(out), *draw_of(rng, shape, out.numel()))
     return out
 
 
 def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
+    """x with dropped elements, in x's shape and dtype."""
     x = x.contiguous()
     out = empty_like(x)
     if x.numel():
@@ -72,17 +62,10 @@ def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
 
 
 @hal.by_metadata
-def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
+@with_signature_of(ops.dropout)
+def _why_not_dropout(x: Tensor, rng: Rng | None) -> Sequence[str]:
     return reasons(x) or draw_reasons(rng, x.shape)
 
 
-def _dropout_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    p, rng = residuals
-    return (dy if p == 0.0 else _drop(dy, p, rng),)
-
-
-@CpuRef.impl(ops.dropout, id="cpu_ref/c", why_not=_why_not_dropout, bwd=_dropout_bwd)
-def dropout(x: Tensor, p: float, rng: Rng | None) -> tuple[Tensor, tuple[Any, ...]]:
-    if p == 0.0 or rng is None:
-        return x.clone(), (0.0, None)
-    return _drop(x, p, rng), (p, rng)
+dropout, _dropout_bwd = dropout_from(_drop)
+CpuRef.impl(ops.dropout, id="cpu_ref/c", why_not=_why_not_dropout, bwd=_dropout_bwd)(dropout)

@@ -10,20 +10,20 @@ from torch import Tensor
 
 import hal
 from hal import Rng, address, dropout_threshold, ops
+from hal.backend_tools import draw_reasons, with_signature_of
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .random import draw_of, draw_reasons
+from .random import draw_of
 from .tensors import CODE, REAL, parameter, reasons
 
 _NO_DRAW = Rng(0)
 
 
 @hal.by_metadata
-def _why_not(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Sequence[str]:
+@with_signature_of(ops.bias_dropout_add)
+def _why_not(x: Tensor, bias: Tensor | None, residual: Tensor, rng: Rng | None) -> Sequence[str]:
     if x.dtype == torch.float64 != residual.dtype:
         return ["a float32 residual beside a float64 x (the kernel's sums would be float64)"]
     return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
@@ -32,7 +32,11 @@ def _why_not(
 def _run(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, data: torch.dtype, p: float, rng: Rng | None
 ) -> None:
-    """out = residual + dropout(x + bias); `data` is the narrow dtype, x and out may be wide (that of arithmetic)."""
+    """out = residual + dropout(x + bias), contiguous, all [..., width] except bias [width].
+
+    data: the dtype of x in the op. x (here the gradient in the backward pass) and out may instead have the dtype of
+    arithmetic, REAL[data].
+    """
     if not out.numel():
         return
     threshold, scale = dropout_threshold(p), 1.0 / (1.0 - p)
@@ -52,10 +56,12 @@ def _run(
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
     bias, data, p, rng = residuals
-    same = p == 0.0 and dy.dtype == data  # x's gradient is then dy itself
+    same = p == 0.0 and dy.dtype == data  # then the gradient of x is dy itself
     if same and bias is None:
         return dy, None, dy
+    # dy has the dtype of the residual stream, which may be wider than that of dx.
     rows = dy.contiguous()
     dx = dy if same else empty(dy.shape, data)
     if bias is None:

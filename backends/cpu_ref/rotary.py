@@ -1,42 +1,23 @@
-"""rotary (kernels/rotary.c). Layouts and non-contiguous x are strides; only a gap inside heads costs a copy."""
+"""rotary (kernels/rotary.c). All layouts are passed as strides; x is copied only if its channels are not adjacent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
-import hal
 from hal import address, ops
+from hal.backend_tools import angle_strides, rotary_from
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import CODE, REAL, parameter, reasons
-
-
-@hal.by_metadata
-def _why_not(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Sequence[str]:
-    return reasons(x, cos, sin)
-
-
-def _angle_strides(layout: str, cos: Tensor) -> tuple[int, int, int]:
-    """Strides (in elements of the contiguous cos) of the three row dimensions of x; TND is [1, t, n, d]."""
-    half = cos.shape[-1]
-    per_sample = cos.shape[-2] * half if cos.ndim == 3 else 0
-    if layout == "SBND":
-        return half, per_sample, 0
-    if layout == "BSND":
-        return per_sample, half, 0
-    if layout == "BNSD":
-        return per_sample, 0, half
-    return 0, half, 0
+from .tensors import CODE, REAL, parameter, refuses
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool, sign: float) -> Tensor:
+    """x [s, b, n, d], in another layout or packed [t, n, d], rotated; cos and sin [s, r/2] or [b, s, r/2]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
+    # TND has two row dimensions and the kernel three: the first one gets size 1.
     rows = x if x.ndim == 4 else x[None]
     real = REAL[x.dtype]
     cos, sin = parameter(cos, real), parameter(sin, real)
@@ -53,18 +34,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
             *rows.shape,
             cos.shape[-1],
             *rows.stride()[:3],
-            *_angle_strides(layout, cos),
+            *angle_strides(layout, cos),
         )
     return y
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    cos, sin, layout, interleaved = residuals
-    return (_rotate(dy, cos, sin, layout, interleaved, -1.0),)
-
-
-@CpuRef.impl(ops.rotary, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
-def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False
-) -> tuple[Tensor, tuple[Any, ...]]:
-    return _rotate(x, cos, sin, layout, interleaved, 1.0), (cos, sin, layout, interleaved)
+rotary, _backward = rotary_from(_rotate)
+CpuRef.impl(ops.rotary, id="cpu_ref/c", why_not=refuses(ops.rotary, "x", "cos", "sin"), bwd=_backward)(rotary)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import hal
 from hal import address, ops
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, reasons
-
-
-@hal.by_metadata
-def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    return reasons(x)
+from .tensors import CODE, REAL, refuses
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    """dx [b, n, sq, sk] from dy of the same shape."""
     y, x, lse, scale, causal = residuals
     dy, dx = dy.contiguous(), empty_like(y)
     b, n, sq, sk = y.shape
@@ -43,12 +37,12 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     return (dx,)
 
 
-@CpuRef.impl(ops.scale_mask_softmax, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
+@CpuRef.impl(ops.scale_mask_softmax, id="cpu_ref/c", why_not=refuses(ops.scale_mask_softmax), bwd=_backward)
 def scale_mask_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
-    narrow = REAL[x.dtype] != x.dtype  # then the backward pass wants unrounded probabilities, made from x and lse
+    narrow = REAL[x.dtype] != x.dtype  # then the backward pass recomputes unrounded probabilities from x and lse
     y, lse = empty_like(x), torch.empty(x.shape[:-1]) if narrow else None
     at, strides = 0, (0, 0, 0, 0)
     if mask is not None:

@@ -1,15 +1,18 @@
-"""What the op modules share: dtype codes of the kernels, and tensors in the form a kernel reads.
+"""Shared by the op modules: dtype codes of the kernels, and tensors in the form that kernels read.
 
-A kernel reads addresses, so whatever it is given must be contiguous and stay referenced until it returns. Tensors that
-are not contiguous are copied once (`.contiguous()`), except where a module says that it passes strides.
+Kernels take addresses, so tensors must be contiguous and stay referenced until the kernel returns. Tensors that are not
+contiguous are copied (`.contiguous()`), except where a module says that it passes strides. Addresses are written as
+`t.data_ptr() or address(t)`: hal.address explains why, and calling it only for null pointers saves 50 ns per tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from hal.backend_tools import host_tensor_reasons, why_not_tensors
 
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 REAL = {
@@ -21,30 +24,16 @@ REAL = {
 """The dtype of arithmetic and statistics for each dtype of data (`real` in the kernels)."""
 
 
-def reasons(*tensors: Tensor | None) -> Sequence[str]:
-    """Why the kernels cannot take these tensors: they need CPU memory and one of four dtypes."""
-    for t in tensors:
-        if t is not None and (t.dtype not in CODE or not (t.is_cpu or t.is_meta)):
-            return _reasons(tensors)
-    return ()
+reasons = host_tensor_reasons(
+    CODE, "kernels exist for float32, bfloat16, float16, float64", "cpu_ref takes CPU tensors"
+)
+"""Why the kernels cannot take these tensors: they need CPU memory and one of four dtypes."""
 
-
-def _reasons(tensors: Sequence[Tensor | None]) -> Sequence[str]:
-    found = []
-    for t in tensors:
-        if t is not None and t.dtype not in CODE:
-            found.append(f"dtype {t.dtype} (kernels exist for float32, bfloat16, float16, float64)")
-        if t is not None and not (t.is_cpu or t.is_meta):
-            found.append(f"a tensor on {t.device} (cpu_ref takes CPU tensors)")
-    return list(dict.fromkeys(found))
+refuses = partial(why_not_tensors, reasons=reasons, by_metadata=True)
+"""refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
 
 
 def parameter(t: Tensor, real: torch.dtype) -> Tensor:
-    """A weight or bias as kernels read it: contiguous, in the dtype of arithmetic (a copy only if it is not)."""
+    """A weight or bias as kernels read it: contiguous and in the dtype of arithmetic, copied only if it is not
+    already."""
     return t if t.dtype is real and t.is_contiguous() else t.to(real).contiguous()
-
-
-def rows_of(x: Tensor) -> int:
-    """How many rows x has when its last dimension is a row."""
-    width = x.shape[-1]
-    return x.numel() // width if width else 0

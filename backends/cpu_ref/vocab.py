@@ -1,41 +1,27 @@
 """cross_entropy (kernels/cross_entropy.c) and embedding, over a vocabulary that may be sharded across a Comm.
 
-The logits are read in their own dtype, once per pass; between ranks travel a few numbers per token. The backward pass
-of cross_entropy needs no communication: every rank knows the maximum and the sum of exponentials of whole rows.
+The logits are read in their own dtype, once per pass; ranks exchange only a few numbers per token. The backward pass of
+cross_entropy needs no communication: every rank has the maximum and the sum of exponentials of whole rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import hal
 from hal import Comm, address, ops
+from hal.backend_tools import cross_entropy_from, rows_of, sharded_embedding, sharded_embedding_gradient
 
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, reasons, rows_of
-
-
-@hal.by_metadata
-def _why_not_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
-    inplace_backward: bool = False,
-) -> Sequence[str]:
-    return reasons(logits)
+from .tensors import CODE, REAL, refuses
 
 
 def _sharded(
-    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, v: int, comm: Comm
+    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, classes: int, comm: Comm
 ) -> tuple[Tensor, Tensor]:
     """loss [rows] and {maximum, sum of exponentials} [2, rows] from the ranks' statistics."""
     rows = rows_of(logits)
@@ -50,97 +36,77 @@ def _sharded(
         logits.shape[-1],
         vocab_start,
     )
+    # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
     top = comm.all_reduce(stats[0], "max")
     stats[1] *= torch.exp(stats[0] - top)
-    stats[3] += logits.shape[-1] * (stats[0] - top)  # each rank's sum is relative to its own maximum
+    stats[3] += logits.shape[-1] * (stats[0] - top)  # a rank's sum of logits is relative to its own maximum
     sums = comm.all_reduce(stats[1:] if smoothing else stats[1:3])
+    # (top - sums[1]) is formed first: it is nearly exact, and top + log_sum would lose the low bits of log_sum.
     log_sum = sums[0].log()
     loss = (1.0 - smoothing) * (top - sums[1] + log_sum)
     if smoothing:
-        loss += smoothing * (log_sum - sums[2] / v)
+        loss += smoothing * (log_sum - sums[2] / classes)
     return loss, torch.stack((top, sums[0]))
 
 
-def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, sums, smoothing, vocab_start, v, inplace = residuals
-    dlogits = logits if inplace else empty_like(logits)
+def _cross_entropy_fwd(
+    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, classes: int, comm: Comm | None
+) -> tuple[Tensor, Tensor]:
+    """loss [...] and {maximum, sum of exponentials} [2, rows], for logits [..., v_local] and target [...]."""
+    if comm is not None:
+        loss, sums = _sharded(logits, target, smoothing, vocab_start, classes, comm)
+        return loss.view(target.shape), sums
+    loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
+    sums = torch.empty(2, target.numel(), dtype=loss.dtype)
     if logits.numel():
-        dloss = dloss.contiguous()
-        lib().hal_cross_entropy_bwd(
+        lib().hal_cross_entropy_fwd(
             CODE[logits.dtype],
             logits.data_ptr() or address(logits),
             target.data_ptr() or address(target),
+            loss.data_ptr() or address(loss),
             sums.data_ptr() or address(sums),
-            dloss.data_ptr() or address(dloss),
-            dlogits.data_ptr() or address(dlogits),
             smoothing,
             rows_of(logits),
             logits.shape[-1],
             vocab_start,
-            v,
         )
-    if inplace:
-        torch.autograd.graph.increment_version(logits)  # whoever needs their values learns that they are gone
-    return (dlogits,)
+    return loss, sums
 
 
-@CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
-def cross_entropy(
+def _cross_entropy_bwd(
     logits: Tensor,
     target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
-    inplace_backward: bool = False,
-) -> tuple[Tensor, tuple[Any, ...]]:
-    logits, target = logits.contiguous(), target.contiguous()
-    v = logits.shape[-1] * (comm.size if comm is not None else 1)
-    smoothing = label_smoothing * v / (v - 1) if label_smoothing else 0.0
-    if comm is not None and comm.size > 1:
-        flat_loss, sums = _sharded(logits, target, smoothing, vocab_start, v, comm)
-        loss = flat_loss.view(target.shape)
-    else:
-        loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
-        sums = torch.empty(2, target.numel(), dtype=loss.dtype)
-        if logits.numel():
-            lib().hal_cross_entropy_fwd(
-                CODE[logits.dtype],
-                logits.data_ptr() or address(logits),
-                target.data_ptr() or address(target),
-                loss.data_ptr() or address(loss),
-                sums.data_ptr() or address(sums),
-                smoothing,
-                rows_of(logits),
-                logits.shape[-1],
-                vocab_start,
-            )
-    return loss, (logits, target, sums, smoothing, vocab_start, v, inplace_backward)
+    sums: Tensor,
+    dloss: Tensor,
+    dlogits: Tensor,
+    smoothing: float,
+    vocab_start: int,
+    classes: int,
+) -> None:
+    """Writes dlogits [..., v_local], which may be the memory of logits; dloss and target are [...]."""
+    lib().hal_cross_entropy_bwd(
+        CODE[logits.dtype],
+        logits.data_ptr() or address(logits),
+        target.data_ptr() or address(target),
+        sums.data_ptr() or address(sums),
+        dloss.data_ptr() or address(dloss),
+        dlogits.data_ptr() or address(dlogits),
+        smoothing,
+        rows_of(logits),
+        logits.shape[-1],
+        vocab_start,
+        classes,
+    )
 
 
-@hal.by_metadata
-def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:
-    return reasons(weight)
+cross_entropy, _bwd = cross_entropy_from(_cross_entropy_fwd, _cross_entropy_bwd, empty_like)
+CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=refuses(ops.cross_entropy), bwd=_bwd)(cross_entropy)
 
 
 def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    rows, absent, v_local, dtype = residuals
-    dy = dy.to(REAL[dtype])  # a row may be hit thousands of times: 16-bit sums would stop growing
-    if absent is not None:
-        dy = dy.masked_fill(absent[..., None], 0.0)
-    return (torch.ops.aten.embedding_dense_backward.default(dy, rows, v_local, -1, False).to(dtype),)
+    """dweight [v_local, h] from dy [..., h]."""
+    # A row of the table may receive thousands of terms: 16-bit sums would stop growing.
+    return sharded_embedding_gradient(residuals, dy.to(REAL[dy.dtype]))
 
 
-@CpuRef.impl(ops.embedding, id="cpu_ref/torch", why_not=_why_not_embedding, bwd=_embedding_bwd)
-def embedding(
-    weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    absent, rows = None, ids
-    if comm is not None and comm.size > 1:
-        rows = ids - vocab_start
-        absent = (rows < 0) | (rows >= weight.shape[0])
-        rows = rows.masked_fill(absent, 0)
-    y = torch.nn.functional.embedding(rows, weight)
-    if comm is not None and absent is not None:
-        y = comm.all_reduce(y.masked_fill_(absent[..., None], 0.0))
-    return y, (rows, absent, weight.shape[0], weight.dtype)
+CpuRef.impl(ops.embedding, id="cpu_ref/torch", why_not=refuses(ops.embedding), bwd=_embedding_bwd)(sharded_embedding)

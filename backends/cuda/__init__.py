@@ -1,21 +1,10 @@
 """cuda: HAL on NVIDIA GPUs (kernels/*.cu through NVRTC, attention and products through torch).
 
-Importing needs no GPU, no driver and no CuPy. One module and one kernel file per family of ops.
+Importing needs no GPU, no driver and no CuPy. There is one module and one kernel file per family of ops; importing a
+module registers its implementations.
 """
 
-from . import activation, attention, linear, norm, optimizer, random, residual, rotary, softmax, vocab
+from . import activation, attention, linear, norm, optimizer, random, residual, rotary, softmax, vocab  # noqa: F401
 from .device import Cuda
 
-__all__ = [
-    "Cuda",
-    "activation",
-    "attention",
-    "linear",
-    "norm",
-    "optimizer",
-    "random",
-    "residual",
-    "rotary",
-    "softmax",
-    "vocab",
-]
+__all__ = ["Cuda"]

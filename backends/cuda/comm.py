@@ -1,9 +1,9 @@
-"""What NCCL can do, declared for HAL's communicators.
+"""NCCL's capabilities, declared for HAL's communicators.
 
-NCCL's Work.wait queues a wait on the current stream and returns. It blocks the process, and raises when the timeout
-strikes, only with TORCH_NCCL_BLOCKING_WAIT=1 in the environment (WorkNCCL::wait in torch's ProcessGroupNCCL.cpp). HAL
-does not set that, for then no work would be queued behind a wait. So without it no CollectiveTimeout is raised here:
-torch's watchdog logs the collective and ends the process (TORCH_NCCL_ASYNC_ERROR_HANDLING), and the launcher the job.
+NCCL's Work.wait queues a wait on the current stream and returns. It blocks the process, and raises on timeout, only
+with TORCH_NCCL_BLOCKING_WAIT=1 in the environment (WorkNCCL::wait in torch's ProcessGroupNCCL.cpp). HAL does not set
+that, because work could then not be queued behind a wait. Without it, no CollectiveTimeout is raised: torch's watchdog
+logs the collective and ends the process (TORCH_NCCL_ASYNC_ERROR_HANDLING), and the launcher ends the job.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ NCCL = hal.Transport(
     },
     refuse=_refuse,
 )
-"""Between GPUs. Its barrier is a collective on the device, so a communicator belongs to one device."""
+"""Between GPUs. The barrier is a collective on the device, so a communicator belongs to one device."""

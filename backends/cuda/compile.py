@@ -1,7 +1,7 @@
 """Compiles the kernels with NVRTC, through CuPy, for one architecture; needs no driver and no GPU.
 
-`compiled` keeps cubins in the HAL cache; `report` says per kernel what ptxas gave it: registers, static shared memory,
-stack and spills. What is instantiated is what the kernel files list in EXPORT(...).
+`compiled` caches cubins in the HAL cache; `report` returns ptxas's figures per kernel: registers, static shared memory,
+stack and spills. The kernel files list their instantiations in EXPORT(...).
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import hal
-
-from .cache import cache_directory, locked
+from hal.backend_tools import cache_directory, locked
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-"""What the compile matrix covers: Ampere, Hopper, Blackwell. Other architectures from sm_80 on compile when met."""
+"""The architectures of the report: Ampere, Hopper, Blackwell. Others from sm_80 on are compiled on first use."""
 
-# NVRTC 13.0 takes the generic lambdas in kernels for host functions, unless functions are the device's by default.
+# Without -default-device, NVRTC 13.0 treats the generic lambdas in kernels as host functions.
 _FLAGS = ("-std=c++17", "-default-device", "--ptxas-options=-v", "-fmad=true")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel needs on one architecture; bytes except for registers."""
+    """The resources of one kernel on one architecture; in bytes except for registers."""
 
     kernel: str
     architecture: str
@@ -52,7 +51,7 @@ class Compiled:
 
 
 def missing() -> str:
-    """Why the kernels cannot be compiled here ("" if they can); imports nothing heavy."""
+    """Why the kernels cannot be compiled here ("" if they can), without importing CuPy."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (it compiles and launches the kernels): pip install cupy-cuda13x"
     return ""
@@ -66,7 +65,7 @@ def nvrtc() -> Any:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
-    except Exception as error:  # what a missing library raises depends on how CuPy looks for it
+    except Exception as error:  # the exception for a missing library depends on how CuPy searches for it
         raise hal.BackendUnavailable(
             f"NVRTC cannot be loaded ({type(error).__name__}: {error}); pip install nvidia-cuda-nvrtc"
         ) from error
@@ -84,9 +83,9 @@ def exports(source: Path) -> list[str]:
 
 
 def compile_file(source: Path, architecture: str, *, strict: bool = True) -> Compiled:
-    """Compiles one file. Raises HalError with NVRTC's log, with strict for a warning too, and if `usage` is unknown.
+    """Compiles one file. Raises HalError with NVRTC's log; with strict also for warnings, and if `usage` is unknown.
 
-    (Not every NVRTC of CUDA 13 has the option -Werror: that of 13.0, which torch brings, has none.)
+    (Warnings are searched for in the log, because the NVRTC of CUDA 13.0, which torch ships, has no option -Werror.)
     """
     library = nvrtc()
     program = library.createProgram(
@@ -107,7 +106,7 @@ def compile_file(source: Path, architecture: str, *, strict: bool = True) -> Com
             raise hal.HalError(f"NVRTC warns about {source.name} for {architecture}:\n{log}")
         lowered = {name: library.getLoweredName(program, name) for name in names}
         usage = _usage_or_nothing(log, {v: k for k, v in lowered.items()}, architecture, strict)
-        # CuPy takes the cubin for a string and leaves out its last byte, a zero.
+        # CuPy treats the cubin as a string and drops its last byte, a zero.
         return Compiled(library.getCUBIN(program) + b"\0", lowered, usage)
     finally:
         library.destroyProgram(program)
@@ -118,7 +117,7 @@ def _headers() -> list[Path]:
 
 
 def _usage_or_nothing(log: str, names: dict[str, str], architecture: str, strict: bool) -> tuple[Usage, ...]:
-    """`_usage`; without `strict` nothing at all where it fails, for kernels run without it too."""
+    """`_usage`; without `strict`, () if it fails, because kernels run without these figures."""
     try:
         return tuple(_usage(log, names, architecture))
     except hal.HalError:
@@ -128,14 +127,15 @@ def _usage_or_nothing(log: str, names: dict[str, str], architecture: str, strict
 
 
 def _usage(log: str, names: dict[str, str], architecture: str) -> Iterator[Usage]:
-    """Reads `ptxas -v`. names: the cubin's name of a kernel -> its own. Raises HalError if some kernel is not there."""
+    """Parses the output of `ptxas -v`. names: name in the cubin -> kernel. Raises HalError if a kernel is missing in
+    it."""
     missing = set(names)
     for entry in re.split(r"Compiling entry function ", log)[1:]:
         mangled = re.match(r"'([^']+)'", entry)
         spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         registers = re.search(r"Used (\d+) registers", entry)
         if not (mangled and mangled[1] in names and spills and registers):
-            raise hal.HalError(f"ptxas says nothing of registers and spills here; its log has changed:\n{entry}")
+            raise hal.HalError(f"ptxas reports no registers and spills here; its log has changed:\n{entry}")
         missing.discard(mangled[1])
         shared = re.search(r"(\d+) bytes smem", entry)
         stack, stores, loads = (int(n) for n in spills.groups())
@@ -143,11 +143,12 @@ def _usage(log: str, names: dict[str, str], architecture: str) -> Iterator[Usage
             names[mangled[1]], architecture, int(registers[1]), int(shared[1]) if shared else 0, stack, stores, loads
         )
     if missing:
-        raise hal.HalError(f"ptxas says nothing of {', '.join(sorted(missing))}; its log has changed:\n{log}")
+        raise hal.HalError(f"ptxas reports nothing about {', '.join(sorted(missing))}; its log has changed:\n{log}")
 
 
 def compiled(source: Path, architecture: str) -> Compiled:
     """`compile_file`, kept in the HAL cache."""
+    # Everything that determines the cubin and what is stored with it, which this file decides.
     digest = hashlib.sha256(repr((architecture, _FLAGS, nvrtc().getVersion(), source.name)).encode())
     for path in [source, *_headers(), Path(__file__)]:
         digest.update(path.read_bytes() + b"\0")
@@ -165,7 +166,7 @@ def compiled(source: Path, architecture: str) -> Compiled:
 
 def _keep(result: Compiled, target: Path) -> None:
     about = json.dumps({"names": result.names, "usage": [asdict(u) for u in result.usage]})
-    # The .json comes last and by rename: where it is, the cubin is complete.
+    # The .json is written last and by rename: if it exists, the cubin is complete.
     for suffix, data in ((".cubin", result.cubin), (".json", about.encode())):
         part = target.with_suffix(f"{suffix}.part{os.getpid()}")
         part.write_bytes(data)
@@ -183,5 +184,5 @@ def cubins(architecture: str) -> dict[str, tuple[bytes, str]]:
 
 
 def report(architectures: tuple[str, ...] = ARCHITECTURES) -> list[Usage]:
-    """What every kernel needs on every architecture."""
+    """The resources of every kernel on every architecture."""
     return [usage for source in sources() for a in architectures for usage in compile_file(source, a).usage]

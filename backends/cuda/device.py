@@ -1,7 +1,7 @@
 """The cuda backend: NVIDIA GPUs, with torch's own attention and products and kernels compiled by NVRTC.
 
-Importing and probing touch no driver state: a device is counted through torch's NVML-based count, and everything else
-waits for build(). With simulate=True (or HAL_SIMULATE=1) the kernels run on the CPU, see docs/cuda-simulator.md.
+Importing and probing touch no driver state: devices are counted by torch through NVML, and everything else is done in
+build(). With simulate=True (or HAL_SIMULATE=1) the kernels run on the CPU, see docs/cuda-simulator.md.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 import hal
 
 from . import compile, launch
-from .accelerators import ACCELERATORS
 from .comm import NCCL
+from .device_specs import DEVICE_SPECS
 from .order import DEFAULT, MEASURED, order_for, source_for
 from .simulator.build import Simulator, find_compiler, library
 
 OLDEST = (8, 0)
-"""The first compute capability that has the instructions of the kernels (bfloat16)."""
+"""The lowest compute capability with the instructions that the kernels use (bfloat16)."""
 
 STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
 
 
 class Cuda(hal.Backend):
-    """NVIDIA GPUs of compute capability 8.0 and later; simulate=True: their kernels on the CPU."""
+    """NVIDIA GPUs of compute capability 8.0 and later; with simulate=True the kernels run on the CPU."""
 
     name = "cuda"
-    accelerators = ACCELERATORS
+    device_specs = DEVICE_SPECS
 
     def __init__(self, simulate: bool | None = None, deterministic: bool = False) -> None:
-        """deterministic: torch's attention kernels add up gradients in a fixed order, which is slower."""
+        """deterministic: torch's attention kernels sum gradients in a fixed order, which is slower."""
         if simulate is None:
             simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = simulate
         self.deterministic = deterministic
         self.order_sources = {"flash_attention": source_for("this device")}
         if simulate:
-            torchs = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
-            self.stand_ins = dict.fromkeys(torchs, STAND_IN)
+            torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
+            self.stand_ins = dict.fromkeys(torch_kernels, STAND_IN)
 
     def probe(self) -> hal.Probe:
         try:
@@ -65,10 +65,11 @@ class Cuda(hal.Backend):
             return
         try:
             torch.cuda.init()
-        except RuntimeError as error:  # a driver older than torch's CUDA, say
+        except RuntimeError as error:  # for example a driver older than torch's CUDA
             raise hal.BackendUnavailable(f"torch cannot start CUDA: {error}") from error
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         _require_kernels_for(torch.cuda.get_device_capability())
+        # Devices that are too old are left out: they may be present, as long as they are not used.
         architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
         name = torch.cuda.get_device_name()
@@ -90,7 +91,7 @@ class Cuda(hal.Backend):
         if self.simulated:
             return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
         local = torch.device("cuda", self.local_index())
-        torch.cuda.set_device(local)  # NCCL talks on the current device, and a process that forgets uses device 0
+        torch.cuda.set_device(local)  # NCCL uses the current device, which would otherwise be device 0 in every process
         return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
 
     def memory_stats(self) -> Mapping[str, int]:
@@ -110,7 +111,7 @@ class Cuda(hal.Backend):
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[object]:
-        """Work inside runs on a stream of its own, after what was submitted before; what follows waits for it."""
+        """Work inside runs on a separate stream, after the work submitted before; later work waits for it."""
         if self.simulated:
             yield None
             return
@@ -123,14 +124,14 @@ class Cuda(hal.Backend):
             outer.wait_stream(side)
 
     def event(self) -> torch.cuda.Event | None:
-        """A timing event for the current stream (record, elapsed_time); None on the simulator, which has no time."""
+        """A timing event for the current stream (record, elapsed_time); None on the simulator, which has no clock."""
         return None if self.simulated else torch.cuda.Event(enable_timing=True)
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Records the work inside into a CUDA graph: `with backend.capture() as graph: ...`, then `graph.replay()`.
 
-        Inputs and outputs must stay where they are. Raises HalError on the simulator, which runs everything at once.
+        Inputs and outputs must keep their addresses. Raises HalError on the simulator, which runs kernels immediately.
         """
         if self.simulated:
             raise hal.HalError("the CUDA simulator has no graphs; capture needs a GPU")
@@ -140,7 +141,7 @@ class Cuda(hal.Backend):
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:
-        """An NVTX range (for Nsight) that is a torch profiler range too."""
+        """An NVTX range (for Nsight) that is also a range of torch's profiler."""
         if not self.simulated:
             torch.cuda.nvtx.range_push(name)
         try:
@@ -196,9 +197,10 @@ def _has_driver() -> bool:
 
 
 def in_measured_order(impls: dict[str, list[hal.Impl]], device_name: str) -> dict[str, list[hal.Impl]]:
-    """The implementations, attention's in the order measured on `device_name` if there is a measurement."""
+    """The implementations, with those of attention in the order measured on `device_name`, if there is a
+    measurement."""
     order = order_for(device_name)
     return {
-        name: sorted(found, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(found)
-        for name, found in impls.items()
+        name: sorted(by_op, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(by_op)
+        for name, by_op in impls.items()
     }

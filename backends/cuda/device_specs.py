@@ -1,4 +1,5 @@
-"""NVIDIA data-centre GPUs, for `hal plan`: peaks without sparsity, links one way, memory as the driver shows it."""
+"""NVIDIA data-centre GPUs, for `hal plan`: peaks without sparsity, link bandwidths in one direction, memory as the
+driver reports it."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ _MIB, _T, _G = 2**20, 1e12, 1e9
 
 def _gpu(
     name: str, mib: int, bf16: float, fp32: float, memory: float, nvlink: float, network: float, source: str
-) -> hal.Accelerator:
+) -> hal.DeviceSpec:
     flops = {"bf16": bf16 * _T, "fp16": bf16 * _T, "fp32": fp32 * _T}
-    return hal.Accelerator(name, mib * _MIB, flops, memory * _G, nvlink * _G, network * _G, 8, source)
+    return hal.DeviceSpec(name, mib * _MIB, flops, memory * _G, nvlink * _G, network * _G, 8, source)
 
 
-ACCELERATORS = (
+DEVICE_SPECS = (
     _gpu(
         "h100", 81559, 989.4, 66.9, 3350, 450, 50, "NVIDIA H100 Tensor Core GPU data sheet (SXM5); DGX H100: 400 Gbit/s"
     ),

@@ -1,9 +1,9 @@
 """How a kernel is launched: the parameters are packed into one buffer, and an engine runs it.
 
-Two engines: `Device` (cubins compiled by compile.py, launched through CuPy's driver bindings on torch's current stream,
-hence capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` chooses one; nothing is imported,
-compiled or initialised before. Parameters are integers (addresses too), floats and bytes (structs), all packed in
-multiples of 8 bytes, as kernels/common.h demands.
+There are two engines: `Device` (cubins compiled by compile.py, launched through CuPy's driver bindings on torch's
+current stream, hence capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` chooses one; before,
+nothing is imported, compiled or initialised. Parameters are integers (including addresses), floats and bytes (structs),
+each packed in a multiple of 8 bytes, as kernels/common.h requires.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 import hal
 
 MAX_THREADS = 256
-"""Threads of a block, at most: every kernel is compiled for that (`__launch_bounds__`)."""
+"""The maximum number of threads per block, for which every kernel is compiled (`__launch_bounds__`)."""
 
 
 class Engine(Protocol):
-    """What runs kernels. `device_type` is where its tensors live; `multiprocessors` scales grids."""
+    """Runs kernels. device_type: where its tensors are; multiprocessors: scales grids."""
 
     device_type: str
     multiprocessors: int
 
-    def elsewhere(self, device: torch.device) -> str: ...
+    def wrong_device(self, device: torch.device) -> str: ...
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None: ...
 
 
 _engine: Engine | None = None
 deterministic = False
-"""Whether torch's attention kernels are asked for gradients that are equal bit for bit from run to run."""
+"""Whether torch's attention kernels must return bit-equal gradients from run to run."""
 
 
 def set_engine(engine: Engine) -> None:
@@ -45,7 +45,7 @@ def set_engine(engine: Engine) -> None:
 
 
 def device_type() -> str:
-    """Where tensors must be: "cuda", or "cpu" on the simulator. Without an engine, as if there were a GPU."""
+    """Where tensors must be: "cpu" on the simulator, otherwise "cuda", also before an engine is set."""
     return "cuda" if _engine is None else _engine.device_type
 
 
@@ -54,13 +54,13 @@ def simulated() -> bool:
     return _engine is not None and _engine.device_type == "cpu"
 
 
-def elsewhere(device: torch.device) -> str:
-    """Why a tensor on `device` cannot be read by a kernel launched now ("" if it can): another GPU is current."""
-    return "" if _engine is None else _engine.elsewhere(device)
+def wrong_device(device: torch.device) -> str:
+    """Why a kernel launched now cannot read a tensor on `device` ("" if it can): another GPU is the current device."""
+    return "" if _engine is None else _engine.wrong_device(device)
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the device; grids are a multiple of it."""
+    """The number of multiprocessors of the device, by which grids are scaled."""
     return _require().multiprocessors
 
 
@@ -72,6 +72,7 @@ def _require() -> Engine:
 
 def pack(values: tuple[Any, ...]) -> bytes:
     """The parameter buffer of a launch."""
+    # Without structs, one call packs everything; structs (bytes) are packed already, in multiples of 8 bytes.
     if any(type(v) is bytes for v in values):
         return b"".join(v if type(v) is bytes else pack((v,)) for v in values)
     return struct.pack("".join("d" if type(v) is float else "q" for v in values), *values)
@@ -83,7 +84,8 @@ def run(kernel: str, grid: tuple[int, int], threads: int, *parameters: Any, shar
 
 
 class Device:
-    """Kernels on a GPU. All are loaded on a device at its first launch: while a graph is captured is too late."""
+    """Kernels on a GPU. All are loaded at the first launch on a device, because they cannot be loaded during
+    capture."""
 
     device_type = "cuda"
 
@@ -96,11 +98,11 @@ class Device:
         self._loading, self._thread = threading.Lock(), threading.local()
         self._stream = torch._C._cuda_getCurrentRawStream
         self._current = torch.cuda.current_device
-        self._several = torch.cuda.device_count() > 1
+        self._multiple_devices = torch.cuda.device_count() > 1
         self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
-    def elsewhere(self, device: torch.device) -> str:
-        if not self._several or device.index is None or device.index == self._current():
+    def wrong_device(self, device: torch.device) -> str:
+        if not self._multiple_devices or device.index is None or device.index == self._current():
             return ""
         return f"a tensor on {device} while cuda:{self._current()} is the current device (torch.cuda.set_device)"
 
@@ -112,7 +114,7 @@ class Device:
         functions: dict[tuple[int, str], int] = {}
         with self._loading:
             for kernel, (cubin, name) in self._cubins[architecture].items():
-                if (device, kernel) in self._functions:  # another thread was faster
+                if (device, kernel) in self._functions:  # another thread has loaded them
                     return
                 if id(cubin) not in modules:
                     modules[id(cubin)] = self._driver.moduleLoadData(cubin)
@@ -122,8 +124,9 @@ class Device:
     def _enter_thread(self, device: int) -> None:
         """Makes the device's context current in this thread.
 
-        A new thread has none, autograd's neither: torch leaves out cudaSetDevice where the device is 0 already. The
-        driver's functions, unlike the runtime's, do not make up for that; torch.cuda.set_device does.
+        A new thread has no current context. This includes autograd's threads, because torch omits cudaSetDevice for
+        device 0. The driver's functions, unlike those of the runtime, need a context; torch.cuda.set_device makes it
+        current.
         """
         torch.cuda.set_device(device)
         self._thread.entered = True

@@ -1,8 +1,6 @@
-"""linear, and the sum of its weights' gradients, by torch, which calls cuBLAS: sums are float32 for every dtype."""
+"""linear and linear_wgrad by torch, which calls cuBLAS: products are summed in float32 for every dtype."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,49 +9,46 @@ from hal import ops
 
 from . import launch
 from .device import Cuda
-from .tensors import reasons
+from .tensors import refuses
 
 
-def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, weight, bias)
-
-
-@Cuda.impl(ops.linear, id="cuda/torch", why_not=_why_not)
+@Cuda.impl(ops.linear, id="cuda/torch", why_not=refuses(ops.linear))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (float32) += a b (16 bits), rounded nowhere between."""
+    """total [m, n] (float32) += a [m, k] b [k, n] (16 bits), without rounding the product."""
     torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
 
 
-_tried: dict[torch.device, bool] = {}
-"""Whether `_add_product` works on a device."""
+_add_product_works: dict[torch.device, bool] = {}
+"""Whether `_add_product` works on a device, once it has been tried."""
 
 
 def _adds_in_float32(device: torch.device) -> bool:
-    """Tries it on the device's first call: torch has a kernel for it on GPUs, and not in every version. A graph that is
-    being captured cannot wait for an answer."""
-    if device not in _tried:
+    """Whether `_add_product` works on this device; tried at its first call, because not every version of torch has it.
+    The trial synchronises, so it is not made during graph capture."""
+    if device not in _add_product_works:
         if torch.cuda.is_current_stream_capturing():
             return False
         try:
             ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
             total = torch.ones(16, 16, device=device)
             _add_product(total, ones, ones)
-            _tried[device] = bool((total == 17.0).all())
+            _add_product_works[device] = bool((total == 17.0).all())
         except (AttributeError, RuntimeError):
-            _tried[device] = False
-    return _tried[device]
+            _add_product_works[device] = False
+    return _add_product_works[device]
 
 
-def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, dy, main_grad, main_bias_grad)
+_refuses_wgrad = refuses(ops.linear_wgrad, "x", "dy", "main_grad", "main_bias_grad")
 
 
-@Cuda.impl(ops.linear_wgrad, id="cuda/torch", why_not=_why_not_wgrad)
+@Cuda.impl(ops.linear_wgrad, id="cuda/torch", why_not=_refuses_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    # The reference rounds the product to x's dtype before it adds it. That is exact for float32, and all there is on
+    # the CPU; empty products have nothing to round.
     rounded_once = launch.simulated() or main_grad.dtype == x.dtype or not x.numel() or not dy.numel()
     if rounded_once or not _adds_in_float32(x.device):
         ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)

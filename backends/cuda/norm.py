@@ -1,49 +1,51 @@
-"""layer_norm and rms_norm (kernels/norm.cu). Any x; the statistics are kept for the backward pass."""
+"""layer_norm and rms_norm (kernels/norm.cu). The rows' statistics are saved for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import address, ops
+from hal.backend_tools import rows_of
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, aligned, column_sum, reasons, rows_of, threads_of_row
+from .tensors import LANES, TYPE, aligned, column_sum, refuses, threads_of_row
 
 IN_SHARED = 40 * 1024
-"""Bytes of column sums that a block keeps in shared memory: those of layer norms up to 5120 wide. Every GPU grants a
-block 48 KB without being asked; four blocks, of which the backward pass is made, fit into an H100's multiprocessor."""
+"""The maximum number of bytes of column sums that a block keeps in shared memory: enough for layer norms of width 5120.
+Every GPU allows a block 48 KB without opting in, and the four blocks per multiprocessor of the backward pass fit."""
 
 
 def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, contiguous and of one dtype (float32 if theirs differ)."""
+    """Weight and bias [width], contiguous and of one dtype (float32 if theirs differ)."""
     if bias is not None and bias.dtype != weight.dtype:
         weight, bias = weight.float(), bias.float()
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 def _vectors(width: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of the first tensor, and all others at the same columns, start on 16-byte boundaries."""
+    """Whether all tensors start on 16-byte boundaries, and so do all rows of `width` elements of the first tensor."""
     assert tensors[0] is not None
     return aligned(*tensors) and width % LANES[tensors[0].dtype] == 0
 
 
 def _threads(width: int, vec: bool, dtype: torch.dtype) -> int:
+    """Threads of a block that processes a row of `width` elements."""
     return threads_of_row(width, LANES[dtype] if vec else 1)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """y, and the statistics [1 or 2, rows]: (mean and) 1 / standard deviation. x is contiguous."""
+    """y, and the statistics [1 or 2, rows]: (mean and) 1 / standard deviation. x [..., width] is contiguous."""
     rows, width = rows_of(x), x.shape[-1]
     y, stats = torch.empty_like(x), torch.empty(1 + centered, rows, dtype=torch.float32, device=x.device)
     if not x.numel():
         return y, stats
     w, b = _parameters(weight, bias)
     vec = _vectors(width, x, y, w, b)
+    # One block per row; the kernel iterates, because a grid has at most 2^31 - 1 blocks.
     launch.run(
         f"norm_fwd<{TYPE[x.dtype]}, {TYPE[w.dtype]}, {'true' if centered else 'false'}>",
         (min(rows, 1 << 30), 1),
@@ -65,13 +67,14 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx like x, dweight and dbias [width] (None without a bias), from dy like x."""
     rows, width, sums = rows_of(x), x.shape[-1], 1 if bias is None else 2
     dx, dy = torch.empty_like(x), dy.contiguous()
     w, _ = _parameters(weight, bias)
     grads = torch.empty(sums, width, dtype=w.dtype, device=x.device)
     if x.numel():
         vec = _vectors(width, x, w, dx, dy)
-        # A few blocks per multiprocessor hide the latency; more would only mean more partial sums to add up.
+        # A few blocks per multiprocessor hide latency; more blocks only add partial sums.
         blocks = min(rows, launch.multiprocessors() * 4)
         partial = torch.empty(blocks, sums, width, dtype=torch.float32, device=x.device)
         shared = sums * width * 4
@@ -100,24 +103,16 @@ def _backward(
     return dx, grads[0].to(weight.dtype), dbias
 
 
-def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight, bias)
-
-
 def _layer_norm_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     x, weight, bias, stats = residuals
     return _backward(x, weight, bias, stats, dy)
 
 
-@Cuda.impl(ops.layer_norm, id="cuda/kernel", why_not=_why_not_layer_norm, bwd=_layer_norm_bwd)
+@Cuda.impl(ops.layer_norm, id="cuda/kernel", why_not=refuses(ops.layer_norm), bwd=_layer_norm_bwd)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, bias, eps, True)
     return y, (x, weight, bias, stats)
-
-
-def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight)
 
 
 def _rms_norm_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +120,7 @@ def _rms_norm_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tenso
     return _backward(x, weight, None, stats, dy)[:2]
 
 
-@Cuda.impl(ops.rms_norm, id="cuda/kernel", why_not=_why_not_rms_norm, bwd=_rms_norm_bwd)
+@Cuda.impl(ops.rms_norm, id="cuda/kernel", why_not=refuses(ops.rms_norm), bwd=_rms_norm_bwd)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, None, eps, False)

@@ -1,4 +1,4 @@
-"""`python -m hal.backends.cuda.report`: what ptxas gives every kernel, as Markdown; exit code 1 if one spills.
+"""`python -m hal.backends.cuda.report`: the resources of every kernel as Markdown; exit code 1 if one spills.
 
 Needs NVRTC (pip install cupy-cuda13x nvidia-cuda-nvrtc), no driver and no GPU. docs/cuda-kernels.md is its output.
 """
@@ -11,7 +11,7 @@ from . import compile
 
 
 def markdown(usage: list[compile.Usage], version: str) -> str:
-    """One row per kernel; a cell per architecture: registers / bytes of static shared memory."""
+    """A table with one row per kernel and one cell per architecture: registers / bytes of static shared memory."""
     by_kernel: dict[str, dict[str, compile.Usage]] = {}
     for u in usage:
         by_kernel.setdefault(u.kernel, {})[u.architecture] = u
@@ -27,8 +27,8 @@ def markdown(usage: list[compile.Usage], version: str) -> str:
         f"| kernel | {' | '.join(compile.ARCHITECTURES)} |",
         f"|---|{'---|' * len(compile.ARCHITECTURES)}",
     ]
-    for kernel, found in by_kernel.items():
-        cells = [f"{found[a].registers} / {found[a].shared}" for a in compile.ARCHITECTURES]
+    for kernel, by_architecture in by_kernel.items():
+        cells = [f"{by_architecture[a].registers} / {by_architecture[a].shared}" for a in compile.ARCHITECTURES]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from hal import Rng, address, dropout_threshold, ops
+from hal.backend_tools import draw_reasons
 
 from . import launch
 from .device import Cuda
-from .random import draw_of, draw_reasons, run_dropout
+from .random import draw_of, run_dropout
 from .tensors import LANES, TYPE, aligned, column_sum, grid_for, reasons
 
 _NO_DRAW = Rng(0)
@@ -25,8 +26,9 @@ def _why_not(
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
     bias, data, p, rng = residuals
-    same = p == 0.0 and dy.dtype == data  # x's gradient is then dy itself
+    same = p == 0.0 and dy.dtype == data  # then the gradient of x is dy itself
     if same and bias is None:
         return dy, None, dy
     dense = dy.contiguous()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import ops
+from hal.backend_tools import rows_of
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_of_row
-
-
-def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    return reasons(x)
+from .tensors import LANES, TYPE, aligned, refuses, threads_of_row
 
 
 def _mask(mask: Tensor | None, shape: torch.Size) -> bytes:
@@ -29,6 +25,8 @@ def _mask(mask: Tensor | None, shape: torch.Size) -> bytes:
 
 
 def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, mask: Tensor | None, *how: Any) -> None:
+    """Launches `kernel`, one block per row, on x and others [b, n, sq, sk]; how: its scalar parameters."""
+    # One block per row; the kernel iterates, because a grid has at most 2^31 - 1 blocks.
     rows, (_, heads, sq, sk) = rows_of(x), x.shape
     vec = aligned(x, *others)
     launch.run(
@@ -49,7 +47,8 @@ def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, m
 
 
 def softmax_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """y, and the rows' statistics [2, rows]: maximum of scale x and 1 / sum (both 0 for a row that sees nothing)."""
+    """y, and the rows' statistics [2, rows]: maximum of scale x and 1 / sum (both 0 for a row without a visible
+    column)."""
     y, stats = torch.empty_like(x), torch.empty(2, rows_of(x), dtype=torch.float32, device=x.device)
     if x.numel():
         _launch("softmax_fwd", x, (y,), stats, mask, float(scale), int(causal))
@@ -57,7 +56,7 @@ def softmax_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) 
 
 
 def softmax_backward(x: Tensor, dy: Tensor, mask: Tensor | None, stats: Tensor, scale: float, causal: bool) -> Tensor:
-    """dx; x is what the forward pass took, contiguous."""
+    """dx [b, n, sq, sk]; x is the contiguous input of the forward pass."""
     dy, dx = dy.contiguous(), torch.empty_like(x)
     if x.numel():
         _launch("softmax_bwd", x, (dy, dx), stats, mask, float(scale), int(causal))
@@ -69,7 +68,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     return (softmax_backward(x, dy, mask, stats, scale, causal),)
 
 
-@Cuda.impl(ops.scale_mask_softmax, id="cuda/kernel", why_not=_why_not, bwd=_backward)
+@Cuda.impl(ops.scale_mask_softmax, id="cuda/kernel", why_not=refuses(ops.scale_mask_softmax), bwd=_backward)
 def scale_mask_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:

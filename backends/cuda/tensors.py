@@ -1,17 +1,19 @@
-"""What the op modules share: names of element types in the kernels, refusals, and launch shapes.
+"""Shared by the op modules: names of element types in the kernels, refusals, and launch shapes.
 
-A kernel reads addresses: whatever it is given must be contiguous (or come with strides) and stay referenced until the
-launch has been queued; torch's allocator keeps memory that the current stream still uses.
+Kernels take addresses, so tensors must be contiguous (or be passed with strides) and stay referenced until the launch
+is queued; after that, torch's allocator keeps memory that the current stream still uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hal import address
+from hal.backend_tools import why_not_tensors
 
 from . import launch
 
@@ -26,51 +28,50 @@ def reasons(*tensors: Tensor | None) -> Sequence[str]:
     for t in tensors:
         if t is None or (t.is_meta and t.dtype in TYPE):
             continue
-        if t.dtype not in TYPE or t.device.type != where or launch.elsewhere(t.device):
+        if t.dtype not in TYPE or t.device.type != where or launch.wrong_device(t.device):
             return _reasons(tensors, where)
     return ()
 
 
 def _reasons(tensors: Sequence[Tensor | None], where: str) -> Sequence[str]:
-    found = []
+    texts = []
     for t in tensors:
         if t is not None and t.dtype not in TYPE:
-            found.append(f"dtype {t.dtype} (the CUDA kernels take float32, bfloat16 and float16)")
+            texts.append(f"dtype {t.dtype} (the CUDA kernels take float32, bfloat16 and float16)")
         if t is not None and t.device.type != where and not t.is_meta:
-            found.append(f"a tensor on {t.device} (this backend's tensors are on {where})")
-        elif t is not None and not t.is_meta and launch.elsewhere(t.device):
-            found.append(launch.elsewhere(t.device))
-    return list(dict.fromkeys(found))
+            texts.append(f"a tensor on {t.device} (this backend's tensors are on {where})")
+        elif t is not None and not t.is_meta and launch.wrong_device(t.device):
+            texts.append(launch.wrong_device(t.device))
+    return list(dict.fromkeys(texts))
+
+
+refuses = partial(why_not_tensors, reasons=reasons)
+"""refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all of them start on a 16-byte boundary. Raises what hal.address does."""
-    places = [address(t) for t in tensors]
-    return all(at % 16 == 0 for at in places)
-
-
-def rows_of(x: Tensor) -> int:
-    """How many rows x has when its last dimension is a row."""
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+    """Whether all of them start on a 16-byte boundary. Raises ContractError as hal.address does."""
+    addresses = [address(t) for t in tensors]
+    return all(at % 16 == 0 for at in addresses)
 
 
 def threads_for(items: int) -> int:
-    """Threads of a block that shares out `items`: whole warps, at most the kernels' limit."""
+    """Threads of a block that divides `items` among them: whole warps, at most MAX_THREADS."""
     return max(32, min(launch.MAX_THREADS, -(-items // 32) * 32))
 
 
 def threads_of_row(width: int, lanes: int) -> int:
-    """Threads of a block that reduces a row and goes over it again, `lanes` columns at a time.
+    """Threads of a block that reduces a row and then iterates over it again, `lanes` columns at a time.
 
-    Four of those to a thread: a block's reduction takes as many instructions for every warp as a few columns do.
+    Each thread gets four such steps, because the block's reduction costs every warp as much as a few columns.
     """
     return threads_for(-(-width // (4 * lanes)))
 
 
 def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
-    """(grid, threads) for kernels that share out columns along x and rows along y, `lanes` columns to a thread.
+    """(grid, threads) for kernels that divide columns along x and rows along y, with `lanes` columns per thread.
 
-    About 8 blocks per multiprocessor: enough to hide latency, few enough for rows to share what is loaded per column.
+    About 8 blocks per multiprocessor hide latency, and still let a thread use what it loads per column for many rows.
     """
     packs = -(-width // lanes)
     threads = threads_for(packs)
@@ -82,7 +83,7 @@ def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
 
 
 def column_sum(partial: Tensor, pieces: int, out: Tensor) -> None:
-    """out = partial [pieces, out.numel()] float32 summed over pieces, in out's dtype."""
+    """out [width] = the sum over pieces of partial [pieces, width] (float32), in out's dtype."""
     width = out.numel()
     launch.run(
         f"column_sum<{TYPE[out.dtype]}>", (-(-width // 32), 1), 256, partial.data_ptr(), out.data_ptr(), pieces, width

@@ -1,87 +1,61 @@
 """cross_entropy (kernels/cross_entropy.cu) and embedding, over a vocabulary that may be sharded across a Comm.
 
-Between ranks travel four numbers per token. The backward pass of cross_entropy needs no communication: every rank knows
-the log-sum-exp of the whole vocabulary.
+Ranks exchange four numbers per token. The backward pass of cross_entropy needs no communication: every rank has the
+log-sum-exp of the whole vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import Comm, ops
+from hal.backend_tools import cross_entropy_from, rows_of, sharded_embedding, sharded_embedding_gradient
 
 from . import launch
 from .device import Cuda
-from .tensors import LANES, TYPE, aligned, reasons, rows_of, threads_for
-
-
-def _why_not_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
-    inplace_backward: bool = False,
-) -> Sequence[str]:
-    return reasons(logits)
+from .tensors import LANES, TYPE, aligned, refuses, threads_for
 
 
 def _across_ranks(stats: Tensor, comm: Comm) -> Tensor:
-    """The statistics of whole rows from those of every rank's part."""
+    """The statistics [4, rows] of whole rows from those of the rank's part of each row."""
+    # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
     top = comm.all_reduce(stats[0], "max")
     stats[1] *= torch.exp(stats[0] - top)
     return torch.cat((top[None], comm.all_reduce(stats[1:])))
 
 
 def _threads(logits: Tensor, vec: bool) -> int:
+    """Threads of a block that iterates over a row of logits."""
     return threads_for(-(-logits.shape[-1] // (LANES[logits.dtype] if vec else 1)))
 
 
-def _cross_entropy_bwd(residuals: tuple[Any, ...], dloss: Tensor) -> tuple[Tensor]:
-    logits, target, lse, smoothing, vocab_start, classes, inplace = residuals
-    dlogits, dloss = logits if inplace else torch.empty_like(logits), dloss.contiguous()
-    if logits.numel():
-        rows, vec = rows_of(logits), aligned(logits, dlogits)
-        launch.run(
-            f"cross_entropy_bwd<{TYPE[logits.dtype]}>",
-            (min(rows, 1 << 30), 1),
-            _threads(logits, vec),
-            logits.data_ptr(),
-            target.data_ptr(),
-            lse.data_ptr(),
-            dloss.data_ptr(),
-            dlogits.data_ptr(),
-            smoothing,
-            rows,
-            logits.shape[-1],
-            vocab_start,
-            classes,
-            int(vec),
-        )
-    if inplace:
-        torch.autograd.graph.increment_version(logits)  # whoever needs their values learns that they are gone
-    return (dlogits,)
+def _cross_entropy_bwd(
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, dlogits: Tensor, smoothing: float, start: int, v: int
+) -> None:
+    """Writes dlogits [..., v_local], which may be the memory of logits; dloss and target are [...]."""
+    rows, vec = rows_of(logits), aligned(logits, dlogits)
+    launch.run(
+        f"cross_entropy_bwd<{TYPE[logits.dtype]}>",
+        (min(rows, 1 << 30), 1),
+        _threads(logits, vec),
+        *(t.data_ptr() for t in (logits, target, lse, dloss, dlogits)),
+        float(smoothing),
+        rows,
+        logits.shape[-1],
+        start,
+        v,
+        int(vec),
+    )
 
 
-@Cuda.impl(ops.cross_entropy, id="cuda/kernel", why_not=_why_not_cross_entropy, bwd=_cross_entropy_bwd)
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
-    inplace_backward: bool = False,
-) -> tuple[Tensor, tuple[Any, ...]]:
-    logits, target = logits.contiguous(), target.contiguous()
+def _cross_entropy_fwd(
+    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, classes: int, comm: Comm | None
+) -> tuple[Tensor, Tensor]:
+    """loss [...] and {maximum, log of the sum of exponentials} [2, rows], for logits [..., v_local]."""
     rows, width = rows_of(logits), logits.shape[-1]
-    classes = width * (comm.size if comm is not None else 1)
-    smoothing = float(label_smoothing * classes / (classes - 1)) if label_smoothing else 0.0
     loss = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if logits.numel():
@@ -98,43 +72,28 @@ def cross_entropy(
             vocab_start,
             int(vec),
         )
-        if comm is not None and comm.size > 1:
+        if comm is not None:
             stats = _across_ranks(stats, comm)
-        grid = (min(-(-rows // 256), 1024), 1)
-        launch.run(
-            "cross_entropy_loss", grid, 256, stats.data_ptr(), loss.data_ptr(), lse.data_ptr(), smoothing, rows, classes
-        )
-    return loss, (logits, target, lse, smoothing, vocab_start, classes, inplace_backward)
+        grid, addresses = (min(-(-rows // 256), 1024), 1), (stats.data_ptr(), loss.data_ptr(), lse.data_ptr())
+        launch.run("cross_entropy_loss", grid, 256, *addresses, float(smoothing), rows, classes)
+    return loss, lse
 
 
-def _why_not_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Sequence[str]:
-    return reasons(weight)
+cross_entropy, _bwd = cross_entropy_from(_cross_entropy_fwd, _cross_entropy_bwd)
+Cuda.impl(ops.cross_entropy, id="cuda/kernel", why_not=refuses(ops.cross_entropy), bwd=_bwd)(cross_entropy)
 
 
-FEW_IDS = 3072
-"""Up to so many ids torch's embedding_dense_backward adds into the gradient itself."""
+UNSORTED_IDS = 3072
+"""Up to this many ids, torch's embedding_dense_backward adds to the gradient in its dtype, without sorting the ids."""
 
 
 def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    rows, absent, v_local, dtype = residuals
-    if absent is not None:
-        dy = dy.masked_fill(absent[..., None], 0.0)
-    # torch's CUDA kernel for many ids sorts them and adds the rows of each in float32. The one for few ids, and the
-    # CPU's, round every sum to dy's dtype: they are given float32.
-    grad = dy.float() if launch.simulated() or rows.numel() <= FEW_IDS else dy
-    return (torch.ops.aten.embedding_dense_backward.default(grad, rows, v_local, -1, False).to(dtype),)
+    """dweight [v_local, h] from dy [..., h]."""
+    # For more ids, torch's CUDA kernel sorts them and sums the rows of each id in float32. Its other kernel, and that
+    # of the CPU, round every partial sum to dy's dtype, so they get float32.
+    rows = residuals[0]
+    wide = launch.simulated() or rows.numel() <= UNSORTED_IDS
+    return sharded_embedding_gradient(residuals, dy.float() if wide else dy)
 
 
-@Cuda.impl(ops.embedding, id="cuda/torch", why_not=_why_not_embedding, bwd=_embedding_bwd)
-def embedding(
-    weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    absent, rows = None, ids
-    if comm is not None and comm.size > 1:
-        rows = ids - vocab_start
-        absent = (rows < 0) | (rows >= weight.shape[0])
-        rows = rows.masked_fill(absent, 0)
-    y = torch.nn.functional.embedding(rows, weight)
-    if comm is not None and absent is not None:
-        y = comm.all_reduce(y.masked_fill_(absent[..., None], 0.0))
-    return y, (rows, absent, weight.shape[0], weight.dtype)
+Cuda.impl(ops.embedding, id="cuda/torch", why_not=refuses(ops.embedding), bwd=_embedding_bwd)(sharded_embedding)

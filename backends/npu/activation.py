@@ -1,6 +1,6 @@
 """swiglu (npu_swiglu), geglu (npu_geglu) and bias_gelu (npu_gelu, npu_fast_gelu).
 
-torch's own gelu is not used: torch_npu runs an operator for it that knows the tanh form only, whatever is asked for.
+torch's own gelu is not used, because torch_npu maps it to an operator that always computes the tanh form.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from torch import Tensor
 from hal import ops
 
 from .device import Npu
-from .tensors import add_bias, bias_gradient, reasons
-
-
-def _why_not_swiglu(x: Tensor, bias: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, bias)
+from .tensors import add_bias, bias_gradient, reasons, refuses
 
 
 def _swiglu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx [..., 2h], and dbias [2h] (None without a bias), from dy [..., h]."""
     x, bias = residuals
     if not x.numel():
         return torch.zeros_like(x), None if bias is None else torch.zeros_like(bias)
@@ -30,7 +27,7 @@ def _swiglu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor 
     return dx.to(x.dtype), bias_gradient(dx, bias)
 
 
-@Npu.impl(ops.swiglu, id="npu/swiglu", why_not=_why_not_swiglu, bwd=_swiglu_bwd)
+@Npu.impl(ops.swiglu, id="npu/swiglu", why_not=refuses(ops.swiglu), bwd=_swiglu_bwd)
 def swiglu(x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     if not x.numel():
@@ -45,6 +42,7 @@ def _why_not_geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "ta
 
 
 def _geglu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx [..., 2h], and dbias [2h] (None without a bias), from dy [..., h]."""
     x, bias, gelu, approximate = residuals
     if not x.numel():
         return torch.zeros_like(x), None if bias is None else torch.zeros_like(bias)
@@ -59,7 +57,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> t
     x = x.contiguous()
     if not x.numel():
         return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)), (x, bias, x, approximate)
-    # HAL gates with the first half; Ascend's default is the second one.
+    # HAL applies gelu to the first half; Ascend's default is the second half.
     y, gelu = torch.ops.npu.npu_geglu(add_bias(x, bias), -1, int(approximate == "tanh"), True)
     return y.to(x.dtype), (x, bias, gelu, approximate)
 
@@ -71,6 +69,7 @@ def _why_not_geglu_fast(x: Tensor, bias: Tensor | None = None, approximate: str 
 
 
 def _geglu_fast_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx [..., 2h], and dbias [2h] (None without a bias), from dy [..., h]."""
     x, bias = residuals
     if not x.numel():
         return torch.zeros_like(x), None if bias is None else torch.zeros_like(bias)
@@ -89,11 +88,8 @@ def geglu_fast(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh")
     return (torch.ops.npu.npu_fast_gelu(a.contiguous()) * b).to(x.dtype), (x, bias)
 
 
-def _why_not_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Sequence[str]:
-    return reasons(x, bias)
-
-
 def _gelu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx like x [..., h], and dbias [h] (None without a bias), from dy [..., h]."""
     x, bias, approximate = residuals
     if not x.numel():
         return torch.zeros_like(x), None if bias is None else torch.zeros_like(bias)
@@ -106,7 +102,7 @@ def _gelu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     return dx.to(x.dtype), bias_gradient(dx, bias)
 
 
-@Npu.impl(ops.bias_gelu, id="npu/gelu", why_not=_why_not_gelu, bwd=_gelu_bwd)
+@Npu.impl(ops.bias_gelu, id="npu/gelu", why_not=refuses(ops.bias_gelu), bwd=_gelu_bwd)
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     if not x.numel():

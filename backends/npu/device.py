@@ -1,7 +1,7 @@
 """The npu backend: Ascend devices through the unmodified torch_npu wheel, or the same wheel over a simulated CANN.
 
-torch_npu is imported by `build`, never before; nothing is patched. With simulate=True (or HAL_SIMULATE=1) the simulated
-libraries are loaded first, which is the only difference between the two.
+torch_npu is imported by `build`, not before, and nothing is patched. With simulate=True (or HAL_SIMULATE=1) the
+simulated libraries are loaded first; this is the only difference.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 import hal
 
 from . import environment
-from .accelerators import ACCELERATORS
 from .comm import make_comm
+from .device_specs import DEVICE_SPECS
 
 
 def _npu() -> Any:
-    """torch.npu, which torch_npu adds when it is imported."""
+    """torch.npu, which importing torch_npu adds."""
     if not hasattr(torch, "npu"):
         raise hal.HalError("the npu backend is not built: call hal.use('npu'), or build() on an instance")
     return torch.npu
@@ -33,7 +33,7 @@ class Npu(hal.Backend):
     """Options: simulate (None = HAL_SIMULATE), devices, memory_bytes and poison of the simulator (see docs)."""
 
     name = "npu"
-    accelerators = ACCELERATORS
+    device_specs = DEVICE_SPECS
 
     def __init__(
         self, simulate: bool | None = None, devices: int = 8, memory_bytes: int = 0, poison: bool = False
@@ -48,16 +48,17 @@ class Npu(hal.Backend):
         return environment.look(self.devices if self.simulate else None)
 
     def build(self) -> None:
-        """Loads torch_npu (and, simulated, what stands in for CANN before it). Raises BackendUnavailable."""
+        """Loads torch_npu, after the simulated CANN libraries if simulated. Raises BackendUnavailable."""
         from . import simulator
 
+        # The simulated libraries must be in the process before torch_npu is, whose symbols the loader then finds there.
         if self.simulate:
             simulator.start(devices=self.devices, memory_bytes=self.memory_bytes, poison=int(self.poison))
-            os.environ["HAL_SIMULATE"] = "1"  # the processes this one starts follow
+            os.environ["HAL_SIMULATE"] = "1"  # child processes are simulated as well
         elif simulator.running() is not None:
             raise hal.BackendUnavailable("this process already runs torch_npu on the simulator; start another one")
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # it talks while it is imported; stdout is the command's own
+            with contextlib.redirect_stdout(sys.stderr):  # it prints during import, and stdout belongs to the command
                 importlib.import_module("torch_npu")
         except Exception as error:
             raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error
@@ -86,7 +87,7 @@ class Npu(hal.Backend):
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[object]:
-        """Work inside runs on a stream of its own, which starts after and ends before the current stream's work."""
+        """Work inside runs on a separate stream, after the work submitted before; later work waits for it."""
         npu = _npu()
         current, side = npu.current_stream(), npu.Stream()
         side.wait_stream(current)
@@ -96,7 +97,7 @@ class Npu(hal.Backend):
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:
-        """A range of torch_npu's profiler (mstx; it does nothing where none listens) that is torch's own too."""
+        """A range of torch_npu's profiler (mstx) that is also a range of torch's profiler."""
         mstx = _npu().mstx
         range_id = mstx.range_start(name)
         try:

@@ -1,4 +1,4 @@
-"""Ascend 910B devices, for `hal plan`: the products' peak is cube cores x 16^3 multiply-adds x clock."""
+"""Ascend 910B devices, for `hal plan`: peak of matrix products = cube cores x 16^3 multiply-adds x clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hal
 _CUBE = 2 * 16**3  # floating-point operations per core and cycle
 
 
-def _npu(name: str, cores: int, hertz: float) -> hal.Accelerator:
+def _npu(name: str, cores: int, hertz: float) -> hal.DeviceSpec:
     peak = cores * _CUBE * hertz
-    return hal.Accelerator(
+    return hal.DeviceSpec(
         name,
         memory=64 * 2**30,
         # CANN has no float32 figure for the cube cores, and this table does not guess one.
@@ -23,4 +23,4 @@ def _npu(name: str, cores: int, hertz: float) -> hal.Accelerator:
     )
 
 
-ACCELERATORS = (_npu("910b2", 24, 1.8e9), _npu("910b3", 20, 1.8e9))
+DEVICE_SPECS = (_npu("910b2", 24, 1.8e9), _npu("910b3", 20, 1.8e9))

@@ -1,7 +1,7 @@
-"""What this machine offers an NPU backend, found without importing torch_npu and without touching a device.
+"""Probes this machine for the npu backend, without importing torch_npu and without touching a device.
 
-`look` gives one precise reason: torch_npu missing, of another torch, CANN missing, a driver without devices, or ready.
-`variables` lists the environment variables that change how Ascend software behaves, and the values they have.
+`look` gives one precise reason: torch_npu missing or for another torch, CANN missing, a driver without devices, or
+ready. `variables` lists the environment variables that affect Ascend software, with their values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def variables() -> dict[str, str]:
 
 
 def _wheel() -> tuple[str | None, str]:
-    """Version of torch_npu and "" if it fits this torch; otherwise what is wrong."""
+    """(version of torch_npu or None, what is wrong with it); the latter is "" if it fits this torch."""
     try:
         version = importlib.metadata.version("torch_npu")
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def _wheel() -> tuple[str | None, str]:
 
 
 def _cann() -> str | None:
-    """The directory of libascendcl.so, as the loader would find it."""
+    """The directory in which the loader would find libascendcl.so."""
     roots = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
     directories = [f"{root}/lib64" for root in roots if root] + os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return next((d for d in directories if d and (Path(d) / "libascendcl.so").exists()), None)
@@ -85,17 +85,18 @@ def _driver() -> bool:
 
 
 def _devices() -> list[str]:
-    """/dev nodes of the NPUs this process may use."""
+    """The /dev nodes of the NPUs that this process may use."""
+    # Sorted by number, because that is the order in which ASCEND_RT_VISIBLE_DEVICES counts them.
     nodes = sorted(glob.glob("/dev/davinci[0-9]*"), key=lambda node: int(node.removeprefix("/dev/davinci")))
     chosen = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if chosen is None:
         return nodes
-    wanted = {int(part) for part in chosen.split(",") if part.strip().isdigit()}
-    return [node for i, node in enumerate(nodes) if i in wanted]
+    visible = {int(part) for part in chosen.split(",") if part.strip().isdigit()}
+    return [node for i, node in enumerate(nodes) if i in visible]
 
 
 def look(simulated_devices: int | None) -> hal.Probe:
-    """What `Backend.probe` answers; `simulated_devices` is the count for a simulator, None for real hardware."""
+    """The result of `Backend.probe`; simulated_devices: number of devices of the simulator, None for hardware."""
     facts = {f"environment {name}": value for name, value in variables().items()}
     version, problem = _wheel()
     facts["torch_npu"] = version or "not installed"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from hal import ops
 
 from .device import Npu
-from .tensors import reasons
-
-
-def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight, bias)
+from .tensors import refuses
 
 
 def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dx like x, dweight and dbias [width], from dy like x."""
     x, weight, bias, mean, rstd = residuals
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
@@ -28,7 +23,7 @@ def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, 
     return dx, dw.to(weight.dtype), db.to(bias.dtype)
 
 
-@Npu.impl(ops.layer_norm, id="npu/native", why_not=_why_not_layer_norm, bwd=_layer_norm_bwd)
+@Npu.impl(ops.layer_norm, id="npu/native", why_not=refuses(ops.layer_norm), bwd=_layer_norm_bwd)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     if not x.numel():
@@ -37,11 +32,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     return y, (x, weight, bias, mean, rstd)
 
 
-def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight)
-
-
 def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """dx like x and dweight [width], from dy like x."""
     x, weight, rstd = residuals
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(weight)
@@ -49,7 +41,7 @@ def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Te
     return dx, dw.to(weight.dtype)
 
 
-@Npu.impl(ops.rms_norm, id="npu/rms_norm", why_not=_why_not_rms_norm, bwd=_rms_norm_bwd)
+@Npu.impl(ops.rms_norm, id="npu/rms_norm", why_not=refuses(ops.rms_norm), bwd=_rms_norm_bwd)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
     x, weight = x.contiguous(), weight.contiguous()
     if not x.numel():

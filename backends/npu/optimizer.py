@@ -1,9 +1,9 @@
-"""adamw (npu_apply_adam_w), l2norm and unscale_and_check.
+"""adamw (npu_apply_adam_w) and unscale_and_check.
 
-npu_apply_adam_w multiplies the powers of beta it is given by beta once more, so it is given beta ** (step - 1);
-megatron_npu passed beta ** step until 2023-12-15, which shrinks the first steps (the first one by a quarter).
-In saturation mode (older chips; INF_NAN_MODE_ENABLE=0 with INF_NAN_MODE_FORCE_DISABLE=1 on others) an overflow leaves
-the largest number instead of inf, and the device's overflow flag is what unscale_and_check reports and lowers.
+npu_apply_adam_w multiplies the given powers of beta by beta once more, so it gets beta ** (step - 1); megatron_npu
+passed beta ** step until 2023-12-15, which makes the first steps smaller (the first one by a quarter). In saturation
+mode (older chips; INF_NAN_MODE_ENABLE=0 with INF_NAN_MODE_FORCE_DISABLE=1 on others) an overflow gives the largest
+finite number instead of inf. unscale_and_check then reports the device's overflow flag and clears it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,22 @@ import torch
 from torch import Tensor
 
 from hal import ops
+from hal.backend_tools import AdamWMember, AdamWScalars, adamw_members, adamw_scalars, with_signature_of
 
 from .device import Npu
-from .tensors import reasons
+from .tensors import reasons, refuses
+
+Tensors = Sequence[Tensor]
 
 
 def beta_powers(beta1: float, beta2: float, step: int) -> tuple[float, float]:
-    """The powers of beta that npu_apply_adam_w wants in the step of this number (from 1)."""
+    """The powers of beta to pass to npu_apply_adam_w in the step with this number (from 1)."""
     return beta1 ** (step - 1), beta2 ** (step - 1)
 
 
+@with_signature_of(ops.adamw)
 def _why_not_adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
-    model_params: Sequence[Tensor] | None = None,
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
 ) -> Sequence[str]:
     if not all(t.is_contiguous() for t in (*params, *exp_avgs, *exp_avg_sqs)):
         return ["a parameter or moment that is not contiguous (npu_apply_adam_w updates it in place)"]
@@ -48,53 +40,29 @@ _FLOAT32_SCALARS = "npu_apply_adam_w takes its scalars in float32, where 1 - bet
 
 
 @Npu.impl(ops.adamw, id="npu/apply_adam_w", why_not=_why_not_adamw, waivers={torch.float32: (7.0, _FLOAT32_SCALARS)})
-def adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
-    model_params: Sequence[Tensor] | None = None,
-) -> None:
-    powers = beta_powers(beta1, beta2, step)
-    numbers = (lr, weight_decay, beta1, beta2, eps)
-    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
+@with_signature_of(ops.adamw, members=adamw_members, scalars=adamw_scalars)
+def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars) -> None:
+    s = scalars
+    powers = beta_powers(s.beta1, s.beta2, s.step)
+    numbers = (s.lr, s.weight_decay, s.beta1, s.beta2, s.eps)
+    # The operator takes one parameter at a time and gradients of the parameter's dtype.
+    for p, g, m, v, copy in members:
         if p.numel():
             g = g.contiguous().to(p.dtype)
-            g = g if grad_scale == 1.0 else g * grad_scale
+            g = g if s.grad_scale == 1.0 else g * s.grad_scale
             torch.ops.npu.npu_apply_adam_w.out(*powers, *numbers, g, None, False, False, out=[p, m, v])
-    for p, copy in zip(params, model_params or ()):
-        copy.copy_(p)
+        if copy is not None:
+            copy.copy_(p)
 
 
-def _why_not_l2norm(tensors: Sequence[Tensor]) -> Sequence[str]:
-    return reasons(*tensors)
-
-
-@Npu.impl(ops.l2norm, id="npu/torch", why_not=_why_not_l2norm)
-def l2norm(tensors: Sequence[Tensor]) -> Tensor:
-    return ops.l2norm.reference(tensors)
-
-
-def _why_not_unscale(grads: Sequence[Tensor], inv_scale: float) -> Sequence[str]:
-    return reasons(*grads)
-
-
-@Npu.impl(ops.unscale_and_check, id="npu/torch", why_not=_why_not_unscale)
+@Npu.impl(ops.unscale_and_check, id="npu/torch", why_not=refuses(ops.unscale_and_check, "grads"))
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
-    found = ops.unscale_and_check.reference(grads, inv_scale)
-    return found if torch.npu.utils.is_support_inf_nan() else torch.maximum(found, _overflow_since_last_asked(found))
+    bad = ops.unscale_and_check.reference(grads, inv_scale)
+    return bad if torch.npu.utils.is_support_inf_nan() else torch.maximum(bad, _take_overflow_flag(bad))
 
 
-def _overflow_since_last_asked(like: Tensor) -> Tensor:
-    """1.0 if any operator of this device has overflowed; lowers the flag. For saturation mode, which leaves no inf."""
+def _take_overflow_flag(like: Tensor) -> Tensor:
+    """1.0 if an operator of this device has overflowed since the last call, else 0.0; clears the flag."""
     status = torch.ops.npu.npu_get_float_status(like.new_zeros(8))
     flag = (status[0] != 0).to(torch.float32)
     torch.ops.npu.npu_clear_float_status(like.new_zeros(8))

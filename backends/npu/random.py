@@ -1,7 +1,7 @@
-"""Random draws, and the ops that drop elements by them: HAL's bits, which Ascend's own generators do not give.
+"""Random draws with HAL's bits, which Ascend's generators do not produce, and the ops that drop elements.
 
-Philox4x32-10 runs on the device in int64 arithmetic. One evaluation yields four consecutive elements, so a draw costs a
-quarter of an evaluation per element, blocks of a larger draw included where their rows start at a multiple of four.
+Philox4x32-10 runs on the device in int64 arithmetic. One evaluation gives four consecutive elements, so a draw costs a
+quarter of an evaluation per element; this includes blocks of a larger draw if their rows start at a multiple of four.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import hal
 from hal import Rng, ops
 
 from .device import Npu
-from .tensors import add_bias, reasons
+from .tensors import add_bias, refuses
 
 _MASK = 0xFFFFFFFF
 
 
 def _philox(counter: Tensor, rng: Rng) -> Tensor:
-    """int64 [..., 4]: the four words of each block number `counter` (Salmon et al., SC 2011, table 2)."""
+    """int64 [..., 4]: the four words of each block with number `counter` [...] (Salmon et al., SC 2011, table 2)."""
+    # Offsets are 64 bits unsigned: as int64 the upper half is negative, and the sum wraps modulo 2**64 as it should.
     counter = counter + (rng.offset if rng.offset < 1 << 63 else rng.offset - (1 << 64))
     c0, c1, c2, c3 = counter & _MASK, (counter >> 32) & _MASK, torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = rng.seed & _MASK, rng.seed >> 32
     for _ in range(10):
-        # int64 products wrap modulo 2**64, and the masks read them as unsigned.
+        # int64 products wrap modulo 2**64; shifting and masking gives the same bits as unsigned arithmetic.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK
         c2, c3 = ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
@@ -36,13 +37,16 @@ def _philox(counter: Tensor, rng: Rng) -> Tensor:
 
 
 def draw(shape: Sequence[int], rng: Rng, device: torch.device) -> Tensor:
-    """int64 `shape`: the 24 bits of each element, bits >> 8 of its Philox word."""
+    """int64 of `shape`: the upper 24 bits of each element's Philox word."""
     shape, (first, strides) = tuple(shape), rng.indexing(shape)
-    # The trailing dimensions whose elements are consecutive make the rows; those before them say where rows start.
+    # Rows are the trailing dimensions whose elements are consecutive; the leading dimensions give the start of each
+    # row.
     split = len(shape)
     while split and (shape[split - 1] == 1 or strides[split - 1] == math.prod(shape[split:])):
         split -= 1
     aligned = not any(n > 1 and stride % 4 for n, stride in zip(shape[:split], strides))
+    # If all rows start at the same position within a block of four, whole blocks serve consecutive elements; otherwise
+    # each element computes the block it is in and takes its word.
     split, skipped = (split, first % 4) if aligned else (len(shape), 0)
     start = torch.full(shape[:split], first, dtype=torch.int64, device=device)
     for d, (n, stride) in enumerate(zip(shape[:split], strides)):
@@ -73,28 +77,19 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
 
 
 def _dropped(x: Tensor, p: float, rng: Rng | None) -> Tensor:
+    """dropout(x); x itself if nothing is dropped."""
     if p == 0.0 or rng is None:
         return x
     return torch.where(keep_mask(x.shape, p, rng, x.device), x * (1.0 / (1.0 - p)), torch.zeros_like(x))
 
 
-def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
-    return reasons(x)
-
-
-@Npu.impl(ops.dropout, id="npu/torch", why_not=_why_not_dropout)
+@Npu.impl(ops.dropout, id="npu/torch", why_not=refuses(ops.dropout, "x"))
 def dropout(x: Tensor, p: float, rng: Rng | None) -> Tensor:
     y = _dropped(x, p, rng)
     return x.clone() if y is x else y
 
 
-def _why_not_bda(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Sequence[str]:
-    return reasons(x, bias, residual)
-
-
-@Npu.impl(ops.bias_dropout_add, id="npu/torch", why_not=_why_not_bda)
+@Npu.impl(ops.bias_dropout_add, id="npu/torch", why_not=refuses(ops.bias_dropout_add))
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
 ) -> Tensor:

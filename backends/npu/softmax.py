@@ -1,7 +1,7 @@
 """scale_mask_softmax: npu_scaled_masked_softmax where its documented limits allow, otherwise torch_npu's softmax.
 
-The vendor's operator fills masked scores with -10000, which leaves a row without a visible key uniform; HAL's masked
-entries are exactly 0, so they are set to 0 afterwards.
+The vendor's operator replaces masked scores by -10000, which makes a fully masked row uniform. HAL's masked entries are
+exactly 0, so they are set to 0 afterwards.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from torch import Tensor
 from hal import ops
 
 from .device import Npu
-from .tensors import reasons
+from .tensors import reasons, refuses
 
 _SMALLEST, _LARGEST, _MULTIPLE = 32, 4096, 32
 
 
 def _why_not_vendor(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    found = reasons(x)
+    refusals = reasons(x)
     if mask is None and not causal:
-        found.append("no mask (npu_scaled_masked_softmax needs one)")
+        refusals.append("no mask (npu_scaled_masked_softmax needs one)")
     for name, size in (("query", x.shape[2]), ("key", x.shape[3])):
         if not _SMALLEST <= size <= _LARGEST or size % _MULTIPLE:
-            found.append(f"{size} {name} positions (npu_scaled_masked_softmax takes multiples of 32 from 32 to 4096)")
-    return found
+            refusals.append(
+                f"{size} {name} positions (npu_scaled_masked_softmax takes multiples of 32 from 32 to 4096)"
+            )
+    return refusals
 
 
 def _masked(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """What is masked, in one of the shapes the operator broadcasts: [b or 1, n or 1, sq, sk]."""
+    """Mask and causal limit in one tensor, in a shape that the operator broadcasts: [b or 1, n or 1, sq, sk]."""
     band = ops.band_mask(x.shape[2], x.shape[3], None, 0, x.device) if causal else None
     both = mask if band is None else band if mask is None else mask | band
     assert both is not None
@@ -40,6 +42,7 @@ def _masked(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def _vendor_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    """dx [b, n, sq, sk] from dy of the same shape."""
     y, masked, scale, dtype = residuals
     dx = torch.ops.npu.npu_scaled_masked_softmax_backward(dy.contiguous().float(), y, masked, scale, False)
     return (dx.masked_fill(masked, 0.0).to(dtype),)
@@ -50,16 +53,12 @@ def scale_mask_softmax_vendor(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     masked = _masked(x, mask, causal)
-    # In float32, because the backward pass computes with probabilities: rounded ones cost its gradient digits.
+    # In float32, because the backward pass uses the probabilities; rounding them would cost its gradients digits.
     y = torch.ops.npu.npu_scaled_masked_softmax(x.contiguous().float(), masked, scale, False)
     y = y.masked_fill(masked, 0.0)
     return y.to(x.dtype), (y, masked, scale, x.dtype)
 
 
-def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    return reasons(x)
-
-
-@Npu.impl(ops.scale_mask_softmax, id="npu/torch", why_not=_why_not)
+@Npu.impl(ops.scale_mask_softmax, id="npu/torch", why_not=refuses(ops.scale_mask_softmax))
 def scale_mask_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
     return ops.scale_mask_softmax.reference(x, mask, scale, causal)

@@ -1,21 +1,31 @@
-"""What every implementation asks of its tensors, and what several of them do."""
+"""Requirements on tensors, and functions that more than one implementation uses."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from hal.backend_tools import why_not_tensors
 
 REAL = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def reasons(*tensors: Tensor | None) -> list[str]:
     """Why Ascend's operators refuse these tensors; empty = they take them."""
-    found = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t is not None and t.dtype not in REAL})
-    return [f"dtype {', '.join(found)} (Ascend's operators compute in float32, float16 and bfloat16)"] if found else []
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t is not None and t.dtype not in REAL})
+    return (
+        [f"dtype {', '.join(dtypes)} (Ascend's operators compute in float32, float16 and bfloat16)"] if dtypes else []
+    )
+
+
+refuses = partial(why_not_tensors, reasons=reasons)
+"""refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias in float32 (x itself without a bias): a sum rounded to 16 bits would lose what the operator keeps."""
+    """x [..., h] + bias [h] in float32, or x itself without a bias: the operators round their result only once."""
     return x if bias is None else x.float() + bias.float()
 
 

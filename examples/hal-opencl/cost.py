@@ -1,7 +1,7 @@
-"""What this backend cost: lines of code per op and outside of ops, as the README shows them.
+"""Counts this backend's lines of code, per op and outside of ops, for the README.
 
-`python cost.py` prints the table, `python cost.py --write` puts it into README.md, and a test holds that it is there.
-A line of code is one that is not blank, not a comment and not part of a docstring.
+`python cost.py` prints the tables, `python cost.py --write` writes them to README.md; a test checks that they are up to
+date. Blank lines, comments and docstrings are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KERNELS = PACKAGE / "kernels"
 SHARED = ("reduce",)
 """Kernel files that belong to no op."""
 HELPERS = {"attention": ("attention", "rows")}
-"""Kernel files of a module, where it is not the one of its name."""
+"""Kernel files of a module, if it is not just the one with its name."""
 
 
 def python_lines(path: Path) -> int:
@@ -38,7 +38,7 @@ def kernel_lines(path: Path) -> int:
 
 def ops_of(path: Path) -> list[str]:
     """The ops that a module implements."""
-    return re.findall(r"^@OpenCL\.impl\(ops\.(\w+)", path.read_text(), re.MULTILINE)
+    return re.findall(r"^@?OpenCL\.impl\(ops\.(\w+)", path.read_text(), re.MULTILINE)
 
 
 def table() -> str:
@@ -67,8 +67,8 @@ if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         readme = HERE / "README.md"
         between = re.compile(r"(?<=<!-- cost -->\n).*(?=\n<!-- /cost -->)", re.DOTALL)
-        text, found = between.subn(lambda _: table(), readme.read_text())
-        if not found:
+        text, replacements = between.subn(lambda _: table(), readme.read_text())
+        if not replacements:
             raise SystemExit("README.md has no place between <!-- cost --> and <!-- /cost -->")
         readme.write_text(text)
     else:

@@ -1,15 +1,16 @@
 // SwiGLU, GEGLU and bias + GELU, forward and backward, one fused pass each.
 //
-// With s the sigmoid, silu(v) = v s(v), gelu_tanh(v) = v s(2 sqrt(2/pi) (v + 0.044715 v^3)), gelu_fast(v) = v s(1.702 v):
-// one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has derivative
-// Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx as a degree-9 polynomial in
-// t = 1 / (1 + 0.35 a) fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
-// Rows are worked through in blocks of 64 columns, whose intermediate values stay in L1; large rows that are no whole lines
-// in pieces of such blocks (see streams in common.h). The bias gradient is summed like a
-// norm's weight gradient, in pieces of consecutive rows (see piece_count).
+// With s the sigmoid, silu(v) = v s(v), gelu_tanh(v) = v s(2 sqrt(2/pi) (v + 0.044715 v^3)), gelu_fast(v) = v s(1.702
+// v): one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has
+// derivative Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx as a degree-9
+// polynomial in t = 1 / (1 + 0.35 a) fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
+// Rows are processed in blocks of 64 columns, whose intermediate values stay in L1. Large rows that do not begin on a
+// cache line are processed in pieces of such blocks (see streams in common.h). The bias gradient is summed as a norm's
+// weight gradient is, in pieces of consecutive rows (see piece_count).
 //
-// Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx (large results past the caches). Nothing
-// is stored in between: the backward pass recomputes the activation, which is cheaper than reading it.
+// Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx. Large results are written with
+// non-temporal stores. Nothing is stored in between: the backward pass recomputes the activation, which is cheaper than
+// reading it.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -19,8 +20,8 @@ enum { SILU = 0, GELU_ERF = 1, GELU_TANH = 2, GELU_FAST = 3 };
 
 enum {
     BLOCK = 64,  // columns
-    AHEAD = 16384,  // bytes, between a block and the one that is asked for when it is worked on
-    ROWS = 4,    // whose bias gradients are added up in real before they go into the running sums in double
+    AHEAD = 16384,  // bytes between the block being processed and the one being prefetched
+    ROWS = 4,    // rows whose bias gradients are added in real before they go into the running sums in double
 };
 
 typedef struct {
@@ -56,16 +57,17 @@ HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
 
 // s[i] = 1 / (1 + exp(-z[i])) for a block.
 #ifdef __AVX512F__
-// Four vectors side by side, since a chain of dependent instructions this long fills the scheduler before it is half done;
-// and clamps of one instruction, which compilers make of C's only if told that NaN does not matter.
+// Four vectors are interleaved, because one chain of dependent instructions of this length fills the scheduler before
+// it is half done. The clamps are one instruction each; compilers generate that from C only if told to ignore NaN.
 HAL_INLINE void sigmoids_f32(float *s, const float *z) {
     __m512 x[4], n[4], r[4], q[4], even[4], odd[4];
 #define EACH for (int k = 0; k < 4; k++)
 #define ALL(c) _mm512_set1_ps(c)
     for (int i = 0; i < BLOCK; i += 64) {
         EACH x[k] = _mm512_sub_ps(ALL(0.0f), _mm512_load_ps(z + i + 16 * k));
-        EACH x[k] = _mm512_max_ps(ALL(-88.0f), _mm512_min_ps(ALL(89.5f), x[k]));  // the second operand if it is NaN
-        // exp(x) as fast_expf computes it, but for the order of the polynomial's terms.
+        // Min and max return the second operand if it is NaN.
+        EACH x[k] = _mm512_max_ps(ALL(-88.0f), _mm512_min_ps(ALL(89.5f), x[k]));
+        // exp(x) as fast_expf computes it, except for the order of the polynomial's terms.
         EACH n[k] = _mm512_fmadd_ps(x[k], ALL(EXP_LOG2_E), ALL(EXP_ROUND));
         EACH n[k] = _mm512_sub_ps(n[k], ALL(EXP_ROUND));
         EACH r[k] = _mm512_fnmadd_ps(n[k], ALL(EXP_LN2_HIGH), x[k]);
@@ -116,10 +118,11 @@ void hal_activation_bwd(int dtype, int kind, int gated, uintptr_t x, uintptr_t b
 
 HAL_INLINE real NAME(square)(real v) {
     const real square = v * v;
-    return square > (real)1e30 ? (real)1e30 : square;  // b = 0 times inf would be NaN
+    return square > (real)1e30 ? (real)1e30 : square;  // 0 * inf would be NaN where b = 0
 }
 
-// value[i] = act(x[i] + bias[i]) and slope[i] = act' there (unless slope is 0), for `columns` <= BLOCK columns.
+// value[i] = act(x[i] + bias[i]) and, unless slope is 0, slope[i] = act'(x[i] + bias[i]), for `columns` <= BLOCK
+// columns.
 HAL_INLINE void NAME(activate)(const T *x, const real *bias, int64_t columns, family_t family, real *value, real *slope) {
     _Alignas(64) real v[BLOCK], z[BLOCK], s[BLOCK];
     const real a = (real)family.a, b = (real)family.b;
@@ -172,7 +175,8 @@ HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y,
     NAME(put)(stream, y, value, columns);
 }
 
-// dx, and its contribution to the sums db. The gate's half of x, bias and db lies `width` further on, of dx dx_width.
+// dx, and its contribution to the sums db. The gated half of x, bias and db begins at offset `width`, that of dx at
+// dx_width.
 HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, int64_t dx_width, real *db,
                                   int64_t columns, int64_t width, family_t family, int stream) {
     _Alignas(64) real value[BLOCK], slope[BLOCK];
@@ -200,7 +204,7 @@ HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const
     NAME(put)(stream, dx, slope, columns);
 }
 
-// Whole blocks with constants for the compiler, except what hardly costs anything per block.
+// Whole blocks are called with compile-time constants, except for arguments whose cost per block is negligible.
 static void NAME(fwd_span)(int gated, const T *x, const real *bias, T *y, int64_t columns, int64_t width, family_t family,
                            int stream) {
     int64_t i = 0;
@@ -293,7 +297,7 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const int64_t x_width = gated ? 2 * width : width, pieces = piece_count(rows);
     const family_t family = family_of(kind);
     const int64_t row_bytes = width * (int64_t)sizeof(T);
-    // Not beside running sums, which it makes slower by more than it saves (measured).
+    // Not where running sums are kept: there it costs more than it saves (measured).
     const int stream = bias ? STREAM_NOT : streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
     double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)

@@ -1,10 +1,10 @@
 // What every kernel shares: element types, conversions, exp and its relatives, reductions, the dtype template.
 //
-// Style of the kernels: rows are split over OpenMP threads; inside a row, plain loops under `#pragma omp simd` that the
-// compiler turns into AVX-512, AVX2 or NEON code, exact tails included, so one source serves every machine; instructions
-// that compilers do not find on their own are named under #if, beside a loop that needs none. Statistics
-// and arithmetic are in `real` (float; double for float64 tensors). A reduction's order depends on the shape only
-// (in attention's dK and dV on the number of threads, too), never on timing, so results are bit-equal from run to run.
+// Style of the kernels: rows are split over OpenMP threads. Inside a row there are plain loops under `#pragma omp
+// simd`, which the compiler turns into AVX-512, AVX2 or NEON code with exact tails, so that one source serves every
+// machine. Intrinsics are used under #if where compilers miss an instruction, next to a portable loop. Statistics and
+// arithmetic are in `real` (float; double for float64 tensors). The order of a reduction depends on the shape only (for
+// attention's dK and dV also on the number of threads), never on timing, so results are bit-equal from run to run.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -29,8 +29,8 @@ HAL_INLINE float load_f32(const f32 *p) { return *p; }
 HAL_INLINE double load_f64(const f64 *p) { return *p; }
 HAL_INLINE float load_bf16(const bf16 *p) { return float_of((uint32_t)*p << 16); }
 
-// Exact for every input: exponent and mantissa are moved into place and the bias is corrected by a multiplication,
-// which also normalises subnormals; infinities and NaN get float's all-ones exponent.
+// Exact for every input: exponent and mantissa are shifted into place and the exponent bias is corrected by a
+// multiplication, which also normalises subnormals. Infinities and NaN get the all-ones exponent of a float.
 HAL_INLINE float load_f16(const f16 *p) {
     const uint32_t moved = (uint32_t)(int32_t)(int16_t)*p << 13 & 0x8fffe000;
     const uint32_t bits = bits_of(float_of(moved) * 0x1p112f);
@@ -51,7 +51,7 @@ HAL_INLINE void store_bf16(bf16 *p, float value) {
 HAL_INLINE void store_f16(f16 *p, float value) {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
     uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    // Adding 0.5 leaves the subnormal's bits, rounded by the FPU, at the bottom of the sum (ulp of 0.5 = 2^-24).
+    // Adding 0.5 leaves the subnormal's bits, rounded by the FPU, in the low bits of the sum (the ulp of 0.5 is 2^-24).
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
     uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
     half = magnitude >= 0x477ff000 ? 0x7c00 : half;
@@ -59,8 +59,8 @@ HAL_INLINE void store_f16(f16 *p, float value) {
     *p = (f16)(half | (bits >> 16 & 0x8000));
 }
 
-// exp(x) = p 2^n with x = n ln2 + r, |r| <= ln2/2, and p a degree-6 polynomial for exp(r) (fitted to 3e-9). Returns p; the
-// low bits of *shifted hold n. Largest error 1.5 ulp (tested).
+// exp(x) = p 2^n with x = n ln2 + r, |r| <= ln2/2, and p a degree-6 polynomial for exp(r) (fitted to 3e-9). Returns p;
+// the low bits of *shifted hold n. Largest error 1.5 ulp (tested).
 #define EXP_LOG2_E 1.44269504f
 #define EXP_ROUND 12582912.0f  // 1.5 * 2^23: adding it leaves the rounded number in the low bits
 #define EXP_LN2_HIGH 0.693145752f
@@ -92,8 +92,8 @@ HAL_INLINE float fast_expf(float x) {
     return x < -86.98f ? 0.0f : result;
 }
 
-// The same number for x <= 88, as where a row's maximum or log-sum-exp was subtracted, which rounding may leave a little
-// above 0: three instructions of seventeen less.
+// The same number for x <= 88. Sufficient where a row's maximum or log-sum-exp has been subtracted, which rounding may
+// leave slightly above 0. Saves three instructions of seventeen.
 HAL_INLINE float low_expf(float x) {
     float shifted, p = exp_reduced(x, &shifted);
     return x < -86.98f ? 0.0f : p * float_of((bits_of(shifted) + 127) << 23);
@@ -109,12 +109,13 @@ HAL_INLINE double log_f64(double x) { return log(x); }
 HAL_INLINE float sqrt_f32(float x) { return sqrtf(x); }
 HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 
-// Results larger than this are written past the caches: an ordinary store first reads the line that it is about to
-// overwrite, and so large a block seldom lies in caches when it is handed out again. Smaller results are faster where they
-// are held. A constant: in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may add up the host's caches.
+// Results larger than this are written with non-temporal stores: an ordinary store first reads the line that it is
+// about to overwrite, and a block of this size is seldom still cached when the allocator reuses it. Smaller results are
+// faster with ordinary stores. This is a constant because in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may
+// report the sum of the host's caches.
 #define HAL_STREAM_MIN ((int64_t)6 << 20)
 
-// Writes one cache line past the caches. Another thread may read it after the writer's stream_end().
+// Writes one cache line with a non-temporal store. Another thread may read it after the writer's stream_end().
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define STREAM_LINE(to, from) _mm512_stream_si512((void *)(to), _mm512_loadu_si512(from))
@@ -131,8 +132,8 @@ HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
 #define HAL_NO_STREAM
 #endif
 
-// How a result of `bytes` bytes in rows of `row` is to be written: past the caches, which takes whole lines, if it is large.
-// Rows that do not begin with a line are made in pieces, which are copied to where they belong (stream_copy).
+// How to write a result of `bytes` bytes in rows of `row`. Large results use non-temporal stores, which write whole
+// lines. Rows that do not begin on a cache line are computed in pieces that stream_copy copies to their place.
 enum { STREAM_NOT = 0, STREAM_LINES = 1, STREAM_PIECES = 2, STREAM_PIECE = 4096 /* bytes */ };
 HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
 #ifdef HAL_NO_STREAM
@@ -140,11 +141,11 @@ HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
 #else
     if (bytes <= HAL_STREAM_MIN) return STREAM_NOT;
     if (to % 64 == 0 && row % 64 == 0) return STREAM_LINES;
-    return row >= 512 ? STREAM_PIECES : STREAM_NOT;  // of shorter ones too little are whole lines
+    return row >= 512 ? STREAM_PIECES : STREAM_NOT;  // shorter rows hold too few whole lines
 #endif
 }
 
-// Copies `bytes` bytes to anywhere, its whole lines past the caches.
+// Copies `bytes` bytes to any address; whole lines are written with non-temporal stores.
 HAL_INLINE void stream_copy(void *to_, const void *from_, int64_t bytes) {
     char *to = (char *)to_;
     const char *from = (const char *)from_;
@@ -161,9 +162,10 @@ HAL_INLINE void stream_end(void) {
 #endif
 }
 
-// store_line_<dtype>: rounds 64 bytes' worth of values to their dtype and writes them, past the caches if `stream` (`to` is
-// then 64-byte aligned). A compiler's vectors take a dozen instructions to round 16 floats to bfloat16, AVX512-BF16 one,
-// which would make subnormal numbers zero: a line that holds one goes the long way.
+// store_line_<dtype>: rounds the values of one cache line to their dtype and writes them, with a non-temporal store if
+// `stream` (`to` is then 64-byte aligned). Compiler-generated code takes a dozen instructions to round 16 floats to
+// bfloat16, AVX512-BF16 takes one. That instruction flushes subnormals to zero, so lines with a subnormal use the
+// portable loop.
 #define DEFINE_STORE_LINE(T, real, ROUND)                                                    \
     HAL_INLINE void store_line_##T(int stream, T *to, const real *values) {                  \
         _Alignas(64) T line[64 / sizeof(T)];                                                 \
@@ -210,10 +212,11 @@ DEFINE_STORE_LINE(f64, double, ROUND_EACH)
 enum { LANES = 32 };
 HAL_INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-// What a row has beyond whole LANES is up to 31 single elements, which take longer than all vectors of a short row. Where
-// memory may be read up to whole LANES (`beyond`: a row of the same tensor follows) and only what is wanted of them can be
-// written, all lanes are worked on. (gcc would mask the loads, too, and let each wait for that of the row before.) What is
-// read again soon is not to be written so: a masked store cannot be forwarded to a load.
+// The tail of a row beyond a multiple of LANES is up to 31 single elements, which take longer than all vectors of a
+// short row. Where memory may be read up to the next multiple of LANES (`beyond`: a row of the same tensor follows) and
+// stores can be masked, the tail is computed in full lanes. Loads are not masked, because gcc would then make each wait
+// for the load of the previous row. Data that is read again soon must not be written this way: a masked store cannot be
+// forwarded to a load.
 #define DEFINE_STORE_FIRST(T, real)                                             \
     HAL_INLINE void store_first_##T(T *to, const real *lane, int count) {       \
         for (int l = 0; l < count; l++) store_##T(to + l, lane[l]);             \
@@ -238,9 +241,10 @@ DEFINE_STORE_FIRST(f64, double)
 enum { HAL_MASKS_bf16 = 0, HAL_MASKS_f16 = 0 };
 DEFINE_STORE_FIRST(bf16, float)
 DEFINE_STORE_FIRST(f16, float)
-// Whether that may be done for `count` elements from element `at` on of a tensor that has `all`.
+// Whether this is allowed for `count` elements from element `at` on of a tensor of `all` elements.
 #define BEYOND(at, count, all) (NAME(HAL_MASKS) && (at) + whole_lanes(count) <= (all))
-// Does what follows for i = at ... end - 1, in lanes l = 0, 1, ... < LANES; or for all lanes, in_ saying which are wanted.
+// Runs the statement that follows for i = at ... end - 1 in lanes l = 0, 1, ... < LANES, or for all lanes with in_ as
+// mask.
 #define REST(beyond, l, i, at, end, ...)                                                     \
     do {                                                                                     \
         const int left_ = (int)((end) - (at));                                               \
@@ -261,7 +265,7 @@ DEFINE_STORE_FIRST(f16, float)
         }                                                                                    \
     } while (0)
 
-// v[i] = value for 0 <= i < count, other from there up to whole LANES; beyond: see BEYOND.
+// v[i] = value for 0 <= i < count, `other` from there up to the next multiple of LANES; beyond: see BEYOND.
 #define FILL_LANES(beyond, v, count, i, value, other)                                        \
     do {                                                                                     \
         int64_t at_ = 0;                                                                     \
@@ -276,8 +280,9 @@ DEFINE_STORE_FIRST(f16, float)
             for (int64_t i = (count); i % LANES; i++) (v)[i] = (other);                      \
     } while (0)
 
-// out[i] = value for 0 <= i < count, `value` being of type real; stream: as streams() has it; beyond: see BEYOND (where
-// there are masks, lines are written for STREAM_LINES only, which leaves no rest: a rest begins at a multiple of LANES).
+// out[i] = value for 0 <= i < count, `value` being of type real. stream: what streams() returned. beyond: see BEYOND;
+// with masks, whole lines are written for STREAM_LINES only, which has no tail, because a tail begins at a multiple of
+// LANES.
 _Static_assert(!HAL_ROUNDS_f32 && !HAL_ROUNDS_f64, "types with masks are not rounded by lines");
 #define STORE_ROW(stream, out, count, i, value) STORE_ROW_BEYOND(0, stream, out, count, i, value)
 #define STORE_ROW_BEYOND(beyond, stream, out, count, i, value)                                   \
@@ -318,14 +323,14 @@ _Static_assert(!HAL_ROUNDS_f32 && !HAL_ROUNDS_f64, "types with masks are not rou
         }                                                                                        \
     } while (0)
 
-// Asks for memory that is needed soon, in the first-level cache (locality 3) or the second (2). Hardware does so only within
-// a page of 4 KiB, so that every page would begin with the latency of memory and, in a virtual machine, of a long page walk.
-// An address, because what follows a row may lie outside of the tensor.
+// Prefetches memory into the first-level cache (locality 3) or the second (2). The hardware prefetcher stays within a
+// page of 4 KiB, so every page would begin with the latency of memory and, in a virtual machine, of a long page walk.
+// Takes an address, not a pointer, because the data after a row may lie outside of the tensor.
 #define PREFETCH(address, bytes, locality)                                                      \
     for (uintptr_t line_ = (address), last_ = line_ + (uintptr_t)(bytes); line_ < last_; line_ += 64) \
     __builtin_prefetch((const void *)line_, 0, locality)
 
-// The lanes' sum: the upper half is added to the lower one until one is left.
+// The sum of the lanes: the upper half is added to the lower half until one lane is left.
 #define DEFINE_ADD_LANES(real, suffix)                      \
     HAL_INLINE real add_lanes_##suffix(real *lane) {        \
         for (int w = LANES / 2; w > 0; w /= 2)              \
@@ -333,7 +338,8 @@ _Static_assert(!HAL_ROUNDS_f32 && !HAL_ROUNDS_f64, "types with masks are not rou
         return lane[0];                                     \
     }
 #ifdef __AVX512F__
-// The same additions in registers: of the loop, compilers make five trips through memory, a quarter of layer norm's time.
+// The same additions in registers. Compilers turn the loop into five store-load round trips, a quarter of layer norm's
+// time.
 HAL_INLINE float add_lanes_f32(const float *lane) {
     const __m512d sixteen = _mm512_castps_pd(_mm512_add_ps(_mm512_loadu_ps(lane), _mm512_loadu_ps(lane + 16)));
     const __m256 eight = _mm256_add_ps(_mm256_castpd_ps(_mm512_castpd512_pd256(sixteen)),
@@ -348,11 +354,11 @@ DEFINE_ADD_LANES(float, f32)
 DEFINE_ADD_LANES(double, f64)
 #define ADD_LANES(lane) _Generic((lane)[0], float: add_lanes_f32, double: add_lanes_f64)(lane)
 
-// sum = term(0) + ... + term(count - 1), the index being `i` in `term`. Element i is added to lane i % 32, and the lanes
-// are added up at the end: with AVX-512 that is two accumulators (enough to hide the latency of addition behind L2's
-// bandwidth) and one horizontal sum, which short rows would notice if there were more.
+// sum = term(0) + ... + term(count - 1); `term` is an expression in `i`. Element i is added to lane i % 32, and the
+// lanes are added up at the end. With AVX-512 that is two accumulators, enough to hide the latency of addition behind
+// L2's bandwidth; more accumulators would lengthen the horizontal sum, which dominates short rows.
 #define ROW_SUM(type, sum, count, i, term) ROW_SUM_BEYOND(0, type, sum, count, i, term, (void)0)
-// The same, with a statement before every LANES elements, from i on; beyond: see BEYOND.
+// The same, with a statement that runs before every LANES elements, from i on; beyond: see BEYOND.
 #define ROW_SUM_BEYOND(beyond, type, sum, count, i, term, statement)                  \
     do {                                                                              \
         type lane_[LANES] = {0};                                                      \
@@ -367,8 +373,8 @@ DEFINE_ADD_LANES(double, f64)
         REST(beyond, l_, i, at_, count, const type t_ = (term); lane_[l_] += in_ ? t_ : 0); \
         sum = ADD_LANES(lane_);                                                       \
     } while (0)
-// top = the largest of top, value(0), ..., value(count - 1), NaN left aside. With AVX-512 in four registers: a single one,
-// as compilers make of `reduction(max)`, waits for its own last comparison. beyond: see BEYOND.
+// top = the largest of top, value(0), ..., value(count - 1), ignoring NaN. AVX-512 uses four registers: with a single
+// one, which compilers generate for `reduction(max)`, each comparison waits for the previous one. beyond: see BEYOND.
 #define ROW_MAX(top, count, i, value) ROW_MAX_BEYOND(0, top, count, i, value)
 #define ROW_MAX_BEYOND(beyond, top, count, i, value)                                  \
     do {                                                                              \
@@ -410,13 +416,14 @@ DEFINE_ADD_LANES(double, f64)
         sum_b = ADD_LANES(lane_b_);                                                   \
     } while (0)
 
-// Scratch memory of the calling thread, 64-byte aligned, kept until a larger one is asked for: fresh memory costs a page
-// fault per 4 KiB, more than most kernels. Valid until the thread's next call, and freed when the thread ends. Aborts when there is no memory.
+// Scratch memory of the calling thread, 64-byte aligned. It is kept until a larger block is requested, because fresh
+// memory costs a page fault per 4 KiB, more than most kernels. Valid until the thread's next call, and freed when the
+// thread ends. Aborts when out of memory.
 void *hal_scratch(size_t bytes);
 
-// Sums over rows (weight and bias gradients) are accumulated in double, because they may cancel over millions of terms, in
-// pieces of consecutive rows: at most 32 of at least 16 rows, or up to four of at least 4. The number of pieces depends on the
-// shape only, so the result is the same for any number of threads.
+// Sums over rows (weight and bias gradients) are accumulated in double, because millions of terms may cancel. They are
+// formed in pieces of consecutive rows: at most 32 pieces of at least 16 rows, or up to four of at least 4. The number
+// of pieces depends on the shape only, so the result is the same for any number of threads.
 HAL_INLINE int64_t piece_count(int64_t rows) {
     const int64_t pieces = rows / 16, small = rows < 16 ? rows / 4 : 4;
     return pieces > 32 ? 32 : pieces > small ? pieces : small > 1 ? small : 1;

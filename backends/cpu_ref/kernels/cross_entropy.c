@@ -1,24 +1,24 @@
 // Softmax cross entropy over a (part of a) vocabulary, with label smoothing; rows are split over threads.
 //
-// Forward, one sweep over a row in blocks of 2048 logits that stay in L1: the block's maximum; if it exceeds the running
-// one, the running sum is rescaled; then the block's exponentials are added. No exponential is stored: the backward pass
-// makes them again, in one sweep that writes the gradient, from the maximum and the sum. These are kept apart: in their
-// log-sum-exp the sum of large logits would lose its digits.
-// A vocabulary shard delivers the four statistics of its rows; the caller combines them (max; then sums), after which the
-// backward pass of every shard is local.
+// Forward, one sweep over a row in blocks of 2048 logits that stay in L1: the block's maximum; if it exceeds the
+// running one, the running sum is rescaled; then the block's exponentials are added. No exponential is stored: the
+// backward pass recomputes them from the maximum and the sum, in one sweep that writes the gradient. Maximum and sum
+// are saved separately, because the log-sum-exp of large logits would lose the digits of the sum.
+// For a vocabulary shard, the kernel returns four statistics per row, which the caller combines (maximum first, then
+// sums); the backward pass of every shard is then local.
 //
-// Memory traffic: forward reads the logits once, asking for them two blocks ahead, because a block's exponentials take as
-// long as fetching the next one; backward reads them once, asking for them four pages ahead, and writes the gradient, past
-// the caches unless in place.
+// Memory traffic: forward reads the logits once and prefetches two blocks ahead, because a block's exponentials take as
+// long as fetching the next block. Backward reads them once, prefetching four pages ahead, and writes the gradient,
+// with non-temporal stores unless in place.
 // 16-bit logits are converted in registers, never copied.
 #ifndef HAL_BODY
 #include "common.h"
 
 #include "cross_entropy_api.h"
 
-enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, ROWS = 4, AHEAD = 16384 };  // the last one in bytes
+enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, ROWS = 4, AHEAD = 16384 };  // AHEAD in bytes
 
-// Of long rows, which gain nothing from company, few may have to feed all threads.
+// Long rows gain nothing from being processed together, and there may be fewer of them than threads: one at a time.
 HAL_INLINE int64_t rows_at_once(int64_t v) { return v > VOCAB_BLOCK ? 1 : ROWS; }
 
 #define HAL_SELF "cross_entropy.c"
@@ -46,9 +46,9 @@ HAL_INLINE real NAME(block_top)(const T *block, int64_t count, int beyond, real 
     return top;
 }
 
-// Of the rows [begin, end), at most ROWS: maximum, sum of exp(x - maximum) and, if smoothing, sum of x - maximum (the sum of
-// logits far from zero would lose its digits). The maxima of the first blocks come first, so that one row's horizontal
-// steps hide behind the next row.
+// For the rows [begin, end), at most ROWS of them: maximum, sum of exp(x - maximum) and, if smoothing, sum of x -
+// maximum (a sum of logits far from zero would lose digits). The maxima of the first blocks are computed before
+// anything else, so that the horizontal steps of one row overlap with the next row.
 HAL_INLINE void NAME(rows_stats)(const T *logits, int64_t begin, int64_t end, int64_t rows, int64_t v, int smoothing,
                                  real *maximum, real *sum_exp, real *sum_x) {
     const int64_t first = v < VOCAB_BLOCK ? v : VOCAB_BLOCK;
@@ -67,7 +67,8 @@ HAL_INLINE void NAME(rows_stats)(const T *logits, int64_t begin, int64_t end, in
                 if (top > -(real)INFINITY) total += (real)at * (top - block_top);
                 top = block_top;
             }
-            const real shift = top == -(real)INFINITY ? 0 : top;  // nothing but -inf so far: they must add 0, not NaN
+            // Only -inf so far: their exponentials must be 0, not NaN.
+            const real shift = top == -(real)INFINITY ? 0 : top;
             real part;
             ROW_SUM_BEYOND(beyond, real, part, count, j, RNAME(low_exp)(LOAD(block + j) - shift),
                            PREFETCH((uintptr_t)(block + j) + 2 * VOCAB_BLOCK * sizeof(T), LANES * sizeof(T), 2));
@@ -116,7 +117,8 @@ static void NAME(cross_entropy_fwd)(uintptr_t logits, uintptr_t targets_, uintpt
             const int64_t target = targets[row] - start;
             const real top = sums[row], log_sum = RNAME(log)(sums[rows + row]);
             const real at = target >= 0 && target < v ? LOAD((const T *)logits + row * v + target) : 0;
-            // (top - at) first: it is exact or nearly so, where top + log_sum would lose the low bits of log_sum.
+            // (top - at) is computed first: it is exact or nearly so, whereas top + log_sum would lose the low bits of
+            // log_sum.
             loss[row] = (1 - eps) * (top - at + log_sum);
             if (eps_ != 0) loss[row] += eps * (log_sum - totals[row - begin] / (real)v);
         }
@@ -140,7 +142,7 @@ static void NAME(cross_entropy_bwd)(uintptr_t logits, uintptr_t targets_, uintpt
             const real top = sums[row], inverse = 1 / sums[rows + row], upstream = dloss[row];
             const real scale = upstream * inverse, shift = eps == 0 ? 0 : upstream * uniform;
             const int here = target >= 0 && target < v;
-            const real at = here ? LOAD(x + target) : 0;  // dlogits may be logits
+            const real at = here ? LOAD(x + target) : 0;  // read before the loop, because dlogits may be logits
             for (int64_t begin = 0; begin < v; begin += GRADIENT_BLOCK) {
                 const int64_t count = begin + GRADIENT_BLOCK < v ? GRADIENT_BLOCK : v - begin;
                 const int beyond = BEYOND(row * v + begin, count, rows * v);

@@ -1,12 +1,13 @@
 // Random uniforms, dropout, and residual + dropout(x + bias), from the counter-based generator in philox.h.
 //
-// The draw of an element is a function of its number alone, so nothing is stored for the backward pass: dropout's
-// gradient is dropout itself applied to dy. Rows (the last dimension, whose elements are numbered consecutively) are split
-// over threads; a row is worked through in pieces of 64 elements = 16 Philox blocks (17, and so two sets of lanes, where it
-// does not begin at a multiple of 4), one per SIMD lane, whose random words stay in L1. p = 0 (threshold 0) skips the generator, and adds whole rows in one go.
+// An element's random word is a function of its index alone, so nothing is stored for the backward pass: the gradient
+// of dropout is dropout applied to dy. Rows (the last dimension, whose elements have consecutive indices) are split
+// over threads. A row is processed in pieces of 64 elements = 16 Philox blocks, one per SIMD lane (17 blocks, and so
+// two sets of lanes, where a row does not begin at a multiple of 4); the random words stay in L1. p = 0 (threshold 0)
+// skips the generator and processes whole rows.
 //
-// The backward pass of a bias sums the unrounded gradient over rows, in pieces (see piece_count).
-// The residual stream may be wider than x (float32 beside bfloat16): input and output are T or real, each by a flag.
+// The backward pass of a bias sums the unrounded gradient over rows, in pieces (see piece_count). The residual stream
+// may be wider than x (float32 with bfloat16 x): a flag each selects T or real for input and output.
 //
 // Memory traffic: uniform writes 4 bytes per element; dropout reads and writes one element each; bias_dropout_add reads
 // two and writes one. Philox itself costs about 40 vector instructions per 16 elements.
@@ -21,13 +22,13 @@ typedef struct {
     int64_t index0, n1, n2, s0, s1, s2;
 } draw_t;
 
-// The number of a row's first element.
+// The index of a row's first element in the draw.
 HAL_INLINE uint64_t row_start(const draw_t *draw, int64_t row) {
     int64_t i2 = row % draw->n2, i1 = row / draw->n2 % draw->n1, i0 = row / draw->n2 / draw->n1;
     return (uint64_t)(draw->index0 + i0 * draw->s0 + i1 * draw->s1 + i2 * draw->s2);
 }
 
-// Long rows are cut so that one row can still feed every thread; a cut is a whole number of Philox chunks.
+// Long rows are cut so that a single row can occupy every thread; cuts are at multiples of a Philox chunk.
 enum { CUT = 16 * PHILOX_CHUNK };
 
 #define HAL_SELF "dropout.c"
@@ -68,7 +69,7 @@ void hal_dropout_bwd(int dtype, uintptr_t dy, int dy_wide, uintptr_t dx, uintptr
 
 #else
 
-// value[j] += p[j], p being T or real.
+// value[j] += p[j], where p is T or real.
 HAL_INLINE void NAME(add_chunk)(real *value, uintptr_t p, int wide, int64_t at, int64_t n) {
     if (wide) {
 #pragma omp simd
@@ -109,7 +110,7 @@ HAL_INLINE void NAME(dropout_chunk)(uintptr_t x, int x_wide, uintptr_t bias, uin
     NAME(store_chunk)(value, out, out_wide, at, n);
 }
 
-// Without dropout, in one dtype: the sums need no array.
+// Without dropout and in one dtype, the sums need no intermediate array.
 HAL_INLINE void NAME(add_row)(const T *x, const real *bias, const T *residual, T *out, int64_t n) {
     STORE_ROW(0, out, n, i, LOAD(x + i) + bias[i] + LOAD(residual + i));
 }
@@ -129,7 +130,7 @@ static void NAME(dropout)(uintptr_t x, int x_wide, uintptr_t bias, uintptr_t res
         }
         const uint64_t start = row_start(draw, row);
         int64_t i = begin;
-        for (; i + PHILOX_CHUNK <= end; i += PHILOX_CHUNK)  // with a constant for the compiler
+        for (; i + PHILOX_CHUNK <= end; i += PHILOX_CHUNK)  // a compile-time constant
             NAME(dropout_chunk)(x, x_wide, bias, residual, out, out_wide, threshold, (real)scale, draw->rng,
                                 start + (uint64_t)i, row * width + i, i, PHILOX_CHUNK);
         if (i < end)

@@ -1,9 +1,9 @@
-// The dtype template: a kernel file sets HAL_SELF to its own name and includes this header, which includes the file again
-// once per dtype with
+// The dtype template: a kernel file sets HAL_SELF to its own name and includes this header, which includes the file
+// again once per dtype with
 //   T           the element type in memory          real     the type of arithmetic and statistics
 //   LOAD(p)     *p as real                          STORE(p, v)  rounds v to T at p
 //   NAME(f)     f_<dtype>                           RNAME(f) f_<dtype of real>
-// and HAL_BODY defined. HAL_DISPATCH(dtype, f, args...) then calls the right instance.
+// and HAL_BODY defined. HAL_DISPATCH(dtype, f, args...) then calls the instance for a dtype.
 #define HAL_BODY
 #define HAL_CONCAT_(a, b) a##_##b
 #define HAL_CONCAT(a, b) HAL_CONCAT_(a, b)

@@ -1,32 +1,34 @@
 // Flash attention (Dao et al., 2022): entry points, the split over threads, and the workspace.
 //
-// Scores are computed transposed. For a tile of 48 queries (at the end two smaller ones, where the last would hold 16 or
-// fewer), Q^T is packed once; then for each tile of 96 keys
-//   S^T [key][query] = K Q^T        K's scalars are broadcast from where they lie, queries fill the vector lanes,
+// Scores are computed transposed. For a tile of 48 queries (two smaller tiles at the end if the last one would have at
+// most 16), Q^T is packed once; then for each tile of 96 keys
+//   S^T [key][query] = K Q^T        K's scalars are broadcast from memory, queries fill the vector lanes,
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
 //   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It is
 //                                   rescaled when a maximum has grown.
-// Backward, with P recomputed from the saved log-sum-exp (whose rounding costs P's digits where scores exceed some 10^5,
-// as in every implementation that saves no more) and delta = rowsum(dO * O):
+// Backward, with P recomputed from the saved log-sum-exp (whose rounding error limits P's accuracy for scores beyond
+// about 10^5, as in every implementation that saves only the log-sum-exp) and delta = rowsum(dO * O):
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
-// in one pass: queries outside, keys inside, dQ of the tile local, dK and dV of the head in a float scratch.
-// All seven products are one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited;
-// at the band's edge, 16 x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). O and dQ
-// skip more: what lies outside of the band of 4 to 8 queries.
+// in one pass: queries outside, keys inside, dQ of the tile local, dK and dV of the head in a float scratch. All seven
+// products use one micro-kernel (gemm.h). Only tiles inside the pre/next band are visited; at the edge of the band, 16
+// x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). The products for O and dQ also skip
+// what lies outside the band of each block of 4 to 8 queries.
 //
 // Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with
-// accumulators; 96 keys make a score tile of 18 KiB, which stays in L1 between the two products while the stores of
-// O are paid once per 96 keys (48 keys were some 4 % slower, 128 no faster).
+// accumulators. 96 keys make a score tile of 18 KiB, which stays in L1 between the two products, and O is loaded and
+// stored once per 96 keys (48 keys were about 4 % slower, 128 no faster).
 //
-// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles; from cache: at most 2 S D elements, packed
-// once if their rows are far apart or of another type), Q, dO, O once, out and dQ written once; backward adds one read
-// and write of the dK, dV scratch per 96 queries. The S x S matrices never exist. Scratch: per thread packed K and V
-// of one head (backward: and its dK and dV in float), plus dK and dV of the heads that are cut between threads.
+// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most 2 S D elements,
+// packed once if their rows are not adjacent or need conversion. Q, dO and O are read once, out and dQ written once;
+// backward adds one read and write of the dK, dV scratch per 96 queries. The S x S matrices are never formed. Scratch:
+// per thread packed K and V of one head (backward: also its dK and dV in float), plus dK and dV of the heads that are
+// cut between threads.
 //
-// Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted on
-// packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan the split over threads, vectors.h
-// and gemm.h the micro-kernel, _pack conversion and transposition, _tile masks and scores, _forward and _backward the passes,
-// _few the forward pass of up to 8 queries, which memory bounds.
+// Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted
+// on packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan for the split over
+// threads, vectors.h and gemm.h for the micro-kernel, _pack for conversion and transposition, _tile for masks and
+// scores, _forward and _backward for the passes, _decode for the forward pass of up to 8 queries, which is bound by
+// memory traffic.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
 #endif
@@ -38,9 +40,9 @@
 #include <sys/mman.h>
 #endif
 
-// The workspace. Between calls this module owns at most one buffer of at most FA_KEEP_BYTES; a call takes it (others
-// that run at the same time allocate their own) and puts it, or a larger one, back. Fresh memory costs a page fault per
-// 4 KiB, which would be most of a short call's time.
+// The workspace. Between calls this module owns at most one buffer of at most FA_KEEP_BYTES. A call takes it
+// (concurrent calls allocate their own) and returns it, or a larger one. Fresh memory costs a page fault per 4 KiB,
+// which would be most of the time of a short call.
 #define FA_KEEP_BYTES ((size_t)1 << 30)
 #define FA_HEADER 64
 static _Atomic(void *) cached;
@@ -116,7 +118,7 @@ struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limi
 static int64_t tile_cost(const struct fa_sequence *seq, int64_t tile) {
     int64_t first, end;
     fa_visible(seq, fa_first(seq, tile), fa_rows(seq, tile), &first, &end);
-    return end - first + 32;  // 32: packing and unpacking a tile of queries takes as long as some 32 keys
+    return end - first + 32;  // packing and unpacking a tile of queries takes as long as about 32 keys
 }
 
 static int64_t head_cost(const struct fa_sequence *seq) {
@@ -125,8 +127,8 @@ static int64_t head_cost(const struct fa_sequence *seq) {
     return cost;
 }
 
-// Lays the tiles of all heads end to end and cuts the line into segments of equal cost. A head is cut only where a
-// segment ends inside it, so most heads are whole and the others need at most two partial results per segment.
+// Divides the sequence of the tiles of all heads into segments of equal cost. A head is cut only where a segment ends
+// inside it, so most heads are whole, and there are at most two partial results per segment.
 int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t heads = g->batch * g->kv_heads;
@@ -138,9 +140,10 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
         if (seq.sk > plan->longest_sk) plan->longest_sk = seq.sk;
     }
     const int64_t group = g->heads / g->kv_heads;
-    // Below some 10^6 multiplications a team costs more than it saves.
+    // Below about 10^6 multiplications a parallel region costs more than it saves.
     plan->threads = total * group * FA_QUERIES * g->head_size < 1000000 ? 1 : omp_get_max_threads();
-    // Up to four segments per thread, while heads are whole, even out what other processes take from the cores.
+    // Up to four segments per thread, as long as heads stay whole, balance the time that other processes take from the
+    // cores.
     int64_t rounds = heads / plan->threads;
     rounds = rounds < 1 ? 1 : (rounds > 4 ? 4 : rounds);
     plan->segment_count = plan->threads * rounds;
@@ -161,7 +164,8 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
                     t0 = tile;
                     plan->segments[++segment] = count;
                 }
-                if (passed + cost <= total * (segment + 1) / plan->segment_count) break;  // no more cuts in this head
+                // The rest of this head fits into the segment.
+                if (passed + cost <= total * (segment + 1) / plan->segment_count) break;
                 at += tile_cost(&seq, tile);
             }
             plan->pieces[count++] = (struct fa_piece){batch, head, t0, tiles, t0 > 0 ? slots++ : -1, 0, 0};

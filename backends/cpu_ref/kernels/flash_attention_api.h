@@ -1,6 +1,6 @@
 // Flash attention, forward and backward, for any dense layout and for packed sequences (see flash_attention.c).
 
-// One call's shape. Strides count elements; [0] batch, [1] token, [2] head; the head's channels are adjacent.
+// The shape of one call. Strides are in elements: [0] batch, [1] token, [2] head; the channels of a head are adjacent.
 // A packed batch (TND) has batch = number of sequences, sq and sk = total tokens, batch strides 0, and cu_seqlens.
 struct hal_flash_attention {
     int64_t dtype;  // HAL_F32 ... of q, k, v, out and their gradients
@@ -11,15 +11,15 @@ struct hal_flash_attention {
     double scale;
     int64_t dropout_threshold;        // keep iff (bits >> 8) >= threshold; 0 = no dropout
     double dropout_scale;             // 1 / (1 - p)
-    int64_t dropout_index[4];         // element (b, n, i, j) is number [0] + [1] b + [2] n + [3] i + j of the draw
+    int64_t dropout_index[4];         // element (b, n, i, j) has index [0] + [1] b + [2] n + [3] i + j in the draw
     int64_t dout[3], dq[3], dk[3], dv[3];  // backward only
 };
 
 // lse: [batch, heads, sq] ([heads, tokens] when packed), contiguous, float (double for HAL_F64).
-// rest: what rounding to 16 bits took from out, in out's dtype and strides; 0 = not wanted, or unknown. The gradient of the
-// scores is P (dP - dO . out), a difference that cancels: without it 16-bit gradients lose digits.
+// rest: the rounding error of out (exact minus rounded), in out's dtype and strides; 0 = not wanted, or unknown. The
+// gradient of the scores is P (dP - dO . out), a difference that cancels: without rest, 16-bit gradients lose digits.
 // mask: bytes, non-zero = masked out; mask, cu_seqlens_q and cu_seqlens_k (int32 [batch + 1]) may be 0.
-// Return 0, or 1 when out of memory, 2 when cu_seqlens do not rise from 0 to the number of tokens.
+// They return 0, 1 when out of memory, or 2 when cu_seqlens do not rise from 0 to the number of tokens.
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse);
@@ -27,5 +27,5 @@ int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintpt
                                  uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
                                  uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse, uintptr_t dout,
                                  uintptr_t dq, uintptr_t dk, uintptr_t dv);
-// Gives the cached workspace back to the system; returns the bytes it had.
+// Frees the cached workspace; returns its size in bytes.
 int64_t hal_flash_attention_trim(void);

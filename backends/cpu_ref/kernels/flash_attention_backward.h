@@ -8,7 +8,7 @@ struct backward_space {
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
     unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
-    real *buffer;           // rows of the tensors out and dO as real, where they have to be converted
+    real *buffer;           // rows of out and dO converted to real, where conversion is needed
     unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
     real *dk, *dv;          // [keys][padded d] gradients of a head
     struct bytes_tile *bytes;
@@ -16,8 +16,8 @@ struct backward_space {
 
 enum { ROW = FA_QUERIES / KU };  // units in a row of queries
 
-// `count` keys (4, or KU) of one vector of queries, at s and dp: S -> keep P, dP -> P (keep' dP - delta), where keep' is
-// dropout's 0 or 1 / (1 - p).
+// For `count` keys (4, or KU) of one vector of queries, at s and dp: replaces S by keep P and dP by P (keep' dP -
+// delta), where keep' is 0 or 1 / (1 - p), as dropout decides.
 HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
                          const struct backward_space *w) {
     vec ds[4];
@@ -64,12 +64,12 @@ static void gradient_columns(const struct tile *t, int v, real c, real dropout_s
     }
 }
 
-// Packs rows i0.. of a tensor transposed and in pairs, zero beyond the last row.
+// Packs rows i0... of a tensor twice, transposed and in pairs along the rows; zero beyond the last row.
 static void pack_tile(const struct fa_call *call, const char *src, int64_t stride, int rows, const struct backward_space *w,
                       unit *transposed, unit *pairs) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d), size = element_size(g->dtype);
-    unit *along = KU == 1 ? pairs : w->rows;  // one and the same for KU = 1
+    unit *along = KU == 1 ? pairs : w->rows;  // the same buffer for KU = 1
     const int64_t used = padded(rows);
     if (KU == 2 && rows == used && d % (KU * PAD) == 0 && stride % (KU * size) == 0) {
         transpose(transposed, FA_QUERIES, (const unit *)src, stride / (KU * size), used, ldr);
@@ -108,8 +108,8 @@ HAL_INLINE vec row_products(const real *a, const real *b, int64_t n) {
 }
 #endif
 
-// delta[q] = sum over channels of dO * out. A row's sum stays in W lanes until 48 rows can be transposed: adding up lanes
-// row by row took as long as the rest.
+// delta[q] = sum over channels of dO * out. The partial sums of a row stay in W lanes until those of 48 rows are
+// transposed together: adding up lanes row by row doubled the time of this function.
 static void row_dots(const struct fa_call *call, const char *out, const char *dout, int rows, real *buffer, real *delta) {
     const struct hal_flash_attention *g = call->shape;
     const char *rest = call->rest ? call->rest + (out - call->out) : NULL;
@@ -162,7 +162,7 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     q->dq = w->dq + which * d * FA_QUERIES;
     const real *lse = lse_of(call, seq, head) + i0;
     for (int i = 0; i < FA_QUERIES; i++) {
-        // A query that saw nothing has lse = -inf; with +inf in its place all its probabilities are 0.
+        // A query without a visible key has lse = -inf; replacing that by +inf makes all its probabilities 0.
         const int alive = i < q->t.rows && lse[i] != -(real)INFINITY;
         q->shift[i] = alive ? lse[i] * (real)1.4426950408889634 : (real)INFINITY;
         q->delta[i] = 0;
@@ -216,7 +216,7 @@ static void backward_close(const struct fa_call *call, const struct fa_sequence 
     write_tile(dq, NULL, g->dq[1] * element_size(g->dtype), g->dtype, q->dq, q->shift, q->t.rows, g->head_size);
 }
 
-// dK and dV rows [from, to) of a head: from the scratch to the tensors.
+// Writes rows [from, to) of dK and dV of a head from the scratch buffers to the tensors.
 static void flush(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, const real *dk,
                   const real *dv, int64_t from, int64_t to) {
     const struct hal_flash_attention *g = call->shape;
@@ -269,8 +269,9 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     struct operands o = {.k = operand_of(ks, g->k[1], g, 0, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, 0, w->v)};
     o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, 0, w->kp);
     const int64_t group = g->heads / g->kv_heads, ld = padded(g->head_size);
-    // Keys pass through three frontiers, which only move forward: packed and zeroed just before their first use, flushed
-    // after their last one, while they are still in cache. The scratch of a cut head is kept for backward_reduce.
+    // Three positions along the keys, which only move forward: keys are packed, and their gradients zeroed, just before
+    // the first use; the gradients are flushed after the last use, while in cache. The scratch of a cut head is kept
+    // for backward_reduce.
     int64_t packed = -1, zeroed = 0, flushed = 0;
     struct fa_sweep sweep;
     for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
@@ -289,7 +290,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
             zeroed = end;
         }
         if (piece->slot < 0 && flushed < first) {
-            // `first` may lie beyond what was ever visible: those keys have gradient 0.
+            // No later sweep sees keys before `first`, which may lie beyond `zeroed`, where the scratch is not
+            // initialised yet.
             const int64_t known = first < zeroed ? first : zeroed;
             flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, known);
             flushed = known;
@@ -306,7 +308,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
                 tiles_ahead(&ahead, call, &seq, call->dq, g->dq, next_head, &next);
             }
             for (int64_t i = 0; i < count; i++) backward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
-            // Nothing is added to a tile of keys after the last sweep: its gradients are written while they are in cache.
+            // After the last sweep a tile of keys receives no further sums: its gradients are written while they are in
+            // cache.
             const int last = piece->slot < 0 && sweep.t1 >= piece->t1 && head + 1 == (piece->kv_head + 1) * group;
             for (int64_t k0 = first; k0 < end; k0 += FA_KEYS) {
                 for (int64_t i = 0; i < count; i++) backward_keys(call, &seq, head, k0, &o, w, &q[i], &ahead);

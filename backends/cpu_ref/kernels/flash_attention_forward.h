@@ -1,7 +1,7 @@
 // Forward pass of one arithmetic kind: see flash_attention.c for the algorithm.
 
-// Constants of a call. Scores enter the exponential as 2^(c s): c = |scale| log2(e), the sign is applied to s. A scale of
-// 0 becomes sign 0 with c = 1, so that hidden scores (-inf) never meet a factor of 0.
+// Constants of a call. Scores enter the exponential as 2^(c s): c = |scale| log2(e), the sign is applied to s. A scale
+// of 0 becomes sign 0 with c = 1, so that hidden scores (-inf) never meet a factor of 0.
 struct scaling {
     real sign, c;
 };
@@ -22,13 +22,13 @@ struct operand {
     int pairs;
 };
 
-// Rows are used where they lie if they are already units, whole vectors of them, and not so far apart that they would
-// fight for cache sets, unless `few` queries read them.
+// Rows are used in place if they are whole vectors of units already, and if they are adjacent (rows at a large stride
+// would compete for the same cache sets) or are read only once (`decoding`).
 static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
-                                 int few, unit *scratch) {
+                                 int decoding, unit *scratch) {
     const int64_t d = g->head_size;
     const int64_t bytes = stride * element_size(g->dtype);
-    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && (stride == d || (few && stride % KU == 0)))
+    if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && (stride == d || (decoding && stride % KU == 0)))
         return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
     const int64_t ld = pairs ? padded(d) : padded(units(d));
     return (struct operand){scratch, ld, source, bytes, scratch, pairs};
@@ -64,7 +64,7 @@ static real *lse_of(const struct fa_call *call, const struct fa_sequence *seq, i
     return (real *)call->lse + ((call->cu_q ? 0 : seq->batch * g->heads) + head) * g->sq + seq->q0;
 }
 
-// Moves tile t to the keys from k0 on; returns 0 if its queries see none of them.
+// Moves tile t to the keys from k0 on; returns 0 if none of its queries sees any of them.
 static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_call *call, const struct fa_sequence *seq,
                      int64_t head, int64_t k0) {
     int64_t first, end;
@@ -82,7 +82,7 @@ static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_c
     return 1;
 }
 
-// The rows of a tensor under a sweep's queries.
+// Adds the rows of a tensor that belong to a sweep's queries to the prefetches.
 static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struct fa_sequence *seq, const char *base,
                         const int64_t stride[3], int64_t head, const struct fa_sweep *sweep) {
     const struct hal_flash_attention *g = call->shape;
@@ -92,8 +92,8 @@ static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struc
               to - from);
 }
 
-// Moves *head and *sweep to what follows them, and adds the keys and values that are new there; returns whether more is to
-// be added.
+// Advances *head and *sweep to the next ones, and prefetches the keys and values that are new there. Returns whether
+// the caller should add the rows of the queries.
 static int ahead_start(struct ahead *a, const struct fa_call *call, const struct fa_piece *piece,
                        const struct fa_sequence *seq, int64_t *head, struct fa_sweep *sweep) {
     const struct hal_flash_attention *g = call->shape;
@@ -131,9 +131,10 @@ struct forward_space {
 #endif
 HAL_INLINE ivec far_from_zero(vec x) { return max(x, splat(0) - x) > splat(COARSE); }
 
-// `count` keys (4, or KU) of one vector of queries: S -> P in place, sums added to sum[]. Probabilities overtake scores as
-// units of KU keys, row k / KU, which were read before. `keep`: the dropout bytes, or NULL. shift = top c; `coarse`: some
-// queries' is so large that its rounding is more than exp2 can take, and their difference to the maximum comes first.
+// For `count` keys (4, or KU) of one vector of queries: replaces S by P and adds P to sum[]. Probabilities are stored
+// as units of KU keys at row k / KU, over scores that have been read already. `keep`: the dropout bytes, or NULL. shift
+// = top c. `coarse`: for some queries shift is so large that its rounding error is more than exp2 tolerates; for those,
+// the maximum is subtracted before scaling.
 HAL_INLINE void exponentiate(int count, real *column, int k, const uint8_t *keep, real c, vec top, vec shift, int coarse,
                              vec sum[4]) {
     vec p[4];
@@ -160,8 +161,9 @@ HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *k
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Online softmax of block column v: S -> P, in place; updates maximum m and sum l, rescales O. All three may be relative
-// to a maximum that is too small by a factor of up to 2^SLACK: exact all the same, and O is seldom rescaled.
+// Online softmax of block column v: replaces S by P, updates maximum m and sum l, and rescales O. All three may be
+// relative to a stale maximum, as long as no exponential exceeds 2^SLACK: the result is the same and O is rescaled less
+// often.
 enum { SLACK = 8 };
 
 static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
@@ -179,7 +181,7 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
         const vec grown = max(max(top[0], top[1]), max(top[2], top[3]));
         const int rescale = exceeds(grown * c, old * c + SLACK);
         const vec now = rescale ? grown : old;
-        // A query that has seen nothing keeps m = -inf; 0 in its place makes its probabilities exp(-inf) = 0.
+        // A query without a visible key keeps m = -inf; subtracting 0 instead makes its probabilities exp(-inf) = 0.
         const vec subtracted = select(now == splat(-(real)INFINITY), splat(0), now), shift = subtracted * c;
         if (KU == 2 && to % 2) store(column + to * FA_QUERIES, splat(-(real)INFINITY));
         const uint8_t *keep = t->has_keep ? bytes->keep[0] + n * W : NULL;
@@ -202,7 +204,8 @@ static void softmax_columns(const struct tile *t, int v, const struct bytes_tile
     }
 }
 
-// sums[q][d] += A B over the tile's visible keys; a block column's first time, =. a: [96 / KU][48] units along the keys.
+// sums[q][d] += A B over the tile's visible keys; = the first time for a block column. a: [96 / KU][48] units along the
+// keys.
 static void add_keys(struct tile *t, const struct fa_sequence *seq, int64_t d, const unit *a, const struct operand *b,
                      real *sums, int64_t ld) {
     for (int v = 0, next; v < FA_SUBS; v = next) {
@@ -218,7 +221,7 @@ static void add_keys(struct tile *t, const struct fa_sequence *seq, int64_t d, c
     }
 }
 
-// Sums of queries that have met no key are 0.
+// Zeroes the sums of block columns without a visible key.
 static void close_sums(const struct tile *t, real *sums, int64_t ld) {
     for (int v = 0; v < FA_SUBS; v++)
         if (!t->seen[v]) memset(sums + v * FA_SUB * ld, 0, (size_t)(FA_SUB * ld) * sizeof(real));
@@ -243,7 +246,8 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
     fetch_rows(rows, g->q[1] * element_size(g->dtype), q->t.rows, d * element_size(g->dtype));
     const int64_t used = padded(q->t.rows);
-    const int direct = g->q[1] == d || (KU == 2 && g->q[1] % KU == 0);  // long rows far apart are slower to transpose
+    // Rows at a large stride are slower to transpose in place.
+    const int direct = g->q[1] == d || (KU == 2 && g->q[1] % KU == 0);
     if (is_unit(g->dtype) && q->t.rows == used && d % (KU * PAD) == 0 && direct) {
         transpose(q->qt, FA_QUERIES, (const unit *)rows, g->q[1] / KU, used, ldr);
     } else {
@@ -292,7 +296,7 @@ struct carver {
 };
 static void *carve(struct carver *c, int64_t count, size_t size) {
     void *p = c->base ? c->base + c->used : NULL;
-    c->used += ((size_t)count * size + 63) / 64 * 64 + 64;  // + 64: buffers must not start at one cache set
+    c->used += ((size_t)count * size + 63) / 64 * 64 + 64;  // + 64: so that buffers do not start in the same cache set
     return p;
 }
 
@@ -309,60 +313,36 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     };
 }
 
-// All heads of a group over few queries, in a way of its own (flash_attention_few.h); returns 0 if that is not for them.
-static int few_piece(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
-                     const struct forward_space *w);
-
-static void forward_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *w) {
+static void forward_piece(const struct fa_call *call, const struct fa_sequence *seq, const struct fa_piece *piece,
+                          const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;
-    const struct fa_sequence seq = fa_sequence(call, piece->batch);
-    if (few_piece(call, &seq, piece->kv_head, w)) return;
-    const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
-    const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
+    const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0, piece->kv_head);
+    const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0, piece->kv_head);
     const struct operand k = operand_of(ks, g->k[1], g, 0, 0, w->k), v = operand_of(vs, g->v[1], g, 1, 0, w->v);
     const int64_t group = g->heads / g->kv_heads;
     int64_t packed = -1;
     struct fa_sweep sweep;
-    for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
-        sweep = fa_sweep(&seq, tile, piece->t1);
-        // The visible range only moves forward, so each key is packed once, just before its first use.
+    for (int64_t tile = piece->t0; tile < piece->t1 && seq->sq > 0; tile = sweep.t1) {
+        sweep = fa_sweep(seq, tile, piece->t1);
+        // The visible range only moves forward, so every key is packed once, just before its first use.
         if (packed < sweep.first) packed = sweep.first;
         operand_fill(&k, g, packed, sweep.end);
         operand_fill(&v, g, packed, sweep.end);
-        if (packed < sweep.end) packed = sweep.end & ~(int64_t)1;  // a pair cut by the end is packed again
+        if (packed < sweep.end) packed = sweep.end & ~(int64_t)1;  // an incomplete pair at the end is packed again
         for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
             struct forward_state q[FA_SWEEP];
             const int64_t count = sweep.t1 - sweep.t0;
             struct ahead ahead;
             struct fa_sweep next = sweep;
             int64_t next_head = head;
-            if (ahead_start(&ahead, call, piece, &seq, &next_head, &next)) {
-                tiles_ahead(&ahead, call, &seq, call->q, g->q, next_head, &next);
-                tiles_ahead(&ahead, call, &seq, call->out_w, g->out, next_head, &next);
+            if (ahead_start(&ahead, call, piece, seq, &next_head, &next)) {
+                tiles_ahead(&ahead, call, seq, call->q, g->q, next_head, &next);
+                tiles_ahead(&ahead, call, seq, call->out_w, g->out, next_head, &next);
             }
-            for (int64_t i = 0; i < count; i++) forward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
+            for (int64_t i = 0; i < count; i++) forward_open(call, seq, head, sweep.t0 + i, w, &q[i]);
             for (int64_t k0 = sweep.first; k0 < sweep.end; k0 += FA_KEYS)
-                for (int64_t i = 0; i < count; i++) forward_keys(call, &seq, head, k0, &k, &v, w, &q[i], &ahead);
-            for (int64_t i = 0; i < count; i++) forward_close(call, &seq, head, &q[i]);
+                for (int64_t i = 0; i < count; i++) forward_keys(call, seq, head, k0, &k, &v, w, &q[i], &ahead);
+            for (int64_t i = 0; i < count; i++) forward_close(call, seq, head, &q[i]);
         }
     }
-}
-
-int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
-    struct carver counter = {NULL, 0};
-    forward_carve(&counter, call, plan);
-    const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;  // threads at different offsets within a page
-    char *workspace = fa_acquire(bytes * (size_t)plan->threads);
-    if (!workspace) return 1;
-#pragma omp parallel num_threads(plan->threads)
-    {
-        struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
-        const struct forward_space space = forward_carve(&carver, call, plan);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t s = 0; s < plan->segment_count; s++)
-            for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++)
-                forward_piece(call, &plan->pieces[p], &space);
-    }
-    fa_release(workspace);
-    return 0;
 }

@@ -1,6 +1,6 @@
 // One arithmetic kind of flash attention; included once by each flash_attention_<kind>.c.
 //
-// Compiler vectors (vectors.h); intrinsics only for what they cannot say.
+// Compiler vectors (vectors.h); intrinsics only where these do not express an instruction.
 #pragma once
 #include "flash_attention_plan.h"
 #include "philox.h"
@@ -12,7 +12,7 @@
 enum { SUB_VECTORS = FA_SUB / W, PAD = 16 };
 
 HAL_INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
-// All bits where the byte is not 0. (Compilers build the widening of bytes from single inserts.)
+// All bits set where the byte is not 0. (Intrinsics, because compilers widen bytes by single inserts.)
 HAL_INLINE ivec lanes_of(const uint8_t *bytes) {
 #if FA_VECTOR_BYTES == 64 && !defined(FA_KIND_F64)
     return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)) != 0;
@@ -23,7 +23,7 @@ HAL_INLINE ivec lanes_of(const uint8_t *bytes) {
 #endif
 }
 
-// max: b where either is NaN. exceeds: whether some lane of a is greater than that of b.
+// max: b where either is NaN. exceeds: whether a > b in any lane.
 #if FA_VECTOR_BYTES == 64 && defined(FA_KIND_F64)
 HAL_INLINE vec max(vec a, vec b) { return _mm512_max_pd(a, b); }
 HAL_INLINE int exceeds(vec a, vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0; }
@@ -44,9 +44,10 @@ HAL_INLINE int exceeds(vec a, vec b) {
 }
 #endif
 
-// 2^x for x <= 0 (and a little above): x = n + r, |r| <= 1/2, 2^r by a minimax polynomial with p(0) = 1 (relative error
-// 9e-8); 0 gives exactly 1, -inf exactly 0, NaN stays NaN. AVX-512 has instructions for r and for scaling by 2^n; elsewhere
-// through the exponent bits, 0 below 2^-127: adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits.
+// 2^x for x <= 0 (and slightly above): x = n + r, |r| <= 1/2, 2^r by a minimax polynomial with p(0) = 1 (relative error
+// 9e-8). 0 gives exactly 1, -inf exactly 0, NaN stays NaN. AVX-512 has instructions for r and for scaling by 2^n;
+// elsewhere the exponent bits are set directly, with 0 below 2^-127: adding 1.5 * 2^23 + 127 leaves n + 127 in the low
+// bits.
 #ifdef FA_KIND_F64
 HAL_INLINE vec log2_of(vec x) {
     for (int l = 0; l < W; l++) x[l] = log2(x[l]);
@@ -57,8 +58,8 @@ HAL_INLINE vec exp2_of(vec x) {
     return x;
 }
 #else
-// log2(x) of a normal x > 0; NaN stays NaN. x = 2^n (1 + t), 1 + t from sqrt(1/2) to sqrt(2), log2(1 + t) / t by a polynomial
-// (relative error 1.4e-7).
+// log2(x) of a normal x > 0; NaN stays NaN. x = 2^n (1 + t), 1 + t from sqrt(1/2) to sqrt(2), log2(1 + t) / t by a
+// polynomial (relative error 1.4e-7).
 HAL_INLINE vec log2_of(vec x) {
     const ivec n = ((ivec)x - 0x3f3504f3) >> 23;
     const vec t = (vec)((ivec)x - (n << 23)) - 1.0f;
@@ -81,7 +82,7 @@ HAL_INLINE vec exp2_of(vec x) {
     const vec shifted = x + (12582912.0f + 127.0f);
     const vec r = x - (shifted - (12582912.0f + 127.0f));
 #endif
-#ifdef FA_KIND_BF16  // 3e-6 is a thousandth of bfloat16's rounding
+#ifdef FA_KIND_BF16  // relative error 3e-6, a thousandth of bfloat16's rounding
     vec p = r * 0x1.3a02cc9fdb194p-7f + 0x1.c9fc45e1e25e2p-5f;
     p = p * r + 0x1.ec037755a3ab9p-3f;
     p = p * r + 0x1.62e12c9c3bccdp-1f;
@@ -104,5 +105,35 @@ HAL_INLINE vec exp2_of(vec x) {
 #include "flash_attention_pack.h"
 #include "flash_attention_tile.h"
 #include "flash_attention_forward.h"
-#include "flash_attention_few.h"
+#include "flash_attention_decode.h"
 #include "flash_attention_backward.h"
+
+// Up to FA_DECODE_QUERIES queries are bound by the memory traffic of K and V: they take the decode path, which has no
+// dropout. Its pieces are whole heads, because so few queries are one tile.
+static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space) {
+    const struct fa_sequence seq = fa_sequence(call, piece->batch);
+    if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold)
+        decode_piece(call, &seq, piece->kv_head, space);
+    else
+        forward_piece(call, &seq, piece, space);
+}
+
+int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
+    struct carver counter = {NULL, 0};
+    forward_carve(&counter, call, plan);
+    // So that threads start at different offsets within a page.
+    const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;
+    char *workspace = fa_acquire(bytes * (size_t)plan->threads);
+    if (!workspace) return 1;
+#pragma omp parallel num_threads(plan->threads)
+    {
+        struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
+        const struct forward_space space = forward_carve(&carver, call, plan);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t s = 0; s < plan->segment_count; s++)
+            for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++)
+                run_piece(call, &plan->pieces[p], &space);
+    }
+    fa_release(workspace);
+    return 0;
+}

@@ -8,19 +8,19 @@ static int64_t units(int64_t elements) { return (elements + KU - 1) / KU; }
 typedef uint32_t row_at __attribute__((vector_size(32), aligned(1), may_alias));
 #endif
 
-// Whether elements of dtype are `real` as they lie.
+// Whether elements of dtype are `real` without conversion.
 static int is_real(int64_t dtype) { return dtype == (sizeof(real) == 8 ? HAL_F64 : HAL_F32); }
-// Whether KU adjacent ones are a unit.
+// Whether KU adjacent elements of dtype are a unit without conversion.
 static int is_unit(int64_t dtype) { return KU == 2 ? dtype == HAL_BF16 : is_real(dtype); }
 
 #ifdef FA_KIND_BF16
-// Lane by lane, even in the low half and odd in the high half of a unit, rounded to bfloat16.
+// Rounds to bfloat16; lane by lane, `even` goes to the low half and `odd` to the high half of a unit.
 HAL_INLINE uvec pair(vec even, vec odd) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
 }
-// 16 adjacent elements = 8 units along the row.
+// Writes 16 adjacent elements, which are 8 units along the row.
 HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
 #else
 HAL_INLINE uvec pair(vec even, vec odd) { return (void)odd, even; }
@@ -46,7 +46,7 @@ static void read_row(real *dst, const char *src, int64_t dtype, int64_t n) {
 #endif
 }
 
-// The row as real: itself if it is, else in buffer.
+// The row as real: the row itself if no conversion is needed, otherwise converted into buffer.
 static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t n) {
     if (is_real(dtype)) return (const real *)src;
     read_row(buffer, src, dtype, n);
@@ -61,7 +61,7 @@ HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm2
 #define WHAT_IS_LOST(v, rounded) ((void)(rounded), (v) - (v))
 #endif
 
-// The row = scale * src[0..n), rounded to dtype. rest, if not NULL, gets what rounding took away.
+// Writes scale * src[0..n), rounded to dtype. rest, if not NULL, receives the rounding error.
 static void write_row(char *dst, char *rest, const real *src, real scale, int64_t dtype, int64_t n) {
     if (is_unit(dtype) && n % W == 0) {
         for (int64_t e = 0; e < n; e += W) {
@@ -91,8 +91,8 @@ static void write_row(char *dst, char *rest, const real *src, real scale, int64_
 #undef WRITE
 }
 
-// Asks for rows that are read next, all at once: where each lies on a page of its own, hardware foresees none of them.
-// (Inline, or compilers drop a call that has no effect.)
+// Prefetches the rows that are read next. At a stride above a page the hardware prefetcher does not help. (Always
+// inlined, because compilers drop calls without a visible effect.)
 HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
     if (stride <= 4096) return;
     for (int64_t r = 0; r < rows; r++)
@@ -103,7 +103,7 @@ HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_
 static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
 #ifdef FA_KIND_BF16
     (void)dtype;
-    if (n == ld * KU) {  // short rows, for which two calls would take longer than the copy
+    if (n == ld * KU) {  // avoids memset and memcpy, whose calls take longer than copying a short row
         for (int64_t r = 0; r < rows; r++, dst += ld, src += stride)
             for (int64_t e = 0; e < ld; e += W) store_units(dst + e, load_units((const unit *)src + e));
         return;
@@ -143,13 +143,14 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 #define pack_pairs pack_rows
 #endif
 
-// Rows that the next sweep needs, on their way from memory a few lines at a time while this one computes. Only where
-// it pays: in a window, whose sweeps are short (a long one hardly notices what is new); of tensors that the last level
-// of cache does not hold; rows that lie end to end (others would evict one another from their few cache sets).
+// Prefetches the rows of the next sweep, a few lines per step, while the current sweep computes. Used only where it
+// pays: with a window, where sweeps are short (in a long sweep the new rows are a small part); for tensors larger than
+// the last level of cache; for contiguous rows (rows at a stride would evict one another from the few cache sets they
+// map to).
 struct ahead {
     struct bytes_ahead {
         const char *at, *end;
-        int64_t share;  // bytes a step
+        int64_t share;  // bytes per step
     } of[6];
     int count;
     int64_t steps;
@@ -168,8 +169,8 @@ static void ahead_step(struct ahead *a) {
     }
 }
 
-// A W x W block in registers is transposed in log2(W) steps, which exchange elements between registers i and i + s. Those
-// inside the 128-bit parts of a register come first: they are the cheapest shuffles.
+// A W x W block in registers is transposed in log2(W) steps, which exchange elements between registers i and i + s. The
+// steps within the 128-bit parts of a register come first, because those shuffles are the cheapest.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SHUFFLE(a, b, mask) __builtin_shuffle(a, b, mask)
 #else
@@ -192,7 +193,7 @@ HAL_INLINE void exchange(uvec r[16], int s, ivec low, ivec high) {
     }
 }
 
-// In each part: runs of s lanes of the one register and the other in turn, from the part's lower (upper) half.
+// In each 128-bit part: interleaves runs of s lanes from the lower (upper) halves of both registers.
 HAL_INLINE void interleave(uvec r[16], int s) {
     ivec low, high;
 #pragma GCC unroll 16
@@ -204,7 +205,7 @@ HAL_INLINE void interleave(uvec r[16], int s) {
     exchange(r, s, low, high);
 }
 
-// The even (odd) parts of the one register, then those of the other.
+// The even (odd) 128-bit parts of the first register, then those of the second.
 HAL_INLINE void gather_parts(uvec r[16], int s) {
     ivec low, high;
 #pragma GCC unroll 16
@@ -220,7 +221,7 @@ HAL_INLINE void transpose_block(uvec r[16]) {
     if (PART == 4) {
         interleave(r, 2);
 #pragma GCC unroll 4
-        for (int i = 0; i < W; i += 4) {  // runs of two came out in the order 0, 2, 1, 3
+        for (int i = 0; i < W; i += 4) {  // interleave(r, 2) leaves the rows in the order 0, 2, 1, 3
             const uvec second = r[i + 1];
             r[i + 1] = r[i + 2];
             r[i + 2] = second;
@@ -243,12 +244,12 @@ static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int6
         }
 }
 
-// Asks for a row that is written some rows from now: the core would otherwise wait for the lines of one at a time.
+// Prefetches a row that is written some rows later; otherwise the core waits for the lines of one row at a time.
 HAL_INLINE void fetch_for_write(const char *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 1, 3);
 }
 
-// Rows of a tensor = scale[q] * src [rows][padded]. rest, if not NULL, gets what rounding took away.
+// Rows of a tensor = scale[q] * src [rows][padded]. rest, if not NULL, receives the rounding errors.
 static void write_tile(char *dst, char *rest, int64_t stride, int64_t dtype, const real *src, const real *scale,
                        int64_t rows, int64_t n) {
     const int64_t bytes = n * element_size(dtype), after = 4096 / bytes + 1;

@@ -1,5 +1,5 @@
-// How one flash attention call is cut into work: sequences, the keys a tile of queries can see, and an even split over
-// threads that depends on the shape and the number of threads only (so results are bit-equal from run to run).
+// How a flash attention call is divided: sequences, the keys visible to a tile of queries, and an even split over
+// threads that depends only on the shape and the number of threads, so that results are bit-equal from run to run.
 #pragma once
 #include "common.h"
 #include "flash_attention_api.h"
@@ -10,9 +10,9 @@ enum {
     FA_SUBS = FA_QUERIES / FA_SUB,
     FA_KEYS = 96,     // keys of a tile: its scores (96 x 48 floats, 18 KiB) stay in L1
     FA_GROUPS = FA_KEYS / FA_SUB,
-    FA_CACHED = 16 << 20,  // bytes of q, k, v and out that the last level of cache may be expected to hold
-    FA_FEW = 8,       // with more queries a vector of them is better used than one of channels
-    FA_SWEEP = 2,     // tiles of queries that share a sweep over the keys, whose tiles the second finds in L2
+    FA_CACHED = 16 << 20,  // bytes of q, k, v and out that the last level of cache is expected to hold
+    FA_DECODE_QUERIES = 8,  // with more queries, vectors of queries are filled better than vectors of channels
+    FA_SWEEP = 2,     // tiles of queries that share a sweep over the keys; the second one finds the keys in L2
 };
 
 struct fa_call {
@@ -25,19 +25,19 @@ struct fa_call {
     uint64_t seed, offset;
 };
 
-// One sequence (a batch entry, or a packed sequence): its first token in q and k, its lengths; row i sees keys
-// i + lo ... i + hi.
+// One sequence (a batch entry, or a packed sequence): its first token in q and k, and its lengths. Query i sees the
+// keys i + lo ... i + hi.
 struct fa_sequence {
     int64_t batch, q0, k0, sq, sk, lo, hi;
 };
 
 struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);
 
-// The keys [*first, *end) that some of the `rows` queries from row i0 on can see. *first is even, because bfloat16 keys
+// The keys [*first, *end) visible to any of the `rows` queries from row i0 on. *first is even, because bfloat16 keys
 // are multiplied in pairs.
 void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end);
 
-// Tiles [t0, t1) share a sweep over the keys [first, end). Sweeps are counted from tile 0 wherever a head is cut, so that
+// Tiles [t0, t1) share a sweep over the keys [first, end). Sweeps are aligned to tile 0 wherever a head is cut, so that
 // the order of summation, and with it every bit of the output and of dQ, is the same for any number of threads.
 struct fa_sweep {
     int64_t t0, t1, first, end;
@@ -45,11 +45,12 @@ struct fa_sweep {
 struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit);
 
 static inline int64_t fa_tiles(const struct fa_sequence *seq) {
-    return seq->sq > 0 ? (seq->sq + FA_QUERIES - 1) / FA_QUERIES : 1;  // an empty one still has to write its gradients
+    // An empty sequence still has to write its gradients.
+    return seq->sq > 0 ? (seq->sq + FA_QUERIES - 1) / FA_QUERIES : 1;
 }
 
-// The first row of a tile. A last tile of at most FA_SUB rows takes FA_SUB more from the one before it: products with a
-// single vector of queries are slow, and a causal last tile has the most of them.
+// The first row of a tile. A last tile of at most FA_SUB rows takes FA_SUB more from the tile before it: products with
+// a single vector of queries are slow, and with a causal window the last tile sees the most keys.
 static inline int64_t fa_first(const struct fa_sequence *seq, int64_t tile) {
     const int64_t first = tile * FA_QUERIES;
     return tile > 0 && seq->sq > first && seq->sq - first <= FA_SUB ? first - FA_SUB : first;
@@ -63,7 +64,7 @@ static inline int64_t fa_rows(const struct fa_sequence *seq, int64_t tile) {
 // Tiles [t0, t1) of all query heads of one (sequence, kv head). slot >= 0: the head is cut, its dK and dV are partial.
 struct fa_piece {
     int64_t batch, kv_head, t0, t1;
-    int64_t slot, k_first, k_end;  // keys its scratch covers, filled in by the backward pass
+    int64_t slot, k_first, k_end;  // the keys that its scratch covers, set by the backward pass
 };
 
 struct fa_plan {
@@ -77,7 +78,7 @@ struct fa_plan {
 int fa_plan_make(const struct fa_call *call, struct fa_plan *plan);
 void fa_plan_free(struct fa_plan *plan);
 
-// A workspace of at least `bytes`, 64-byte aligned, or NULL; see flash_attention.c for who owns it.
+// A workspace of at least `bytes`, 64-byte aligned, or NULL; flash_attention.c describes its ownership.
 void *fa_acquire(size_t bytes);
 void fa_release(void *workspace);
 

@@ -1,14 +1,15 @@
 // One tile of scores: which 16 x 16 blocks are visible, masks, dropout, and the softmax steps.
 //
 // Queries i0 ... fill the lanes (three blocks of FA_SUB), keys k0 ... the rows. Block column v sees the row blocks
-// [from[v], to[v]); of those, [whole_from[v], whole_to[v]) lie inside the band for all their queries and need no masking.
+// [from[v], to[v]); of those, [whole_from[v], whole_to[v]) lie inside the band for all their queries and need no
+// masking.
 struct tile {
     int64_t i0, k0;
     int rows, keys;  // valid queries and keys
     int from[FA_SUBS], to[FA_SUBS], whole_from[FA_SUBS], whole_to[FA_SUBS];
     uint8_t some_masked[FA_GROUPS][FA_SUBS];
     int has_mask, has_keep;
-    int seen[FA_SUBS];  // whether a block column has met a key: its sums exist
+    int seen[FA_SUBS];  // whether a block column has had a visible key, so that its sums exist
 };
 
 struct bytes_tile {
@@ -17,7 +18,7 @@ struct bytes_tile {
     uint8_t rows[FA_SUB][FA_KEYS + 8] __attribute__((aligned(64)));
 };
 
-// A run of row blocks with the same visible columns: keys [k_from, k_to) of the tile, block columns [v0, v1).
+// Adjacent row blocks with the same visible columns: keys [k_from, k_to) of the tile, block columns [v0, v1).
 struct run {
     int k_from, k_to, v0, v1;
 };
@@ -28,7 +29,7 @@ typedef uint8_t bytes_16 __attribute__((vector_size(16)));
 static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 static int least(int a, int b) { return a < b ? a : b; }
 
-// Returns whether anything is visible.
+// Sets the visible blocks of the tile; returns whether there are any.
 static int tile_visible(struct tile *t, const struct fa_sequence *seq) {
     int any = 0;
     for (int v = 0; v < FA_SUBS; v++) {
@@ -121,7 +122,8 @@ static int load_bytes(uint8_t *dst, const uint8_t *src, int64_t sq, int64_t sk, 
     return any | all << 1;
 }
 
-// Reads the boolean mask under the tile and trims blocks that it hides altogether; returns whether anything is visible.
+// Reads the part of the mask that belongs to the tile and trims fully masked blocks; returns whether any block is
+// visible.
 static int tile_mask(struct tile *t, struct bytes_tile *bytes, const uint8_t *mask, int64_t sq, int64_t sk) {
     int visible = 0;
     for (int v = 0; v < FA_SUBS; v++) {
@@ -140,7 +142,7 @@ static int tile_mask(struct tile *t, struct bytes_tile *bytes, const uint8_t *ma
         t->to[v] = to > from ? to : from;
         visible |= to > from;
     }
-    // A row block that is trimmed in the middle column only would split a run: it stays in (all of it gets masked).
+    // Trimming a row block in the middle column only would split a run, so it is kept, fully masked.
     const int from = t->from[0] > t->from[2] ? t->from[0] : t->from[2], to = least(t->to[0], t->to[2]);
     if (from < to) {
         t->from[1] = t->from[1] < t->to[1] ? least(t->from[1], from) : from;
@@ -149,7 +151,7 @@ static int tile_mask(struct tile *t, struct bytes_tile *bytes, const uint8_t *ma
     return visible;
 }
 
-// Draws the tile's dropout decisions.
+// Computes the tile's dropout decisions.
 static void tile_keep(const struct tile *t, struct bytes_tile *bytes, const struct fa_call *call, int64_t index0) {
     const struct hal_flash_attention *g = call->shape;
     const philox_t rng = {call->seed, call->offset};
@@ -176,7 +178,7 @@ static void tile_hide(const struct tile *t, int v, const struct fa_sequence *seq
         const int edge = g < t->whole_from[v] || g >= t->whole_to[v], masked = t->has_mask && t->some_masked[g][v];
         if (!edge && !masked) continue;
         for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {
-            // Keys relative to k0 that the first query of these lanes sees; clamped, they still lie outside the tile.
+            // First and last visible key per lane, relative to k0; clamped values still lie outside the tile.
             const int64_t i = t->i0 + n * W - t->k0;
             const ivec low = lanes + splat_lane(clamp(i + seq->lo, -FA_QUERIES, FA_KEYS));
             const ivec high = lanes + splat_lane(clamp(i + seq->hi, -FA_QUERIES, FA_KEYS));
@@ -191,7 +193,7 @@ static void tile_hide(const struct tile *t, int v, const struct fa_sequence *seq
     }
 }
 
-// S^T of the tile's visible blocks = K Q^T, times sign (1, except for a scale that is not positive), -inf where hidden.
+// S^T of the tile's visible blocks = sign K Q^T (sign is 1 unless the scale is 0 or negative), -inf where hidden.
 static void tile_scores(const struct tile *t, const struct fa_sequence *seq, const struct bytes_tile *bytes,
                         const unit *k, int64_t ldk, const unit *qt, int64_t depth, real sign, real *s) {
     FOR_RUNS(t, r) {

@@ -1,10 +1,11 @@
-// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h). A may be a band: its row m is
-// then zero outside of the columns m + low ... m + high, and blocks of rows begin and end where theirs do.
+// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h). A may be a band: its row m
+// is then zero outside of the columns m + low ... m + high, and blocks of rows begin and end where theirs do.
 //
-// A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR units
-// of A, straight from wherever A's rows lie; B is a packed tile in L1, or rows where they lie. With 32 registers: 8 x 3 (24 accumulators, 11 loads
-// for 24 multiply-adds, so two multiply-adds per cycle are the limit), or 6 x 4 where n is a multiple of 4 vectors; with
-// 16: 4 x 3. Sizes are constants after inlining: a variable bound would put the accumulators in memory (5 times slower).
+// A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR
+// units of A in place; B is a packed tile in L1, or rows in place. With 32 registers blocks are 8 x 3 (24 accumulators,
+// 11 loads for 24 multiply-adds, so that the limit is two multiply-adds per cycle), or 6 x 4 where n is a multiple of 4
+// vectors; with 16 registers they are 4 x 3. Sizes are constants after inlining: with a variable bound the compiler
+// keeps the accumulators in memory, which is 5 times slower.
 enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
 
 #ifdef FA_KIND_BF16
@@ -44,12 +45,12 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
             store(c + i * ldc + j * W, add ? load(c + i * ldc + j * W) + acc[i][j] : acc[i][j]);
 }
 
-// In elements, of which units hold KU. No band (NULL, a constant): all of A.
+// The band in elements, of which a unit holds KU. NULL (a compile-time constant): all of A.
 struct band {
     int64_t low, high;
 };
 
-// All rows of nv vectors of columns; rows that do not fill a block go in blocks of 4, 2 and 1.
+// All rows for nv vectors of columns; the rows left over after whole blocks are done in blocks of 4, 2 and 1.
 HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
                        int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     int64_t i = 0;
@@ -82,19 +83,19 @@ HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a
     }
 }
 
-// C = A B, A's units adjacent along kk.
+// C = A B, where the units of A are adjacent along kk.
 static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                           real *c, int64_t ldc) {
     stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0, NULL);
 }
 
-// C += A B, A's units adjacent along kk.
+// C += A B, where the units of A are adjacent along kk.
 static void add_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                      real *c, int64_t ldc) {
     stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1, NULL);
 }
 
-// C = A B, or C += A B, A a band with its units adjacent along m.
+// C = A B or C += A B, where A is a band and its units are adjacent along m.
 static void multiply_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b,
                              int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     if (add) stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1, band);

@@ -1,4 +1,4 @@
-// The weight gradient of a linear layer: entry points (linear_kind.h has the work).
+// The weight gradient of a linear layer: entry points (see linear_kind.h for the algorithm).
 #include "common.h"
 #include "linear_api.h"
 #include "linear_plan.h"

@@ -1,8 +1,8 @@
-// dweight [n_out][n_in] = dy^T x and dbias [n_out] = the sum of dy's rows (0: not wanted), or with `add` these added to
-// what they hold. dy [rows][n_out] and x [rows][n_in], rows > 0, are contiguous tensors of `dtype`; the results floats.
-// Returns 0, and does nothing, for a dtype that this processor has no products of.
+// dweight [n_out][n_in] = dy^T x and dbias [n_out] = the sum of dy's rows (dbias = 0: not computed); with `add`, both
+// are added to the present values. dy [rows][n_out] and x [rows][n_in], rows > 0, are contiguous tensors of `dtype`;
+// the results are floats. Returns 0, and does nothing, for a dtype that the kernels do not multiply on this processor.
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add);
 
-// Whether these kernels multiply tensors of a dtype in 512-bit registers, with which they are faster than BLAS.
+// Whether these kernels multiply a dtype in 512-bit registers; only then are they faster than BLAS.
 int hal_linear_is_fast(int64_t dtype);

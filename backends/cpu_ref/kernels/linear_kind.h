@@ -1,18 +1,20 @@
-// The weight gradient of a linear layer, dW (+)= dY^T X, with the bias gradient on the way. One arithmetic kind (vectors.h):
-// float32, or bfloat16 pairs of tokens multiplied into floats. Sums are float32 in both. Included once by linear_<kind>.c.
+// The weight gradient of a linear layer, dW (+)= dY^T X, with the bias gradient on the way. One arithmetic kind
+// (vectors.h): float32, or bfloat16 pairs of tokens multiplied into floats. Sums are float32 in both. Included once by
+// linear_<kind>.c.
 //
-// The product sums over tokens, so both operands are read across their rows. Both are packed as they lie (bfloat16: two rows
-// side by side) into panels of the micro-kernel (gemm.h), DEPTH units of tokens at a time: X into panels of 48 columns, and
-// blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them. While a block of dY is in
-// cache, its columns are summed up for the bias.
+// The product sums over tokens, so both operands are read across their rows. Both are packed without transposition
+// (bfloat16: two rows interleaved) into panels for the micro-kernel (gemm.h), DEPTH units of tokens at a time: X into
+// panels of 48 columns, and blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them.
+// While a block of dY is in cache, its columns are summed for the bias.
 //
-// Threads share the work in one of two ways. Together: all panels of X are packed first, then blocks of dY are dealt out.
-// Apart: each thread packs some panels of X for itself and multiplies them with all of dY. Then none waits for another or
-// reads what another wrote, which is slow between processors that share no cache; but every one packs all of dY.
+// Threads share the work in one of two ways. "Together": all panels of X are packed first, then blocks of dY are
+// distributed. "Apart": each thread packs some panels of X and multiplies them with all of dY. In this way no thread
+// waits for another or reads data that another wrote, which is slow between cores that share no cache, but every thread
+// packs all of dY.
 //
 // Every element is a sum over blocks of DEPTH units in order, so the result does not depend on the number of threads.
-// Memory traffic: X is read once, dY once per COLUMNS columns of X (apart: by every thread), dW is read and written once
-// per DEPTH units.
+// Memory traffic: X is read once, dY once per COLUMNS columns of X ("apart": by every thread), dW is read and written
+// once per DEPTH units.
 #include "vectors.h"
 #include "gemm.h"
 
@@ -35,7 +37,7 @@ enum {
     COLUMNS = 96 * PANEL,    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
 };
 
-// dst[c] = the pair of src[c] and, where `second` has bits, next[c]; in float32 src[c] alone. count columns.
+// For count columns: dst[c] = the pair (src[c], next[c] & second); in float32, src[c] alone.
 HAL_INLINE void pack_row(unit *dst, const elem *src, const elem *next, unit second, int64_t count) {
 #ifdef FA_KIND_BF16
     for (int64_t c = 0; c < count; c++) dst[c] = src[c] | (next[c] & second) << 16;
@@ -45,14 +47,14 @@ HAL_INLINE void pack_row(unit *dst, const elem *src, const elem *next, unit seco
 #endif
 }
 
-// Panels of `width` columns: dst[panel][unit][width] = src[token][columns from panel * width on], zero beyond the last
-// column and token. Inlined with constants, `most` columns in particular: copies of a size that the compiler does not know
-// took a third of the whole product's time.
+// Packs panels of `width` columns: dst[panel][unit][width] = src[token][columns from panel * width on], zero beyond the
+// last column and token. Inlined with constants, in particular `most` columns: copies of a size that the compiler did
+// not know took a third of the whole product's time.
 HAL_INLINE void pack_panels(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width,
                             int64_t most) {
     const int64_t whole = columns / width * width, rest = columns - whole;
     for (int64_t k = 0; k < tokens; k += KU, dst += width, src += KU * stride) {
-        const int pair = KU == 2 && k + 1 < tokens;  // else the last token of an odd number
+        const int pair = KU == 2 && k + 1 < tokens;  // otherwise the last of an odd number of tokens
         const elem *next = pair ? src + stride : src;
         const unit second = pair ? 0xffff : 0;
         if (columns == most) {
@@ -76,10 +78,10 @@ static void add_sums(double *sums, const elem *src, int64_t stride, int64_t toke
     for (int64_t c = 0; c < columns; c++) sums[c] += part[c];
 }
 
-// A tile of dW, m <= MR rows, n <= PANEL columns. Tiles that are not whole pass through a buffer.
+// A tile of dW with m <= MR rows and n <= PANEL columns; incomplete tiles go through a buffer.
 static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit *b, float *c, int64_t ldc, int add) {
     if (m == MR && n == PANEL) {
-        for (int64_t i = 0; i < MR; i++)  // on its way while the sum is made
+        for (int64_t i = 0; i < MR; i++)  // prefetched while the sum is computed
             for (int64_t j = 0; j < PANEL; j += W) __builtin_prefetch(c + i * ldc + j, 1);
         stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add, NULL);
         return;
@@ -90,12 +92,12 @@ static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit 
         for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
 }
 
-// What a thread needs for its share of one block of tokens: panels of X as packed, room for a packed block of dY.
+// What a thread needs for its share of one block of tokens: packed panels of X, and space for a packed block of dY.
 struct share {
     const elem *dy, *x;
     float *dw;
     unit *panels, *rows;
-    double *sums;  // of dY's columns, or 0
+    double *sums;  // sums of dY's columns, or 0
     int64_t tokens, n_out, n_in, columns;
     int add;
 };
@@ -106,7 +108,7 @@ static void pack_columns(const struct share *s, int64_t panel) {
                 PANEL);
 }
 
-// One block of dY's columns times the panels [p0, p1).
+// Multiplies one block of dY's columns with the panels [p0, p1).
 static void multiply_block(const struct share *s, int64_t block, int64_t p0, int64_t p1) {
     const int64_t i0 = block * ROWS, m = i0 + ROWS < s->n_out ? ROWS : s->n_out - i0, depth = (s->tokens + KU - 1) / KU;
     pack_panels(s->rows, s->dy + i0, s->n_out, s->tokens, m, MR, ROWS);
@@ -131,8 +133,9 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
     for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
         const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        // Packing dY, from memory, takes up to half of the time of multiplying it with one panel. Of 16 that is little;
-        // with 2 less than blocks lose that cannot be dealt out evenly; with one less than threads that get no block.
+        // Packing dY from memory takes up to half as long as multiplying it with one panel. With 16 panels per thread
+        // that is little; with 2 it costs less than an uneven distribution of blocks, with 1 less than threads without
+        // a block.
         const int apart = panels >= 16 * team || (panels >= 2 * team && blocks < 8 * team) ||
                           (panels >= team && blocks < team);
         for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {
@@ -152,7 +155,7 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
                 for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
             }
         }
-#pragma omp barrier  // the next panels lie where these do, and may be shared out differently
+#pragma omp barrier  // the next panels reuse this memory and may be distributed differently
     }
     if (dbias)
         for (int64_t i = 0; i < n_out; i++) dbias[i] = (float)((add ? dbias[i] : 0) + sums[i]);

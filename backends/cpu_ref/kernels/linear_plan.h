@@ -9,7 +9,7 @@
 #endif
 #endif
 
-// dw [n_out][n_in] and dbias [n_out] (NULL: not wanted); add: to what they hold.
+// dw [n_out][n_in] and dbias [n_out] (NULL: not computed); add: to the present values.
 void linear_wgrad_f32(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
                       int add);
 void linear_wgrad_bf16(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,

@@ -1,9 +1,9 @@
-// Memory that is kept: per-thread scratch for kernels, the setting that makes the C library reuse freed blocks, and plain
-// malloc for large results (memory.py says why).
+// Memory that is reused: per-thread scratch for kernels, the setting that makes the C library reuse freed blocks, and
+// plain malloc for large results (see memory.py).
 //
-// A large tensor fresh from the system costs a page fault per 4 KiB (about 4 GB/s), more than most kernels cost; glibc
-// maps and unmaps such blocks at every allocation unless told otherwise. A thread's scratch lives as long as the thread;
-// OpenMP's workers live as long as the thread whose calls they share.
+// A large tensor in fresh memory costs a page fault per 4 KiB (about 4 GB/s), more than most kernels. By default glibc
+// maps and unmaps such blocks at every allocation. A thread's scratch lives as long as the thread; OpenMP's worker
+// threads live as long as the thread whose parallel regions they run.
 #include "common.h"
 
 #include "memory_api.h"
@@ -37,7 +37,7 @@ void *hal_scratch(size_t bytes) {
 
 int hal_keep_freed_memory(void) {
 #ifdef __GLIBC__
-    // No block by mmap, never trim the heap's top, grow it in steps of 64 MiB.
+    // Never use mmap, never trim the top of the heap, grow it in steps of 64 MiB.
     return mallopt(M_MMAP_MAX, 0) && mallopt(M_TRIM_THRESHOLD, -1) && mallopt(M_TOP_PAD, 64 << 20);
 #else
     return 0;

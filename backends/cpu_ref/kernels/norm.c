@@ -3,12 +3,12 @@
 // Forward, per row: mean, then the variance around it (two passes over a row that stays in L1: no cancellation), then
 // y = (x - mean) rstd w + b. Backward, with n = (x - mean) rstd and g = dy w:
 //   dx = rstd (g - mean(g) - n mean(g n)),   dw = sum over rows of dy n,   db = sum over rows of dy.
-// Rows are taken four at a time: the two means first, then one sweep over the columns writes four rows of dx and adds four
-// rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of consecutive rows
-// (see piece_count) has its own running sums, added up in order at the end.
+// The backward pass takes four rows at a time: the two means first, then one sweep over the columns writes four rows of
+// dx and adds four rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of
+// consecutive rows (see piece_count) has its own running sums, which are added up in order at the end.
 //
-// Memory traffic: forward reads x, writes y; backward reads x and dy (again from L2 in the sweeps), writes dx. Large
-// results are written past the caches.
+// Memory traffic: forward reads x, writes y; backward reads x and dy (a second time from L2 in the sweeps), writes dx.
+// Large results are written with non-temporal stores.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -32,8 +32,8 @@ void hal_norm_bwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintpt
 
 #else
 
-// `count` (a constant at the call) rows; their sums first, so that one row's horizontal additions hide behind the next row
-// (layer norm's, which has two sums one after the other).
+// Processes `count` (a compile-time constant) rows. Their sums come first, so that the horizontal additions of one row
+// overlap with the next row; layer norm has two dependent sums per row.
 HAL_INLINE void NAME(norm_fwd_rows)(const int count, const int centered, const int stream, const T *x, const real *weight,
                                     const real *bias, T *y, real *means, real *rstds, real eps, int64_t width) {
     real mean[ROWS], rstd[ROWS];
@@ -88,8 +88,8 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     }
 }
 
-// `columns` columns of `count` rows: dx (in rows of to_width), or if there is `line`, dx's values one line after the other;
-// and their contribution to the running sums dw, db.
+// `columns` columns of `count` rows: writes dx in rows of to_width, or to consecutive cache lines if `line` is given,
+// and adds their contribution to the running sums dw and db.
 HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
                                        const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *to,
                                        int64_t to_width, real *line, double *dw, double *db, int64_t columns,
@@ -106,7 +106,8 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
             dbi += d;
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < count; r++) {  // after the rows' loads, which a compiler cannot move across a store
+        // In a loop of its own, after all loads: a compiler cannot move loads across a store.
+        for (int r = 0; r < count; r++) {
             if (line)
                 line[r * columns + i] = value[r];
             else
@@ -117,7 +118,7 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
     }
 }
 
-// dx of `count` (a constant at the call) rows and their contribution to the running sums dw, db (0 for RMS norm).
+// dx of `count` (a compile-time constant) rows and their contribution to the running sums dw and db (0 for RMS norm).
 HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const int stream, const T *x, const T *dy,
                                     const real *weight, const real *means, const real *rstds, T *dx, double *dw, double *db,
                                     int64_t width) {
@@ -137,7 +138,7 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
     }
     enum { LINE = 64 / sizeof(T), PIECE = STREAM_PIECE / 2 / sizeof(T) };
     if (stream == STREAM_PIECES) {
-        _Alignas(64) T piece[ROWS * PIECE];  // half a piece of each row: 8 KiB, which leave room in L1 for x and dy
+        _Alignas(64) T piece[ROWS * PIECE];  // half a piece of each row: 8 KiB, which leaves room in L1 for x and dy
         for (int64_t i = 0; i < width; i += PIECE) {
             const int64_t columns = i + PIECE < width ? PIECE : width - i;
             NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, piece, PIECE, 0,
@@ -191,7 +192,7 @@ static void NAME(norm_bwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     case 4 * (centered_) + (stream_):                                                                                   \
         NAME(norm_bwd_piece)(centered_, stream_, x, dy, weight, means, rstds, dx, dw, db, begin, end, width);            \
         break
-            switch (4 * !!centered + stream) {  // constants for the compiler
+            switch (4 * !!centered + stream) {  // so that both are compile-time constants
                 CASE(0, STREAM_NOT); CASE(0, STREAM_LINES); CASE(0, STREAM_PIECES);
                 CASE(1, STREAM_NOT); CASE(1, STREAM_LINES); CASE(1, STREAM_PIECES);
             }

@@ -1,14 +1,14 @@
-// Multi-tensor optimiser kernels: AdamW, sum of squares, unscale-and-check. One call for all tensors of a model.
+// Multi-tensor optimizer kernels: AdamW, sum of squares, unscale-and-check. One call processes all tensors of a model.
 //
-// The tensors are cut into tasks of at most 32768 elements, so that threads share the work evenly whatever the tensors'
-// sizes; a small table of tasks is made first. AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"):
+// The tensors are cut into tasks of at most 32768 elements, so that threads share the work evenly whatever the sizes of
+// the tensors; a table of tasks is built first. AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"):
 //   g = grad_scale grad;  p -= lr weight_decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g
 //   p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 // The sum of squares is accumulated in double (no overflow of squares, no loss over millions of terms): one partial sum
 // per task, added up in the order of the tasks, so that the result does not depend on the number of threads.
 //
-// Memory traffic per parameter: AdamW reads p, g, m, v and writes p, m, v (28 bytes with float gradients, + 2 for a 16-bit
-// model copy); the sum reads one element; unscale reads and writes one.
+// Memory traffic per parameter: AdamW reads p, g, m, v and writes p, m, v (28 bytes with float gradients, + 2 for a
+// 16-bit model copy); the sum reads one element; unscale reads and writes one.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -25,7 +25,7 @@ typedef struct {
     int model_dtype;
 } adamw_t;
 
-// The table of tasks, in the calling thread's scratch memory; *extra, behind it, has room for extra_per_task bytes each.
+// Builds the table of tasks in the calling thread's scratch memory, followed by *extra, extra_per_task bytes per task.
 static task_t *make_tasks(int64_t count, const int64_t *sizes, size_t extra_per_task, int64_t *tasks, void **extra) {
     int64_t total = 0;
     for (int64_t t = 0; t < count; t++) total += (sizes[t] + TASK - 1) / TASK;
@@ -139,8 +139,9 @@ static void NAME(unscale)(int64_t count, const int64_t *sizes, const uintptr_t *
 #pragma omp simd reduction(| : bad)
         for (int64_t i = 0; i < n; i++) {
             STORE(x + i, LOAD(x + i) * factor);
-            const real scaled = LOAD(x + i);  // as rounded: the product may overflow in the 16-bit type only
-            bad |= !(scaled - scaled == 0);   // inf and NaN
+            // Read back after rounding: the product may overflow in the 16-bit type only.
+            const real scaled = LOAD(x + i);
+            bad |= !(scaled - scaled == 0);   // true for inf and NaN
         }
         found |= bad;
     }

@@ -1,7 +1,7 @@
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11), as HAL defines it:
 // element e of a draw is word e % 4 of the block with key = seed and counter = offset + e / 4 (modulo 2^64).
-// Blocks are computed 16 at a time, one per SIMD lane: the ten rounds are two 32x32->64 multiplications each.
-// For kernels: philox_words for a run of consecutive elements, philox_keep for dropout decisions.
+// Blocks are computed 16 at a time, one per SIMD lane; each of the ten rounds is two 32x32->64 multiplications.
+// Kernels use philox_words for a run of consecutive elements, philox_keep for dropout decisions.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -36,7 +36,7 @@ static inline void philox_blocks(philox_t rng, uint64_t first, uint32_t words[4]
     }
 }
 
-// The PHILOX_CHUNK elements from the block that holds element `element` (its first word) on.
+// The random bits of PHILOX_CHUNK elements, beginning with the first element of the block that holds `element`.
 static inline void philox_chunk(philox_t rng, uint64_t element, uint32_t out[PHILOX_CHUNK]) {
     uint32_t words[4][PHILOX_LANES];
     philox_blocks(rng, rng.offset + element / 4, words);
@@ -63,7 +63,7 @@ static inline void philox_words(philox_t rng, uint64_t first, int64_t count, uin
     }
 }
 
-// keep[i] = 1 where element first + i survives dropout. threshold = ceil(p * 2^24).
+// keep[i] = 1 where dropout keeps element first + i, else 0. threshold = ceil(p * 2^24).
 static inline void philox_keep(philox_t rng, uint64_t first, int64_t count, uint32_t threshold, uint8_t *keep) {
     uint32_t chunk[PHILOX_CHUNK];
     int64_t done = 0, skip = (int64_t)(first % 4);

@@ -1,11 +1,12 @@
 // Rotary position embedding: (a, b) -> (a cos - b sin, b cos + a sin) for the pairs (i, i + half), or (2i, 2i + 1) when
 // interleaved. The gradient is the same rotation with -sin.
 //
-// Layouts are strides: the caller says where rows lie and which angles belong to a row, so SBND, BSND, BNSD and TND, and
-// angles per position or per sample and position, are one loop over rows of d channels. Blocks of 64 rows are split over
-// threads; the three row coordinates are divided out once per block and counted up from there.
+// The caller passes strides for rows and for the angles of a row, so that SBND, BSND, BNSD and TND, with angles per
+// position or per sample and position, are one loop over rows of d channels. Blocks of 64 rows are split over threads;
+// the three row coordinates are computed by division once per block and incremented from there.
 //
-// Memory traffic: reads x and writes y once; cos and sin (half each per position) come from cache for all heads but one.
+// Memory traffic: reads x and writes y once; cos and sin (half each per position) come from cache for all heads but
+// one.
 #ifndef HAL_BODY
 #include "common.h"
 

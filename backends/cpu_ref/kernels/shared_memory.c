@@ -1,24 +1,25 @@
 // Collectives between the processes of one machine, through a segment of memory that all of them map.
 //
-// Every rank owns two slots and two counters. A collective is a number of steps, one per chunk of data; in step s a rank
-//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite (known already of a peer that was
-//       seen to have posted step s-1),
+// Every rank owns two slots and two counters. A collective is a number of steps, one per chunk of data; in step s a
+// rank
+//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite (implied for a peer that is known to
+//       have posted step s-1),
 //   (2) copies its chunk into slot s % 2 and publishes posted = s + 1,
 //   (3) waits until the peers have posted, copies or reduces their slots into its result, and publishes read = s + 1.
-// Counters only grow and every rank writes its own only, so nothing is ever reset and there is nothing to race for. All
-// ranks reduce everything in the order of ranks: results are bit-equal on every rank and from run to run. Slots are small
-// enough to stay in the second-level caches: memory is read and written once, whatever the size of the tensors. Large
-// results are written past the caches, since an ordinary store would read memory a second time and push the slots out.
+// Counters only grow and every rank writes only its own, so nothing is ever reset and there are no races. Every rank
+// reduces in rank order: results are bit-equal on every rank and from run to run. Slots are small enough to stay in the
+// second-level caches, so memory is read and written once, whatever the size of the tensors. Large results are written
+// with non-temporal stores, because an ordinary store would read memory a second time and evict the slots.
 //
-// Between processors that share a cache, that is as fast as memory is. Between others, what one has written takes the
-// other longer to get from its cache than from memory (64 MB: 13 ms and 7), so there the slots are written past the
-// caches, too, which near each other would be slower (8 and 10). Which of the two holds is not to be known beforehand, and
-// under a hypervisor it changes: a large collective tries both ways on some chunks and goes on in the faster one. Every
-// rank decides for its own slots.
+// Between cores that share a cache, this runs at the speed of memory. Between other cores, reading data from the
+// writer's cache takes longer than reading it from memory (64 MB: 13 ms against 7), so there the slots are written with
+// non-temporal stores as well, which is slower between cores that share a cache (10 ms against 8). Which case applies
+// is not known beforehand, and it can change under a hypervisor: a large collective tries both on some chunks and
+// continues with the faster one. Every rank decides for its own slots.
 //
-// A wait spins for some microseconds, then yields, then sleeps for longer and longer: more ranks than processors make
-// progress. It ends with a fault when the time is up, when a peer has died (its pidfd is readable), when the peer is in
-// another collective (each slot says what it is for), or when this process closes the handle.
+// A wait spins for some microseconds, then yields, then sleeps (20 us at a time, later 200 us), so that more ranks than
+// processors make progress. It ends with a fault on timeout, when a peer has died (its pidfd is readable), when the
+// peer is in another collective (each slot carries its purpose), or when this process closes the handle.
 #define _GNU_SOURCE
 #ifndef HAL_BODY
 #include "common.h"
@@ -33,19 +34,20 @@
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, BARRIER };
 enum { SUM, MAX, MIN, AVG };
 enum { FAULT_TIMEOUT = 1, FAULT_DEAD, FAULT_MISMATCH, FAULT_CLOSED };
-// After the dtypes of common.h. Truth values are reduced as U8: their sum and max are "or", their min is "and".
+// These follow the dtypes of common.h. Booleans are reduced as U8: sum and max are "or", min is "and".
 enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
 
-// Smaller slots mean more meetings, each of which costs a turn of the scheduler where ranks share a processor.
+// Smaller slots mean more steps, each of which costs a context switch where ranks share a processor.
 enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 256 };
-// Bytes copied at a time, and how far ahead of them memory (or the peer's cache) is asked for what comes next.
+// Bytes copied at a time, and the distance in bytes of the prefetch ahead of them (from memory or the peer's cache).
 enum { PIECE = 1024, AHEAD = 4096 };
-enum { TRIAL = 6 };  // chunks; a collective of eight times as many is large enough to try
+enum { TRIAL = 6 };  // chunks per variant; only a collective of at least eight times as many runs the trial
 
-// One rank's part of the segment. What another core writes often has a cache line of its own (128: lines come in pairs).
+// One rank's part of the segment. Counters that another core polls have a cache line of their own (128 bytes, because
+// adjacent lines are fetched in pairs).
 typedef struct {
-    _Alignas(128) uint64_t posted;  // steps whose chunk lies in a slot
-    uint64_t purpose[2];            // of each slot; fetched together with posted
+    _Alignas(128) uint64_t posted;  // steps whose chunk is in a slot
+    uint64_t purpose[2];            // of each slot; in the same line as posted
     _Alignas(128) uint64_t read;    // steps that this rank has finished
     _Alignas(128) char slot[2][SLOT];
 } member;
@@ -53,10 +55,10 @@ typedef struct {
 typedef struct {
     member *members;
     int rank, size, patience, pidfds[MAX_RANKS];
-    uint64_t seen[MAX_RANKS];  // of each peer's `posted`, the last value this rank has waited for
+    uint64_t seen[MAX_RANKS];  // the last value of each peer's `posted` that this rank has waited for
     double timeout;
     int closed;
-    int past;  // whether a large collective's slots are written past the caches, as the last trial had it
+    int past;  // whether a large collective's slots use non-temporal stores, as the last trial decided
 } group;
 
 int64_t hal_shm_bytes(int size) { return size <= MAX_RANKS ? (int64_t)size * (int64_t)sizeof(member) : 0; }
@@ -68,7 +70,8 @@ uintptr_t hal_shm_open(uintptr_t segment, int rank, int size, double timeout, ui
     g->rank = rank;
     g->size = size;
     g->timeout = timeout;
-    g->patience = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 4000 : 0;  // spinning keeps the peer from running, if it shares
+    // With more ranks than processors, spinning would keep the peer from running.
+    g->patience = size <= sysconf(_SC_NPROCESSORS_ONLN) ? 4000 : 0;
     memcpy(g->pidfds, (const int *)pidfds, sizeof(int) * (size_t)size);
     return (uintptr_t)g;
 }
@@ -114,7 +117,7 @@ static int wait_for(group *g, int peer, const uint64_t *counter, uint64_t target
             continue;
         }
         if (__atomic_load_n(&g->closed, __ATOMIC_ACQUIRE)) return 256 * FAULT_CLOSED + peer;
-        // A peer may have posted and ended; what it posted counts, hence the second look.
+        // A peer may have posted and then exited; what it posted counts, so the counter is read once more.
         if (has_died(g, peer)) return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= target ? 0 : 256 * FAULT_DEAD + peer;
         if (now() > deadline) return 256 * FAULT_TIMEOUT + peer;
         const struct timespec pause = {.tv_nsec = (round < 128 ? 20 : 200) * 1000};
@@ -163,7 +166,7 @@ static void copy(char *to, const char *from, int64_t bytes, int stream) {
         if (stream) {
             stream_copy(to + begin, from + begin, length);
         } else {
-            // A slot's lines lie in the peer's cache, too, which has to give them up.
+            // The slot's lines are in the peer's cache as well, which must invalidate them first.
             for (int64_t i = begin + AHEAD; i < begin + AHEAD + PIECE && i < bytes; i += 64)
                 __builtin_prefetch(to + i, 1, 3);
             memcpy(to + begin, from + begin, (size_t)length);
@@ -171,8 +174,8 @@ static void copy(char *to, const char *from, int64_t bytes, int stream) {
     }
 }
 
-// Times a large collective's chunks from the third on, TRIAL with the slots in the caches and TRIAL past them, and keeps the
-// faster way in g->past.
+// Times the chunks of a large collective from the third on, TRIAL with ordinary and TRIAL with non-temporal stores to
+// the slots, and records the faster variant in g->past.
 static void try_both(group *g, int64_t chunk, double *began, double *took) {
     if (chunk < 2 || chunk > 2 + 2 * TRIAL || (chunk - 2) % TRIAL) return;
     const double time = now();
@@ -190,7 +193,7 @@ int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, 
     const char *in = (const char *)in_;
     char *out = (char *)out_;
     const int divides = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
-    const int64_t share = divides ? SLOT / size / 64 * 64 : SLOT;  // of a slot, for one piece
+    const int64_t share = divides ? SLOT / size / 64 * 64 : SLOT;  // of a slot for one piece
     const int64_t most = share / bytes;
     const int whole = kind == ALL_GATHER || kind == ALL_TO_ALL ? size : 1;  // pieces of a result
     const int stream = streams(out_, whole * count * bytes, whole == 1 ? 64 : count * bytes);
@@ -217,7 +220,7 @@ int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, 
             copy(mine->slot[which], in + done * bytes, length, past);
         }
         if (past) stream_end();
-        mine->purpose[which] = purpose;  // here, or a waiting peer would fetch the line twice
+        mine->purpose[which] = purpose;  // written here, because a waiting peer would otherwise fetch the line twice
         __atomic_store_n(&mine->posted, step + 1, __ATOMIC_RELEASE);
         for (int r = 0; r < size; r++) {
             from[r] = in + (divides ? me * count + done : done) * bytes;
@@ -245,7 +248,7 @@ int hal_shm_run(uintptr_t handle, uintptr_t in_, uintptr_t out_, int64_t count, 
 
 #else
 
-// out = the reduction of from[0..size), size >= 1, in that order, rounded to T once. A NaN wins every max and min.
+// out = the reduction of from[0..size), size >= 1, in that order, rounded to T once. Max and min propagate NaN.
 static void NAME(reduce)(const void *const *from, int size, char *out_, int64_t n, int reduction, int stream) {
     T *out = (T *)out_;
     for (int64_t begin = 0; begin < n; begin += BLOCK) {

@@ -1,16 +1,17 @@
 // Scale, mask and softmax over the last dimension, fused; rows are split over threads.
 //
-// Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum;
-// (2) e = exp(scale x - max), the difference by one FMA, so that large probabilities do not carry the rounding of scale x,
-// and its sum (where scores exceed 2^30, see COARSE, the difference of v instead); (3) y = e / sum. Causal rows work on
-// their visible columns only and zero the rest.
-// A row that sees nothing (all masked) is all zeros; a visible NaN or +inf makes its row NaN.
-// Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the rounding
-// of y would dominate that difference: there y is made again, unrounded, from x and the row's log-sum-exp, unless that is
-// so large that its own rounding is coarser than y's.
+// Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum; (2) e
+// = exp(scale x - max) and its sum; the difference is one FMA, so that large probabilities do not carry the rounding
+// error of scale x (where scores exceed 2^30, see COARSE, the difference is taken from v instead); (3) y = e / sum.
+// Causal rows process their visible columns only and zero the rest.
+// A fully masked row is all zeros; a visible NaN or +inf makes its row NaN.
+// Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the
+// rounding of y would dominate that difference, so y is recomputed, unrounded, from x and the row's log-sum-exp, unless
+// the latter is so large that its own rounding is coarser than that of y.
 //
-// Memory traffic: forward reads x (and one byte of mask) and writes y once; backward reads y (16-bit: and x), dy and writes
-// dx once, large results past the caches. With causal, only the visible half is read.
+// Memory traffic: forward reads x (and one byte of mask per element) and writes y once; backward reads y (16-bit: also
+// x) and dy and writes dx once. Large results are written with non-temporal stores. With causal, only the visible half
+// is read.
 #ifndef HAL_BODY
 #include "common.h"
 
@@ -22,14 +23,14 @@ HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_
     return visible < 0 ? 0 : (visible < sk ? visible : sk);
 }
 
-// How many columns of a causal row to write as if they were visible: of whole LANES, where the row has them, if single ones
-// would have to be written one by one, or lines past the caches.
+// How many columns of a causal row to write as if they were visible: rounded up to a multiple of LANES, within the row,
+// where a tail would otherwise be written element by element, or where whole lines are written.
 HAL_INLINE int64_t written_columns(int masks, int stream, int64_t visible, int64_t sk) {
     if (masks && stream != STREAM_LINES) return visible;
     return whole_lanes(visible) < sk ? whole_lanes(visible) : sk;
 }
 
-// The masked rest of a row whose first part STORE_ROW wrote.
+// Zeroes the masked columns of a row whose first part STORE_ROW wrote.
 HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     static const _Alignas(64) char zeros[64];
     char *to = (char *)to_;
@@ -41,8 +42,8 @@ HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     memset(to + at, 0, (size_t)(bytes - at));
 }
 
-// Causal rows differ in length: threads that take some after another stay level. Some are 64 KiB, so that hardware, which
-// reads ahead, seldom does so for the other thread, but an eighth of all at most.
+// Causal rows differ in length, so threads take them in turns, which balances the work. A turn is 64 KiB of rows, so
+// that the hardware prefetcher seldom reads ahead into another thread's rows, but at most an eighth of all rows.
 HAL_INLINE int64_t rows_in_turn(int64_t rows, int64_t row_bytes) {
     const int64_t some = row_bytes > 0 ? 65536 / row_bytes : 1, most = rows / 8;
     return some < most ? (some > 0 ? some : 1) : (most > 0 ? most : 1);
@@ -53,11 +54,11 @@ typedef struct {
     int64_t b, n, q, k;  // strides in bytes
 } mask_t;
 
-// From here on, numbers lie so far apart (128 and more) that a rounded product may differ from the exact one by more than
-// exp can take.
+// Beyond this magnitude the spacing of floats is 128 or more, so that a rounded product may differ from the exact one
+// by more than exp tolerates.
 #define COARSE_f32 0x1p30f
 #define COARSE_f64 0x1p59
-#define LARGEST_LSE 8192  // a float below it is within 2^-12 of the exact number, as near as a float16 y
+#define LARGEST_LSE 8192  // a float below it is within 2^-12 of the exact value, which is the precision of a float16 y
 
 #define HAL_SELF "softmax.c"
 #include "dtypes.h"

@@ -1,5 +1,5 @@
-// Compiler vectors of the widest registers the target has, for kernels that keep whole tiles in registers (attention, the
-// weight gradient of linear). Included once per arithmetic kind: FA_KIND_F32, FA_KIND_F64 or FA_KIND_BF16.
+// Compiler vectors as wide as the registers of the target, for kernels that keep whole tiles in registers (attention,
+// the weight gradient of linear). Included once per arithmetic kind: FA_KIND_F32, FA_KIND_F64 or FA_KIND_BF16.
 //
 //   real   arithmetic and accumulation (float or double); vec is a vector of W of them, ivec of integers as wide
 //   unit   what the micro-kernel multiplies: KU consecutive elements along the summed dimension. A float (KU = 1), a
@@ -49,7 +49,7 @@ enum { W = FA_VECTOR_BYTES / (int)sizeof(real) };
 typedef real vec __attribute__((vector_size(FA_VECTOR_BYTES)));
 typedef lane ivec __attribute__((vector_size(FA_VECTOR_BYTES)));
 typedef unit uvec __attribute__((vector_size(FA_VECTOR_BYTES)));
-// The same at any address, over memory of any type.
+// The same types for unaligned loads and stores, allowed to alias memory of any type.
 typedef real vec_at __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
 typedef unit uvec_at __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
 typedef unit unit_at __attribute__((aligned(1), may_alias));

@@ -8,68 +8,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.backend_tools import AttentionSpec
+
 from .. import launch
 from . import stand_ins
-from .common import Call, Request, readable, register, sixteen_bit
+from .common import Request, readable, register, sixteen_bit
 
 ID = "cuda/cudnn"
 WHOLE_BLOCKS_BEFORE = 91501
-"""cuDNN before 9.15.1 may read out of bounds for lengths that 128 does not divide (pytorch issue 169849; torch's own
-check_prefer_cudnn_attention in sdp_utils.cpp)."""
+"""cuDNN before 9.15.1 may read out of bounds for lengths that are not multiples of 128 (pytorch issue 169849; see also
+check_prefer_cudnn_attention in torch's sdp_utils.cpp)."""
 
 
 @cache
 def _version() -> int | None:
-    """cuDNN's version as torch finds it, 9.15.1 as 91501; None on the simulator, and where torch has no cuDNN."""
+    """The cuDNN version that torch loads, 9.15.1 as 91501; None if torch has no cuDNN."""
     return torch.backends.cudnn.version()
 
 
-def _reads_past_the_end(call: Call) -> bool:
+def _reads_past_the_end(call: AttentionSpec) -> bool:
     version = None if launch.simulated() else _version()
     return version is not None and version < WHOLE_BLOCKS_BEFORE and bool(call.sq % 128 or call.skv % 128)
 
 
 def _refuse(request: Request) -> list[str]:
     call = request.call
-    found = sixteen_bit(request, "cudnn")
+    refusals = sixteen_bit(request, "cudnn")
     if call.packed:
-        found.append("packed sequences (cudnn, as torch calls it, takes dense batches)")
+        refusals.append("packed sequences (cudnn, as torch calls it, takes dense batches)")
     if call.d % 8 or call.d > 128:
-        found.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
+        refusals.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
     if call.sq == 1 or call.skv == 1:
-        found.append(f"{call.sq} queries and {call.skv} keys (cudnn takes at least two of each)")
+        refusals.append(f"{call.sq} queries and {call.skv} keys (cudnn takes at least two of each)")
     if _reads_past_the_end(call):
-        found.append(
-            f"{call.sq} queries and {call.skv} keys (cudnn {_version()} may read past the end of lengths that 128 does "
-            f"not divide; {WHOLE_BLOCKS_BEFORE} does not)"
+        refusals.append(
+            f"{call.sq} queries and {call.skv} keys (cudnn {_version()} may read past the end of lengths that are "
+            f"not multiples of 128; {WHOLE_BLOCKS_BEFORE} does not)"
         )
     if launch.deterministic:
-        found.append("deterministic=True (cudnn's backward adds in no fixed order)")
+        refusals.append("deterministic=True (cudnn's backward adds in no fixed order)")
     if not call.unbounded and not (call.causal and call.sq == call.skv):
-        found.append(
+        refusals.append(
             f"window ({call.pre}, {call.next}) of {call.sq} queries and {call.skv} keys "
             "(cudnn takes none, or causal squares)"
         )
-    return found
+    return refusals
 
 
 def _readable(x: Tensor) -> Tensor:
-    """As `readable`, and without elements that share memory, as an expanded gradient has them."""
+    """`readable(x)`, copied as well if elements share memory, as in an expanded gradient."""
     return readable(x) if all(x.stride()) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
+    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.cudnn_forward if launch.simulated() else torch.ops.aten._scaled_dot_product_cudnn_attention
     q, k, v = (_readable(x) for x in (q, k, v))
-    found = kernel(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)
-    out, lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = found
+    results = kernel(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)
+    out, lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = results
     saved = (q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k)
     return out, lse.squeeze(-1) if lse.ndim == 4 else lse, saved
 
 
-def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv from dout [b, n, sq, d]."""
     aten = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     kernel = stand_ins.cudnn_backward if launch.simulated() else aten
     q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k = saved

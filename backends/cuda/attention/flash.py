@@ -1,4 +1,4 @@
-"""cuda/flash: torch's FlashAttention kernels, with their windows (HAL's exactly), GQA and packed sequences."""
+"""cuda/flash: torch's FlashAttention kernels, with windows (defined as HAL's), GQA and packed sequences."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.backend_tools import AttentionSpec
+
 from .. import launch
 from . import stand_ins
-from .common import Call, Request, negative_window, ordered_sums, readable, register, sixteen_bit
+from .common import Request, negative_window, ordered_sums, readable, register, sixteen_bit
 
 ID = "cuda/flash"
 
 
 def _refuse(request: Request) -> list[str]:
     call = request.call
-    found = sixteen_bit(request, "flash") + negative_window(call, "flash")
+    refusals = sixteen_bit(request, "flash") + negative_window(call, "flash")
     if call.d % 8 or call.d > 256:
-        found.append(f"head size {call.d} (flash takes multiples of 8 up to 256)")
+        refusals.append(f"head size {call.d} (flash takes multiples of 8 up to 256)")
     if not call.packed and call.next is not None and call.skv <= call.next < call.sq - 1:
-        found.append(
+        refusals.append(
             f"next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
             "(flash reads a side as long as the keys as unbounded)"
         )
     elif not call.packed and _closes_right(call):
-        found.append(
+        refusals.append(
             f"pre_tokens={call.pre} and next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
-            "(beside a bounded left side, flash ends an unbounded right one as many keys on as there are)"
+            "(with a bounded left side, flash limits an unbounded right side to the number of keys)"
         )
-    return found
+    return refusals
 
 
-def _closes_right(call: Call) -> bool:
-    """Whether the kernel would hide keys of a dense call because its left side is bounded and its right one is not.
+def _closes_right(call: AttentionSpec) -> bool:
+    """Whether the kernel would hide keys of a dense call because the left side is bounded and the right side is not.
 
-    torch's set_params_fprop (flash_api.cpp) gives such a right side the value seqlen_k, and the kernel hides columns
-    from row + 1 + seqlen_k - seqlen_q + seqlen_k on (Dao-AILab/flash-attention, issue 895).
+    torch's set_params_fprop (flash_api.cpp) then sets the right side to seqlen_k, and the kernel hides columns from
+    row + 1 + seqlen_k - seqlen_q + seqlen_k on (Dao-AILab/flash-attention, issue 895).
     """
     right_open = call.next is None or call.next >= call.skv
     return call.pre is not None and 0 <= call.pre < call.skv and right_open and call.sq > call.skv + 1
 
 
 def _longest(cu: Tensor, total: int) -> int:
-    """The longest sequence. Read from the device once per tensor; while a CUDA graph is captured, the token count."""
+    """The length of the longest sequence, read from the device once per tensor; during graph capture the token
+    count."""
     known = getattr(cu, "_hal_longest", None)
     if known is not None and known[0] == cu._version:
         return int(known[1])
@@ -56,35 +59,37 @@ def _longest(cu: Tensor, total: int) -> int:
 
 
 def _rows(x: Tensor, packed: bool) -> Tensor:
-    """[b, heads, length, d] as the kernel takes it: [b, length, heads, d], or [tokens, heads, d]."""
+    """x [b, heads, length, d] as the kernel takes it: [b, length, heads, d], or [tokens, heads, d] if packed."""
     x = x.transpose(1, 2)
     return readable(x[0] if packed else x)
 
 
-def _how(call: Call) -> dict[str, Any]:
-    # A side that hides nothing is unbounded: as a number it might not fit the kernel's 32 bits, and where sq is 1 it
-    # would keep the kernel from taking the query heads of a group as rows of one tile (mha_fwd in flash_api.cpp).
+def _how(call: AttentionSpec) -> dict[str, Any]:
+    # A side that hides nothing is passed as unbounded: as a number it might not fit the kernel's 32 bits, and for sq =
+    # 1 it would prevent the kernel from using the query heads of a group as rows of one tile (mha_fwd in
+    # flash_api.cpp).
     left = -1 if call.pre is None or call.pre >= call.skv else call.pre
     right = -1 if call.next is None or call.next >= call.sq - 1 else call.next
     return {"scale": call.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _lengths(call: Call, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
-    """The longest sequences, as the kernel must be told of them; upper bounds will do."""
+def _lengths(call: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
+    """The lengths of the longest sequences to pass to the kernel, which accepts upper bounds."""
     longest_q, longest_k = _longest(cu_q, call.sq), _longest(cu_k, call.skv)
     if longest_q == 1 and call.sq != cu_q.numel() - 1:
-        longest_q = 2  # at 1 the kernel moves query heads into the batch, for which no sequence may be empty
+        longest_q = 2  # for 1 the kernel moves query heads into the batch, which fails for empty sequences
     if call.next is not None and longest_k <= call.next < longest_q - 1:
-        longest_k = call.next + 1  # up to next_tokens, the kernel would read the right side as unbounded
+        longest_k = call.next + 1  # otherwise the kernel would take the right side for unbounded
     if call.pre is not None and (call.next is None or call.next >= longest_k):
-        # Beside a bounded left side the kernel ends an unbounded right one (_closes_right), at what it is told here.
+        # With a bounded left side, the kernel limits an unbounded right side to this value (see _closes_right).
         longest_k = max(longest_k, longest_q - 1)
     return longest_q, longest_k
 
 
 def _forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
+    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.flash_forward if launch.simulated() else torch.ops.aten._flash_attention_forward
     q, k, v = (_rows(x, call.packed) for x in (q, k, v))
     longest = (call.sq, call.skv)
@@ -93,12 +98,13 @@ def _forward(
         cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, call.causal, False, **_how(call))
     saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
-    shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel's word for a row that sees nothing is +inf
+    shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel returns +inf for rows without a visible key
     out = (out[None] if call.packed else out).transpose(1, 2)
     return out, shown[None] if call.packed else shown, saved
 
 
-def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv from dout [b, n, sq, d]."""
     kernel = stand_ins.flash_backward if launch.simulated() else torch.ops.aten._flash_attention_backward
     *inputs, state, unused = saved
     with ordered_sums():

@@ -1,6 +1,6 @@
 """cuda/flex: torch's flex_attention, compiled by Triton: any mask and any window without a bias in memory.
 
-The block mask of a window depends on sizes only and is kept; that of a mask tensor is made anew for every call.
+The block mask of a window depends on sizes only and is cached; that of a mask tensor is built for every call.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.backend_tools import AttentionSpec
+
 from .. import launch
 from . import stand_ins
-from .common import Call, Request, fused, register
+from .common import Request, fused, register
 from .masks import dense_mask, outside_window
 
 ID = "cuda/flex"
 BLOCK = 128
-"""Queries and keys of a block of its masks."""
+"""Queries and keys per block of a block mask."""
 SHAPES = 1024
-"""For how many kinds of call (shape, dtype, window, with or without gradients) a process may compile it."""
+"""Limit of compilations per process, one for each combination of shape, dtype, window and need for gradients."""
 
 
 @cache
 def _cannot_compile() -> str:
-    """What Triton lacks here ("" if nothing)."""
+    """What is missing for Triton to compile here ("" if nothing is)."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (flex_attention is compiled with it): pip install triton"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
@@ -44,28 +46,30 @@ def _cannot_compile() -> str:
 
 def _refuse(request: Request) -> list[str]:
     call = request.call
-    found = fused(call, "flex")
+    refusals = fused(call, "flex")
     if not launch.simulated() and _cannot_compile():
-        found.append(_cannot_compile())
+        refusals.append(_cannot_compile())
     if call.packed:
-        found.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
+        refusals.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
     if call.d < 16 or call.d > 256:
-        found.append(f"head size {call.d} (flex takes 16 to 256)")
+        refusals.append(f"head size {call.d} (flex takes 16 to 256)")
     if min(call.sq, call.skv) < BLOCK:
-        found.append(f"{call.sq} queries and {call.skv} keys (flex compiles for every shape: from {BLOCK} of each on)")
-    return found
+        refusals.append(
+            f"{call.sq} queries and {call.skv} keys (flex compiles for every shape: from {BLOCK} of each on)"
+        )
+    return refusals
 
 
 def _keep_what_is_saved() -> None:
-    """Has torch's compiler never give memory that is saved for the backward pass to that pass as scratch space.
+    """Keeps torch's compiler from reusing memory saved for the backward pass as scratch space of that pass.
 
-    It would decide so at the first backward pass of a shape, and every later one with retain_graph=True would raise.
-    The setting is the process's: compiled functions read it again in their backward pass.
+    The compiler decides this at the first backward pass of a shape; later ones with retain_graph=True would then raise.
+    The setting applies to the whole process, because compiled functions read it again in their backward pass.
     """
     from torch._functorch import config
 
     config.donated_buffer = False
-    # torch 2.13 keeps what is set by thread, and autograd has threads of its own; they read the default.
+    # torch 2.13 stores settings per thread; the threads of autograd read the default.
     config._config["donated_buffer"].default = False
 
 
@@ -78,7 +82,7 @@ def _compiled() -> Callable[..., Any]:
     function, lse = torch.compile(flex_attention, dynamic=False), AuxRequest(lse=True)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # At torch's limit, 8 shapes, it would go on without its compiler, and flex_attention raises there.
+        # At torch's default limit of 8 shapes, calls would run uncompiled, and flex_attention raises then.
         with config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
             out, aux = function(*args, return_aux=lse, **kwargs)
         return out, aux.lse
@@ -86,8 +90,8 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def _visible(call: Call, mask: Tensor | None) -> Callable[..., Tensor]:
-    """flex's mask_mod: True where query i sees key j."""
+def _visible(call: AttentionSpec, mask: Tensor | None) -> Callable[..., Tensor]:
+    """The mask_mod for flex_attention: True where query i sees key j."""
     delta, pre, next = call.skv - call.sq, call.pre, call.next
     full = None if mask is None else mask[(None,) * (4 - mask.ndim)]
 
@@ -103,25 +107,28 @@ def _visible(call: Call, mask: Tensor | None) -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _window_blocks(call: Call, device: torch.device) -> Any:
+def _window_blocks(call: AttentionSpec, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(_visible(call, None), None, None, call.sq, call.skv, device)
 
 
-def _blocks(call: Call, mask: Tensor | None, device: torch.device) -> Any:
+def _blocks(call: AttentionSpec, mask: Tensor | None, device: torch.device) -> Any:
+    """The BlockMask of window and mask; None if everything is visible."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     if mask is None:
-        return None if call.unbounded else _window_blocks(call, device)
+        # The blocks of a window are the same for every batch entry.
+        return None if call.unbounded else _window_blocks(call._replace(batch=1), device)
     full = mask[(None,) * (4 - mask.ndim)]
     b, h = (n if n > 1 else None for n in full.shape[:2])
     return create_block_mask(_visible(call, mask), b, h, call.sq, call.skv, device)
 
 
 def _forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """out [b, n, sq, d] and lse [b, n, sq]; torch differentiates them."""
     if launch.simulated():
         hidden = dense_mask(call, mask, q.device)
         hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], call.sq, call.skv)

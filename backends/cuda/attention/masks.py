@@ -1,15 +1,15 @@
-"""Windows, masks and packed sequences as one boolean tensor, True = masked out; nothing is read on the host."""
+"""Windows, masks and packed sequences as one boolean tensor, True = masked out, without synchronising with the host."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .common import Call
+from hal.backend_tools import AttentionSpec
 
 
 def outside_window(i: Tensor, j: Tensor, pre: int | None, next: int | None) -> Tensor | None:
-    """True where key j is outside the window of query i (i already moved by skv - sq); None = all inside."""
+    """True where key j is outside the window of query i (already shifted by skv - sq); None if all keys are inside."""
     outside = None
     if pre is not None:
         outside = j < i - pre
@@ -19,8 +19,8 @@ def outside_window(i: Tensor, j: Tensor, pre: int | None, next: int | None) -> T
     return outside
 
 
-def dense_mask(call: Call, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Window and mask of a dense call, broadcastable to [b, n, sq, skv]; None = everything is visible."""
+def dense_mask(call: AttentionSpec, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Window and mask of a dense call, broadcastable to [b, n, sq, skv]; None if everything is visible."""
     i = torch.arange(call.sq, device=device)[:, None] + (call.skv - call.sq)
     j = torch.arange(call.skv, device=device)[None]
     outside = outside_window(i, j, call.pre, call.next)
@@ -29,8 +29,8 @@ def dense_mask(call: Call, mask: Tensor | None, device: torch.device) -> Tensor 
     return mask | outside
 
 
-def packed_mask(call: Call, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """[tq, tk]: a query sees the keys of its own sequence, inside the window counted from that sequence's ends."""
+def packed_mask(call: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    """[tq, tk]: a query sees the keys of its own sequence that are inside the window, aligned at the sequence's end."""
     owner_q, i = _positions(cu_q, call.sq)
     owner_k, j = _positions(cu_k, call.skv)
     lengths_q, lengths_k = cu_q.diff(), cu_k.diff()
@@ -41,7 +41,7 @@ def packed_mask(call: Call, cu_q: Tensor, cu_k: Tensor) -> Tensor:
 
 
 def _positions(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of every packed token: its sequence, and its place in it."""
+    """For every packed token [total]: the index of its sequence, and its position in it."""
     token = torch.arange(total, device=cu.device, dtype=torch.int32)
     owner = torch.searchsorted(cu[1:].contiguous(), token, right=True)
     return owner, token - cu[owner]

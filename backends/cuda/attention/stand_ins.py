@@ -1,7 +1,7 @@
-"""What torch's attention kernels compute, in plain torch on the CPU, with the same quirks: the simulator's stand-ins.
+"""Stand-ins for torch's attention kernels on the simulator: plain torch on the CPU, with the same deviations.
 
-They let the code around the kernels run without a GPU (layouts, windows, packed sequences, dead rows, gradients); they
-say nothing of the kernels themselves. Each takes and returns what the operator of its name does.
+They test the code around the kernels without a GPU (layouts, windows, packed sequences, dead rows, gradients), not the
+kernels themselves. Each has the arguments and results of the torch operator that it is named after.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """out, lse in float32; leading dimensions are free, heads are dimension -3; lse of a row without keys is -inf."""
+    """out and lse in float32; any leading dimensions, heads are dimension -3; lse of a row without a key is -inf."""
     group = q_NQD.shape[-3] // k_GKD.shape[-3]
     k, v = (x.float().repeat_interleave(group, -3) for x in (k_GKD, v_GKD))
     s = q_NQD.float() @ k.transpose(-1, -2) * scale
@@ -28,6 +28,7 @@ def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, s
 
 
 def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """dq, dk and dv of `_softmax`, in the dtypes of q, k and v."""
     with torch.enable_grad():
         leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
         out, _ = _softmax(*leaves, bias, scale)
@@ -36,10 +37,10 @@ def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s
 
 
 def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
-    """flash-attn's window as a bias; -1 = unbounded, and so is a side as long as the longest sequence of keys.
+    """flash-attn's window as a bias [sq, skv]; -1 is unbounded, as is a side of at least the longest key sequence.
 
-    Beside a bounded side an unbounded one is as long as that sequence, as torch's set_params_fprop makes it
-    (flash_api.cpp), which hides keys of queries that outnumber them.
+    If only one side is bounded, the other is as long as that sequence, as in torch's set_params_fprop (flash_api.cpp).
+    This hides keys if there are more queries than keys.
     """
     left, right = (-1 if n >= longest else n for n in (left, right))
     if max(left, right) >= 0:
@@ -54,7 +55,7 @@ def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
 
 
 def _sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> list[tuple[Any, Any]]:
-    """Index of q and of k for every sequence: a batch entry, or a slice of packed tokens."""
+    """For every sequence the index into q and into k: a batch entry, or a slice of packed tokens."""
     if cu_q is None or cu_k is None:
         return [(b, b) for b in range(q.shape[0])]
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
@@ -86,13 +87,15 @@ def flash_forward(
     shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
     lse = torch.empty(shape, dtype=torch.float32)
     if cu_q is not None and max_q == 1 and heads > k.shape[1] and max(window_size_left, window_size_right) < 0:
-        q.reshape(cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1])  # raises for an empty sequence
+        q.reshape(
+            cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1]
+        )  # raises for an empty sequence, as torch does
     for at_q, at_k in _sequences(q, k, cu_q, cu_k):
         qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
         bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)
         y, part = _softmax(qs, ks, vs, bias, scale)
         out[at_q] = y.transpose(0, 1).to(q.dtype)
-        # The kernel writes +inf for a row that sees nothing.
+        # The kernel writes +inf for a row without a visible key.
         part = torch.where(part == -math.inf, math.inf, part)
         if cu_q is None:
             lse[at_q] = part
@@ -131,7 +134,7 @@ def flash_backward(
 
 
 def _corner(sq: int, skv: int, is_causal: bool) -> Tensor | None:
-    """Causal as torch's SDPA means it, aligned at the top left corner."""
+    """The bias [sq, skv] of torch's causal SDPA, aligned at the top left corner."""
     if not is_causal:
         return None
     return torch.zeros(sq, skv).masked_fill(torch.ones(sq, skv, dtype=torch.bool).triu(1), -math.inf)
@@ -189,7 +192,7 @@ def efficient_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
     out, lse = _softmax(q, k, v, bias, scale)
-    # The kernel's statistics are padded to a multiple of 32 queries.
+    # The kernel pads its statistics to a multiple of 32 queries.
     padded = torch.full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), math.inf)
     padded[..., : lse.shape[-1]] = lse
     state = torch.zeros((), dtype=torch.int64)
@@ -217,7 +220,7 @@ def efficient_backward(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """out, lse; `hidden` is what the block mask hides, written out."""
+    """out, lse; hidden [b, n, sq, skv] is the block mask as a dense tensor, True = masked out."""
     bias = None if hidden is None else torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
     out, lse = _softmax(q, k, v, bias, scale)
     return out.to(q.dtype), lse

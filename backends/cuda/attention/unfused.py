@@ -1,6 +1,6 @@
-"""cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Takes every call, costs sq x skv memory.
+"""cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Takes every call and needs sq x skv memory.
 
-What reaches it is what torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows. Scores and
+It gets the calls that torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows. Scores and
 probabilities are float32.
 """
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hal import Rng
+from hal.backend_tools import AttentionSpec, draw_reasons
 
-from ..random import draw_reasons, drop
+from ..random import drop
 from ..softmax import softmax_backward, softmax_forward
-from .common import Call, Request, register
+from .common import Request, register
 from .masks import dense_mask, packed_mask
 
 ID = "cuda/unfused"
@@ -27,44 +28,51 @@ def _refuse(request: Request) -> Sequence[str]:
     return draw_reasons(rng, () if rng is None else rng.full_shape or ())
 
 
-def _hidden(call: Call, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor) -> Tensor | None:
+def _hidden(
+    call: AttentionSpec, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor
+) -> Tensor | None:
+    """What the softmax kernel must mask, broadcastable to [b, n, sq, skv]; it applies causal windows itself."""
     if cu_q is not None and cu_k is not None:
         return packed_mask(call, cu_q, cu_k)
     return mask if call.causal else dense_mask(call, mask, q.device)
 
 
 def _wide(x: Tensor, group: int) -> Tensor:
+    """x [b, g, length, d] as float32 with one head per query head, [b, n, length, d]."""
     x = x.float()
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
-def _dropped(call: Call, p: Tensor) -> Tensor:
+def _dropped(call: AttentionSpec, p: Tensor) -> Tensor:
     """p [b, n, sq, skv] after dropout; a packed draw has shape [n, tq, tk]."""
     if call.rng is None or call.dropout_p == 0.0:
         return p
     return drop(p[0], call.dropout_p, call.rng)[None] if call.packed else drop(p, call.dropout_p, call.rng)
 
 
-def _causal(call: Call) -> bool:
+def _causal(call: AttentionSpec) -> bool:
     return call.causal and not call.packed
 
 
 def _forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     hidden = _hidden(call, mask, cu_q, cu_k, q)
     s_BNQK = q.float() @ _wide(k, call.group).transpose(-1, -2)
     p_BNQK, stats = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
     out = _dropped(call, p_BNQK) @ _wide(v, call.group)
     top, inverse = stats.view(2, *s_BNQK.shape[:-1])
-    # A row that sees nothing has inverse = 0: its log-sum-exp is -inf.
+    # A row without a visible key has inverse = 0; its log-sum-exp is -inf.
     lse = torch.where(inverse == 0.0, -torch.inf, top - inverse.log())
     return out.to(q.dtype), lse, (q, k, v, hidden, s_BNQK, stats)
 
 
-def _backward(call: Call, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [b, n, sq, d], dk and dv [b, g, skv, d]; probabilities are computed again from the scores."""
     q, k, v, hidden, s_BNQK, stats = saved
     do = dout.float()
+    # P is computed again, and its dropout mask drawn again, instead of being saved: both are sq x skv.
     p_BNQK, _ = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
     dv = _dropped(call, p_BNQK).transpose(-1, -2) @ do
     dp_BNQK = _dropped(call, do @ _wide(v, call.group).transpose(-1, -2))

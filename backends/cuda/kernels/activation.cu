@@ -1,9 +1,9 @@
-// swiglu, geglu and bias_gelu, forward and backward: y = act(a + bias_a) [* (b + bias_b)], where a and b are the halves of a
-// row of x if gated, and a is the row if not.
+// swiglu, geglu and bias_gelu, forward and backward: y = act(a + bias_a) [* (b + bias_b)], where a and b are the halves
+// of a row of x if gated, and a is the row if not.
 //
-// A thread owns 16 bytes' worth of neighbouring columns (one where alignment forbids it) and goes down the rows, so the bias
-// is read once and its gradient is summed in registers (see dropout.cu). The kind of activation is a parameter, and one branch
-// at the kernel's start.
+// A thread owns 16 bytes of adjacent columns (one column where alignment forbids it) and iterates over rows, so the
+// bias is read once and its gradient is summed in registers (see dropout.cu). The kind of activation is a run-time
+// parameter with one branch at the start of the kernel.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx.
 #include "common.h"
@@ -17,7 +17,7 @@ template <int KIND> INLINE float activate(float x, float &slope) {
     if constexpr (KIND == GELU_ERF) {
         const float cdf = 0.5f * (1.0f + erff(x * 0.70710678f));
         slope = cdf + x * 0.39894228f * expf(-0.5f * x * x);
-        // x * cdf loses the lower tail, where cdf is the difference of two numbers near 1; erfcf keeps it.
+        // 1 + erff would lose the lower tail, where cdf is the difference of two numbers near 1; erfcf keeps it.
         return x < 0.0f ? x * 0.5f * erfcf(x * -0.70710678f) : x * cdf;
     } else if constexpr (KIND == GELU_TANH) {
         const float t = tanhf(0.79788456f * (x + 0.044715f * x * x * x));
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(256) activation_fwd(const T *x, const T *bias,
     else forward<T, GATED, GELU_FAST>(x, bias, y, rows, width, vec);
 }
 
-// partial: [gridDim.y][width of x], the pieces' column sums of dx, or 0. Without a bound on blocks NVRTC
-// spills for sm_100.
+// partial: [gridDim.y][width of x], the column sums of dx per piece of rows, or 0. Without the launch bound on blocks,
+// NVRTC spills registers for sm_100.
 template <class T, bool GATED>
 __global__ void __launch_bounds__(256, GATED ? 2 : 4)
     activation_bwd(const T *x, const T *bias, const T *dy, T *dx, float *partial, i64 kind, i64 rows, i64 width, i64 vec) {

@@ -1,12 +1,12 @@
-// What every kernel shares: element types, 16-byte accesses, the walk over a row, block reductions, Philox.
+// Shared by all kernels: element types, 16-byte accesses, iteration over a row, block reductions, Philox.
 //
-// Written in the part of CUDA C++17 that two compilers take: NVRTC, and g++ with simulator/cuda_host.h, which supplies the
-// execution model on a CPU. No CUDA header is included, so NVRTC needs nothing beside itself.
+// Written in the subset of CUDA C++17 that two compilers accept: NVRTC, and g++ with simulator/cuda_host.h, which
+// supplies the execution model on a CPU. No CUDA header is included, so NVRTC needs no toolkit.
 //
-// Kernel parameters are pointers, i64, double, and structs of those: always multiples of 8 bytes, so that the launcher packs
-// them one after the other (launch.py). EXPORT(name<types>) lists an instantiation; launch.py and compile.py read the list.
-// Blocks have a multiple of 32 threads. Statistics and sums are float32, whatever the element type, and every reduction has
-// an order that depends on the shape only: results are equal from run to run, bit for bit.
+// Kernel parameters are pointers, i64, double, and structs of those: always multiples of 8 bytes, so that the launcher
+// packs them one after the other (launch.py). EXPORT(name<types>) lists an instantiation; launch.py and compile.py read
+// the list. Blocks have a multiple of 32 threads. Statistics and sums are float32, whatever the element type, and the
+// order of every reduction depends on the shape only, so results are bit-equal from run to run.
 #pragma once
 
 typedef long long i64;
@@ -43,15 +43,15 @@ __device__ __forceinline__ u16 float_to_bf16(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
-// 2^x to 2^-22 of itself, 0 where that is subnormal. One instruction: expf takes a dozen, and the reading of a vocabulary's
-// logits would wait for them.
+// 2^x with a relative error of 2^-22; 0 where the result is subnormal. This is one instruction. expf takes a dozen,
+// which would make the cross entropy of a large vocabulary bound by arithmetic instead of by memory.
 __device__ __forceinline__ float power_of_2(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
-// *p = v, 16 bytes, in one access: NVRTC writes the assignment as a store per element in most loops. "memory" keeps it in its
-// place among the other accesses.
+// *p = v, 16 bytes, in one access: in most loops NVRTC compiles the assignment to one store per element. The "memory"
+// clobber keeps the compiler from reordering it with other accesses.
 template <class V> __device__ __forceinline__ void store16(V *p, const V &v) {
     const uint4 bits = *reinterpret_cast<const uint4 *>(&v);
     asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
@@ -79,7 +79,8 @@ template <int N> struct Width {
     static constexpr int count = N;
 };
 
-// v = p[0 .. N), in 16-byte accesses where N elements fill some (p is then 16-byte aligned), one by one otherwise.
+// v = p[0 .. N): in 16-byte accesses if N elements are a multiple of 16 bytes (p is then 16-byte aligned), else one by
+// one.
 template <class T, int N> INLINE void load(const T *p, float (&v)[N]) {
     if constexpr (sizeof(T) * N % 16 == 0) {
         constexpr int lanes = Lanes<T>::count;
@@ -117,8 +118,8 @@ template <class T> INLINE int head_of(const T *p, int n) {
     return head < n ? head : n;
 }
 
-// The threads of a block share out [0, n): f(j, Width<V>) for vectors from `head` on, f(j, Width<1>) for what is left on
-// both sides. head = n makes everything scalar.
+// Divides [0, n) among the threads of a block: f(j, Width<V>) for vectors from `head` on, f(j, Width<1>) for the
+// remaining elements on both sides. With head = n all accesses are scalar.
 template <int V, class F> INLINE void walk(int head, int n, F f) {
     const int vectors = (n - head) / V;
     for (int j = threadIdx.x; j < head; j += blockDim.x) f(j, Width<1>{});
@@ -126,7 +127,8 @@ template <int V, class F> INLINE void walk(int head, int n, F f) {
     for (int j = head + vectors * V + threadIdx.x; j < n; j += blockDim.x) f(j, Width<1>{});
 }
 
-// The threads of a grid (its x dimension) share out the columns [0, n): vectors first if `vec`, then single columns.
+// Divides the columns [0, n) among the threads of a grid (its x dimension): vectors first if `vec`, then single
+// columns.
 template <int V, class F> INLINE void columns(i64 vec, i64 n, F f) {
     const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
     const i64 vectors = vec ? n / V : 0;
@@ -138,8 +140,8 @@ template <int N> struct Floats {
     float v[N];
 };
 
-// merge(a, b) puts b into a; the result, merged in a fixed order, comes back to every thread of the block. Ends with a
-// barrier, so it may be called again at once. All threads of the block must call it.
+// merge(a, b) merges b into a. Returns the merged value of all threads, in a fixed order, to every thread of the block.
+// Ends with a barrier, so it may be called again immediately. All threads of the block must call it.
 template <int N, class F> INLINE Floats<N> block_reduce(Floats<N> value, F merge) {
     __shared__ float partial[32 * N];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -179,20 +181,20 @@ template <int N> struct Add {
 struct LogSum {
     INLINE void operator()(Floats<2> &a, const Floats<2> &b) const {
         const float top = fmaxf(a.v[0], b.v[0]);
-        // Both empty: -inf - -inf would make a NaN of nothing.
+        // Both sets are empty: -inf - -inf would be NaN.
         const float of_a = a.v[0] == top ? 1.0f : expf(a.v[0] - top), of_b = b.v[0] == top ? 1.0f : expf(b.v[0] - top);
         a.v[1] = a.v[1] * of_a + b.v[1] * of_b;
         a.v[0] = top;
     }
 };
 
-// Adds N numbers to such a pair. NaN goes into the sum, because fmaxf would drop it; +inf makes the sum NaN.
+// Adds N numbers to such a pair. NaN propagates through the sum, because fmaxf ignores it; +inf makes the sum NaN.
 template <int N> INLINE void log_sum_add(Floats<2> &acc, const float (&s)[N]) {
     constexpr float LOG2_E = 1.44269504f;
     float top = acc.v[0];
 #pragma unroll
     for (int i = 0; i < N; i++) top = fmaxf(top, s[i]);
-    const float base = top == -INFINITE ? 0.0f : top;  // -inf - -inf would make a NaN of nothing
+    const float base = top == -INFINITE ? 0.0f : top;  // only -inf so far: -inf - -inf would be NaN
     float sum = acc.v[1] * power_of_2((acc.v[0] - base) * LOG2_E);
 #pragma unroll
     for (int i = 0; i < N; i++) sum += power_of_2((s[i] - base) * LOG2_E);
@@ -200,7 +202,7 @@ template <int N> INLINE void log_sum_add(Floats<2> &acc, const float (&s)[N]) {
     acc.v[1] = sum;
 }
 
-// A draw, seen as rows: element (a, b, c, column) has index index0 + a strides[0] + b strides[1] + c strides[2] + column.
+// A draw as rows: element (a, b, c, column) has index index0 + a strides[0] + b strides[1] + c strides[2] + column.
 struct Draw {
     u64 seed, offset;
     i64 index0, sizes[4], strides[3];
@@ -229,7 +231,7 @@ INLINE void philox(u64 seed, u64 counter, u32 (&x)[4]) {
     }
 }
 
-// bits[i] = the word of element e + i of the draw.
+// bits[i] = the random word of element e + i of the draw.
 template <int N> INLINE void philox_bits(const Draw &draw, u64 e, u32 (&bits)[N]) {
     u32 x[4] = {};
     if (N % 4 == 0 && e % 4 == 0) {
@@ -244,7 +246,7 @@ template <int N> INLINE void philox_bits(const Draw &draw, u64 e, u32 (&bits)[N]
     for (int i = 0; i < N; i++) {
         const u32 word = (u32)(e + i) % 4;
         if (i == 0 || word == 0) philox(draw.seed, draw.offset + (e + i) / 4, x);
-        // A chosen register, not x[word]: an index known at run time only would put x into local memory.
+        // Selected by comparisons, not as x[word]: a run-time index would put x into local memory.
         bits[i] = word == 0 ? x[0] : word == 1 ? x[1] : word == 2 ? x[2] : x[3];
     }
 }

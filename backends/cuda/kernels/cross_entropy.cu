@@ -1,13 +1,14 @@
 // Cross entropy of a row of logits z against one class, over a vocabulary that may be a shard of a larger one.
 //
-// Forward: one pass over the row gives its statistics {maximum, sum of exp(z - maximum), z at the target, sum of z}; between
-// ranks only these four numbers per row travel. cross_entropy_loss makes loss and {maximum, log of the sum} of them.
-// Backward: dz = (exp(z - maximum - log sum) - s/v - (1 - s) [j = target]) dloss, one pass, no communication. The two halves
-// of the log-sum-exp are kept apart: their float32 sum would cost the probabilities of large logits several digits.
-// (Writing dz during the forward pass would read the logits once less, but write and read dz once more, because dloss is
-// not known yet.)
+// Forward: one pass over the row computes its statistics {maximum, sum of exp(z - maximum), z at the target, sum of z}.
+// Ranks exchange only these four numbers per row. cross_entropy_loss turns them into loss and {maximum, log of the
+// sum}.
+// Backward: dz = (exp(z - maximum - log sum) - s/v - (1 - s) [j = target]) dloss, one pass, no communication. The two
+// terms of the log-sum-exp are saved separately: rounding their sum to float32 would cost large logits several digits.
+// (Writing dz during the forward pass would read the logits once less, but write and read dz once more, because dloss
+// is not known yet.)
 //
-// Memory traffic: forward reads the logits; backward reads them and writes as much.
+// Memory traffic: forward reads the logits; backward reads the logits and writes the gradient.
 #include "common.h"
 
 // {maximum, sum of exp(z - maximum), sum of z}
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// lse: [2][rows] = {maximum, log of the sum}. classes: of the whole vocabulary.
+// lse: [2][rows] = {maximum, log of the sum}. classes: size of the whole vocabulary.
 __global__ void __launch_bounds__(256)
     cross_entropy_loss(const float *stats, float *loss, float *lse, double smoothing_, i64 rows, i64 classes) {
     const float smoothing = (float)smoothing_;

@@ -1,11 +1,12 @@
 // philox_uniform, dropout and bias_dropout_add, forward and backward.
 //
-// A thread owns 16 bytes' worth of neighbouring columns (one column where alignment forbids it) and goes down the rows, so
-// bias is read once, and the bias gradient is summed in registers: grid y piece p leaves its sums in partial[p], which
-// column_sum (reduce.cu) adds up in order. Bits are drawn again in the backward pass, never stored.
+// A thread owns 16 bytes of adjacent columns (one column where alignment forbids it) and iterates over rows, so bias is
+// read once and the bias gradient is summed in registers: piece p (blockIdx.y) writes its sums to partial[p], and
+// column_sum (reduce.cu) adds them up in order. The backward pass draws the bits again; they are never stored.
 //
-// Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes dx.
-// Eight elements cost two Philox blocks (about 160 integer instructions): on sm_80 and later that hides behind the memory.
+// Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes
+// dx. Eight elements cost two Philox blocks (about 160 integer instructions), which on sm_80 and later overlap with
+// memory access.
 #include "common.h"
 
 __global__ void __launch_bounds__(256) philox_uniform(float *out, Draw draw, i64 vec) {
@@ -23,7 +24,8 @@ __global__ void __launch_bounds__(256) philox_uniform(float *out, Draw draw, i64
     });
 }
 
-// y = residual + keep (x + bias) scale; X, Y: element types of x (and bias) and of y (and residual). bias, residual: or 0.
+// y = residual + keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias and residual may be
+// 0.
 template <class X, class Y>
 __global__ void __launch_bounds__(256)
     dropout(const X *x, const X *bias, const Y *residual, Y *y, Draw draw, i64 threshold, double scale_, i64 vec) {
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(256)
     });
 }
 
-// dx = keep dy scale (dx may be 0: not wanted), partial[grid y][width] = this piece's column sums of it (or 0).
+// dx = keep dy scale, partial[gridDim.y][width] = the column sums of dx per piece of rows. Both may be 0: not computed.
 template <class X, class Y>
 __global__ void __launch_bounds__(256)
     dropout_bwd(const Y *dy, X *dx, float *partial, Draw draw, i64 threshold, double scale_, i64 vec) {

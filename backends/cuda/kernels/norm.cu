@@ -1,11 +1,11 @@
 // Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
 //
-// Forward, a block per row: one pass collects count, mean and sum of squared differences (Welford, merged by Chan's rule:
-// no cancellation, one read), a second pass over the row, which is still in L1, writes y = (x - mean) rstd w + b.
+// Forward, one block per row: one pass computes count, mean and sum of squared differences (Welford, merged by Chan's
+// rule, without cancellation), and a second pass over the row, which is still in L1, writes y = (x - mean) rstd w + b.
 // Backward, with n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), dw = sum over rows of dy n,
-// db = sum over rows of dy. A block takes every gridDim-th row. Its column sums of dw and db live in shared memory (in
-// `partial` itself where they do not fit); a thread meets the same columns in every row, so nobody else touches its sums
-// and they need neither barriers nor atomics. column_sum (reduce.cu) adds the blocks up in order.
+// db = sum over rows of dy. A block takes every gridDim-th row. Its column sums of dw and db are kept in shared memory
+// (or in `partial` if they do not fit). A thread handles the same columns in every row and is the only one to access
+// their sums, so neither barriers nor atomics are needed. column_sum (reduce.cu) adds the sums of the blocks in order.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx; the second passes come from L1 or L2.
 #include "common.h"
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight,
     }
 }
 
-// partial: [gridDim.x][1 or 2][width]. in_shared: the block's sums fit into its dynamic shared memory. norm.py launches four
-// blocks per multiprocessor, so registers for four are free.
+// partial: [gridDim.x][1 or 2][width]. in_shared: whether the block's sums fit into its dynamic shared memory. norm.py
+// launches four blocks per multiprocessor, so the launch bound allows the registers of four.
 template <class T, class P, bool CENTERED>
 __global__ void __launch_bounds__(256, 4)
     norm_bwd(const T *x_, const P *weight, const float *means, const float *rstds, const T *dy_, T *dx_, float *partial,

@@ -1,10 +1,12 @@
 // The optimizer step over lists of tensors: adamw, sum of squares, unscale and check.
 //
-// Up to LISTED tensors per launch; their addresses and sizes are kernel parameters (under the 4 KB every GPU takes), so
-// nothing has to be copied to the device and a CUDA graph can hold the launch. A block takes one chunk of one tensor, found
-// by bisection in the table of first blocks. A tensor whose addresses are not all 16-byte aligned goes one by one.
+// Up to LISTED tensors per launch. Their addresses and sizes are kernel parameters (below the limit of 4 KB), so
+// nothing is copied to the device and the launch can be captured in a CUDA graph. A block processes one chunk of one
+// tensor, found by bisection in the table of first blocks. A tensor whose addresses are not all 16-byte aligned is
+// accessed element by element.
 //
-// Memory traffic: adamw reads p, g, m, v and writes p, m, v (and the model's copy); l2norm reads; unscale reads and writes.
+// Memory traffic: adamw reads p, g, m, v and writes p, m, v (and the model's copy); l2norm reads; unscale reads and
+// writes.
 #include "common.h"
 
 constexpr int LISTED = 48, CHUNK = 16384;
@@ -30,7 +32,7 @@ template <int LISTS> struct Tensors {
     }
 };
 
-// This block's chunk: f(j, Width) over its elements.
+// Runs f(j, Width) over the elements of this block's chunk.
 template <int V, int LISTS, class F> INLINE void chunk(const Tensors<LISTS> &tensors, int tensor, F f) {
     const i64 begin = ((i64)blockIdx.x - tensors.first_block[tensor]) * CHUNK, left = tensors.size[tensor] - begin;
     const int n = (int)(left < CHUNK ? left : CHUNK);
@@ -41,7 +43,7 @@ struct Adam {
     double decay, beta1, beta2, rate, correction, eps, grad_scale;
 };
 
-// Lists: parameters, gradients (G), first and second moments, and the model's copies (M; null: none).
+// Lists: parameters, gradients (G), first and second moments, and low-precision copies (M; null: none).
 template <class G, class M> __global__ void __launch_bounds__(256) adamw(Tensors<5> tensors, Adam adam) {
     constexpr int V = Lanes<G>::count > Lanes<M>::count ? Lanes<G>::count : Lanes<M>::count;
     const int tensor = tensors.tensor_of(blockIdx.x);
@@ -88,7 +90,7 @@ template <class T> __global__ void __launch_bounds__(256) sum_squares(Tensors<1>
     if (threadIdx.x == 0) partial[blockIdx.x] = sum.v[0];
 }
 
-// One block: out = sqrt(sum of partial).
+// Launched with one block: out = sqrt(sum of partial).
 __global__ void __launch_bounds__(256) root_of_sum(const float *partial, float *out, i64 count) {
     double sum = 0.0;
 #pragma unroll 8
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(256) root_of_sum(const float *partial, float *
     if (threadIdx.x == 0) *out = sqrtf(all.v[0]);
 }
 
-// x *= scale in x's type; found = 1 if a product is not finite.
+// x *= scale in x's type; sets *found to 1 if a product is not finite.
 template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> tensors, double scale_, float *found) {
     const int tensor = tensors.tensor_of(blockIdx.x);
     T *x = (T *)tensors.at[0][tensor];

@@ -1,7 +1,7 @@
 // column_sum: out[column] = sum over pieces of partial[piece][column], in a fixed order.
 //
-// A block takes 32 neighbouring columns; warp w adds every 8th piece (coalesced 128-byte rows), then the first warp adds the
-// eight sums in order. partial was written just before by the same stream, so the reads mostly come from L2.
+// A block takes 32 adjacent columns; warp w adds every 8th piece (coalesced 128-byte rows), then the first warp adds
+// the eight sums in order. partial was written by the previous kernel on the same stream, so most reads hit L2.
 #include "common.h"
 
 template <class T> __global__ void __launch_bounds__(256) column_sum(const float *partial, T *out, i64 pieces, i64 width) {

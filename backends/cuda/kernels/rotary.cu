@@ -1,9 +1,10 @@
-// Rotary position embedding: pair (a, b) of a head becomes (a cos - b sin, b cos + a sin). The backward pass is the same
-// kernel with sin negated. Pairs are (i, i + r/2), or (2i, 2i + 1) if INTERLEAVED; channels from r on pass through.
+// Rotary position embedding: pair (a, b) of a head becomes (a cos - b sin, b cos + a sin). The backward pass is the
+// same kernel with sin negated. Pairs are (i, i + r/2), or (2i, 2i + 1) if INTERLEAVED; channels from r on pass
+// through.
 //
-// A thread turns W elements of a head's first half (with their partners), W interleaved elements, or copies W others.
-// Layouts are strides: rows are [d0, d1, d2] with any strides, heads are dense. W is 16 bytes' worth, or the least possible
-// where alignment or the sizes forbid it.
+// A thread rotates W elements of a head's first half with their partners, or W interleaved elements, or copies W
+// elements beyond them. All layouts are expressed by strides: rows are [d0, d1, d2] with any strides, heads are
+// contiguous. W elements are 16 bytes, or the smallest unit (1, interleaved 2) where alignment or sizes forbid that.
 //
 // Memory traffic: reads x, writes y; cos and sin are shared by all heads and come from L2.
 #include "common.h"

@@ -1,13 +1,15 @@
 // Scale, mask and softmax over the last dimension, fused, forward and backward; a block per row.
 //
 // Forward: one pass keeps a running maximum and sum of exponentials per thread (Milakov, Gimelshein, arXiv 1805.02867),
-// merged over the block; a second pass over the row, still in L1, writes y = exp(scale x - max) / sum. Causal rows touch
-// their visible columns only and zero the rest. A row that sees nothing is all zeros; NaN or +inf in a visible column makes
-// the visible part NaN. Backward: dx = scale p (dy - sum(p dy)) with p made again, unrounded, from x, the mask and the row's
-// statistics: in 16 bits the rounding of y would dominate that difference. The product scale x is rounded by itself
-// everywhere: contracted with the subtraction of the maximum, it would differ from the rounded one that the maximum is of.
+// merged over the block; a second pass over the row, still in L1, writes y = exp(scale x - max) / sum. Causal rows
+// process their visible columns only and zero the rest. A fully masked row is all zeros; NaN or +inf in a visible
+// column makes the visible part NaN. Backward: dx = scale p (dy - sum(p dy)), with p recomputed, unrounded, from x, the
+// mask and the row's statistics, because in 16 bits the rounding of y would dominate that difference. The product scale
+// x is rounded separately everywhere: contracted with the subtraction into an FMA, it would differ from the rounded
+// products whose maximum was taken.
 //
-// Memory traffic: forward reads x (and a byte of mask), writes y; backward reads x, dy (and mask), writes dx.
+// Memory traffic: forward reads x (and a byte of mask per element), writes y; backward reads x, dy (and mask), writes
+// dx.
 #include "common.h"
 
 // One byte per element, 1 = masked out, read through strides in bytes; at = 0: no mask.
@@ -33,7 +35,7 @@ template <bool MASKED> INLINE Row<MASKED> row_of(i64 row, i64 heads, i64 sq, i64
     return {(int)visible, at, mask.k};
 }
 
-// stats: [2][rows], the row's maximum of scale x (0 if nothing is visible) and 1 / sum (0 then).
+// stats: [2][rows], the row's maximum of scale x and 1 / sum; both are 0 if no column is visible.
 template <class T, bool MASKED>
 INLINE void forward(const T *x_, T *y_, float *stats, double scale_, i64 causal, i64 rows, i64 heads, i64 sq, i64 sk,
                     const Mask &mask, i64 vec) {
@@ -59,7 +61,7 @@ INLINE void forward(const T *x_, T *y_, float *stats, double scale_, i64 causal,
             log_sum_add(all, s);
         });
         all = block_reduce(all, LogSum());
-        // A visible row of -inf only is 0/0, as in the reference; a row that sees nothing is 0.
+        // A row whose visible scores are all -inf is 0/0, as in the reference; a row without a visible column is 0.
         const bool dead = block_reduce(Floats<1>{{alive}}, Add<1>()).v[0] == 0.0f;
         const float top = dead ? 0.0f : all.v[0], inverse = dead ? 0.0f : 1.0f / all.v[1];
         if (threadIdx.x == 0) {

@@ -1,8 +1,8 @@
 """Compiles the kernels and cuda_host.h with g++ into one library, cached, and runs kernels from it.
 
 HAL_CUDA_SANITIZE=address,undefined builds it with those sanitizers (the process then needs libasan preloaded, see
-docs/cuda-simulator.md). HAL_CUDA_SEED chooses the thread order. Tests compile changed copies of the kernels' folder:
-that is how they plant faults.
+docs/cuda-simulator.md). HAL_CUDA_SEED chooses the order of threads. Tests plant faults by compiling modified copies of
+the kernels' folder.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ import ctypes
 import hashlib
 import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 import hal
-
-from ..cache import cache_directory, locked
+from hal import backend_tools
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "kernels"
@@ -31,23 +26,14 @@ _FLAGS += ["-fno-math-errno", "-DHAL_SIMULATE"]
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command: `$CXX`, else g++ or clang++. Raises BackendUnavailable if there is none."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    for command in [asked] if asked else [["g++"], ["clang++"]]:
-        path = shutil.which(command[0])
-        if path is not None:
-            return [path, *command[1:]]
-    raise hal.BackendUnavailable(
-        "the CUDA simulator compiles the kernels for the CPU and found no C++ compiler "
-        f"(tried {'$CXX=' + shlex.join(asked) if asked else 'g++, clang++'}). "
-        "Install one (Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or point CXX at one."
-    )
+    """The C++ compiler's command: `$CXX`, else g++, clang++ or c++. Raises BackendUnavailable if there is none."""
+    return backend_tools.find_compiler("C++", "the CUDA simulator compiles the kernels for the CPU")
 
 
 def contraction() -> list[str]:
-    """Has a product and a sum contracted to FMA wherever the compiler can, as NVRTC does, if the processor has FMA.
+    """Flags that contract products and sums into FMAs, as NVRTC does, if the processor has FMA.
 
-    x86-64 needs to be told that it may; aarch64 always has it.
+    On x86-64 FMA must be enabled; aarch64 always has it.
     """
     try:
         has_fma = re.search(r"(?m)^flags\s*:.*\bfma\b", Path("/proc/cpuinfo").read_text()) is not None
@@ -57,7 +43,7 @@ def contraction() -> list[str]:
 
 
 def library(kernels: Path = KERNELS) -> Path:
-    """The compiled library of the kernels in a folder; compiles what is not cached.
+    """The compiled library of the kernels in a folder; compiles the files that are not cached.
 
     Raises BackendUnavailable when there is no compiler or it fails.
     """
@@ -66,14 +52,14 @@ def library(kernels: Path = KERNELS) -> Path:
     if sanitize:
         flags += ["-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
     sources = [HERE / "runtime.cpp", *sorted(kernels.glob("*.cu"))]
-    version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
+    version = backend_tools.compiler_version(compiler)
     headers = [p.read_bytes() for p in [*sorted(kernels.glob("*.h")), HERE / "cuda_host.h"]]
     common = hashlib.sha256(b"\0".join([repr((compiler, version, flags)).encode(), *headers])).hexdigest()
-    cache = cache_directory("cuda")
+    cache = backend_tools.cache_directory("cuda")
     objects = {s: cache / f"simulator-{s.stem}-{_digest(common.encode(), s.read_bytes())}.o" for s in sources}
     target = cache / f"simulator-{_digest(*(o.name.encode() for o in objects.values()))}.so"
     if not target.exists():
-        with locked(cache / "simulator.lock"):
+        with backend_tools.locked(cache / "simulator.lock"):
             if not target.exists():
                 include = [f"-I{HERE}", f"-I{kernels}"]
                 _build([*compiler, *flags, *include], {s: o for s, o in objects.items() if not o.exists()})
@@ -90,7 +76,7 @@ def _digest(*parts: bytes) -> str:
 def _build(compile: list[str], objects: dict[Path, Path]) -> None:
     """Compiles every source to its object; an object under its final name is complete."""
     if len(objects) > 1:
-        print(f"hal: compiling the CUDA kernels for the CPU ({len(objects)} files) ...", file=sys.stderr, flush=True)
+        backend_tools.announce(f"compiling the CUDA kernels for the CPU ({len(objects)} files) ...")
 
     def compile_one(source: Path) -> None:
         part = objects[source].with_suffix(".part")
@@ -102,19 +88,14 @@ def _build(compile: list[str], objects: dict[Path, Path]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise hal.BackendUnavailable(
-            f"the C++ compiler failed (exit {done.returncode}) on the CUDA kernels.\n"
-            f"{shlex.join(command)}\n{done.stderr}"
-        )
+    backend_tools.run_compiler(command, "the CUDA kernels")
 
 
 class Simulator:
     """The engine that runs kernels on the CPU. Tensors are CPU tensors, and a launch returns when it is done."""
 
     device_type = "cpu"
-    multiprocessors = 2  # small grids: every block costs time, and two blocks already share rows between them
+    multiprocessors = 2  # small grids, because blocks take time, and two are enough to distribute rows
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
@@ -127,7 +108,7 @@ class Simulator:
             raise hal.HalError(f"HAL_CUDA_SEED must be a whole number, got {seed!r}")
         lib.hal_sim_seed(ctypes.c_uint64(int(seed)))
 
-    def elsewhere(self, device: torch.device) -> str:
+    def wrong_device(self, device: torch.device) -> str:
         return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:

@@ -1,11 +1,12 @@
 // CUDA's execution model on a CPU, for the kernels of ../kernels, compiled as ordinary C++ by g++.
 //
-// Each CUDA thread is a fiber. The threads of a block take turns in random order, often with warps or threads that run ahead
-// of the others; each runs until it waits at a barrier or in a warp operation, so whoever relies on a barrier that is not
-// there reads what has not been written yet, or what has been overwritten already. Reported as
-// errors: a barrier that not all threads of the block reach at the same place, a warp operation that not all lanes of its
-// mask reach, a shuffle from a lane outside the mask, a launch a GPU would refuse. Memory is the process's own, so
-// AddressSanitizer sees every access to tensors and shared memory. What this does not model: docs/cuda-simulator.md.
+// Each CUDA thread is a fiber. The threads of a block are scheduled in random order, often with some warps or threads
+// running ahead of the others. Each runs until it waits at a barrier or in a warp operation, so that code with a
+// missing barrier reads data that is not written yet or already overwritten. The simulator reports these errors: a
+// barrier that not all threads of the block reach at the same place, a warp operation that not all lanes of its mask
+// reach, a shuffle from a lane outside the mask, and a launch that a GPU would refuse. Memory is that of the process,
+// so AddressSanitizer checks every access to tensors and shared memory. docs/cuda-simulator.md lists what is not
+// modelled.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -31,7 +32,8 @@ extern unsigned char dynamic_shared[];
 
 enum class Vote { down, from, exchange, any };
 
-// Both return when every thread concerned has arrived; they do not return at all when that cannot happen.
+// Both return when all participating threads have arrived; if that cannot happen, the launch fails and they never
+// return.
 u32 barrier(const char *file, int line, bool vote);
 u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line);
 
@@ -90,17 +92,17 @@ inline int __float_as_int(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
-// A product that is rounded by itself: what a volatile variable holds is not contracted to FMA with what comes next.
+// A product rounded separately: the value of a volatile variable is not contracted into an FMA.
 inline float __fmul_rn(float a, float b) {
     const volatile float product = a * b;
     return product;
 }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-// One operating system thread runs all fibers, so a plain read and write is atomic.
+// All fibers run in one operating system thread, so a plain read-modify-write is atomic.
 inline float atomicExch(float *at, float value) { return std::exchange(*at, value); }
 inline float atomicAdd(float *at, float value) { return std::exchange(*at, *at + value); }
 
-// As wrong as PTX allows it to be, up or down as the last bit of x has it; exact where x is (nearly) 0.
+// With the largest error that PTX allows, up or down depending on the last bit of x; exact where x is close to 0.
 inline float power_of_2(float x) {
     const double off = std::fabs(x) < 0x1p-126f ? 0.0 : __float_as_int(x) & 1 ? 0x1p-22 : -0x1p-22;
     const float value = (float)(std::exp2((double)x) * (1.0 + off));
@@ -119,7 +121,7 @@ inline u16 float_to_f16(float value) {
     const u32 bits = (u32)__float_as_int(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
     if (magnitude > 0x7f800000) return 0x7fff;
     if (magnitude >= 0x477ff000) return (u16)(sign | 0x7c00);
-    // In units of the result's last place: 2^-24 for subnormals, else 2^(exponent - 10). rint rounds to even.
+    // The unit in the last place of the result: 2^-24 for subnormals, else 2^(exponent - 10). rint rounds to even.
     int exponent = (int)(magnitude >> 23) - 127;
     if (exponent < -14) exponent = -14;
     const u32 units = (u32)std::rint(std::ldexp(std::fabs(value), 10 - exponent));

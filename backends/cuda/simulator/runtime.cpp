@@ -1,7 +1,7 @@
-// The scheduler behind cuda_host.h: fibers for the threads of a block, one block after the other, in random turns.
+// The scheduler for cuda_host.h: the threads of a block are fibers scheduled at random; blocks run one after the other.
 //
 // A fiber is a stack and a saved stack pointer; switching is a dozen instructions on x86-64 and swapcontext elsewhere.
-// AddressSanitizer is told of every switch. A launch that fails abandons its fibers: kernels own nothing.
+// AddressSanitizer is told of every switch. A failed launch abandons its fibers, because kernels own no resources.
 #include "common.h"
 
 #include <sys/mman.h>
@@ -46,7 +46,7 @@ struct Fiber {
 };
 
 std::vector<Fiber> fibers;
-std::vector<u64> ready;  // a heap: the least (rank << 32 | thread) runs next
+std::vector<u64> ready;  // a heap: the smallest (rank << 32 | thread) runs next
 std::vector<u32> ranks;
 u32 current = 0;
 const std::function<void()> *body = nullptr;
@@ -60,8 +60,9 @@ u32 random_below(u32 n) {
     return (u32)((random_state >> 32) * n >> 32);
 }
 
-// Fair random turns would let every thread move before any gets far ahead, and hide a barrier that is missing between
-// two uses of one piece of shared memory. So most blocks have favourites, which run as far as they can before others move.
+// With fair random scheduling no thread gets far ahead of the others, which would hide a missing barrier between two
+// uses of the same shared memory. So in most blocks some warps or threads have priority and run as far as they can
+// before the others.
 enum class Turns { random, favourite_warps, favourite_threads };
 Turns turns = Turns::random;
 
@@ -114,7 +115,8 @@ hal_sim_switch:
 .size hal_sim_switch, .-hal_sim_switch
 )");
 void prepare(Fiber &f) {
-    void **top = reinterpret_cast<void **>(f.stack + kStack) - 1;  // the ABI: at a function's entry, 8 below a multiple of 16
+    // The ABI demands an address 8 below a multiple of 16 at a function's entry.
+    void **top = reinterpret_cast<void **>(f.stack + kStack) - 1;
     *top = nullptr;
     *--top = reinterpret_cast<void *>(&run_fiber);
     for (int i = 0; i < 6; i++) *--top = nullptr;
@@ -211,7 +213,7 @@ bool complete_warp(u32 id) {
         Fiber &f = fibers[base + lane];
         const int own = (int)lane;
         int source = f.kind == Vote::down ? own + f.lane : f.kind == Vote::exchange ? own ^ f.lane : f.lane;
-        if (source < 0 || source > 31) source = own;  // as __shfl_down at the end of a warp
+        if (source < 0 || source > 31) source = own;  // as __shfl_down does at the end of a warp
         if (f.kind != Vote::any && !(first.mask >> source & 1))
             error = "thread " + std::to_string(base + lane) + " shuffles from lane " + std::to_string(source) +
                     ", which is not in the mask, at " + place(f);
@@ -225,7 +227,7 @@ bool complete_warp(u32 id) {
     return true;
 }
 
-// Says of two threads that wait for different things, or of one that waits for lanes that never come.
+// Describes two threads that wait at different places, or one that waits for lanes that cannot arrive.
 std::string divergence() {
     u32 waiting = 0;
     while (fibers[waiting].state == State::done) waiting++;
@@ -240,7 +242,7 @@ std::string divergence() {
     return text + " for lanes of its mask that never arrive";
 }
 
-// Nobody can run: either all threads wait at one barrier, which opens, or the kernel is wrong.
+// No thread can run: either all wait at the same barrier, which then opens, or the kernel is wrong.
 bool open_barrier() {
     u32 vote = 0;
     for (u32 id = 0; id < block_size.x; id++) {
@@ -260,7 +262,7 @@ bool open_barrier() {
 }
 
 void run_block(u32 shared) {
-    // All-ones bytes are NaN: a kernel that reads shared memory before writing it shows.
+    // Bytes of all ones are NaN, which exposes kernels that read shared memory before writing it.
     std::memset(dynamic_shared, 0xff, shared);
     ready.clear();
     choose_turns();
@@ -318,7 +320,7 @@ void add_kernel(const char *name, Bind bind) { kernels()[name] = std::move(bind)
 
 }  // namespace hal_sim
 
-// Runs a kernel to its end. Returns "" or what is wrong with the launch or the kernel (valid until the next call).
+// Runs a kernel to completion. Returns "" or a description of the error (valid until the next call).
 extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, u32 threads, u32 shared,
                                       const unsigned char *parameters, u64 size) {
     using namespace hal_sim;
@@ -347,7 +349,7 @@ extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, 
 #if ASAN
     __asan_poison_memory_region(dynamic_shared + shared, kMaxShared - shared);
 #endif
-    // A block may not rely on another having run: they start at a random one.
+    // Blocks start at a random index, because no block may rely on another having run.
     const u64 blocks = (u64)grid_x * grid_y, first = random_below((u32)(blocks < 0xffffffff ? blocks : 0xffffffff));
     for (u64 i = 0; i < blocks && error.empty(); i++) {
         const u64 id = (first + i) % blocks;
@@ -356,7 +358,7 @@ extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, 
     }
 #if ASAN
     __asan_unpoison_memory_region(dynamic_shared, kMaxShared);
-    if (!error.empty())  // abandoned stacks still carry the red zones of their frames
+    if (!error.empty())  // abandoned stacks still contain the red zones of their frames
         for (Fiber &f : fibers) __asan_unpoison_memory_region(f.stack, kStack);
 #endif
     return error.c_str();

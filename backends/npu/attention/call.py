@@ -1,12 +1,13 @@
-"""How a call of flash_attention is put to npu_fusion_attention, so that windows are exact.
+"""Arguments of npu_fusion_attention for a call of flash_attention, such that windows are exact.
 
-What the hardware would ignore (pre/next without a mask) or round to tiles (mode 0) is never passed. `plan` chooses:
+Arguments that the hardware would ignore (pre/next without a mask) or round to tiles (mode 0) are never passed. `plan`
+chooses:
   no window, no mask         no atten_mask at all
   causal                     sparse_mode 3 with the 2048 x 2048 triangle (bottom-right aligned)
   any other window           sparse_mode 4 (band, bottom-right aligned) with the same triangle
   a mask, or a band that     sparse_mode 1 with mask and window in one full mask
   the library refuses
-Where rows may see nothing, inner_precise=2 makes them 0.
+Where rows may have no visible key, inner_precise=2 makes them 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is put to npu_fusion_attention. mask: none, "triangle" or "full"."""
+    """The masking arguments of one call. mask: "none", "triangle" or "full"; dead_rows: some rows may have no visible
+    key."""
 
     mask: str = "none"
     mode: int = 0
@@ -33,11 +35,13 @@ class Plan:
 
 
 def plan(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> Plan:
-    """The call that shows exactly the keys i + d - pre <= j <= i + d + next, d = sk - sq (and not a mask)."""
+    """The plan that makes exactly the keys i + d - pre <= j <= i + d + next visible, d = sk - sq, minus a mask."""
     d = sk - sq
-    left = sk if pre is None else min(pre, sk)  # sk reaches the first key from the last query
+    left = sk if pre is None else min(pre, sk)  # from the last query, sk reaches back to the first key
     right = sq if next is None else min(next, sq)
+    # A window hides something only if the last query does not see the first key, or the first query not the last key.
     bounded = left < sk - 1 or right < sq - 1
+    # Rows without a key: those before the first key, those behind the last one, or all rows of an empty window.
     dead = left < 0 or right + d < 0 or left + right < 0
     if masked or (bounded and not _band_is_accepted(sq, sk, left, right)):
         return Plan("full", 1, dead_rows=True)
@@ -49,7 +53,7 @@ def plan(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> P
 
 
 def _band_is_accepted(sq: int, sk: int, pre: int, next: int) -> bool:
-    """The library's rule for bands, which it measures from the top left."""
+    """The library's validity check of a band, whose edges it measures from the top left corner."""
     pre, next = pre - (sk - sq), next + (sk - sq)
     if pre < 0 and next < 0:
         return False
@@ -59,15 +63,17 @@ def _band_is_accepted(sq: int, sk: int, pre: int, next: int) -> bool:
 
 
 def plan_packed(q: Sequence[int], k: Sequence[int], pre: int | None, next: int | None) -> Plan | None:
-    """One plan for all packed sequences of these lengths, or None where the library would refuse one of them."""
+    """One plan for all packed sequences of these lengths, or None if the library would refuse one of them."""
     if any(a and not b for a, b in zip(q, k)):
         return None
     plans = {plan(a, b, pre, next, False) for a, b in zip(q, k) if a}
     if all(p.mask == "none" for p in plans):
         return Plan()
+    # One triangle or band serves sequences of any length, because both modes align at the bottom right of each
+    # sequence.
     left = max(k) if pre is None else pre
     right = max(q) if next is None else next
-    # TND accepts no row without a key.
+    # The TND layout accepts no row without a visible key.
     if left < 0 or left + right < 0 or any(a - right > b for a, b in zip(q, k) if a):
         return None
     if right == 0 and left >= max(k):
@@ -77,21 +83,23 @@ def plan_packed(q: Sequence[int], k: Sequence[int], pre: int | None, next: int |
 
 @functools.cache
 def triangle(device: torch.device) -> Tensor:
-    """The mask that all compressed modes read: True above the diagonal."""
+    """The 2048 x 2048 mask of the compressed modes: True above the diagonal."""
     return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), 1)
 
 
 def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, sq: int, sk: int) -> Tensor:
-    """mask and band in one tensor, in a shape the library takes: [1, 1, sq, sk], [b, 1, sq, sk] or [b, n, sq, sk]."""
+    """mask or band, in a shape that the library takes: [1, 1, sq, sk], [b, 1, sq, sk] or [b, n, sq, sk]."""
     both = mask if band is None else band if mask is None else mask | band
     assert both is not None
     both = both.reshape((1,) * (4 - both.ndim) + tuple(both.shape))
+    # The library takes no mask per head that is shared by the batch entries, so that one is expanded over the batch.
     b, n = (batch, heads) if both.shape[1] > 1 else (both.shape[0], 1)
     return both.expand(b, n, sq, sk).contiguous()
 
 
 def packed_bits(keep: Tensor) -> Tensor:
-    """bool of any shape as the library's dropout mask: uint8, the first element in the lowest bit, 128 bits a step."""
+    """keep (bool, any shape) as the library's dropout mask: uint8, first element in the lowest bit, padded to 128
+    bits."""
     bits = torch.zeros(-(-keep.numel() // 128) * 128, dtype=torch.int32, device=keep.device)
     bits[: keep.numel()] = keep.flatten()
     weights = torch.tensor([1 << i for i in range(8)], dtype=torch.int32, device=keep.device)
@@ -100,7 +108,7 @@ def packed_bits(keep: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """Everything of a call to the library but its tensors; forward and backward say the same."""
+    """The arguments of a library call except its tensors; the same for forward and backward."""
 
     layout: str
     heads: int
@@ -125,7 +133,7 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND).
 
-        drop: keep bits of [b, n, sq, sk] as `packed_bits` makes them; kept probabilities are divided by keep_prob.
+        drop: keep bits of [b, n, sq, sk] as `packed_bits` returns them; kept probabilities are divided by keep_prob.
         """
         dropout = {} if drop is None else {"dropout_mask": drop, "keep_prob": keep_prob}
         results = torch.ops.npu.npu_fusion_attention(
@@ -136,6 +144,7 @@ class Call:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, top: Tensor, total: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv in the layout of q, k and v; the other arguments are those of `forward` and its results."""
         results = torch.ops.npu.npu_fusion_attention_grad(
             q,
             k,
@@ -154,6 +163,6 @@ class Call:
 
 
 def lse_of(top: Tensor, total: Tensor) -> Tensor:
-    """log-sum-exp from the library's statistics; a row that sees nothing has the lowest float as its maximum."""
+    """log-sum-exp from the library's statistics; a row without a visible key has the lowest float as its maximum."""
     top, total = top[..., 0], total[..., 0]
     return torch.where(top < -3e38, -math.inf, top + total.log())

@@ -1,7 +1,7 @@
-"""The unmodified torch_npu over libraries of our own: AscendCL, the aclnn operators and HCCL, on the CPU.
+"""Libraries that simulate AscendCL, the aclnn operators and HCCL on the CPU, below the unmodified torch_npu.
 
-`start()` builds and loads them before torch_npu is imported, so that the wheel finds the names it needs already in the
-process; no environment variable is read or set. What it proves and what it does not is in docs/npu-simulator.md.
+`start()` builds and loads them before torch_npu is imported, so that the wheel finds the symbols it needs in the
+process; no environment variable is read or set. docs/npu-simulator.md says what this proves and what it does not.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Simulator:
         self._set.restype = None
 
     def set(self, name: str, value: int) -> None:
-        """Changes a setting (see SETTINGS) for what happens from now on."""
+        """Changes a setting (see SETTINGS) for all later calls."""
         if name not in SETTINGS:
             raise HalError(f"the NPU simulator has no setting {name!r}; it has {', '.join(SETTINGS)}")
         self._set(name.encode(), value)
 
     def inject(self, fault: str, nth: int = 1) -> None:
-        """Makes the `nth` operation that this fault concerns fail; 0 disarms it.
+        """Makes the `nth` operation of the fault's kind fail; 0 disarms it.
 
-        oom: an allocation, and every one after it (the caching allocator tries again), until disarmed. stream: a task
-        on a stream (an AI core exception). hccl_timeout: a collective, as if a peer were absent. slow_rank: a
+        oom: an allocation and all later ones (because the caching allocator retries), until disarmed. stream: a task
+        on a stream (an AI core exception). hccl_timeout: a collective, as if a peer were missing. slow_rank: a
         collective, which then starts after `slow_rank_ms`.
         """
         if fault not in FAULTS:
@@ -59,7 +59,7 @@ def start(**settings: int) -> Simulator:
     """Builds (once per machine) and loads the simulated libraries; `settings` as in SETTINGS.
 
     Raises BackendUnavailable when they cannot be built, or when torch_npu was imported before (it is then bound to
-    whatever libraries it found); HalError for an unknown setting.
+    the libraries it found); HalError for an unknown setting.
     """
     global _running
     if _running is None:

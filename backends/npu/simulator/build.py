@@ -1,4 +1,4 @@
-"""Compiles the simulated libraries into the HAL cache, once per machine, and says where they are.
+"""Compiles the simulated libraries into the HAL cache, once per machine.
 
 Guarantees: nothing is compiled at import; the directory is found by a key over everything that determines its content
 (sources, compiler, flags, torch and torch_npu versions); a directory under its final name is complete, whatever crashed
@@ -7,24 +7,16 @@ or ran at the same time. Needs a C++17 compiler, torch's headers and the acl hea
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
-import shlex
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from hal import BackendUnavailable
+from hal import BackendUnavailable, backend_tools
 
 from .generate import TABLE, generate
 
@@ -38,7 +30,7 @@ LIBRARIES = {
     "graph": (),
     "acl_tdt_channel": (),
 }
-"""Library -> its translation units. The empty ones answer for libascendcl, which holds what is looked up in them."""
+"""Library -> its translation units. The empty libraries only depend on libascendcl, which contains their symbols."""
 
 _FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-fvisibility=default"]
 _JOBS = 2
@@ -46,16 +38,7 @@ _JOBS = 2
 
 def find_compiler() -> list[str]:
     """The C++ compiler's command: `$CXX`, else g++, clang++ or c++. Raises BackendUnavailable if there is none."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    for command in [asked] if asked else [["g++"], ["clang++"], ["c++"]]:
-        path = shutil.which(command[0])
-        if path is not None:
-            return [path, *command[1:]]
-    tried = asked[0] if asked else "g++, clang++, c++"
-    raise BackendUnavailable(
-        f"the NPU simulator needs a C++ compiler and found none (tried {tried}). Install one (Debian/Ubuntu: "
-        "apt install g++; Fedora: dnf install gcc-c++) or set CXX."
-    )
+    return backend_tools.find_compiler("C++", "the NPU simulator compiles its libraries on first use")
 
 
 def acl_headers() -> Path:
@@ -67,42 +50,15 @@ def acl_headers() -> Path:
     return root
 
 
-def cache_directory() -> Path:
-    """`$HAL_CACHE_DIR`, else `$XDG_CACHE_HOME/hal`, else `~/.cache/hal`, + /npu_simulator; mode 0700.
-
-    Raises BackendUnavailable for a directory that another user could have written to: loading from it would run
-    their code.
-    """
-    asked = os.environ.get("HAL_CACHE_DIR")
-    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hal"
-    hint = "Set HAL_CACHE_DIR to a directory that only you can write to."
-    for directory in (base, base / "npu_simulator"):
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = directory.stat()
-        except OSError as error:
-            raise BackendUnavailable(f"cannot use the cache directory {directory}: {error}. {hint}") from error
-        if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            raise BackendUnavailable(f"the cache directory {directory} can be written by others. {hint}")
-    return base / "npu_simulator"
-
-
 def ensure_built() -> Path:
     """The directory that holds every library of LIBRARIES; compiles them if the cache does not have them."""
     compiler, headers = find_compiler(), acl_headers()
-    cache = cache_directory()
-    target = cache / _key(compiler)
-    if not target.exists():
-        with _locked(cache / "lock"):
-            if not target.exists():  # another process may have built it while this one waited
-                for leftover in cache.glob("build-*"):  # of a crash: only the holder of the lock builds
-                    shutil.rmtree(leftover, ignore_errors=True)
-                _build(compiler, headers, target, cache / f"build-{target.name}")
-    return target
+    target = backend_tools.cache_directory("npu_simulator") / _key(compiler)
+    return backend_tools.build_once(target, lambda work: _build(compiler, headers, work))
 
 
-def _key(compiler: Sequence[str]) -> str:
-    version = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
+def _key(compiler: list[str]) -> str:
+    version = backend_tools.compiler_version(compiler)
     digest = hashlib.sha256()
     for part in (*compiler, version, *_FLAGS, torch.__version__, importlib.metadata.version("torch_npu")):
         digest.update(part.encode() + b"\0")
@@ -111,56 +67,39 @@ def _key(compiler: Sequence[str]) -> str:
     return digest.hexdigest()[:24]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # released by the kernel when the holder dies
-        yield
-
-
-def _build(compiler: list[str], headers: Path, target: Path, work: Path) -> None:
+def _build(compiler: list[str], headers: Path, work: Path) -> Path:
+    """Compiles all libraries in the folder `work`; returns the folder that holds them."""
     started = time.monotonic()
     units = [unit for sources in LIBRARIES.values() for unit in sources]
-    _say(f"compiling the NPU simulator ({len(units)} files, {compiler[0]}), once for this machine ...")
+    backend_tools.announce(
+        f"compiling the NPU simulator ({len(units)} files, {compiler[0]}), once for this machine ..."
+    )
     root = Path(torch.__file__).parent
     includes = [f"-I{SOURCES}", f"-I{headers / 'acl' / 'inc'}", f"-I{headers / 'hccl' / 'inc'}", f"-I{headers.parent}"]
     system = ["-isystem", str(root / "include")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    work.mkdir(mode=0o700)
-    try:
-        (work / "operators.cpp").write_text(generate())
-        (work / "empty.cpp").touch()
+    (work / "operators.cpp").write_text(generate())
+    (work / "empty.cpp").touch()
 
-        def compile_one(unit: str) -> None:
-            source = SOURCES / f"{unit}.cpp" if (SOURCES / f"{unit}.cpp").exists() else work / f"{unit}.cpp"
-            _run([*compiler, *_FLAGS, abi, *includes, *system, "-c", str(source), "-o", str(work / f"{unit}.o")])
+    def compile_one(unit: str) -> None:
+        source = SOURCES / f"{unit}.cpp" if (SOURCES / f"{unit}.cpp").exists() else work / f"{unit}.cpp"
+        _run([*compiler, *_FLAGS, abi, *includes, *system, "-c", str(source), "-o", str(work / f"{unit}.o")])
 
-        with ThreadPoolExecutor(_JOBS) as pool:
-            slow_first = sorted([*units, "empty"], key=lambda unit: unit != "operators")
-            list(pool.map(compile_one, slow_first))
-        (work / "lib").mkdir()
-        for name, sources in LIBRARIES.items():
-            objects = [str(work / f"{unit}.o") for unit in sources or ("empty",)]
-            needs = [] if name == "ascendcl" else ["-Wl,--no-as-needed", f"-L{work / 'lib'}", "-lascendcl"]
-            if name == "opapi":
-                needs += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-            soname = f"-Wl,-soname,lib{name}.so"
-            output = str(work / "lib" / f"lib{name}.so")
-            _run([*compiler, "-shared", *objects, soname, "-Wl,-z,defs", "-o", output, *needs, "-lpthread", "-lrt"])
-        os.rename(work / "lib", target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    _say(f"compiled the NPU simulator in {time.monotonic() - started:.0f} s")
+    with ThreadPoolExecutor(_JOBS) as pool:
+        slow_first = sorted([*units, "empty"], key=lambda unit: unit != "operators")
+        list(pool.map(compile_one, slow_first))
+    (work / "lib").mkdir()
+    for name, sources in LIBRARIES.items():
+        objects = [str(work / f"{unit}.o") for unit in sources or ("empty",)]
+        needs = [] if name == "ascendcl" else ["-Wl,--no-as-needed", f"-L{work / 'lib'}", "-lascendcl"]
+        if name == "opapi":
+            needs += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        soname = f"-Wl,-soname,lib{name}.so"
+        output = str(work / "lib" / f"lib{name}.so")
+        _run([*compiler, "-shared", *objects, soname, "-Wl,-z,defs", "-o", output, *needs, "-lpthread", "-lrt"])
+    backend_tools.announce(f"compiled the NPU simulator in {time.monotonic() - started:.0f} s")
+    return work / "lib"
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BackendUnavailable(
-            f"the C++ compiler failed (exit {done.returncode}) on the NPU simulator.\n"
-            f"{shlex.join(command)}\n{done.stderr[-4000:]}"
-        )
-
-
-def _say(text: str) -> None:
-    print(f"hal: {text}", file=sys.stderr, flush=True)
+    backend_tools.run_compiler(command, "the NPU simulator")

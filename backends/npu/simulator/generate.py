@@ -1,6 +1,6 @@
 """Turns operators.table into C++: for each line the pair aclnnNameGetWorkspaceSize / aclnnName.
 
-The generated GetWorkspaceSize has the C signature the argument kinds spell, decodes every argument through opapi.h
+The generated GetWorkspaceSize has the C signature given by the argument kinds, decodes every argument through opapi.h
 (which refuses null pointers, dtypes and foreign memory with the library's codes) and captures the expression as work.
 """
 
@@ -37,7 +37,8 @@ class Argument:
     name: str
 
     def decode(self, op: str) -> str:
-        """The C++ expression that turns the C argument (named NAME_raw) into what the table's expressions use."""
+        """The C++ expression that converts the C argument (named NAME_raw) to the type that the table's expressions
+        use."""
         raw, where = f"{self.name}_raw", f'"aclnn{op}", "{self.name}"'
         if self.kind == "T":
             return f'halsim::tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
@@ -59,11 +60,12 @@ class Operator:
     arguments: tuple[Argument, ...]
     targets: tuple[str, ...]
     expression: str
-    rule: str  # C++ that refuses what the operator does not accept; empty = no rule of its own
+    rule: str  # C++ that refuses calls that the operator does not accept; empty = no rule
     planned: bool  # the expression runs in phase one and returns the work
 
     def _operands(self) -> str:
-        """C++ that tells `write` whether an infinite result is an overflow: not if an operand is infinite already."""
+        """C++ that tells `write` whether an infinite result is an overflow, which it is not if an operand is
+        infinite."""
         used = [a for a in self.arguments if a.name != "out" and re.search(rf"\b{a.name}\b", self.expression)]
         tensors, lists, scalars = (
             ", ".join(f"{mark}{a.name}" for a in used if a.kind in kinds and not (a.kind == "S" and a.optional))

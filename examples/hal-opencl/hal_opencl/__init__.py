@@ -1,17 +1,9 @@
-"""hal_opencl: a HAL backend for OpenCL devices, as a package of its own."""
+"""hal_opencl: a HAL backend for OpenCL devices, as a separate package.
 
-from . import activation, attention, linear, norm, optimizer, random, rotary, softmax, vocab
+Importing a module registers its implementations; no device is queried before `hal.use("opencl")`.
+"""
+
+from . import activation, attention, linear, norm, optimizer, random, rotary, softmax, vocab  # noqa: F401
 from .device import OpenCL
 
-__all__ = [
-    "OpenCL",
-    "activation",
-    "attention",
-    "linear",
-    "norm",
-    "optimizer",
-    "random",
-    "rotary",
-    "softmax",
-    "vocab",
-]
+__all__ = ["OpenCL"]

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import ops
+from hal.backend_tools import activations_from
 
 from .device import OpenCL
 from .engine import CHUNK
 from .memory import Call, Out
-from .tensors import column_sum, pieces, reasons, rows_of, spans
+from .tensors import column_sum, pieces, refuses, rows_of, spans
 
-_SILU, _GELU = 0, {"none": 1, "tanh": 2, "fast": 3}
+_KIND = {"silu": 0, "none": 1, "tanh": 2, "fast": 3}
 
 
-def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Tensor, tuple[Any, ...]]:
+    """y [..., h] and residuals, for x [..., h] or, gated, [..., 2h]; bias has the length of the rows of x."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
-    types = {"T": x.dtype, "KIND": kind, "GATED": int(gated)}
+    types = {"T": x.dtype, "KIND": _KIND[kind], "GATED": int(gated)}
     if y.numel():
         with Call() as call:
             grid = (-(-width // CHUNK), rows_of(x))
@@ -31,6 +32,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Te
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx like x, and dbias (None without a bias), from dy [..., h]."""
     x, bias, types = residuals
     rows, width, dy = rows_of(x), dy.shape[-1], dy.contiguous()
     dx, db = torch.empty_like(x), None if bias is None else torch.zeros_like(bias)
@@ -45,24 +47,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     return dx, db
 
 
-def _why_not(x: Tensor, bias: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, bias)
-
-
-def _why_not_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Sequence[str]:
-    return reasons(x, bias)
-
-
-@OpenCL.impl(ops.swiglu, id="opencl/cl", why_not=_why_not, bwd=_backward)
-def swiglu(x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
-    return _forward(x, bias, _SILU, True)
-
-
-@OpenCL.impl(ops.geglu, id="opencl/cl", why_not=_why_not_gelu, bwd=_backward)
-def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> tuple[Tensor, tuple[Any, ...]]:
-    return _forward(x, bias, _GELU[approximate], True)
-
-
-@OpenCL.impl(ops.bias_gelu, id="opencl/cl", why_not=_why_not_gelu, bwd=_backward)
-def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> tuple[Tensor, tuple[Any, ...]]:
-    return _forward(x, bias, _GELU[approximate], False)
+swiglu, geglu, bias_gelu = activations_from(_forward)
+OpenCL.impl(ops.swiglu, id="opencl/cl", why_not=refuses(ops.swiglu), bwd=_backward)(swiglu)
+OpenCL.impl(ops.geglu, id="opencl/cl", why_not=refuses(ops.geglu), bwd=_backward)(geglu)
+OpenCL.impl(ops.bias_gelu, id="opencl/cl", why_not=refuses(ops.bias_gelu), bwd=_backward)(bias_gelu)

@@ -1,7 +1,7 @@
 """The opencl backend: any OpenCL 1.2 device, on tensors in host memory.
 
-torch has no OpenCL device, so `device()` is torch's CPU; see memory.py for how kernels reach its tensors. Probing asks
-the drivers what there is and opens nothing.
+torch has no OpenCL device, so `device()` is torch's CPU; memory.py gives kernels access to its tensors. Probing only
+queries the drivers and opens no device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MEMORY = ("auto", "zero_copy", "staging")
 class OpenCL(hal.Backend):
     """One OpenCL device.
 
-    device_number: which of the devices that `hal info` lists; default by LOCAL_RANK, so that the processes of a machine
-        share its devices out.
-    memory: "zero_copy" (kernels work on the host's memory), "staging" (copies through a pool), or "auto": zero_copy
-        where the device shares memory with the host.
-    lanes, group: the kernels' shape (see kernels/common.h), default what the device prefers.
-    profile: time every kernel, see `kernel_times`.
+    device_number: index into the devices that `hal info` lists; default by LOCAL_RANK, which distributes the processes
+        of a machine over its devices.
+    memory: "zero_copy" (kernels access host memory), "staging" (copies through a pool), or "auto": zero_copy if the
+        device shares memory with the host.
+    lanes, group: the shape of kernels (see kernels/common.h); default: what the device prefers.
+    profile: measure the time of every kernel, see `kernel_times`.
     """
 
     name = "opencl"
@@ -51,19 +51,19 @@ class OpenCL(hal.Backend):
 
     def probe(self) -> hal.Probe:
         try:
-            found = devices()
+            available = devices()
         except hal.BackendUnavailable as error:
             return hal.Probe(False, 0, str(error))
         except Exception as error:  # a probe never raises, whatever a broken driver does
             return hal.Probe(False, 0, f"looking for an OpenCL device failed: {type(error).__name__}: {error}")
-        facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(found)}
-        if not found:
+        facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(available)}
+        if not available:
             return hal.Probe(False, 0, "the OpenCL drivers show no device")
-        number = self._number(len(found))
-        if not 0 <= number < len(found):
-            wanted = f"device_number={number}"
-            return hal.Probe(False, 0, f"{wanted}, but the OpenCL drivers show {len(found)} device(s)", facts)
-        chosen = found[number]
+        number = self._number(len(available))
+        if not 0 <= number < len(available):
+            reason = f"device_number={number}, but the OpenCL drivers show {len(available)} device(s)"
+            return hal.Probe(False, 0, reason, facts)
+        chosen = available[number]
         if unfit(chosen):
             return hal.Probe(False, 0, f"{chosen.name.strip()}: {unfit(chosen)}", facts)
         facts["shares memory with the host"] = "yes" if chosen.host_unified_memory else "no"
@@ -75,8 +75,8 @@ class OpenCL(hal.Backend):
         return int(os.environ.get("LOCAL_RANK", "0")) % count
 
     def build(self) -> None:
-        found = devices()
-        device = found[self._number(len(found))]
+        available = devices()
+        device = available[self._number(len(available))]
         engine = Engine(device, lanes=self.lanes, group=self.group, profile=self.profile)
         shared = bool(device.host_unified_memory) if self.memory == "auto" else self.memory == "zero_copy"
         self._engine, self._memory = engine, buffers.Memory(engine, shared)

@@ -93,6 +93,7 @@ class Engine:
         """lanes, group: default what the device prefers (a wide vector and 1, or 1 and up to 64). profile: time it."""
         cl = opencl()
         self.cl, self.device, self.profile = cl, device, profile
+        # Devices that prefer vectors (CPUs) get a row per work-item, others a group of work-items per row.
         wide = device.preferred_vector_width_float
         self.lanes = lanes or (16 if wide >= 16 else 8 if wide >= 8 else 4 if wide >= 4 else 1)
         self.group = group or (1 if self.lanes > 1 else min(64, device.max_work_group_size))

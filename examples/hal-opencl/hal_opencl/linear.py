@@ -1,8 +1,8 @@
-"""linear (kernels/linear.cl): every product of it is a b^T of two strided operands, packed first."""
+"""linear and linear_wgrad (kernels/linear.cl): all products are a b^T of two strided operands, which are packed
+first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from hal import ops
 from .device import OpenCL
 from .engine import engine
 from .memory import Call, Out
-from .tensors import column_sum, pieces, reasons, rows_of, spans
+from .tensors import column_sum, pieces, refuses, rows_of, spans
 
 _MR, _NV = 8, 2
 """Rows and vectors of a work-item's tile."""
 
 
 def _pack(call: Call, x: Tensor, tile: int) -> tuple[Any, int]:
-    """x [rows, k] of any strides in panels of `tile` rows, and how many panels."""
+    """x [rows, k] with any strides, packed in panels of `tile` rows, and the number of panels."""
     rows, k = x.shape
     panels = -(-rows // tile)
     packed = call.scratch(panels * tile * k)
@@ -30,6 +30,7 @@ def _pack(call: Call, x: Tensor, tile: int) -> tuple[Any, int]:
 
 
 def _types(x: Tensor) -> dict[str, Any]:
+    """The -D options of linear.cl for operands of x's dtype."""
     return {"T": x.dtype, "MR": _MR, "NV": _NV}
 
 
@@ -42,13 +43,10 @@ def _product(call: Call, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -
     call.run("linear", "multiply", _types(c), grid, left, right, bias, Out(c), *c.shape, a.shape[1])
 
 
-def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, weight, bias)
-
-
 def _backward(
     residuals: tuple[Any, ...], dy: Tensor, *, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx [..., in], dweight [out, in] and dbias [out] from dy [..., out], for those that `needs` asks for."""
     x, weight = residuals
     dx = torch.empty(x.shape, dtype=x.dtype) if needs[0] else None
     dw = torch.empty(weight.shape, dtype=x.dtype) if needs[1] else None
@@ -68,7 +66,7 @@ def _backward(
     return dx, dw, db
 
 
-@OpenCL.impl(ops.linear, id="opencl/cl", why_not=_why_not, bwd=_backward)
+@OpenCL.impl(ops.linear, id="opencl/cl", why_not=refuses(ops.linear), bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     rows = rows_of(x)
@@ -78,11 +76,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tenso
     return y, (x, weight)
 
 
-def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
-    return reasons(x, dy, main_grad, main_bias_grad)
+_refuses_wgrad = refuses(ops.linear_wgrad, "x", "dy", "main_grad", "main_bias_grad")
 
 
-@OpenCL.impl(ops.linear_wgrad, id="opencl/cl", why_not=_why_not_wgrad)
+@OpenCL.impl(ops.linear_wgrad, id="opencl/cl", why_not=_refuses_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
     _, dw, db = _backward((x, main_grad), dy, needs=(False, True, main_bias_grad is not None))
     assert dw is not None

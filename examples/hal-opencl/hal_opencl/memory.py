@@ -1,9 +1,10 @@
-"""How a kernel gets at tensors, which live in host memory, since torch has no OpenCL device.
+"""Access of kernels to tensors, which are in host memory because torch has no OpenCL device.
 
-Where the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get
-the tensor's offset in it: tensors that share a storage share a buffer, because OpenCL leaves overlaps undefined.
-Elsewhere (or with memory="staging") the bytes a tensor spans are copied to a buffer from a pool, and back if written.
-Either way a call ends only when its results are in host memory: any torch operation may read them next.
+If the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get the
+tensor's offset in it; tensors that share a storage share a buffer, because overlapping buffers are undefined in OpenCL.
+Otherwise (or with memory="staging") the bytes that a tensor spans are copied to a buffer from a pool, and back if
+written. In both cases a call ends only when its results are in host memory, because any torch operation may read them
+next.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .engine import Engine, engine, translated
 
 @dataclass(frozen=True)
 class Out:
-    """Marks a tensor argument that the kernel writes: all of it (default), or parts of what was there (update)."""
+    """Marks a tensor argument that the kernel writes: completely (default), or in part (update)."""
 
     tensor: Tensor
     update: bool = False
@@ -32,7 +33,7 @@ class Out:
 
 @dataclass
 class _Region:
-    """A buffer with host bytes [address, address + size), and what of them has to be brought back."""
+    """A buffer for the host bytes [address, address + size); written: (offset, size) of parts to copy back."""
 
     buffer: Any
     address: int
@@ -41,7 +42,7 @@ class _Region:
 
 
 class Memory:
-    """Buffers of one device and their bookkeeping; `allocated` is what live calls hold, in bytes."""
+    """Buffers of one device and their statistics; allocated: bytes in use by unfinished calls."""
 
     def __init__(self, engine: Engine, zero_copy: bool) -> None:
         cl = engine.cl
@@ -52,13 +53,13 @@ class Memory:
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
-        """Counts `size` bytes (negative: given back)."""
+        """Counts `size` bytes as allocated (negative: as freed)."""
         with self._lock:
             self.allocated += size
             self.peak = max(self.peak, self.allocated)
 
     def stats(self) -> Mapping[str, int]:
-        """Bytes: held by buffers now and at most, and kept by the pool."""
+        """Bytes in buffers now and at most, and bytes reserved by the pool."""
         return {"allocated": self.allocated, "peak": self.peak, "reserved": self.pool.managed_bytes}
 
 
@@ -81,7 +82,7 @@ def _span(t: Tensor) -> int:
 
 
 class Call:
-    """The kernels of one op call: `with Call() as call: call.run(...)`; at its end torch sees the results."""
+    """The kernels of one op call: `with Call() as call: call.run(...)`. At its end the results are in host memory."""
 
     def __init__(self) -> None:
         self.engine = engine()
@@ -89,8 +90,8 @@ class Call:
         self.memory = _memory
         self._regions: dict[tuple[int, int], _Region] = {}  # by address and size
         self._scratch: list[Any] = []
-        self._tensors: list[Tensor] = []  # a caller's temporary must outlive the kernels that read it
-        self._held = 0
+        self._tensors: list[Tensor] = []  # keeps temporaries alive until the kernels have read them
+        self._bytes = 0
 
     def __enter__(self) -> Call:
         return self
@@ -101,11 +102,11 @@ class Call:
                 self._bring_back()
             self.engine.finish()
         finally:
-            # Buffers go by reference count; pooled ones return to the pool.
+            # Dropping the references frees buffers, or returns them to the pool.
             self._regions.clear()
             self._scratch.clear()
             self._tensors.clear()
-            self.memory.add(-self._held)
+            self.memory.add(-self._bytes)
 
     def scratch(self, elements: int) -> Any:
         """An uninitialised device buffer of `elements` floats, for kernels of this call only."""
@@ -126,8 +127,8 @@ class Call:
     ) -> None:
         """Queues a kernel over a grid of groups.
 
-        arguments: tensors and Out (kernel macros IN and OUT), scratch buffers or (buffer, index of its first element)
-        (the same), None (a missing tensor), int (long), float, or a numpy scalar of the kernel's own type.
+        arguments: tensors (kernel macro IN), Out (OUT), scratch buffers or (buffer, index of the first element) (both),
+        None (a missing tensor), int (long in the kernel), float, or a numpy scalar of the kernel's type.
         """
         flat: list[Any] = []
         for a in arguments:
@@ -147,7 +148,7 @@ class Call:
         self.engine.enqueue(file, name, defines, grid, flat)
 
     def _hold(self, size: int) -> None:
-        self._held += size
+        self._bytes += size
         self.memory.add(size)
 
     def _place(self, t: Tensor, write: bool, read: bool) -> tuple[Any, np.int64]:
@@ -162,6 +163,7 @@ class Call:
         return region.buffer, np.int64((address - region.address) // t.element_size())
 
     def _wrap(self, t: Tensor) -> _Region:
+        """The region of t's whole storage, used in place."""
         storage = t.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
         region = self._regions.get((base, size))
@@ -175,7 +177,9 @@ class Call:
         return region
 
     def _stage(self, address: int, size: int, read: bool) -> _Region:
-        # Tensors that overlap have copies of their own: what a kernel writes is either new or exactly what it reads.
+        """The region of a copy of the bytes [address, address + size), with their values if `read`."""
+        # Overlapping tensors get separate copies, which is safe because a kernel's output is either new or one of its
+        # inputs.
         region = self._regions.get((address, size))
         if region is not None:
             return region
@@ -194,7 +198,7 @@ class Call:
             for region in self._regions.values():
                 for offset, size in region.written:
                     if self.memory.zero_copy:
-                        # Mapping is what makes the bytes at the host's own address current.
+                        # Mapping makes the bytes at the host's address current.
                         mapped, _ = cl.enqueue_map_buffer(
                             queue, region.buffer, cl.map_flags.READ, offset, (size,), np.uint8, is_blocking=False
                         )

@@ -1,8 +1,7 @@
-"""layer_norm and rms_norm (kernels/norm.cl). Any x; the statistics are kept for the backward pass."""
+"""layer_norm and rms_norm (kernels/norm.cl). The rows' statistics are saved for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from hal import ops
 
 from .device import OpenCL
 from .memory import Call, Out
-from .tensors import column_sum, pieces, reasons, rows_of, spans
+from .tensors import column_sum, pieces, refuses, rows_of, spans
 
 
 def _types(x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """The -D options of norm.cl; without a bias it is an RMS norm."""
     return {
         "T": x.dtype,
         "W": weight.dtype,
@@ -38,6 +38,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx like x, dweight and dbias [width] (None without a bias), from dy like x."""
     x, weight, bias, stats = residuals
     rows, width, dy = rows_of(x), x.shape[-1], dy.contiguous()
     dx, dw = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
@@ -57,22 +58,14 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, T
     return dx, dw, db
 
 
-def _why_not_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight, bias)
-
-
-@OpenCL.impl(ops.layer_norm, id="opencl/cl", why_not=_why_not_layer_norm, bwd=_backward)
+@OpenCL.impl(ops.layer_norm, id="opencl/cl", why_not=refuses(ops.layer_norm), bwd=_backward)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, bias, eps)
     return y, (x, weight, bias, stats)
 
 
-def _why_not_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Sequence[str]:
-    return reasons(x, weight)
-
-
-@OpenCL.impl(ops.rms_norm, id="opencl/cl", why_not=_why_not_rms_norm, bwd=lambda kept, dy: _backward(kept, dy)[:2])
+@OpenCL.impl(ops.rms_norm, id="opencl/cl", why_not=refuses(ops.rms_norm), bwd=lambda kept, dy: _backward(kept, dy)[:2])
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = _forward(x, weight, None, eps)

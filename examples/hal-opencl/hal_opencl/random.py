@@ -1,4 +1,4 @@
-"""philox_uniform, dropout and bias_dropout_add (kernels/random.cl). The mask is drawn again in the backward pass."""
+"""philox_uniform, dropout and bias_dropout_add (kernels/random.cl). The backward pass draws the mask again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hal import Rng, dropout_threshold, ops
+from hal.backend_tools import draw_reasons, draw_rows, dropout_from, with_signature_of
 
 from .device import OpenCL
 from .engine import CHUNK
@@ -21,32 +22,21 @@ _NO_DRAW = Rng(0)
 
 
 def _draw(rng: Rng, shape: Sequence[int], width: int) -> tuple[tuple[Any, ...], int, int]:
-    """The kernels' DRAW arguments for a draw of `shape` in rows of `width`, and the draw's rows and width."""
-    rows, first = math.prod(shape) // width, 0
-    sizes: tuple[int, ...] = (1, rows)
-    strides: tuple[int, ...] = (0, 0, width)
-    if rng.full_shape is not None:
-        first, all_strides = rng.indexing(shape)
-        padded = (1,) * (4 - len(shape)) + tuple(shape)
-        strides = ((0,) * (4 - len(shape)) + all_strides)[:3]
-        rows, width, sizes = math.prod(padded[:3]), padded[3], padded[1:3]
-    return (np.uint64(rng.seed), np.uint64(rng.offset), first, *sizes, *strides), rows, width
-
-
-def _draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
-    if rng is not None and rng.full_shape is not None and len(shape) > 4:
-        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a whole draw may have any number)"]
-    return ()
+    """(DRAW arguments of kernels, number of rows, row width) for a draw of `shape` in rows of `width`."""
+    first, sizes, strides = draw_rows(rng, shape, width)
+    draw = (np.uint64(rng.seed), np.uint64(rng.offset), first, *sizes[1:3], *strides)
+    return draw, math.prod(sizes[:3]), sizes[3]
 
 
 def _grid(rows: int, width: int) -> tuple[int, int]:
+    """The grid of a kernel over the rows of a draw."""
     return -(-width // CHUNK), rows
 
 
 def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
     if device is not None and torch.device(device).type != "cpu":
         return [f"device {device} (opencl draws into CPU memory)"]
-    return _draw_reasons(rng, shape)
+    return draw_reasons(rng, shape)
 
 
 @OpenCL.impl(ops.philox_uniform, id="opencl/cl", why_not=_why_not_uniform)
@@ -81,29 +71,22 @@ def _drop(
     return y
 
 
-def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
-    return reasons(x) or _draw_reasons(rng, x.shape)
+@with_signature_of(ops.dropout)
+def _why_not_dropout(x: Tensor, rng: Rng | None) -> Sequence[str]:
+    return reasons(x) or draw_reasons(rng, x.shape)
 
 
-def _dropout_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
-    p, rng = residuals
-    return (dy if p == 0.0 else _drop(dy, None, None, dy.dtype, p, rng),)
+dropout, _dropout_bwd = dropout_from(lambda x, p, rng: _drop(x, None, None, x.dtype, p, rng))
+OpenCL.impl(ops.dropout, id="opencl/cl", why_not=_why_not_dropout, bwd=_dropout_bwd)(dropout)
 
 
-@OpenCL.impl(ops.dropout, id="opencl/cl", why_not=_why_not_dropout, bwd=_dropout_bwd)
-def dropout(x: Tensor, p: float, rng: Rng | None) -> tuple[Tensor, tuple[Any, ...]]:
-    if p == 0.0 or rng is None:
-        return x.clone(), (0.0, None)
-    return _drop(x, None, None, x.dtype, p, rng), (p, rng)
-
-
-def _why_not_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Sequence[str]:
-    return reasons(x, bias, residual) or _draw_reasons(rng, x.shape)
+@with_signature_of(ops.bias_dropout_add)
+def _why_not_add(x: Tensor, bias: Tensor | None, residual: Tensor, rng: Rng | None) -> Sequence[str]:
+    return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
 
 
 def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
     bias, dtype, p, rng = residuals
     if bias is None:
         return dy if p == 0.0 and dy.dtype == dtype else _drop(dy, None, None, dtype, p, rng), None, dy

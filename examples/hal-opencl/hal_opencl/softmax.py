@@ -13,14 +13,11 @@ from hal import ops
 
 from .device import OpenCL
 from .memory import Call, Out
-from .tensors import reasons
-
-
-def _why_not(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    return reasons(x)
+from .tensors import refuses
 
 
 def _run(name: str, x: Tensor, tensors: Sequence[object], mask: Tensor | None, scale: float, causal: bool) -> None:
+    """Runs a kernel of softmax.cl, one group per row of x [b, n, sq, sk]; tensors: those it reads and writes."""
     if not x.numel():
         return
     rows = math.prod(x.shape[:3])
@@ -31,13 +28,14 @@ def _run(name: str, x: Tensor, tensors: Sequence[object], mask: Tensor | None, s
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    """dx [b, n, sq, sk] from dy of the same shape."""
     x, stats, mask, scale, causal = residuals
     dx = torch.empty_like(x)
     _run("softmax_bwd", x, (x, stats, dy.contiguous(), Out(dx)), mask, scale, causal)
     return (dx,)
 
 
-@OpenCL.impl(ops.scale_mask_softmax, id="opencl/cl", why_not=_why_not, bwd=_backward)
+@OpenCL.impl(ops.scale_mask_softmax, id="opencl/cl", why_not=refuses(ops.scale_mask_softmax), bwd=_backward)
 def scale_mask_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:

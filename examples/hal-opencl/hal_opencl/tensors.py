@@ -1,48 +1,48 @@
-"""What the op modules share: why a tensor is refused, and the shapes of launches."""
+"""Shared by the op modules: refusals of tensors, and shapes of launches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
+
+from hal.backend_tools import host_tensor_reasons, why_not_tensors
 
 from .engine import SPAN, TYPE, engine
 from .memory import Call, Out
 
+reasons = host_tensor_reasons(
+    TYPE, "the kernels have float32, bfloat16 and float16, and compute in float32", "opencl takes CPU tensors"
+)
+"""Why the kernels cannot take these tensors: they compute in float and reach host memory only."""
 
-def reasons(*tensors: Tensor | None) -> Sequence[str]:
-    """Why the kernels cannot take these tensors: they compute in float and reach host memory only."""
-    found = []
-    for t in tensors:
-        if t is not None and t.dtype not in TYPE:
-            found.append(f"dtype {t.dtype} (the kernels have float32, bfloat16 and float16, and compute in float32)")
-        if t is not None and not (t.is_cpu or t.is_meta):
-            found.append(f"a tensor on {t.device} (opencl takes CPU tensors)")
-    return list(dict.fromkeys(found))
+refuses = partial(why_not_tensors, reasons=reasons)
+"""refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
 
 
 def rows_of(x: Tensor) -> int:
-    """How many rows x has when its last dimension is a row."""
+    """The number of rows of x, including rows without elements, which occur in products."""
     return math.prod(x.shape[:-1])
 
 
 def blocks(width: int) -> int:
-    """Groups that cover `width` columns when every work-item takes the engine's lanes."""
+    """Work-groups that cover `width` columns if every work-item handles one vector."""
     e = engine()
     return -(-width // (e.lanes * e.group))
 
 
 def pieces(rows: int) -> int:
-    """Into how many pieces kernels that sum over rows cut them: from the shape alone, so that sums repeat."""
+    """The number of pieces into which kernels cut rows to sum over them; it depends only on the shape, so sums
+    repeat."""
     return max(1, min(32, rows // 16))
 
 
 def spans(rows: int, width: int) -> tuple[int, int]:
-    """Their grid."""
+    """The grid of such a kernel."""
     return -(-width // SPAN), pieces(rows)
 
 
 def column_sum(call: Call, partial: object, count: int, out: Tensor) -> None:
-    """out[width] = the sum of `count` rows of partial, in out's dtype."""
+    """out [width] = the sum over the rows of partial [count, width], in out's dtype."""
     call.run("reduce", "column_sum", {"T": out.dtype}, (blocks(out.numel()),), partial, Out(out), count, out.numel())

@@ -5,12 +5,12 @@ import hal
 
 @pytest.fixture
 def use():
-    """`use(**options)` takes the backend into use; afterwards it is as hal.use makes it by default."""
+    """`use(**options)` takes the backend into use; afterwards it has its default options again."""
     yield lambda **options: hal.use("opencl", **options)
     hal.use("opencl")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def opencl():
-    """The backend; a machine without an OpenCL driver fails, because these tests are about nothing else."""
+    """The backend. Without an OpenCL driver the tests fail instead of being skipped, because they test nothing else."""
     return hal.use("opencl")

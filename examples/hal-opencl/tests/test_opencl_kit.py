@@ -1,4 +1,4 @@
-"""The conformance kit on this backend, in both memory modes and in the kernels' other shape, and its collectives."""
+"""The conformance kit on this backend, in both memory modes and both shapes of kernels, and its collectives."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_kit_passes_with_copies_whatever_the_op(use, name):
     assert failures(use(memory="staging"), [name], 0) == []
 
 
-# What a device without vectors runs: one column per work-item, a group of work-items per row, sums in local memory.
+# The shape for devices without vectors: one column per work-item, a group of work-items per row, sums in local memory.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_the_kit_passes_in_the_shape_of_a_gpu(use, name):

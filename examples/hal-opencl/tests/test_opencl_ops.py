@@ -1,4 +1,4 @@
-"""Cases beyond the kit's, each for something that went wrong, or nearly, while the kernels were written."""
+"""Cases beyond the kit's, each for a mistake that was made, or nearly made, while the kernels were written."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def gradients(function, tensors, seed=0):
 
 
 def test_attention_keeps_rows_apart_from_a_tensor_of_the_same_shape(opencl):
-    """As many tokens as heads: the unrounded output, kept as rows, has then the shape of q."""
+    """With as many tokens as heads, the unrounded output, saved as rows, has the shape of q."""
     q = torch.randn(4, 4, 8, dtype=torch.bfloat16)
     cu = torch.tensor([0, 1, 4], dtype=torch.int32)
     how = {"layout": "TND", "cu_seqlens_q": cu, "cu_seqlens_k": cu}

@@ -1,4 +1,5 @@
-"""The package as a stranger's: public names only, found by its entry point, its README's numbers true."""
+"""The package as an outsider's: it uses public names only, is found by its entry point, and its README is up to
+date."""
 
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def test_it_uses_public_names_only():
 
 
 def test_it_is_found_by_its_entry_point():
-    assert hal.names()["opencl"].startswith("hal-opencl ")
+    assert hal.backend_names()["opencl"].startswith("hal-opencl ")
 
 
 def test_importing_it_touches_no_driver(tmp_path):

@@ -1,4 +1,4 @@
-"""A GPT trained on OpenCL has the losses it has on cpu_ref, and a second run has its bits."""
+"""A GPT trained on OpenCL has the same losses as on cpu_ref, and a second run is bit-equal."""
 
 import re
 import subprocess

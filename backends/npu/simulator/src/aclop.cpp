@@ -1,5 +1,5 @@
-// The operators that torch_npu still reaches only through the older aclop path on this chip. libascendcl keeps
-// the call's arguments and hands them over; an operator that is not here is refused there, by name.
+// The operators that torch_npu calls only through the older aclop path on this chip. libascendcl collects the arguments
+// of a call and passes them here; it refuses other operators by name.
 #include "aclop.h"
 
 #include <map>
@@ -11,7 +11,7 @@ namespace halsim {
 namespace {
 
 Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std::string& op, size_t index) {
-  if (desc.type == ACL_DT_UNDEFINED) return {};  // an optional operand left out
+  if (desc.type == ACL_DT_UNDEFINED) return {};  // an omitted optional operand
   size_t bytes = c10::elementSize(scalar_type(desc.type)) * c10::multiply_integers(desc.dims);
   if (bytes && !desc.on_host && !is_device_memory(buffer.data, bytes))
     throw Refusal{kInvalid, op + ": operand " + std::to_string(index) + " does not lie in device memory"};
@@ -38,7 +38,7 @@ void apply_adam_w(const Arrays& in, const Arrays& out, const aclopAttr& attr) {
                  beta1, beta2, number(in.at(6)), number(in.at(9)), attr.flag("amsgrad"), attr.flag("maximize"));
 }
 
-// Inputs x, the rows before and after each dimension (int, flat), and the value to pad with (0 if left out).
+// Inputs: x, the padding before and after each dimension (int, flat), and the value to pad with (0 if omitted).
 void pad(const Arrays& in, const Arrays& out, const aclopAttr&) {
   Tensor amounts = in.at(1).to(at::kLong).flatten(), inside = out.at(0);
   if (in.size() > 2 && in[2].defined())
@@ -67,7 +67,8 @@ const std::map<std::string, Served>& table() {
         [](const Arrays& in, const Arrays&, const aclopAttr& attr) {
           rules::scaled_masked_softmax("ScaledMaskedSoftmaxGrad", in.at(0), in.at(2), attr.flag("fixed_triu_mask"));
         }}},
-      // Inputs the dimensions and the value. These two serve object collectives, whose tensors are of odd sizes.
+      // Inputs: the dimensions and the value. PadV3 and Fill serve object collectives, whose tensors have arbitrary
+      // sizes.
       {"Fill", {[](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }}},
       {"PadV3", {pad}},
       {"NPUGetFloatStatusV2", {[](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }}},

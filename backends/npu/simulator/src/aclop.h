@@ -1,5 +1,5 @@
-// The argument objects of the older operator path, shared by libascendcl, which makes them, and libopapi, which runs
-// the few operators that are served this way.
+// The argument objects of the older operator path, shared by libascendcl, which creates them, and libopapi, which runs
+// the operators of that path.
 #pragma once
 #include <acl/acl.h>
 

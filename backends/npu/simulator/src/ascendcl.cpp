@@ -62,7 +62,7 @@ aclError aclrtSetDevice(int32_t id) {
 }
 aclError aclrtResetDevice(int32_t id) { return check_device(id, "aclrtResetDevice"); }
 aclError aclrtGetDevice(int32_t* id) {
-  if (device < 0) return ACL_ERROR_RT_CONTEXT_NULL;  // a question rather than a mistake: it leaves no text
+  if (device < 0) return ACL_ERROR_RT_CONTEXT_NULL;  // a query, not an error: it records no error text
   *id = device;
   return ACL_SUCCESS;
 }

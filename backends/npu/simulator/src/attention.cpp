@@ -1,17 +1,18 @@
-// Fused attention after the library's published tiling and kernel sources.
+// Fused attention, following the library's published tiling and kernel sources.
 //
-// Phase one refuses what the library refuses: dtypes, layouts and head sizes with 161002, everything its tiling checks
-// (mask shapes per sparse mode, pre/next without a valid block, prefix ranges, TND rows without a key) with 561002.
-// Phase two computes, per batch entry, which scores exist (visited tiles) and which are masked:
+// Phase one refuses the calls that the library refuses: dtypes, layouts and head sizes with 161002; what its tiling
+// checks (mask shapes per sparse mode, pre/next without a valid block, prefix ranges, TND rows without a key) with
+// 561002. Phase two determines, per batch entry, which scores are computed (visited tiles) and which are masked:
 //   no mask             everything is visible; mode, pre and next are ignored
 //   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip whole tiles (rows of 128,
 //                       columns rounded up to 128), and nothing is skipped while Skv <= 1024
-//   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so wrong contents show
+//   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so that wrong contents have an
+//                       effect
 //   mode 5              the mask decides element by element, as in mode 1; the prefix is checked for its range only (the
 //                       caller's mask is to show: bottom-right causal or the first prefix[b] keys)
 //   mode 6              bottom-right causal or the first prefix[b] keys, read through the 3072 x 2048 mask
-// A masked score is -FLT_MAX, so a row with no visible key averages V over the visited tiles; with inner_precise = 2,
-// or where the tiling sees that such rows exist, they give zeros (and max = -FLT_MAX, sum = FLT_MAX).
+// A masked score is -FLT_MAX, so a row without a visible key averages V over the visited tiles. With inner_precise = 2,
+// or where the tiling detects such rows, their output is zero (with max = -FLT_MAX and sum = FLT_MAX).
 #include "attention.h"
 
 #include <cfloat>
@@ -220,7 +221,7 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
 
 // ---- phase two ------------------------------------------------------------------------------------------------
 
-// The compressed mask seen along diagonal x = column - row, clamped to the square it has.
+// The compressed mask along diagonal x = column - row, clamped to its square.
 Tensor diagonal(const Tensor& mask, const Tensor& x) {
   Tensor c = x.clamp(1 - kCompressed, kCompressed - 1);
   return mask.index({(-c).clamp_min(0), c.clamp_min(0)}).to(at::kBool);
@@ -248,7 +249,9 @@ Visible visible(const Call& call, const Tensor& mask, int64_t b) {
     result.masked = diagonal(mask, j - i - d);
     result.zero_dead_rows |= d < 0;
   } else if (call.mode == 6) {
-    // Upper 2048 square: the causal triangle; the last 1024 rows: left half 0, right half 1, read by the prefix edge.
+    // The upper 2048 x 2048 square is the causal triangle; in the last 1024 rows the left half is 0 and the right half
+    // 1, and
+// the position of the prefix selects the columns.
     Tensor triangle = diagonal(mask.narrow(0, 0, kCompressed), j - i - d);
     Tensor beyond = (j >= call.prefix[b]).to(at::kLong) * 1024;
     result.masked = triangle.logical_and(mask.index({at::full_like(beyond, kCompressed), beyond}).to(at::kBool));
@@ -299,8 +302,8 @@ Block block(const Call& call, const Tensor& q, const Tensor& k, const Tensor& v,
   return out;
 }
 
-// The statistics of batch entry b as [N, Sq]: [B,N,Sq,8], or in TND blocks of [N, Sq_b, 8] one batch entry after the
-// other, or [T,N,8] when asked for the layout of the input.
+// The statistics of batch entry b as [N, Sq], from [B,N,Sq,8], from consecutive blocks [N, Sq_b, 8] for TND, or from
+// [T,N,8] when the layout of the input is requested.
 Tensor statistics(const Call& call, const Tensor& x, const std::string& softmax_layout, int64_t b) {
   if (!call.tnd()) return x[b];
   int64_t start = std::accumulate(call.sq.begin(), call.sq.begin() + b, int64_t{0});

@@ -1,7 +1,8 @@
 // HCCL between the processes of one machine, over shared memory. The root information is the name of a segment. A
-// collective is a task on its stream: ranks announce what they run (a mismatch is refused; the device would hang), then
-// move it in chunks, reducing in rank order in the data's own dtype. Messages between two ranks, and everything with
-// uneven counts, go through mailboxes. A wait that is too long ends in error 507048 and names the absent ranks.
+// collective is a task on its stream: ranks announce the collective that they run (a mismatch is refused; a device
+// would hang), then transfer it in chunks, reducing in rank order in the dtype of the data. Messages between two ranks,
+// and collectives with uneven counts, use mailboxes. A wait that exceeds the timeout ends with error 507048 and names
+// the missing ranks.
 #include <hccl/hccl.h>
 
 #include <unistd.h>
@@ -32,7 +33,7 @@ struct Communicator {
   int64_t timeout_ms;
   std::mutex collective;  // one at a time, whatever stream they are on
   std::mutex error_mutex;
-  HcclResult error = HCCL_SUCCESS;  // the first one, with its text
+  HcclResult error = HCCL_SUCCESS;  // the first error; error_text is its text
   std::string error_text;
 
   // Remembers what fail() has just said on this thread, and returns the stream's error code.
@@ -58,7 +59,7 @@ Shared find(HcclComm handle) {
 int64_t seconds(const char* variable, int64_t otherwise) {
   const char* text = getenv(variable);
   int64_t value = text ? atoll(text) : otherwise;
-  return value > 0 ? value : 24 * 3600;  // 0 means "for ever"
+  return value > 0 ? value : 24 * 3600;  // 0 means no timeout
 }
 
 size_t item_size(HcclDataType type) {
@@ -84,7 +85,8 @@ HcclResult refuse(HcclResult code, const char* what) {
   return code;
 }
 
-// What can be refused before anything runs. `reducing` follows the library: no float64, no unsigned integers.
+// The refusals that are known before anything runs. As in the library, reductions take no float64 and no unsigned
+// integers.
 HcclResult check(const char* call, const Shared& comm, HcclDataType type, const void* buffer, size_t bytes,
                  const HcclReduceOp* reducing = nullptr) {
   std::string where = call;
@@ -107,7 +109,7 @@ int timed_out(Communicator& comm, const char* call) {
   return comm.broken(HCCL_E_TIMEOUT, ACL_ERROR_RT_FFTS_PLUS_TIMEOUT);
 }
 
-// Faults, then the announcements, then `body`, which returns false when a wait timed out.
+// Checks for faults, exchanges the announcements, then runs `body`, which returns false when a wait timed out.
 template <typename Body>
 HcclResult collective(const char* call, const Shared& comm, Announcement what, aclrtStream stream, Body body) {
   auto task = [=]() -> int {
@@ -138,7 +140,7 @@ struct Transfer {
   size_t left;
 };
 
-// Runs all transfers to their end, each pair of ranks and direction in the order given.
+// Runs all transfers to completion; for each pair of ranks and direction, in the given order.
 bool move_all(Segment& segment, std::vector<Transfer> all, const Deadline& deadline) {
   for (size_t i = 0; i < all.size(); i++)  // a message to oneself
     for (size_t j = 0; j < all.size(); j++)
@@ -249,7 +251,7 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo* root, 
 uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_COMM_NAME + 1; }
 HcclResult HcclCommDestroy(HcclComm handle) {
   std::lock_guard<std::mutex> lock(registry_mutex);
-  registry().erase(handle);  // tasks under way keep it alive
+  registry().erase(handle);  // running tasks keep it alive
   return HCCL_SUCCESS;
 }
 HcclResult HcclGetRankSize(HcclComm handle, uint32_t* size) {

@@ -118,7 +118,7 @@ Tensor scatter_value(const Tensor& self, int64_t dim, const Tensor& index, const
   return at::scatter(self, dim, index, value, reduction == 1 ? "add" : "multiply");
 }
 
-// A float result of a half input is asked for through the dtype of the output.
+// For half inputs, the dtype of the output selects a float result.
 Tensor softmax(const Tensor& x, int64_t dim, const Tensor& out) { return at::softmax(x, dim, out.scalar_type()); }
 Tensor log_softmax(const Tensor& x, int64_t dim, const Tensor& out) {
   return at::log_softmax(x, dim, out.scalar_type());
@@ -169,7 +169,8 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mod
 }
 Three rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Tensor& x, int64_t mode) {
   Tensor g = f32(grad);
-  Tensor dx = g * f32(cos) - rotate(g * f32(sin), mode);  // the transpose of the rotation is its negative
+  // The transpose of a rotation is the rotation by the opposite angle.
+  Tensor dx = g * f32(cos) - rotate(g * f32(sin), mode);
   if (!x.defined()) return {dx, {}, {}};
   return {dx, at::sum_to(g * f32(x), cos.sizes()), at::sum_to(g * rotate(f32(x), mode), sin.sizes())};
 }

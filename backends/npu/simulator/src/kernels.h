@@ -1,4 +1,4 @@
-// What the operator table calls beyond ATen: Ascend's own operators, and ATen calls that need an argument bent.
+// Functions for the operator table beyond ATen: Ascend's own operators, and ATen calls with converted arguments.
 #pragma once
 #include "opapi.h"
 
@@ -56,7 +56,7 @@ void foreach_three(const std::vector<Tensor>& x, const std::vector<Tensor>& a, c
 void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::vector<Tensor>& out);
 void unscale(const std::vector<Tensor>& grads, const Tensor& found, const Tensor& scale);
 
-// power1 and power2 are beta1 and beta2 raised to the step being taken.
+// power1 and power2 are beta1 and beta2 raised to the number of this step.
 void adamw(const Tensor& var, const Tensor& m, const Tensor& v, const Tensor& grad, double power1, double power2,
            double lr, double beta1, double beta2, double decay, double eps, bool amsgrad, bool maximize);
 Tensor scaled_masked_softmax(const Tensor& x, const Tensor& mask, double scale);

@@ -193,11 +193,12 @@ aclFloatArray* aclCreateFloatArray(const float* values, uint64_t count) {
 }
 int aclDestroyFloatArray(const aclFloatArray* value) { return delete value, ACL_SUCCESS; }
 aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) {
-  return new aclBoolArray{std::vector<bool>(values, values + count)};  // braces would make two bools of the pointers
+  // Parentheses, because braces would convert the two pointers to bools.
+  return new aclBoolArray{std::vector<bool>(values, values + count)};
 }
 int aclDestroyBoolArray(const aclBoolArray* value) { return delete value, ACL_SUCCESS; }
 
-// A list owns its members once made: destroying it destroys them.
+// A list owns its members: destroying the list destroys them.
 aclTensorList* aclCreateTensorList(const aclTensor* const* values, uint64_t count) {
   return new aclTensorList{{values, values + count}};
 }

@@ -1,6 +1,6 @@
-// libopapi: the argument objects of aclnn operators as ATen sees them, and the two-phase call. In phase one
-// (GetWorkspaceSize) arguments are decoded and checked, which may refuse the call with the library's code; in phase two
-// the work goes to the stream. Results reach their tensors only through write(), which insists on the shape.
+// libopapi: the argument objects of aclnn operators as ATen objects, and the two-phase call. Phase one
+// (GetWorkspaceSize) decodes and checks the arguments and may refuse the call with the library's error code; phase two
+// submits the work to the stream. Results are written only through write(), which checks their shape.
 #pragma once
 #include <ATen/ATen.h>
 
@@ -16,7 +16,7 @@ struct aclTensor {
   int64_t offset;
   aclDataType type;
   void* data;
-  std::vector<int64_t> result_dims;  // the shape a data-dependent operator settled on (aclGetViewShape)
+  std::vector<int64_t> result_dims;  // the result shape of a data-dependent operator (aclGetViewShape)
 };
 struct aclScalar {
   at::Scalar value;
@@ -70,14 +70,15 @@ std::vector<bool> booleans(const aclBoolArray* value);
 // mode a value beyond the range becomes the largest number, NaN becomes 0, and the overflow flag goes up.
 void write(const Tensor& target, const Tensor& value);
 
-// For as long as it lives on this thread, results may be infinite or NaN because an operand is: that is no overflow.
+// While an object of this type exists on this thread, results may be infinite or NaN because an operand is; that is not
+// counted as an overflow.
 struct Operands {
   Operands(std::initializer_list<const Tensor*> tensors, std::initializer_list<const std::vector<Tensor>*> lists,
            std::initializer_list<at::Scalar> scalars);
   ~Operands();
 };
 
-// Runs `prepare` (phase one) and hands the work it returns to *executor.
+// Runs `prepare` (phase one) and stores the work it returns in *executor.
 int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare);
 int execute(aclOpExecutor* executor, aclrtStream stream);
 // Both phases in one, for operators that have only one call.

@@ -1,4 +1,5 @@
-// Reductions of HCCL's data types, one step at a time in the data's own dtype, as the device's in-line reduction rounds.
+// Reductions of HCCL's data types, one step at a time in the data's own dtype, as the device's in-line reduction
+// rounds.
 #pragma once
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

@@ -1,6 +1,6 @@
-// What torch_npu links against and a simulated device does not do. The older operator path (aclop) keeps its argument
-// objects so that the call can be made, and then refuses it by operator name; graphs, shared handles, kernel binaries
-// and profiling are refused or, where the caller only reports to them, ignored.
+// Functions that torch_npu links against and that the simulator does not implement. The older operator path (aclop)
+// accepts its argument objects, so that a call can be made, and then refuses the call by operator name. Graphs, shared
+// handles, kernel binaries and profiling are refused, or ignored where the caller only reports to them.
 #include <acl/acl_op_compiler.h>
 #include <profiling/aprof_pub.h>
 
@@ -93,8 +93,8 @@ aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDes
                 "add it to operators.table, or call another torch operator",
                 name);
   if (code == ACL_SUCCESS) return ACL_SUCCESS;
-  // torch_npu calls this from its queue and drops without a word what it queued behind a failure, whatever the stream:
-  // the device stops, so that results which were never computed cannot be read.
+  // torch_npu calls this from its queue and silently drops the operators queued after a failure, on any stream. So the
+  // device is stopped, which makes it impossible to read results that were never computed.
   return halsim::stop_device(std::max(halsim::current_device(), 0), code, halsim::recent_error());
 }
 aclError aclopCompileAndExecuteV2(const char* name, int inputs, aclTensorDesc* input_desc[],
@@ -149,7 +149,7 @@ int32_t rtFunctionRegister(void*, const void*, const char*, const void*, uint32_
 int32_t rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return refuse("rtGetC2cCtrlAddr"); }
 int32_t rtKernelLaunch(const void*, uint32_t, void*, uint32_t, void*, void*) { return refuse("rtKernelLaunch"); }
 
-// Profiling reports: torch_npu announces every operator to these whether or not anybody listens.
+// Profiling reports: torch_npu reports every operator to these functions even when nothing is profiled.
 uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 int32_t MsprofRegisterCallback(uint32_t, ProfCommandHandle) { return 0; }
 int32_t MsprofReportAdditionalInfo(uint32_t, const VOID_PTR, uint32_t) { return 0; }

@@ -1,5 +1,6 @@
-// What the operators beside attention document about sizes, checked before the call is accepted: operators.table names
-// the rule after `if`, the older path (aclop.cpp) calls it. A rule throws Refusal with the parameter error.
+// The documented size limits of operators other than attention, checked before a call is accepted: operators.table
+// names a rule after `if`, and the older path (aclop.cpp) calls rules itself. A rule throws Refusal with the parameter
+// error.
 #pragma once
 #include "opapi.h"
 

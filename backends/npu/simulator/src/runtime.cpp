@@ -17,7 +17,7 @@ namespace {
 thread_local std::string last_error;
 std::mutex mutex;
 std::map<std::string, int64_t>& settings() {
-  static auto* values = new std::map<std::string, int64_t>;  // never destroyed: used by threads during exit
+  static auto* values = new std::map<std::string, int64_t>;  // never destroyed, because threads use it during exit
   return *values;
 }
 struct Block {

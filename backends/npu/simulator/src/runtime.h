@@ -1,6 +1,6 @@
-// What the simulated libraries share: error text, settings and faults, device memory, and in-order streams.
-// A stream runs a task at once in the caller's thread while it is idle; a task that may wait for another process
-// (a collective) goes to the stream's own thread, and what follows it queues behind it, as on the device.
+// Shared by the simulated libraries: error text, settings and faults, device memory, and in-order streams. An idle
+// stream runs a task immediately in the caller's thread. A task that may wait for another process (a collective) runs
+// in the stream's own thread, and later tasks are queued behind it, as on the device.
 #pragma once
 #include <acl/acl.h>
 
@@ -10,14 +10,14 @@
 
 namespace halsim {
 
-// Remembers the text for aclGetRecentErrMsg on this thread and returns `code`.
+// Records the text for aclGetRecentErrMsg on this thread and returns `code`.
 int fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 std::string recent_error();
-int fail_again(int code, const std::string& text);  // with a text that recent_error() gave
+int fail_again(int code, const std::string& text);  // with a text obtained from recent_error()
 
 // Settings are plain numbers, written by halsim_set (ctypes) before or during a run; 0 when never set.
 int64_t setting(const char* key, int64_t otherwise = 0);
-// An armed fault strikes once, at the n-th question; one that lasts goes on until it is disarmed.
+// An armed fault fires once, at the n-th query; a lasting fault fires at every query from then on until it is disarmed.
 enum class Strike { once, lasting };
 bool fault(const char* name, Strike strike = Strike::once);
 
@@ -25,13 +25,13 @@ bool fault(const char* name, Strike strike = Strike::once);
 using Task = std::function<int()>;
 enum class Wait { never, may_block };
 int submit(aclrtStream stream, Task task, Wait wait = Wait::never);
-// Stops every stream of the device, those not yet made included, as a failed task stops its own. Returns `code`.
+// Stops every stream of the device, including those created later, as a failed task stops its own. Returns `code`.
 int stop_device(int device, int code, const std::string& text);
 
 // The device of the stream whose task this thread runs (0 outside of a task).
 int task_device();
-// Saturation mode, which torch_npu leaves on unless it selects INF/NaN mode: results beyond the range become the
-// largest number and raise the device's overflow flag, which stays up until it is lowered.
+// Saturation mode, which is on unless torch_npu selects INF/NaN mode: results beyond the range become the largest
+// finite number and set the device's overflow flag, which stays set until it is cleared.
 bool saturating();
 void raise_overflow_flag();
 void lower_overflow_flag();

@@ -1,5 +1,5 @@
-// A segment is sparse: pages exist once they are touched, so mailboxes nobody uses cost nothing. Its name is removed as
-// soon as everyone has joined, so a crash leaves nothing behind.
+// A segment is sparse: pages are allocated when first touched, so unused mailboxes cost no memory. Its name is removed
+// as soon as all ranks have joined, so a crash leaves nothing behind.
 #include "shared_memory.h"
 
 #include <fcntl.h>
@@ -75,12 +75,12 @@ Segment* Segment::join(const std::string& name, uint32_t rank, uint32_t size, in
     }
     relax(turns);
   }
-  shm_unlink(name.c_str());  // everyone has it mapped; all but the first call find nothing to remove
+  shm_unlink(name.c_str());  // all ranks have mapped it; only the first call finds a name to remove
   return segment;
 }
 
 Segment::~Segment() {
-  shm_unlink(name_.c_str());  // there only if joining failed
+  shm_unlink(name_.c_str());  // exists only if joining failed
   munmap(base_, bytes_for(size_));
 }
 

@@ -1,5 +1,5 @@
-// What one communicator's processes share: a segment of POSIX shared memory with a slot per rank, a barrier, and a
-// mailbox per pair of ranks. Every wait has a deadline; nothing blocks for ever when a peer is gone.
+// The shared memory of a communicator's processes: a POSIX segment with a slot per rank, a barrier, and a mailbox per
+// pair of ranks. Every wait has a deadline, so that no rank blocks forever when a peer has exited.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -12,7 +12,7 @@ namespace halsim {
 
 constexpr size_t kSlotBytes = size_t{1} << 20, kBoxBytes = size_t{1} << 18;
 
-// What every rank says before a collective runs, so that ranks which call different things are told apart.
+// What every rank announces before a collective runs, so that ranks that call different collectives are detected.
 struct Announcement {
   uint32_t kind, dtype, op, root;
   uint64_t count;
@@ -32,7 +32,7 @@ class Deadline {
 
 class Segment {
  public:
-  // Joins the segment `name` as `rank` of `size`, creating it if needed; null when the others do not come in time.
+  // Joins the segment `name` as `rank` of `size`, creating it if needed; null if not all ranks join in time.
   static Segment* join(const std::string& name, uint32_t rank, uint32_t size, int64_t timeout_ms, std::string* why);
   ~Segment();
 
@@ -41,11 +41,11 @@ class Segment {
   char* slot(uint32_t rank) const;
   Announcement& announcement(uint32_t rank) const;
 
-  // False when the deadline passes first. `absent` lists the ranks that had not arrived.
+  // Returns false when the deadline passes first; `absent` then lists the ranks that had not arrived.
   bool barrier(const Deadline& deadline);
   std::vector<uint32_t> absent() const;
 
-  // Moves what fits now of a message to or from `peer`; returns the bytes moved (0: try again later).
+  // Transfers as much of a message to or from `peer` as fits now; returns the bytes transferred (0: try again later).
   size_t push(uint32_t peer, const char* data, size_t bytes);
   size_t pull(uint32_t peer, char* data, size_t bytes);
 
@@ -60,7 +60,7 @@ class Segment {
   uint32_t rank_ = 0, size_ = 0;
 };
 
-// Gives the processor away, for longer the more often it was called for one wait.
+// Yields the processor, for longer the more often it has been called during one wait.
 void relax(int& turns);
 
 }  // namespace halsim

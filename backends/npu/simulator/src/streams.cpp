@@ -1,6 +1,6 @@
-// Streams and events. A stream is a queue in order; idle, it runs a task in the calling thread at once, otherwise (or
-// when the task may block on another process) its worker thread does. The first failing task stops the stream: its
-// error and text come back from every later submission and synchronisation, as after a device exception.
+// Streams and events. A stream is an ordered queue. An idle stream runs a task immediately in the calling thread;
+// otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
+// stream: every later submission and synchronisation returns its error and text, as after a device exception.
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -83,7 +83,7 @@ struct Stopped {
   int error = 0;
   std::string text;
 };
-Stopped stopped[halsim::kDevices];  // guarded by all_mutex; what a new stream starts with
+Stopped stopped[halsim::kDevices];  // guarded by all_mutex; the initial state of new streams
 
 Stream* default_stream(int device) {
   static Stream* streams[halsim::kDevices];
@@ -127,8 +127,8 @@ int synchronize(Stream* stream, int64_t timeout_ms) {
   return stream->report();
 }
 
-// A forced end does not wait: what is queued is dropped, and a task that waits for an absent peer keeps its thread and
-// its stream until the process ends.
+// Forced destruction does not wait: queued tasks are dropped, and a task that waits for a missing peer keeps its thread
+// and its stream until the process ends.
 int destroy(aclrtStream handle, bool force) {
   Stream* stream = find(handle);
   if (!stream || !handle) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtDestroyStream: not a stream");
@@ -151,7 +151,7 @@ int destroy(aclrtStream handle, bool force) {
   return ACL_SUCCESS;
 }
 
-// A handle holds a share: an event may be destroyed while tasks that name it are still queued.
+// Handles share ownership: an event may be destroyed while tasks that refer to it are still queued.
 using SharedEvent = std::shared_ptr<Event>;
 const SharedEvent& event_of(aclrtEvent handle) { return *static_cast<SharedEvent*>(handle); }
 
@@ -171,7 +171,7 @@ int submit(aclrtStream handle, Task task, Wait wait) {
   if (stream->error) return stream->report();
   if (stream->idle() && wait == Wait::never) {
     stream->run_one(lock, task);
-    return ACL_SUCCESS;  // a task's own failure is seen at synchronisation, as on the device
+    return ACL_SUCCESS;  // the failure of a task is reported at synchronisation, as on the device
   }
   stream->queue.push_back(std::move(task));
   if (!stream->worker.joinable()) stream->worker = std::thread([stream] { stream->work(); });

@@ -1,7 +1,8 @@
-// swiglu, geglu and bias_gelu, forward and backward: y = act(a) b (gated), or act(a), where (a, b) are the halves of x + bias.
+// swiglu, geglu and bias_gelu, forward and backward: y = act(a) b (gated), or act(a), where (a, b) are the halves of x
+// + bias.
 //
-// KIND is a -D option, so a kernel holds one activation. Forward: a group takes CHUNK columns of a row. Backward recomputes
-// the activation from x and sums dx over pieces of the rows, see common.h, which is the bias gradient.
+// KIND is a -D option, so a kernel holds one activation. Forward: a group takes CHUNK columns of a row. Backward
+// recomputes the activation from x and sums dx over pieces of the rows, see common.h, which is the bias gradient.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx.
 

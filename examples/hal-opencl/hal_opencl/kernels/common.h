@@ -1,8 +1,9 @@
-// What every kernel file starts with: vectors of LANES floats, element types, reductions over a row, random numbers.
+// Included before every kernel file: vectors of LANES floats, element types, reductions over a row, random numbers.
 //
-// One source serves both shapes of device. Where the device prefers vectors (a CPU), a work-item handles LANES columns at a
-// time and a row belongs to one work-item (GROUP = 1). Where it does not (a GPU), LANES is 1 or 4 and GROUP work-items share
-// a row. Both are -D options; sums are taken in an order that depends on them and on shapes only, so runs are bit-equal.
+// One source serves both shapes of device. Where the device prefers vectors (a CPU), a work-item handles LANES columns
+// at a time and a row belongs to one work-item (GROUP = 1). Where it does not (a GPU), LANES is 1 or 4 and GROUP
+// work-items share a row. Both are -D options; sums are taken in an order that depends on them and on shapes only, so
+// runs are bit-equal.
 //
 // Arithmetic is in float. Element types are f32, bf16 and f16; the last two are stored as ushort, so that neither
 // cl_khr_fp16 nor a bfloat16 type is needed: bf16 is a shift, f16 goes through vload_half and vstore_half.
@@ -42,8 +43,8 @@ typedef ushort f16;
 #define OUT(type, x) global type *x##_buffer, const long x##_at
 #define TENSOR(x) (x##_buffer ? x##_buffer + x##_at : 0)
 
-// LOAD(type, p): LANES elements as floats. LOAD_FILL reads only the first n, the rest is `fill`; LOAD_N fills with 0. STORE
-// and STORE_N write likewise.
+// LOAD(type, p): LANES elements as floats. LOAD_FILL reads only the first n, the rest is `fill`; LOAD_N fills with 0.
+// STORE and STORE_N write likewise.
 #define LOAD(type, p) CAT(load_, type)(p)
 #define LOAD_FILL(type, p, n, fill) ((n) >= LANES ? LOAD(type, p) : CAT(load_fill_, type)(p, n, fill))
 #define LOAD_N(type, p, n) LOAD_FILL(type, p, n, 0)
@@ -106,8 +107,8 @@ FOLD(lanes_max, fmax)
 #define FOR_COLUMNS(c, n, begin, end)                                                 \
     for (long c = (begin) + (long)get_local_id(0) * LANES, n; n = (end) - c, n > 0; c += GROUP * LANES)
 
-// Kernels that sum over rows: a group takes SPAN columns of a piece of the rows, and leaves the piece's sums in its row of
-// `partial`, which column_sum (reduce.cl) adds up in order. ADD_N starts a sum at the piece's first row.
+// Kernels that sum over rows: a group takes SPAN columns of a piece of the rows, and leaves the piece's sums in its row
+// of `partial`, which column_sum (reduce.cl) adds up in order. ADD_N starts a sum at the piece's first row.
 #define FOR_PIECE(row, rows)                                                          \
     for (long row = (rows) * get_group_id(1) / get_num_groups(1), row0 = row;         \
          row < (rows) * (get_group_id(1) + 1) / get_num_groups(1); row++)
@@ -137,7 +138,7 @@ static inline float group_fold(float v, local float *scratch, int maximum) {
 }
 #endif
 
-// Philox4x32-10 (Salmon et al., SC 2011): word e % 4 of the block with counter offset + e / 4, for LANES elements.
+// Philox4x32-10 (Salmon et al., SC 2011) for LANES elements e: word e % 4 of the block with counter offset + e / 4.
 static inline uvec philox(const ulong seed, const ulong offset, const ulvec element) {
     const ulvec counter = offset + (element >> 2);
     ulvec c0 = counter & 0xffffffff, c1 = counter >> 32, c2 = 0, c3 = 0;
@@ -162,7 +163,7 @@ static inline ulvec lane_numbers(void) {
     return VLOAD(i);
 }
 
-// Where dropout keeps an element, v * scale, and 0 elsewhere; first: number of the first lane's element in the draw.
+// v * scale where dropout keeps an element, else 0. first: index of the first lane's element in the draw.
 static inline vec drop(vec v, ulong seed, ulong offset, ulong first, uint threshold, float scale) {
     const uvec bits = philox(seed, offset, first + lane_numbers());
     return (bits >> 8) >= threshold ? v * scale : (vec)0;

@@ -1,11 +1,12 @@
 // c = a b^T + bias, for a [m, k] and b [n, k] of any strides: both are packed, then multiplied tile by tile.
 //
-// Packed: panels of TILE rows, [panels][k][TILE] floats, missing rows 0; so whatever the strides and the element type, the
-// product reads both operands in order. A work-item makes MR x NR results (NR = NV vectors) in registers: with 16 lanes, 8 x
-// 2 vectors take 16 of 32 registers, and one step over k is 16 multiply-adds for 2 vector loads. Sums run over k in order.
+// Packed: panels of TILE rows, [panels][k][TILE] floats, missing rows 0; so whatever the strides and the element type,
+// the product reads both operands in order. A work-item makes MR x NR results (NR = NV vectors) in registers: with 16
+// lanes, 8 x 2 vectors take 16 of 32 registers, and one step over k is 16 multiply-adds for 2 vector loads. Sums run
+// over k in order.
 //
-// Memory traffic: packing reads an operand once and writes it once as floats; tiles that follow each other share b's panel,
-// which stays in cache (k x NR floats), and stream a.
+// Memory traffic: packing reads an operand once and writes it once as floats; tiles that follow each other share b's
+// panel, which stays in cache (k x NR floats), and stream a.
 #define NR (NV * LANES)
 
 // Element (r, i) of the operand is x[r * rs + i * ks], r < rows, i < k. One work-item packs a panel.

@@ -4,8 +4,8 @@
 // n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), one group per row; dw = sum of dy n and
 // db = sum of dy, by pieces of the rows, see common.h.
 //
-// T: x, y, dy and dx; W: weight and bias. Memory traffic: forward reads x once from memory and twice from cache, writes y;
-// backward reads x and dy twice, writes dx.
+// T: x, y, dy and dx; W: weight and bias. Memory traffic: forward reads x once from memory and twice from cache, writes
+// y; backward reads x and dy twice, writes dx.
 
 // stats: [1 + CENTRED][rows], (mean and) rstd.
 kernel void norm_fwd(IN(T, x), IN(W, weight), IN(B, bias), OUT(T, y), OUT(f32, stats), const float eps, const long rows,
@@ -49,7 +49,7 @@ kernel void norm_bwd(IN(T, x), IN(W, weight), IN(f32, stats), IN(T, dy), OUT(T, 
     const float mean = CENTRED ? stats[row] : 0, rstd = stats[CENTRED * rows + row];
     vec g_sum = 0, gn_sum = 0;
     FOR_COLUMNS(c, n, 0, width) {
-        const vec g = LOAD_N(T, dy + c, n) * LOAD_N(W, weight + c, n);  // 0 beyond the row, whatever x - mean is there
+        const vec g = LOAD_N(T, dy + c, n) * LOAD_N(W, weight + c, n);  // 0 beyond the row, so that x - mean does not matter there
         g_sum += g;
         gn_sum += g * (LOAD_N(T, x + c, n) - mean);
     }

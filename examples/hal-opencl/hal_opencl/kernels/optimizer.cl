@@ -1,12 +1,13 @@
 // adamw, l2norm and unscale_and_check; one launch per tensor, a group takes CHUNK consecutive elements.
 //
-// Memory traffic: adamw reads p, g, m, v and writes p, m, v (and the model's copy); unscale reads and writes its gradients;
-// sum_of_squares reads once.
+// Memory traffic: adamw reads p, g, m, v and writes p, m, v (and the model's copy); unscale reads and writes its
+// gradients; sum_of_squares reads once.
 
 #define CHUNK_BEGIN ((long)get_group_id(0) * CHUNK)
 #define CHUNK_END(size) min((long)(get_group_id(0) + 1) * CHUNK, size)
 
-// Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. c1, c2: the bias corrections 1 - beta^step. model may be missing.
+// Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. c1, c2: the bias corrections 1 - beta^step. model may be
+// missing.
 kernel void adamw(OUT(f32, p), IN(T, g), OUT(f32, m), OUT(f32, v), OUT(R, model), const float decay, const float rate,
                   const float beta1, const float one_beta1, const float beta2, const float one_beta2, const float c2,
                   const float eps, const float grad_scale, const long size) {
@@ -38,7 +39,8 @@ kernel void sum_of_squares(IN(T, x), OUT(f32, partial), const long size) {
     if (get_local_id(0) == 0) TENSOR(partial)[get_group_id(0)] = total;
 }
 
-// norm = sqrt(sum of partial), by one work-item, with Kahan's compensation: chunks of very different size lose nothing.
+// norm = sqrt(sum of partial), by one work-item with Kahan summation, so that small terms after large ones are not
+// lost.
 kernel void root_of_sum(IN(f32, partial), OUT(f32, norm), const long count) {
     if (get_local_id(0) != 0) return;
     global const f32 *partial = TENSOR(partial);
@@ -51,7 +53,8 @@ kernel void root_of_sum(IN(f32, partial), OUT(f32, norm), const long count) {
     *TENSOR(norm) = sqrt(sum);
 }
 
-// x *= factor; found, a float of 0, becomes 1 if a product (in x's type) is not finite. Setting bits needs no order.
+// x *= factor; found, initially 0, becomes 1 if a product (in x's type) is not finite. All writers store the same
+// value.
 kernel void unscale(OUT(T, x), OUT(int, found), const float factor, const long size) {
     global T *x = TENSOR(x);
     int bad = 0;

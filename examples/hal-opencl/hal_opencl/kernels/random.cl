@@ -1,9 +1,11 @@
 // philox_uniform, dropout and bias_dropout_add, forward and backward.
 //
-// A row is the last dimension of the draw, whose elements are numbered consecutively. Forward: a group takes CHUNK columns of
-// a row. Backward with a bias: a piece of the rows, see common.h. Bits are drawn again in the backward pass, never stored.
+// A row is the last dimension of the draw, whose elements are numbered consecutively. Forward: a group takes CHUNK
+// columns of a row. Backward with a bias: a group takes a piece of the rows, see common.h. The backward pass draws the
+// bits again; they are never stored.
 //
-// Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes dx.
+// Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes
+// dx.
 
 // A draw of shape [.., n1, n2, width], possibly a block of a larger one: element (i0, i1, i2, j) is number
 // first + i0 s0 + i1 s1 + i2 s2 + j of the stream (seed, offset).

@@ -1,4 +1,4 @@
-// Sums of the pieces that other kernels leave behind, always in the order of the pieces.
+// Sums of the partial results of other kernels, always in the order of the pieces.
 
 // out[c] = sum over pieces of partial[piece][c].
 kernel void column_sum(IN(f32, partial), OUT(T, out), const long pieces, const long width) {

@@ -1,9 +1,11 @@
-// Rotary position embedding: pair p of a head turns by the angle of its position; SIGN = -1 turns back (the gradient).
+// Rotary position embedding: rotates pair p of a head by the angle of its position, or back for sign -1 (the gradient).
 //
-// One group per head of a token. Halves (INTERLEAVED = 0): channel i pairs with i + half, LANES pairs at a time. Interleaved:
-// 2i pairs with 2i + 1, one pair at a time. Channels from 2 half on are copied. Memory traffic: reads x, writes y.
+// One group per head of a token. Halves (INTERLEAVED = 0): channel i pairs with i + half, LANES pairs at a time.
+// Interleaved: 2i pairs with 2i + 1, one pair at a time. Channels from 2 half on are copied. Memory traffic: reads x,
+// writes y.
 
-// Heads are numbered over three row dimensions of sizes [.., n1, n2]; x_s*, a_s*: their strides in x and in cos and sin.
+// Heads are numbered over three row dimensions of sizes [.., n1, n2]; x_s*, a_s*: their strides in x and in cos and
+// sin.
 kernel void rotary(IN(T, x), IN(f32, cosine), IN(f32, sine), OUT(T, y), const float sign, const long n1, const long n2,
                    const long d, const long half_, const long x_s0, const long x_s1, const long x_s2, const long a_s0,
                    const long a_s1, const long a_s2) {

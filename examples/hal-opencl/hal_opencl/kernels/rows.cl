@@ -1,7 +1,7 @@
-// Tensors of any layout to rows of floats, [heads][tokens][d], and back: what attention.cl works on.
+// Converts tensors of any layout to the rows of floats [heads][tokens][d] that attention.cl uses, and back.
 //
-// Token t of a dense batch is token t % length of sequence t / length. b, s, h: the tensor's strides over sequence, token and
-// head; channels are adjacent. A group copies CHUNK / d rows or at least one.
+// Token t of a dense batch is token t % length of sequence t / length. b, s, h: the tensor's strides over sequence,
+// token and head; channels are adjacent. A group copies CHUNK / d rows or at least one.
 #define EACH_ROW(tokens)                                                                       \
     const long head = get_group_id(1), each = max((long)1, (long)CHUNK / d);                   \
     for (long t = get_group_id(0) * each; t < min((long)(get_group_id(0) + 1) * each, tokens); t++)

@@ -1,11 +1,11 @@
 // softmax(scale x) over rows of x [b, n, sq, sk] with a mask and a causal limit; masked entries are 0, dead rows all 0.
 //
-// One group per row: maximum, then the sum of exponentials, then y. Backward: the probabilities are made again from x and
-// those two (y may have been rounded to 16 bits), then dx = scale p (dy - sum(p dy)).
+// One group per row: maximum, then the sum of exponentials, then y. Backward: the probabilities are made again from x
+// and those two (y may have been rounded to 16 bits), then dx = scale p (dy - sum(p dy)).
 //
 // Memory traffic: forward reads x once from memory, writes y; backward reads x and dy, writes dx.
 
-// What row `row` sees: columns [0, end) whose mask byte, at mask[c * m3], is 0.
+// The visible part of row `row`: columns [0, end) whose mask byte, at mask[c * m3], is 0.
 #define ROW                                                                                             \
     const long row = get_group_id(0), i = row % sq, h = row / sq % heads, b = row / sq / heads;         \
     const long end = CAUSAL ? clamp(i + sk - sq + 1, (long)0, sk) : sk;                                 \

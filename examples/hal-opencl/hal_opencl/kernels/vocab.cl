@@ -1,12 +1,13 @@
 // cross_entropy over a vocabulary that may be sharded, and embedding.
 //
-// cross_entropy: one group per token makes four numbers of its row of logits: the maximum, the sum of exponentials of what
-// is above it, the target's logit and the sum of all, the last two relative to the maximum. Between ranks only those travel
-// (cross_entropy_rescale brings them to the common maximum). The gradient needs the log-sum-exp of the whole vocabulary.
+// cross_entropy: one group per token computes four numbers from its row of logits: the maximum, and relative to it the
+// sum of exponentials, the target's logit and the sum of all logits. Ranks exchange only those numbers
+// (cross_entropy_rescale converts them to the common maximum). The gradient needs the log-sum-exp of the whole
+// vocabulary.
 //
-// embedding's gradient: a work-item owns LANES columns of the table and goes through all tokens in order: no atomics, one
-// order of summation. Memory traffic: forward reads the logits twice (the second time from cache); backward reads them once
-// and writes as much.
+// embedding's gradient: a work-item owns LANES columns of the table and goes through all tokens in order: no atomics,
+// one order of summation. Memory traffic: forward reads the logits twice (the second time from cache); backward reads
+// them once and writes as much.
 
 // What a row's numbers are relative to: its maximum, or 0 if every logit of this rank is -inf.
 static inline float reference_point(float top) { return top == -INFINITY ? 0 : top; }

@@ -1,0 +1,6 @@
+"""Attention on Ascend: npu_fusion_attention, with one module per kind of call, and an unfused formula beyond its
+limits."""
+
+from . import fusion, dropout, unfused, low_precision  # isort: skip  # the order of registration
+
+__all__ = ["dropout", "fusion", "low_precision", "unfused"]

@@ -1,0 +1,197 @@
+"""flash_attention on npu_fusion_attention (see call.py), dense and packed, without dropout.
+
+Packed sequences (TND) are one library call if it accepts all of them, otherwise one call per sequence. Dropout is in
+dropout.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.backend_tools import AttentionSpec, CuSeqlens, attention_spec, packed_starts, with_signature_of
+
+from ..device import Npu
+from ..tensors import reasons
+from .call import Call, Plan, full_mask, lse_of, plan, plan_packed, triangle
+
+HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
+"""Documented limits of aclnnFlashAttentionScore on Atlas A2; PACKED: sequences of aclnnFlashAttentionVarLenScore."""
+
+
+def beyond_limits(spec: AttentionSpec, q: Tensor) -> list[str]:
+    """Why npu_fusion_attention refuses tensors of this dtype and these sizes; empty = it takes them."""
+    sizes = {
+        "heads": (spec.heads, HEADS),
+        "channels per head": (spec.d, HEAD_SIZE),
+        "batch entries": (spec.batch, BATCH),
+        "tokens": (max(spec.sq, spec.skv), TOKENS),
+    }
+    return reasons(q) + [
+        f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in sizes.items() if n > most
+    ]
+
+
+@with_signature_of(ops.flash_attention, spec=attention_spec)
+def _why_not(spec: AttentionSpec, q: Tensor, cu_seqlens_q: Tensor | None) -> Sequence[str]:
+    refusals = beyond_limits(spec, q)
+    if cu_seqlens_q is not None and len(cu_seqlens_q) - 1 > PACKED:
+        refusals.append(f"{len(cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
+    if spec.dropout_p > 0.0:
+        refusals.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
+    return refusals
+
+
+def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv in the layout of q, k and v, from dy like out; the gradient of lse is not used."""
+    q, k, v, mask, out, top, total, calls = residuals
+    if calls is None:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if isinstance(calls, Call):
+        # The library has no layout SBND; as SBH, [s, b, n, d] is [s, b, n d], which is a view.
+        shapes = q.shape, k.shape, v.shape
+        if calls.layout == "SBH":
+            q, k, v, out, dy = (x.reshape(*x.shape[:2], -1) for x in (q, k, v, out, dy))
+        dq, dk, dv = calls.backward(q, k, v, mask, out, top, total, dy)
+        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+    return _one_by_one_bwd(q, k, v, out, top, total, calls, dy)
+
+
+_ROUNDED_OUTPUT = "npu_fusion_attention_grad forms its row sums from the 16-bit output, not from what was rounded"
+WAIVERS = {torch.float16: (2.0, _ROUNDED_OUTPUT), torch.bfloat16: (2.0, _ROUNDED_OUTPUT)}
+
+
+@Npu.impl(
+    ops.flash_attention,
+    id="npu/fusion_attention",
+    why_not=_why_not,
+    bwd=backward,
+    waivers=WAIVERS,
+)
+@with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
+def flash_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: CuSeqlens, return_lse: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    if cu_seqlens is None:
+        return run_dense(spec, q, k, v, mask, return_lse)
+    # The library takes the ends of sequences, without the leading 0.
+    q_ends, k_ends = (starts[1:] for starts in cu_seqlens)
+    return _packed(spec, q.contiguous(), k.contiguous(), v.contiguous(), q_ends, k_ends, return_lse)
+
+
+def run_dense(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    return_lse: bool,
+    low_precision: bool = False,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The result of a call with a dense layout, and the residuals for `backward`."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    call, atten_mask = dense_call(spec, q, mask)
+    if call is None:
+        out, lse = without_keys(spec, q)
+        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None)
+    if low_precision:
+        call = replace(call, low_precision=True)
+    out, top, total = call.forward(*flat(spec.layout, q, k, v), atten_mask)
+    out = out.view(q.shape)
+    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
+
+
+def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[Call | None, Tensor | None]:
+    """The library call for a dense layout and its atten_mask; (None, None) without queries or keys."""
+    sq, sk = spec.sq, spec.skv
+    if not q.numel() or not sk:
+        return None, None
+    chosen = plan(sq, sk, spec.pre, spec.next, mask is not None)
+    atten_mask = None
+    if chosen.mask == "triangle":
+        atten_mask = triangle(q.device)
+    elif chosen.mask == "full":
+        band = ops.band_mask(sq, sk, spec.pre, spec.next, q.device)
+        atten_mask = full_mask(mask, band, spec.batch, spec.heads, sq, sk)
+    return Call("SBH" if spec.layout == "SBND" else spec.layout, spec.heads, spec.scale, chosen), atten_mask
+
+
+def flat(layout: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors in a layout that the library supports: SBND as SBH."""
+    return [x.reshape(*x.shape[:2], -1) for x in tensors] if layout == "SBND" else tensors
+
+
+def without_keys(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out (zeros like q) and lse [b, n, sq] (-inf) of a call without queries or keys."""
+    return torch.zeros_like(q), q.new_full((spec.batch, spec.heads, spec.sq), -math.inf, dtype=torch.float32)
+
+
+def _packed(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], return_lse: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """All sequences in one call if the library accepts that, otherwise one call per sequence. q [tq, n, d], k, v [tk,
+    g, d]."""
+    lengths = [[b - a for a, b in zip([0, *ends], ends)] for ends in (q_ends, k_ends)]
+    together = plan_packed(*lengths, spec.pre, spec.next) if q.numel() else Plan()
+    calls: Any = None
+    atten_mask = None
+    out, top = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
+    total = top
+    if together is not None and q.numel():
+        calls = Call("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends))
+        atten_mask = None if together.mask == "none" else triangle(q.device)
+        out, top, total = calls.forward(q, k, v, atten_mask)
+    elif q.numel():
+        calls = _Sequences(tuple(q_ends), tuple(k_ends), spec.heads, spec.scale, spec.pre, spec.next)
+        # The statistics that the library gives rows without a key, for the sequences that are skipped below.
+        top, total = torch.full_like(top, -torch.finfo(torch.float32).max), torch.ones_like(top)
+        for rows, columns, call, mask in calls.each(q.device):
+            one = call.forward(q[None, rows], k[None, columns], v[None, columns], mask)
+            out[rows] = one[0][0]
+            # From [1, n, s, 8] to the layout of packed calls, [s, n, 8].
+            top[rows], total[rows] = (x[0].transpose(0, 1) for x in one[1:])
+    result = (out, lse_of(top, total).T) if return_lse else out
+    return result, (q, k, v, atten_mask, out, top, total, calls)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Packed sequences that are computed separately, each as a batch of one."""
+
+    q_ends: tuple[int, ...]
+    k_ends: tuple[int, ...]
+    heads: int
+    scale: float
+    pre: int | None
+    next: int | None
+
+    def each(self, device: torch.device) -> Iterator[tuple[slice, slice, Call, Tensor | None]]:
+        """(slice of query tokens, slice of key tokens, call, atten_mask) of each sequence that has both."""
+        for q0, q1, k0, k1 in zip((0, *self.q_ends), self.q_ends, (0, *self.k_ends), self.k_ends):
+            sq, sk = q1 - q0, k1 - k0
+            if not sq or not sk:
+                continue
+            chosen = plan(sq, sk, self.pre, self.next, False)
+            mask = triangle(device) if chosen.mask == "triangle" else None
+            if chosen.mask == "full":
+                mask = full_mask(None, ops.band_mask(sq, sk, self.pre, self.next, device), 1, self.heads, sq, sk)
+            yield slice(q0, q1), slice(k0, k1), Call("BSND", self.heads, self.scale, chosen), mask
+
+
+def _one_by_one_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, top: Tensor, total: Tensor, sequences: _Sequences, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [tq, n, d], dk and dv [tk, g, d]; sequences without queries or without keys have gradient 0."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, columns, call, mask in sequences.each(q.device):
+        stats = [x[rows].transpose(0, 1)[None].contiguous() for x in (top, total)]
+        parts = q[None, rows], k[None, columns], v[None, columns], mask, out[None, rows], *stats, dy[None, rows]
+        grads = call.backward(*parts)
+        dq[rows], dk[columns], dv[columns] = (g[0] for g in grads)
+    return dq, dk, dv
