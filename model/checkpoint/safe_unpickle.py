@@ -1,7 +1,7 @@
-"""Files that are pickles by format, read without running anything they say.
+"""Reads files whose format is pickle without executing code from them.
 
-Only the classes listed here are made, and none of them does anything when it is made; a file that names any other is
-refused with its name. Tensors come through torch's weights_only unpickler.
+Only allowlisted classes are instantiated, none of which has side effects on construction. A file that references any
+other global is refused, and the error names it. Tensors are read by torch's weights_only unpickler.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from hal import HalError
 
 
 class UnsafeFile(HalError):
-    """A file wants more than data: reading it could run code. Nothing of it was run."""
+    """A file references code, so that unpickling it could execute that code. It was not unpickled."""
 
 
 class Inert:
-    """In place of an object of another program: takes whatever it is made with and does nothing."""
+    """Stands in for objects of other programs: accepts any construction and any state, and ignores them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -42,13 +43,13 @@ class Inert:
         pass
 
     def append(self, value: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def extend(self, values: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
-# What the checkpoints of Megatron-LM hold besides tensors and numbers: enums, settings, states of random generators.
+# Globals in Megatron-LM's checkpoints besides tensors and numbers: enums, settings, states of random generators.
 _IGNORED = ("megatron.", "numpy", "signal.", "types.SimpleNamespace", "pathlib.", "enum.", "_codecs.encode")
 
 _DCP = "torch.distributed.checkpoint"
@@ -76,12 +77,13 @@ _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib",
 
 def load_state(path: Path) -> Any:
     """The content of a torch.save file: containers, numbers, tensors and argparse's Namespace; objects of Megatron's
-    own classes become Inert. Raises UnsafeFile for any other class or function, HalError for a damaged file."""
+    classes become Inert. Raises UnsafeFile for any other class or function, HalError for a damaged file."""
     allowed: list[Any] = [argparse.Namespace]
     with open(path, "rb") as file:
         magic = file.read(4)
     try:
-        zipped = magic[:2] == b"PK"  # what torch writes since 1.6; only there can the names be looked at before
+        # torch writes zip files since 1.6. Only these can list the globals they reference before they are unpickled.
+        zipped = magic[:2] == b"PK"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _only(allowed):
@@ -98,19 +100,19 @@ def load_state(path: Path) -> Any:
         named = re.search(r"GLOBAL (\S+)", reason)
         if named or "Unsupported operand" in reason or "not an allowed" in reason:
             raise _unsafe(path, named[1] if named else reason[-160:]) from None
-        raise HalError(f"{path} is no file of torch.save, or a damaged one: {reason[:200]}") from None
+        raise HalError(f"{path} is not a torch.save file, or is damaged: {reason[:200]}") from None
 
 
-def _unsafe(path: Path, what: str) -> UnsafeFile:
+def _unsafe(path: Path, names: str) -> UnsafeFile:
     return UnsafeFile(
-        f"{path} holds more than tensors and settings, and reading it could run code: it wants {what}. It was not "
-        "read; save the model's state dict alone, or as safetensors"
+        f"{path} was refused, since unpickling it could run code: it references non-allowlisted global {names}. Save "
+        "only the model's state dict, or use safetensors"
     )
 
 
 @contextlib.contextmanager
 def _only(allowed: list[Any]) -> Iterator[None]:
-    """Allows these classes beside torch's own, and not what other packages have allowed in this process."""
+    """Allows these classes besides torch's own, but not what other packages have allowed in this process."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -121,50 +123,53 @@ def _only(allowed: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(before)
 
 
-class SafeReader(dcp.FileSystemReader):
-    """Reads a distributed checkpoint's index without unpickling freely, and holds it to the files that are there.
-    Tensors are read as torch does: safely."""
+class SafeReader(filesystem.FileSystemReader):
+    """Reads a distributed checkpoint's index with a restricted unpickler, and validates it against the files present.
+
+    Tensors are read by the base class, which is safe.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Raises UnsafeFile or HalError for an index that is not what it should be."""
+        """Raises UnsafeFile or HalError for an invalid index."""
         path = Path(self.path) / ".metadata"
         with open(path, "rb") as file:
             try:
-                found = _MetadataUnpickler(file, path).load()
+                index: metadata.Metadata = _MetadataUnpickler(file, path).load()
             except (UnsafeFile, OSError):
                 raise
             except Exception as error:
-                raise HalError(f"{path} is no index of a distributed checkpoint, or a damaged one: {error}") from None
-        check_index(found, path)
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return found  # type: ignore[no-any-return]
+                raise HalError(f"{_invalid(path)}: {error}") from None
+        check_index(index, path)
+        index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return index
 
 
 def stored_tensors(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """What a distributed checkpoint's index says of its tensors, by name. Raises UnsafeFile or HalError."""
+    """The tensors in a distributed checkpoint's index, by name. Raises UnsafeFile or HalError."""
     entries = SafeReader(folder).read_metadata().state_dict_metadata
     return {n: info for n, info in entries.items() if isinstance(info, metadata.TensorStorageMetadata)}
 
 
 def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadata]) -> dict[str, torch.Tensor]:
-    """Room for these stored tensors. Raises HalError for any that the files cannot fill: nothing is allocated then."""
+    """Uninitialised tensors to read these into. Raises HalError, before allocating, if the files hold less than a shape
+    needs."""
     for name, info in infos.items():
         stored = sum(math.prod(chunk.sizes) for chunk in info.chunks)
         if not 0 < math.prod(info.size) <= stored:
             raise HalError(
-                f"{folder / '.metadata'} gives {name} the shape {tuple(info.size)}; {stored} numbers are there"
+                f"{folder / '.metadata'} gives {name} the shape {tuple(info.size)}, but {stored} elements are stored"
             )
     return {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in infos.items()}
 
 
 def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fills `tensors` in place from a distributed checkpoint. Raises HalError for one that is damaged."""
+    """Fills `tensors` in place from a distributed checkpoint. Raises HalError if it is damaged."""
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            # Each rank reads what it needs on its own: some hold pieces that others do not.
-            dcp.load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
-    except dcp.api.CheckpointException as error:
+            # no_dist: each rank reads its own shards; the names and shapes differ between ranks.
+            load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
+    except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
         if isinstance(cause, HalError) or not isinstance(cause, Exception):
             raise cause from None
@@ -172,59 +177,68 @@ def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise HalError(f"the tensors of the checkpoint {folder} cannot be read: {reason}") from None
 
 
-def check_index(found: Any, path: Path) -> None:
-    """Raises HalError unless an index read from outside is well formed and asks for nothing that its files lack."""
-    what = f"{path} is no index of a distributed checkpoint, or a damaged one"
-    entries, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
-    if not (isinstance(found, metadata.Metadata) and isinstance(entries, dict) and isinstance(places, dict)):
-        raise HalError(what)
-    files: dict[str, int] = {}
-    for key, place in places.items():
-        name, key = getattr(place, "relative_path", None), getattr(key, "fqn", key)
-        if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str):
-            raise HalError(f"{what}: it has no place for {key}")
-        if pathlib.PurePath(name).name != name:  # a file name with a path could point anywhere
-            raise UnsafeFile(f"{path} places {key} outside its folder, in {name}")
-        if name not in files:
-            if not (path.parent / name).is_file():
-                raise HalError(f"{path} names the file {name!r}, which does not exist")
-            files[name] = (path.parent / name).stat().st_size
-        numbers = place.offset, place.length
-        if not (_counts(numbers) and sum(numbers) <= (path.parent / name).stat().st_size):
-            raise HalError(f"{path} places {key} at byte and length {numbers} of {path.parent / name}: was it cut off?")
-        files[name] -= place.length
-        if files[name] < 0:
-            raise HalError(f"{path} places more in {path.parent / name} than it holds")
-        if place.transform_descriptors:
-            raise HalError(f"{path} says that {key} is stored by {place.transform_descriptors!r}, which is not read")
+def check_index(index: Any, path: Path) -> None:
+    """Raises HalError unless an untrusted index is well formed and refers only to data that its files hold."""
+    entries, storage = getattr(index, "state_dict_metadata", None), getattr(index, "storage_data", None)
+    if not (isinstance(index, metadata.Metadata) and isinstance(entries, dict) and isinstance(storage, dict)):
+        raise HalError(_invalid(path))
+    free: dict[str, int] = {}
+    for key, place in storage.items():
+        _check_storage(path, getattr(key, "fqn", key), place, free)
     for name, info in entries.items():
         if not isinstance(name, str) or type(info) not in (
             metadata.TensorStorageMetadata,
             metadata.BytesStorageMetadata,
         ):
-            raise HalError(f"{what}: it says nothing of {name!r}")
-        # Bytes are never asked for; were they, torch would unpickle them freely.
+            raise HalError(f"{_invalid(path)}: it does not describe {name!r}")
+        # Byte entries are never requested; if they were, torch would unpickle them without restrictions.
         if isinstance(info, metadata.TensorStorageMetadata):
-            _check_tensor(f"{what}: {name}", name, info, places)
+            _check_tensor(f"{_invalid(path)}: {name}", name, info, storage)
 
 
-def _check_tensor(what: str, name: str, info: metadata.TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
+def _invalid(path: Path) -> str:
+    return f"{path} is not an index of a distributed checkpoint, or is damaged"
+
+
+def _check_storage(path: Path, key: Any, place: Any, free: dict[str, int]) -> None:
+    """Checks the file, offset and length of one entry. free: by file, its bytes that no entry has claimed yet."""
+    name = getattr(place, "relative_path", None)
+    if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str):
+        raise HalError(f"{_invalid(path)}: it has no storage location for {key}")
+    file = path.parent / name
+    if pathlib.PurePath(name).name != name:  # a file name with a path could point anywhere
+        raise UnsafeFile(f"{path} places {key} outside its folder, in {name}")
+    if not file.is_file():
+        raise HalError(f"{path} names the file {name!r}, which does not exist")
+    size = file.stat().st_size
+    numbers = place.offset, place.length
+    if not (_counts(numbers) and sum(numbers) <= size):
+        raise HalError(f"{path} places {key} at byte and length {numbers} of {file}: was it cut off?")
+    # Without this, a small file could stand for any number of large tensors.
+    free[name] = free.get(name, size) - place.length
+    if free[name] < 0:
+        raise HalError(f"{path} places more in {file} than it holds")
+    if place.transform_descriptors:
+        raise HalError(f"{path} stores {key} with {place.transform_descriptors!r}, which is not supported")
+
+
+def _check_tensor(what: str, name: str, info: metadata.TensorStorageMetadata, storage: Mapping[Any, Any]) -> None:
     size, chunks = getattr(info, "size", None), getattr(info, "chunks", None)
     dtype = getattr(getattr(info, "properties", None), "dtype", None)
     if not (_counts(size) and isinstance(dtype, torch.dtype) and isinstance(chunks, list)):
         raise HalError(f"{what} has size {size}, type {dtype}")
-    assert size is not None
     for chunk in chunks:
-        at, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-        inside = _counts(at) and _counts(sizes) and len(at) == len(sizes) == len(size)
-        if not inside or any(a + n > whole for a, n, whole in zip(at, sizes, size)):
-            raise HalError(f"{what} of size {tuple(size)} has a part of size {sizes} at {at}")
-        place = places.get(metadata.MetadataIndex(name, at))
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if not (_counts(offsets) and _counts(sizes) and len(offsets) == len(sizes) == len(size)) or any(
+            start + length > whole for start, length, whole in zip(offsets, sizes, size)
+        ):
+            raise HalError(f"{what} of size {tuple(size)} has a chunk of size {sizes} at {offsets}")
+        place = storage.get(metadata.MetadataIndex(name, offsets))
         if place is None or math.prod(sizes) * dtype.itemsize > place.length:
-            raise HalError(f"{what}: its part of size {tuple(sizes)} at {tuple(at)} is not stored")
+            raise HalError(f"{what}: its chunk of size {tuple(sizes)} at {tuple(offsets)} is not stored")
 
 
-def _counts(numbers: Any) -> bool:
+def _counts(numbers: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether these are sizes or offsets: integers of at least 0."""
     return isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)
 
@@ -243,4 +257,4 @@ class _MetadataUnpickler(pickle.Unpickler):
             return pathlib.PurePosixPath
         if module.startswith(("megatron.core.dist_checkpointing.", f"{_DCP}.planner")):
             return Inert
-        raise UnsafeFile(f"{self._path} wants {module}.{name}, which an index has no need of; it was not read")
+        raise UnsafeFile(f"{self._path} was refused: it references non-allowlisted global {module}.{name}")

@@ -1,7 +1,7 @@
-"""Writes checkpoints that survive a kill at any moment, in the background if asked.
+"""Writes checkpoints atomically, optionally in the background.
 
-A checkpoint is written beside, by all ranks together, flushed, renamed, and only then named as the latest. A failed
-save is never silent: it raises SaveFailed, on every rank, at the next call at the latest.
+All ranks write into a temporary folder, which is flushed and renamed; only then does the tracker file name it as the
+latest. A failed save raises SaveFailed on every rank, at the latest at the next call.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import hal
-from hal import Comm, HalError, Solo
+from hal import Comm, HalError, SingleRankComm
 
-from .checkpoint import LATEST, MANIFEST, file_checksum, folder_of, prune, state_checksum, told, tracked
-from .files import beside, make_folder, new_token, publish, write_text
-from .parallel.pieces import Piece
+from ..common.atomic_files import beside, make_folder, new_token, publish, write_text
+from .reader import LATEST, MANIFEST, broadcast_integers, file_checksum, folder_of, prune, state_checksum, tracked
+from .sharded_tensor import LocalShard
 
 
 class SaveFailed(HalError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 class _Written(list):  # type: ignore[type-arg]
-    """A rank's WriteResults on their way to the lead, with the checksums of the files it wrote."""
+    """A rank's WriteResults, with the checksums of the files that it wrote, as sent to the coordinator."""
 
     sums: dict[str, str]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Each rank writes and sums up its own files in `folder`; when all have, `publish(sums)` is called on the lead.
+class _Writer(FileSystemWriter):
+    """Each rank writes its own files in `folder` and computes their checksums; then the coordinator calls `publish`.
 
-    torch passes on what fails in that call, or on any rank, so all ranks have a checkpoint or all have the error.
+    torch propagates an error in that call, or on any rank, to all ranks: either all have a checkpoint or all raise.
     """
 
     def __init__(self, folder: Path, publish: Callable[[dict[str, str]], None]) -> None:
@@ -46,8 +48,8 @@ class _Writer(dcp.FileSystemWriter):
         self.folder, self.publish = folder, publish
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies in host memory, for a save in the background; training goes on in the originals."""
-        return {name: x.copied() if isinstance(x, Piece) else _copied(x) for name, x in state_dict.items()}
+        """Copies in host memory for a background save, so that training can modify the originals."""
+        return {name: x.copied() if isinstance(x, LocalShard) else _copied(x) for name, x in state_dict.items()}
 
     def prepare_local_plan(self, plan: Any) -> Any:
         make_folder(self.folder)
@@ -71,33 +73,34 @@ def _copied(x: Tensor) -> Tensor:
 
 
 class Saver:
-    """Writes checkpoints, one after the other. Every rank of `world` has one and calls its methods alike.
+    """Writes checkpoints, one after the other. Every rank of `world` has a Saver and calls the same methods.
 
-    background: `save` returns when the tensors are copied; `finished` and `wait` tell of the rest, and raise SaveFailed
-    if it failed, CollectiveTimeout if a rank stayed away. keep: how many checkpoints stay (None: all). timeout: seconds
-    for a rank to wait for the others.
+    background: `save` returns when the tensors are copied; `finished` and `wait` report completion, and raise
+    SaveFailed if the save failed, CollectiveTimeout if a rank did not take part. keep: number of checkpoints to keep
+    (None: all). timeout: seconds to wait for the other ranks.
     """
 
     def __init__(
         self, world: Comm | None = None, *, background: bool = False, keep: int | None = None, timeout: float = 600.0
     ) -> None:
-        self.world, self.background, self.keep = world or Solo(), background, keep
-        self._timeout, self._own_group = timeout, None
-        self._under_way: tuple[Path, _Writer, Future[Any]] | None = None
+        self.world, self.background, self.keep = world or SingleRankComm(), background, keep
+        self._timeout = timeout
+        self._own_group: torch.distributed.ProcessGroup | None = None
+        self._in_progress: tuple[Path, _Writer, Future[Any]] | None = None
         self._finished: list[Path] = []
 
     def save(
-        self, root: Path, iteration: int | str, tensors: Mapping[str, Tensor | Piece], state: Mapping[str, Any]
+        self, root: Path, iteration: int | str, tensors: Mapping[str, Tensor | LocalShard], state: Mapping[str, Any]
     ) -> Path:
-        """Makes `tensors` (by name; on many ranks the pieces that this one writes) and `state` (JSON) the latest
-        checkpoint of `root`, and returns its folder. A save still under way is waited for."""
+        """Writes `tensors` (by name; this rank's shards) and `state` (JSON) as the latest checkpoint of `root`, and
+        returns its folder. Waits first for a save that is still in progress."""
         self.wait()
-        folder, lead = folder_of(root, iteration), self.world.rank == 0
-        if lead:
+        folder, root_rank = folder_of(root, iteration), self.world.rank == 0
+        if root_rank:
             _make_room(root, iteration)
-        exists, token = told(self.world, [int(folder.exists()), new_token()])
+        exists, token = broadcast_integers(self.world, [int(folder.exists()), new_token()])
         if exists:
-            if lead:
+            if root_rank:
                 write_text(root / LATEST, f"{iteration}\n")
             return folder
         state = dict(state)
@@ -108,29 +111,29 @@ class Saver:
                 prune(root, self.keep)
 
         writer = _Writer(beside(folder, token), complete)
-        how: dict[str, Any] = {"storage_writer": writer, "no_dist": self.world.size == 1}
+        options: dict[str, Any] = {"storage_writer": writer, "no_dist": self.world.size == 1}
         if not self.background:
-            self._conclude(folder, writer, lambda: dcp.save(dict(tensors), **how))
+            self._conclude(folder, writer, lambda: dcp.save(dict(tensors), **options))
         else:
-            saving: Any = dcp.async_save(dict(tensors), **how, process_group=self._group())
-            self._under_way = folder, writer, saving
+            saving: Any = dcp.async_save(dict(tensors), **options, process_group=self._group())
+            self._in_progress = folder, writer, saving
         return folder
 
     def finished(self) -> list[Path]:
-        """The checkpoints that have become whole since the last call; does not wait for more."""
-        if self._under_way is not None and self._under_way[2].done():
+        """The checkpoints completed since the last call. Does not wait."""
+        if self._in_progress is not None and self._in_progress[2].done():
             self.wait()
         done, self._finished = self._finished, []
         return done
 
     def wait(self) -> None:
-        """Returns when no save is under way."""
-        if self._under_way is not None:
-            (folder, writer, saving), self._under_way = self._under_way, None
+        """Returns when no save is in progress."""
+        if self._in_progress is not None:
+            (folder, writer, saving), self._in_progress = self._in_progress, None
             self._conclude(folder, writer, saving.result)
 
     def _group(self) -> Any:
-        """A process group for the background: what training sends meanwhile must not mix with it."""
+        """A separate process group for background saves, so that their messages cannot interleave with training's."""
         if self.world.size > 1 and self._own_group is None:
             comm = hal.torch_comm(hal.GLOO, timeout=self._timeout)
             assert isinstance(comm, hal.TorchComm)
@@ -140,35 +143,34 @@ class Saver:
     def _conclude(self, folder: Path, writer: _Writer, run: Callable[[], Any]) -> None:
         try:
             run()
-        except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        except (CheckpointException, OSError, RuntimeError) as error:
             if self.world.rank == 0:
                 shutil.rmtree(writer.folder, ignore_errors=True)
-            lost = None
             if isinstance(error, RuntimeError):
-                lost = hal.engine_failure(error, f"save of {folder.name}", self._timeout)
-            if lost is not None:
-                raise lost from error
+                collective_failure = hal.engine_failure(error, f"save of {folder.name}", self._timeout)
+                if collective_failure is not None:
+                    raise collective_failure from error
             raise SaveFailed(
-                f"the checkpoint {folder} could not be written: {_cause(error)}. {_space(folder)}What was saved "
-                "before it is whole: make room (or give another --save) and continue with --load"
+                f"the checkpoint {folder} could not be written: {_cause(error)}. {_space(folder)}Earlier checkpoints "
+                "are intact: free some space (or give another --save) and resume with --load"
             ) from error
         self._finished.append(folder)
 
 
 def save(root: Path, iteration: int | str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """As Saver.save of one process."""
+    """Saver.save in a single process."""
     return Saver().save(root, iteration, tensors, state)
 
 
 def _cause(error: BaseException) -> str:
-    failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {}
+    failures = error.failures if isinstance(error, CheckpointException) else {}
     for rank, (first, _) in failures.items():
         return f"{first or type(first).__name__}" + (f" (rank {rank})" if len(failures) > 1 or rank else "")
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _space(folder: Path) -> str:
-    """A sentence if the disk is full: what torch says of it is about its file format."""
+    """A sentence if the disk is almost full: torch's own error is about its file format instead."""
     free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else None
     return f"Its disk has {free / 2**20:.1f} MiB left. " if free is not None and free < 64 << 20 else ""
 
@@ -179,7 +181,7 @@ def _make_room(root: Path, iteration: int | str) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     folder = folder_of(root, iteration)
     if folder.exists() and tracked(root) != iteration:
-        # Renamed into place by a run that was killed before it could name it: nobody refers to it.
+        # A run was killed after the rename and before the tracker file named the folder, so nothing refers to it.
         shutil.rmtree(folder)
 
 

@@ -1,6 +1,6 @@
-"""Files that others may be reading: written beside, flushed to disk, then renamed, with fixed permissions.
+"""Atomic replacement of files: written to a temporary name, flushed to disk, then renamed, with fixed permissions.
 
-A reader sees the old content or the new one, never a part of it, whenever the writer is killed.
+A reader sees the old content or the new one, never a part of it, even if the writer is killed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ FILE_MODE, FOLDER_MODE = 0o640, 0o750
 
 
 def cache_dir(*parts: str) -> Path:
-    """A folder of HAL's cache ($HAL_CACHE_DIR, else $XDG_CACHE_HOME/hal, else ~/.cache/hal), made if needed.
+    """A folder of HAL's cache ($HAL_CACHE_DIR, else $XDG_CACHE_HOME/hal, else ~/.cache/hal), created if needed.
 
-    Raises HalError if it cannot be.
+    Raises HalError if it cannot be created.
     """
-    asked, shared = os.environ.get("HAL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    root = Path(asked) if asked else Path(shared or Path.home() / ".cache") / "hal"
+    own, xdg = os.environ.get("HAL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    root = Path(own) if own else Path(xdg or Path.home() / ".cache") / "hal"
     try:
         return make_folder(root.joinpath(*parts))
     except OSError as error:
         hint = "set HAL_CACHE_DIR to a folder that you can write to"
-        raise HalError(f"the cache folder {root} cannot be made ({error.strerror}); {hint}") from None
+        raise HalError(f"the cache folder {root} cannot be created ({error.strerror}); {hint}") from None
 
 
 @contextlib.contextmanager
 def private() -> Iterator[None]:
-    """Within it, files that others write for us (events, logs) are no more open than FILE_MODE and FOLDER_MODE."""
+    """Limits the permissions of files that libraries create (events, logs) to FILE_MODE and FOLDER_MODE."""
     before = os.umask(0o777)
     os.umask(before | (0o777 & ~FOLDER_MODE))
     try:
@@ -44,16 +44,16 @@ def private() -> Iterator[None]:
 
 
 def make_folder(path: Path) -> Path:
-    """Makes a folder and its parents; the ones it makes get FOLDER_MODE."""
+    """Creates a folder and its parents; those that it creates get FOLDER_MODE."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for folder in reversed(missing):
-        folder.mkdir(FOLDER_MODE, exist_ok=True)  # so that it is never more open, not even for a moment
+        folder.mkdir(FOLDER_MODE, exist_ok=True)  # never more permissive than this, not even before the chmod
         folder.chmod(FOLDER_MODE)
     return path
 
 
 def require_writable(folder: Path) -> None:
-    """Raises OSError unless a file can be made in `folder`."""
+    """Raises OSError unless a file can be created in `folder`."""
     probe = beside(folder / "probe", new_token())
     probe.touch()
     probe.unlink()
@@ -77,7 +77,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # of the file that was asked for, not of the one beside it
+        if isinstance(error, OSError):  # name the requested file instead of the temporary one
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     sync_folder(path.parent)
@@ -85,7 +85,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def publish_folder(path: Path) -> Iterator[Path]:
-    """A new folder to fill; it appears as `path`, complete, when the block ends without an error.
+    """Yields a temporary folder, which is renamed to `path` when the block ends without an error.
 
     If `path` exists by then (another process was faster), that one stays.
     """
@@ -103,23 +103,23 @@ def publish_folder(path: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, path: Path) -> None:
-    """Flushes the folder `new`, fixes its permissions, and gives it the name `path`."""
+    """Flushes the folder `new`, fixes its permissions, and renames it to `path`."""
     settle(new)
     new.rename(path)
     sync_folder(path.parent)
 
 
 def made_once(folder: Path, fill: Callable[[Path], object]) -> Path:
-    """`folder`, filled by `fill` unless it is there: one process does it, others that want it at that time wait.
+    """Returns `folder`, filled by `fill` if it does not exist yet. One process fills it while the others wait.
 
-    The lock is on the folder's parent, so nothing is left of it, and the kernel drops it if its holder dies. Where a
-    file system has no locks, several processes may fill; still one whole result appears.
+    The lock is taken on the folder's parent, so it leaves no file behind, and the kernel releases it if the holder
+    dies. On a file system without locks several processes may run `fill`; one complete result is published.
     """
     if not folder.is_dir():
         with _locked(make_folder(folder.parent)):
             if not folder.is_dir():
-                with publish_folder(folder) as beside:
-                    fill(beside)
+                with publish_folder(folder) as new:
+                    fill(new)
     return folder
 
 
@@ -135,25 +135,25 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def new_token() -> int:
-    """A number for `beside`: random, as processes of several machines may share a folder and have equal numbers."""
+    """A random number for `beside`. Process ids would not do: machines that share a folder may have equal ones."""
     return secrets.randbits(48)
 
 
 def beside(path: Path, token: int) -> Path:
-    """Where what will become `path` is written first."""
+    """The temporary name, in the same folder, under which `path` is written first."""
     return path.with_name(f".{path.name}.{token:012x}.tmp")
 
 
 def settle(folder: Path) -> None:
-    """Fixes the permissions of a folder's content and flushes it to disk."""
-    for place, _, names in os.walk(folder):
+    """Sets the permissions of a folder's content and flushes it to disk."""
+    for directory, _, names in os.walk(folder):
         for name in names:
-            file = Path(place, name)
+            file = Path(directory, name)
             file.chmod(FILE_MODE)
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        os.chmod(place, FOLDER_MODE)
-        sync_folder(Path(place))
+        os.chmod(directory, FOLDER_MODE)
+        sync_folder(Path(directory))
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the current iteration; a second Ctrl-C stops at once."""
+"""SIGINT and SIGTERM as a request to stop after the current iteration; a second SIGINT stops immediately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """While entered, catches SIGINT and SIGTERM: `asked` says which arrived. Only usable in the main thread."""
+    """Context manager that catches SIGINT and SIGTERM: `asked` is the name of the one that arrived, or None.
+
+    Only usable in the main thread.
+    """
 
     def __init__(self) -> None:
         self.asked: str | None = None

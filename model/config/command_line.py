@@ -1,10 +1,10 @@
-"""From the command line, files and the environment to a Config: the command line wins, the environment loses.
+"""Reads options from the command line, files and the environment into a Config, in this order of precedence.
 
-A file may also be MindSpeed-Core-MS's, the MindFormers tutorial's or DeepSpeed's (model/configuration); where every
-value came from is kept (`Config.origins`).
+A file may hold HAL's own options or the configuration of MindSpeed-Core-MS, the MindFormers tutorial or DeepSpeed
+(config/formats). The source of every value is recorded (`Config.origins`).
 
-YAML keys and environment variables are the flags' names (`num-layers` or `num_layers`; `HAL_NUM_LAYERS`). An unknown
-name is an error that offers the nearest valid one.
+YAML keys and environment variables are named like the flags (`num-layers` or `num_layers`; `HAL_NUM_LAYERS`). An
+unknown name is an error that suggests the closest valid one.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .checks import check, world_size
-from .config import Config, ConfigError, ready_configuration
-from .configuration import deepspeed, mindspeed, tutorial
-from .configuration.elsewhere import ELSEWHERE
-from .configuration.rules import MICROBATCHES, Reading, flag, translate
-from .configuration.yaml_file import load
-from .parallel.plan import zero_stage
-from .tokenizer import OPTIONS, readers
+from .formats import deepspeed, mindformers, mindspeed
+from .formats.renamed_options import ELSEWHERE
+from .formats.rules import MICROBATCHES, Reading, flag, translate
+from .formats.strict_yaml import load
+from .parallel_layout import zero_stage
+from .schema import Config, ConfigError, GivenOptions, ready_configuration, resolve
+from .tokenizer_options import OPTIONS, readers
+from .validation import check, world_size
 
 GROUPS = {
-    "backend": "where it runs",
+    "backend": "execution",
     "num_layers": "the model",
     "data_path": "data",
     "micro_batch_size": "training",
-    "tensor_model_parallel_size": "parallel dimensions",
+    "tensor_model_parallel_size": "parallelism",
     "save": "checkpoints, evaluation, logging",
 }
-"""Titles in --help, by the first option of each group."""
+"""Titles of the groups in --help, by the first option of each group."""
 
 _TYPES = typing.get_type_hints(Config)
 _OPTIONS = {f.name: f for f in fields(Config) if f.init}
@@ -47,7 +47,7 @@ _SPELLINGS = {
     for spelling in (name.replace("_", "-"), *option.metadata["aliases"], option.metadata["no"])
     if spelling
 }
-"""Field names by every spelling of their flags, without the leading dashes."""
+"""Field names by every spelling of their flags, without leading dashes."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
@@ -55,26 +55,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Conf
     return build(read(argv, environ))
 
 
-class Values(dict[str, Any]):
-    """Option values by field name. origins: where each was given; notes: what was given and has no effect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.origins: dict[str, str] = {}
-        self.notes: list[str] = []
-
-    def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-        """Values that win over those taken before."""
-        self.update(values)
-        self.origins.update(origins)
-
-
-def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Values:
-    """Option values by field name, from all places. Raises ConfigError; exits for --help."""
+def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> GivenOptions:
+    """Option values by field name, from all sources. Raises ConfigError; exits for --help."""
     namespace = vars(_parse_known(argv))
     path, zero_path = namespace.pop("config", None), namespace.pop("deepspeed_config", None)
-    found, values = _environment(os.environ if environ is None else environ), Values()
-    values.take(found, {name: f"HAL_{name.upper()}" for name in found})
+    values, variables = GivenOptions(), _environment(os.environ if environ is None else environ)
+    values.take(variables, {name: f"HAL_{name.upper()}" for name in variables})
+    # microbatches: requirements on their number; foreign: options that came from another system's file.
     microbatches, foreign = [], set()
     if path is not None:
         reading = read_config(path)
@@ -84,7 +71,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Value
         values.notes += reading.notes
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()}
     if values.get("tokenizer_type") != given.get("tokenizer_type", values.get("tokenizer_type")):
-        # The command line's tokenizer replaces the file's, whose options it does not read.
+        # A tokenizer given on the command line replaces the file's, together with the options of that one.
         for name in OPTIONS:
             if given["tokenizer_type"] not in readers(name):
                 values.pop(name, None)
@@ -97,30 +84,33 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Value
         values.notes += reading.notes
     for count, where in microbatches:
         _require_microbatches(values, count, where)
-    _drop_idle(values, foreign - set(given))
+    _drop_idle_reduction(values, foreign - set(given))
     return values
 
 
-def _drop_idle(values: Values, foreign: set[str]) -> None:
-    """Options about the messages of replicated gradients, which other systems' files hold whatever the layout: notes
-    where there are no such messages. Given as options of ours, they are errors there (see parallel/plan.py)."""
+def _drop_idle_reduction(values: GivenOptions, foreign: set[str]) -> None:
+    """Turns options of the gradient reduction into notes if there is no such reduction.
+
+    Other systems' files contain them whatever the layout. Given as HAL's own options, they are errors in that case
+    (parallel_layout.py).
+    """
     probe = Config(**values)
-    layout = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
-    alone, zero = world_size(probe) <= layout, zero_stage(probe)
+    replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
+    alone, zero = world_size(probe) <= replica, zero_stage(probe)
     for name in {"ddp_bucket_size", "overlap_grad_reduce"} & foreign & set(values):
         if alone or zero:
-            why = f"with ZeRO stage {zero} a layer is a message" if zero else "one replica has nothing to reduce"
+            why = f"with ZeRO stage {zero} every layer is one bucket" if zero else "one replica has nothing to reduce"
             values.notes.append(f"{values.origins.pop(name)}: {values.pop(name)!r} has no effect: {why}")
 
 
 def _microbatches(reading: Reading) -> list[tuple[int, str]]:
-    """(microbatches per step and replica, where that is said), if it is said."""
+    """(microbatches per step and replica, the key that requires it), if the file has one."""
     count, key = reading.values.pop(MICROBATCHES, None), reading.origins.pop(MICROBATCHES, "")
     return [] if count is None else [(count, f"{reading.file}: {key}")]
 
 
-def _agree(reading: Reading, values: Values) -> None:
-    """Adds a file's values to those given elsewhere, with which they must agree (but for the environment)."""
+def _agree(reading: Reading, values: GivenOptions) -> None:
+    """Adds a file's values to those given elsewhere. They must agree; only environment variables are overridden."""
     for name, value in reading.values.items():
         origin = values.origins.get(name, "")
         if name in values and values[name] != value and not origin.startswith("HAL_"):
@@ -132,43 +122,40 @@ def _agree(reading: Reading, values: Values) -> None:
             values.take({name: value}, {name: f"{reading.file}: {reading.origins[name]}"})
 
 
-def _require_microbatches(values: Values, count: int, where: str) -> None:
-    """Holds the global batch to `count` microbatches per replica, or makes it so."""
+def _require_microbatches(values: GivenOptions, count: int, where: str) -> None:
+    """Sets the global batch size to `count` microbatches per replica. Raises ConfigError if it was given otherwise."""
     probe = Config(**values)
-    shared = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size * probe.context_parallel_size
-    replicas = max(1, world_size(probe) // max(1, shared))
+    replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size * probe.context_parallel_size
+    replicas = max(1, world_size(probe) // max(1, replica))
     size = count * probe.micro_batch_size * replicas
     if values.get("global_batch_size", size) != size:
         raise ConfigError(
-            f"{where} asks for {count} microbatches of {probe.micro_batch_size} on each of {replicas} replicas, which "
-            f"is {size} and not --global-batch-size {values['global_batch_size']}; remove one of them"
+            f"{where} requires {count} microbatches of {probe.micro_batch_size} on each of {replicas} replicas, a "
+            f"global batch of {size}, but --global-batch-size is {values['global_batch_size']}; remove one of them"
         )
     if "global_batch_size" not in values:
         values.take({"global_batch_size": size}, {"global_batch_size": where})
 
 
 def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) -> Config:
-    """A checked Config from option values by field name; what is in `values` counts as given by the user."""
+    """A checked Config from option values by field name, all of which count as given by the user."""
     for name in values:
         if name not in _OPTIONS:
             raise ConfigError(f"there is no option '{name}'.{_nearest(name)}")
-    config = Config(**values)
-    config.given = frozenset(values)
-    if isinstance(values, Values):
-        config.origins, config.notes = dict(values.origins), tuple(values.notes)
+    config = resolve(values)
     check(config)
     return config
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Option values by field name, from a file or the ready configuration of that name. Raises ConfigError."""
+    """Option values by field name, from a file or from the ready configuration of that name. Raises ConfigError."""
     return read_config(path).values
 
 
 def read_config(path: str) -> Reading:
-    """What a --config file says: our options by name, or MindSpeed-Core-MS's sections, or the MindFormers tutorial's.
+    """Reads a --config file: HAL's options by name, or the sections of MindSpeed-Core-MS or the MindFormers tutorial.
 
-    Raises ConfigError for what is none of these, for unknown keys and for what cannot be followed.
+    Raises ConfigError for any other content, for unknown keys and for values that HAL cannot follow.
     """
     named = Path(path).name == path and not path.endswith((".yaml", ".yml", ".json"))
     file = ready_configuration(path) if named else Path(path)
@@ -178,17 +165,17 @@ def read_config(path: str) -> Reading:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
     reading = Reading(f"--config {path}", convert)
-    if any(section in content for section in tutorial.SECTIONS[:2]):
-        front: Any = tutorial
+    if any(section in content for section in mindformers.SECTIONS[:2]):
+        front: Any = mindformers
     elif any(section in content for section in mindspeed.SECTIONS):
         model = content.get("model_config")
-        front = tutorial if isinstance(model, dict) and "llm" in model else mindspeed
+        front = mindformers if isinstance(model, dict) and "llm" in model else mindspeed
     else:
         _read_flat(reading, content)
         return reading
-    # Options of ours may stand beside the sections: what those systems say on their command lines.
+    # HAL's options may stand beside the sections: those systems give some settings on their command lines.
     ours = {key: value for key, value in content.items() if str(key).replace("_", "-") in _SPELLINGS}
-    translate(reading, {key: value for key, value in content.items() if key not in ours}, front.RULES)
+    translate(reading, {key: value for key, value in content.items() if key not in ours}, front.rules())
     front.finish(reading)
     reading.foreign = set(reading.values)
     _read_flat(reading, ours)
@@ -215,15 +202,15 @@ def _read_deepspeed(path: str) -> Reading:
     content = deepspeed.without_auto(load(Path(path), reading.file))
     if not isinstance(content, dict):
         raise ConfigError(f"{reading.file} must be a JSON object; it is {type(content).__name__}")
-    translate(reading, content, deepspeed.RULES)
+    translate(reading, content, deepspeed.rules())
     deepspeed.finish(reading)
     reading.foreign = set(reading.values)
     return reading
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found = {name: environ.get(f"HAL_{name.upper()}") for name in _OPTIONS}
-    return {name: convert(name, text, f"HAL_{name.upper()}") for name, text in found.items() if text}
+    texts = {name: environ.get(f"HAL_{name.upper()}") for name in _OPTIONS}
+    return {name: convert(name, text, f"HAL_{name.upper()}") for name, text in texts.items() if text}
 
 
 def _kind(name: str) -> type:
@@ -234,7 +221,10 @@ def _kind(name: str) -> type:
 
 
 def convert(name: str, value: Any, where: str) -> Any:
-    """`value` as the option's type. YAML reads 1e-3 as a string, and the environment holds nothing else."""
+    """`value` converted to the option's type: YAML reads 1e-3 as a string, and environment variables are strings.
+
+    Raises ConfigError; `where` is the place that the message names.
+    """
     kind = _kind(name)
     try:
         if kind is bool:
@@ -259,7 +249,7 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _integer(value: Any) -> int:
-    """Also of 5e8, which JSON and YAML do not read as an integer. Raises ValueError."""
+    """Accepts 5e8 too, which JSON and YAML do not read as an integer. Raises ValueError."""
     number = int(value) if isinstance(value, int) or str(value).lstrip("+-").isdecimal() else float(value)
     if number != int(number) or abs(number) >= 1 << 63:
         raise ValueError
@@ -267,9 +257,9 @@ def _integer(value: Any) -> int:
 
 
 def _nearest(name: str) -> str:
-    told = ELSEWHERE.get(name.lstrip("-").replace("_", "-"))
-    if told is not None:
-        return f" {told}"
+    advice = ELSEWHERE.get(name.lstrip("-").replace("_", "-"))
+    if advice is not None:
+        return f" {advice}"
     close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), _OPTIONS, n=1)
     return f" Did you mean --{close[0].replace('_', '-')}?" if close else " --help lists the options."
 
@@ -280,32 +270,32 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `hal train`, made from the Config's fields."""
-    made = _Parser(
+    """The command line of `hal train`, built from the fields of Config."""
+    command = _Parser(
         prog="hal train", description="Trains a GPT.", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    made.add_argument(
+    command.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="options by name, or the name of a ready configuration (llama-70b); the command line wins over them. "
-        "MindSpeed-Core-MS's sections and the MindFormers tutorial's are understood too",
+        help="options by name, or the name of a ready configuration (llama-70b); the command line overrides them. "
+        "The sections of MindSpeed-Core-MS and of the MindFormers tutorial are understood too",
     )
-    made.add_argument(
+    command.add_argument(
         "--deepspeed-config",
         "--deepspeed_config",
         metavar="FILE.json",
-        help="DeepSpeed's batch sizes, precision, ZeRO, optimizer and schedule; what is given elsewhere must agree",
+        help="DeepSpeed's batch sizes, precision, ZeRO, optimizer and schedule; options given elsewhere must agree",
     )
-    group: Any = made
+    group: Any = command
     for option in _OPTIONS.values():
         if option.name in GROUPS:
-            group = made.add_argument_group(GROUPS[option.name])
+            group = command.add_argument_group(GROUPS[option.name])
         _add(group, option.name)
-    return made
+    return command
 
 
 def add_options(group: Any, names: Sequence[str]) -> None:
-    """Adds the flags of these options to the command line of another command; those not given are left out of it."""
+    """Adds the flags of these options to another command's parser."""
     for name in names:
         _add(group, name)
 
@@ -315,18 +305,20 @@ def _add(group: Any, name: str) -> None:
     meta = option.metadata
     flags = [f"--{name.replace('_', '-')}", *(f"--{a}" for a in meta["aliases"])]
     default = "" if option.default in (None, False, ()) else f" (default {option.default})"
-    how: dict[str, Any] = {"dest": name, "help": (meta["help"] + default).replace("%", "%%")}
+    keywords: dict[str, Any] = {"dest": name, "help": (meta["help"] + default).replace("%", "%%")}
     if kind is bool:
-        group.add_argument(*flags, action="store_true", **how)
+        group.add_argument(*flags, action="store_true", **keywords)
         if meta["no"]:
-            group.add_argument(f"--{meta['no']}", action="store_false", dest=name, help="the opposite")
+            group.add_argument(
+                f"--{meta['no']}", action="store_false", dest=name, help=f"the opposite of --{name.replace('_', '-')}"
+            )
     elif kind is tuple:
-        several: dict[str, Any] = {"nargs": "+"} if meta["words"] else {"type": lambda text: text.split(",")}
-        group.add_argument(*flags, action="extend", **several, metavar="X", **how)
+        split: dict[str, Any] = {"nargs": "+"} if meta["words"] else {"type": lambda text: text.split(",")}
+        group.add_argument(*flags, action="extend", **split, metavar="X", **keywords)
     else:
         choices = meta["choices"] or None
         group.add_argument(
-            *flags, type=kind, choices=choices, metavar=None if choices else kind.__name__.upper(), **how
+            *flags, type=kind, choices=choices, metavar=None if choices else kind.__name__.upper(), **keywords
         )
 
 

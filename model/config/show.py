@@ -1,7 +1,7 @@
 """`hal config show`: the merged configuration, every value with its origin, as YAML that --config reads back.
 
-What the user gave stands as it is; defaults and derived values are comments, so that reading the text back gives the
-same run without calling them given.
+Options that the user gave are written as YAML values; defaults and derived values are comments, so that reading the
+text back gives the same run with the same options counted as given.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from ..checks import lacking, processes_lacking, world_size
-from ..config import Config
+from .schema import Config
+from .validation import lacking, missing_processes, world_size
 
 
 def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
-    """Lines of text. groups: titles by the first option of each group."""
+    """The lines of the text. groups: titles by the first option of each group."""
     options = [f for f in fields(config) if f.init]
     width = max(len(f.name) for f in options) + 32
     for option in options:
@@ -30,11 +30,11 @@ def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
             origin = "default" if value == option.default else "derived"
         yield f"{line:<{width}}  # {origin}"
     if config.notes:
-        yield "\n# taken, and without effect"
+        yield "\n# accepted, without effect"
         yield from (f"# {note}" for note in config.notes)
-    needed, more = list(lacking(config)), processes_lacking(config)
-    if more:
-        needed.append(f"processes: at least {world_size(config) + more}, by --nproc-per-node or a launcher")
+    needed, missing = list(lacking(config)), missing_processes(config)
+    if missing:
+        needed.append(f"processes: at least {world_size(config) + missing}, by --nproc-per-node or a launcher")
     if needed:
         yield "\n# still to be given"
         yield from (f"# {need}" for need in needed)

@@ -1,6 +1,6 @@
-"""What makes a configuration wrong, found before anything starts: one line each, with what to change.
+"""Validation of a configuration before anything starts: one line per problem, with what to change.
 
-Two kinds: contradictions, and options that were given but would be ignored.
+There are two kinds of problems: contradictions, and options that were given but would be ignored.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import chain
 
-from .config import BOUNDS, Config, ConfigError
-from .parallel.plan import problems
-from .tokenizer import OPTIONS, missing_options, readers
+from .parallel_layout import problems
+from .schema import BOUNDS, Config, ConfigError
+from .tokenizer_options import OPTIONS, missing_options, readers
 
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first problem."""
-    _require(config, _numbers, _shape, _training, lacking, _ignored, _parallel)
+    _require(config, *_ALONE, lacking, _ignored, _parallel)
 
 
 def check_given(config: Config) -> None:
-    """As `check`, of a configuration to look at: what is still to be given (`lacking`) may be absent."""
-    _require(config, _numbers, _shape, _training, _ignored, lambda c: problems(c, world_size(c) + processes_lacking(c)))
+    """Validates a configuration that is only displayed: options and processes that are still missing are no problem."""
+    _require(config, *_ALONE, _ignored, lambda c: problems(c, world_size(c) + missing_processes(c)))
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError with the first problem of the model's own options, whatever it is used for."""
-    _require(config, _numbers, _shape)
+    """Raises ConfigError with the first problem of the model's own options, whatever the model is used for."""
+    _require(config, _bounds, _split, _shape)
 
 
 def lacking(c: Config) -> Iterator[str]:
-    """What a run needs and nobody gave."""
+    """Options that a run needs and that were not given."""
     missing = missing_options(c)
     if missing is not None:
         yield missing
@@ -40,38 +40,40 @@ def lacking(c: Config) -> Iterator[str]:
         yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
 
 
-def processes_lacking(c: Config) -> int:
-    """How many more processes one replica needs than there are, where nobody said how many are to be started."""
-    told = "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
+def missing_processes(c: Config) -> int:
+    """How many more processes one replica needs, if the number of processes was not given."""
+    given = "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
     replica = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
-    return 0 if told else max(0, replica - world_size(c))
+    return 0 if given else max(0, replica - world_size(c))
 
 
 def _require(config: Config, *rules: Callable[[Config], Iterator[str]]) -> None:
-    # Lazily: later rules may divide by numbers that earlier ones have checked.
+    # Evaluated lazily, because later rules may divide by numbers whose bounds earlier rules check.
     for problem in chain.from_iterable(rule(config) for rule in rules):
         raise ConfigError(problem)
 
 
-def _numbers(c: Config) -> Iterator[str]:
+def _bounds(c: Config) -> Iterator[str]:
     for option in fields(c):
         bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         finite = isinstance(value, int) or (number and math.isfinite(value))
         if number and not (finite and BOUNDS[bounds](value)):
             yield f"{_flag(option.name)} must be {bounds}; found {value}"
+
+
+def _split(c: Config) -> Iterator[str]:
     try:
-        shares = [float(part) for part in c.split.split(",")]
+        proportions = [float(part) for part in c.split.split(",")]
     except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
-        yield f"--split is three shares such as 969,30,1 with a training share above 0; found {c.split!r}"
-    elif c.eval_interval and shares[1] == 0 and not c.train_data_path:
+        proportions = []
+    if len(proportions) != 3 or not all(0 <= p < math.inf for p in proportions) or proportions[0] <= 0:
+        yield f"--split must be three proportions such as 969,30,1, the first above 0; found {c.split!r}"
+    elif c.eval_interval and proportions[1] == 0 and not c.train_data_path:
         yield f"--eval-interval needs validation data, but --split {c.split} has none"
 
 
 def _shape(c: Config) -> Iterator[str]:
-    assert c.num_query_groups and c.kv_channels and c.max_position_embeddings
     if c.hidden_size % c.num_attention_heads and "kv_channels" not in c.given:
         yield (
             f"--hidden-size {c.hidden_size} is not divisible by --num-attention-heads {c.num_attention_heads}; "
@@ -89,22 +91,23 @@ def _shape(c: Config) -> Iterator[str]:
     if c.swiglu and c.geglu:
         yield "--swiglu and --geglu contradict each other; give one"
     if c.position_embedding_type == "rope" and int(c.kv_channels * c.rotary_percent) < 2:
-        yield f"rotary positions need at least two channels; the head size is {c.kv_channels}"
+        yield f"rotary positions need at least two channels per head; the head size is {c.kv_channels}"
     if c.pre_tokens is not None and c.window[1] + c.pre_tokens < 0:
         yield f"--pre-tokens {c.pre_tokens} with --next-tokens {c.window[1]} leaves no key visible to any query"
 
 
-def _training(c: Config) -> Iterator[str]:
-    assert c.global_batch_size
+def _batch(c: Config) -> Iterator[str]:
     if c.fp16 and c.bf16:
         yield "--fp16 and --bf16 contradict each other; give one"
     if c.global_batch_size % c.micro_batch_size:
-        yield (f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size}")
+        yield f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size}"
+
+
+def _learning_rate(c: Config) -> Iterator[str]:
     if c.min_lr > c.lr:
         yield f"--min-lr {c.min_lr} is above --lr {c.lr}"
     if c.lr_warmup_init > c.lr:
         yield f"--lr-warmup-init {c.lr_warmup_init} is above --lr {c.lr}"
-    assert c.lr_decay_iters
     if {"lr_warmup_fraction", "lr_warmup_iters"} <= c.given:
         yield "--lr-warmup-fraction and --lr-warmup-iters contradict each other; give one"
     if c.lr_warmup_iters >= c.lr_decay_iters:
@@ -117,23 +120,36 @@ def _training(c: Config) -> Iterator[str]:
                 f"--lr-wsd-decay-iters {c.lr_wsd_decay_iters} and --lr-warmup-iters {c.lr_warmup_iters} do not fit in "
                 f"{c.lr_decay_iters} iterations"
             )
+
+
+def _recomputation(c: Config) -> Iterator[str]:
     if c.recompute_granularity == "full" and c.recompute_method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if c.recompute_num_layers is not None and c.recompute_num_layers > c.num_layers:
         yield f"--recompute-num-layers {c.recompute_num_layers} exceeds --num-layers {c.num_layers}"
+
+
+def _data_sources(c: Config) -> Iterator[str]:
     sources = {"--data-path": c.data_path, "--text-file": c.text_file, "--train-data-path": c.train_data_path}
     given = [name for name, value in sources.items() if value]
     if len(given) > 1:
         yield f"{given[0]} and {given[1]} contradict each other; give one"
     if c.eval_interval and c.train_data_path and not c.valid_data_path:
         yield "--eval-interval needs validation data; give --valid-data-path beside --train-data-path"
+
+
+def _pins(c: Config) -> Iterator[str]:
     for pin in c.pin:
         if "=" not in pin:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
 
 
+_ALONE = (_bounds, _split, _shape, _batch, _learning_rate, _recomputation, _data_sources, _pins)
+"""Rules that depend on the options only, not on the number of processes."""
+
+
 def _ignored(c: Config) -> Iterator[str]:
-    """Given options that nothing would read: option names, whether something reads them, and what would."""
+    """Given options that have no effect. A row: option names, whether the run reads them, what would read them."""
     full = c.recompute_granularity == "full"
     rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
     rules = [
@@ -160,10 +176,11 @@ def _ignored(c: Config) -> Iterator[str]:
         ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]
-    for names, read, by in rules:
+    for names, is_read, reader in rules:
         for name in names.split():
-            if name in c.given and not read and getattr(c, name) not in (False, None, ()):
-                yield f"{_flag(name)} would be ignored: it needs {by}. Remove it, or add that"
+            # False, None and () are what an option has that was not given; saying so explicitly is harmless.
+            if name in c.given and not is_read and getattr(c, name) not in (False, None, ()):
+                yield f"{_flag(name)} would be ignored: it needs {reader}. Remove it, or add that"
 
 
 def _tokenizer_rules(c: Config) -> Iterator[tuple[str, bool, str]]:
@@ -176,7 +193,7 @@ def _parallel(c: Config) -> Iterator[str]:
 
 
 def world_size(c: Config) -> int:
-    """How many processes run this job: what the launcher says, else --nproc-per-node."""
+    """The number of processes of this job: WORLD_SIZE, which launchers set, or else --nproc-per-node."""
     return int(os.environ.get("WORLD_SIZE", c.nproc_per_node))
 
 

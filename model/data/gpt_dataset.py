@@ -1,7 +1,7 @@
-"""Batches of tokens: megatron-core's GPTDataset over .bin/.idx files, checked before they are used; several blended.
+"""Batches of tokens from megatron-core's GPTDataset over .bin/.idx files, which are validated first and can be blended.
 
-Sample n of a split is a function of the data, the seed and the number of samples asked for, so a run continues exactly
-from its count of consumed samples. Index maps are made by one process while the others wait.
+Sample n of a split is a function of the data, the seed and the requested number of samples, so a run resumes exactly
+from its count of consumed samples. One process builds the index maps while the others wait.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import documents
-from .config import Config, ConfigError
-from .corpus import standard_library, text_file
-from .files import cache_dir, made_once, make_folder
-from .indexed import check_ids, read_index, read_note, require_ids, require_match
-from .megatron.datasets import gpt_dataset, helpers, indexed_dataset
-from .tokenizer import Tokenizer
+from ..common.atomic_files import cache_dir, made_once, make_folder
+from ..config.schema import Config, ConfigError
+from ..gpt import document_mask
+from .indexed_dataset import check_ids, read_index, read_note, require_ids, require_match
+from .megatron_datasets import gpt_dataset, helpers, indexed_dataset
+from .text_corpus import standard_library, text_file
+from .tokenizers.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _SURPLUS = 0.005
+"""Megatron's margin: each blended dataset has 0.5 % more samples than its weight asks for, since blending rounds."""
 
 
 @dataclass
 class Split:
-    """One split's samples. `fetch(n, count)` gives (tokens, labels), int64 [count, s] each."""
+    """The samples of one split. `fetch(n, count)` returns (tokens, labels), int64 [count, s] each."""
 
     dataset: Any
     vocabulary: int
@@ -39,22 +40,22 @@ class Split:
     mask_loss: bool = False
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Samples first..first+count-1, repeating from the start after the last. Raises ConfigError for alien ids.
+        """Samples first..first+count-1, wrapping around after the last. Raises ConfigError for ids out of range.
 
-        With mask_loss, the labels of end-of-document tokens are documents.IGNORED.
+        With mask_loss, the labels of end-of-document tokens are document_mask.IGNORED.
         """
         size = len(self.dataset)
         rows = [self.dataset[n % size] for n in range(first, first + count)]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
         low, top = (int(t) for t in torch.aminmax(torch.cat((tokens, labels))))
         require_ids(low, top, self.vocabulary)
-        return tokens, labels.masked_fill(tokens == self.eod, documents.IGNORED) if self.mask_loss else labels
+        return tokens, labels.masked_fill(tokens == self.eod, document_mask.IGNORED) if self.mask_loss else labels
 
 
 @dataclass(frozen=True)
 class _Blend:
-    """Where a split comes from. weights: shares that sum to 1, or None: all of each. shared: all splits come from these
-    prefixes, by --split."""
+    """The datasets of a split. weights: they sum to 1; None takes every sample of each dataset once. shared: all splits
+    come from these prefixes, divided by --split."""
 
     prefixes: tuple[Path, ...]
     weights: tuple[float, ...] | None
@@ -62,7 +63,7 @@ class _Blend:
 
 
 class _Mixture:
-    """Samples of several datasets in the order of two maps: which dataset, and which of its samples."""
+    """Samples of several datasets in the order of two index maps: the dataset, and the sample within it."""
 
     def __init__(self, datasets: list[Any], which: numpy.ndarray, sample: numpy.ndarray) -> None:
         self.datasets, self.which, self.sample = datasets, which, sample
@@ -75,7 +76,7 @@ class _Mixture:
 
 
 def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> dict[str, Split]:
-    """The splits named in `samples` (split -> how many samples the run needs of it).
+    """The splits named in `samples` (split -> number of samples that the run needs).
 
     Raises ConfigError for unreadable data, ids outside the vocabulary, data of another tokenizer, or a split too small
     for one sequence.
@@ -104,9 +105,8 @@ def parse_blend(words: tuple[str, ...], flag: str) -> tuple[tuple[Path, ...], tu
         return tuple(Path(word) for word in words), None
     given = [w for w in weights if w is not None]
     if not all(0 < w < math.inf for w in given):
-        raise ConfigError(
-            f"{flag} has the weight {words[2 * [0 < w < math.inf for w in given].index(False)]}; use one > 0"
-        )
+        wrong = next(word for word, w in zip(words[::2], given) if not 0 < w < math.inf)
+        raise ConfigError(f"{flag} has the weight {wrong}; weights must be > 0")
     return tuple(Path(word) for word in words[1::2]), tuple(w / sum(given) for w in given)
 
 
@@ -139,39 +139,41 @@ def _checked_lengths(config: Config, tokenizer: Tokenizer, prefix: Path) -> nump
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} would do nothing: {prefix} was made without --append-eod, so its "
-                    f"documents have no end"
+                    f"--{name.replace('_', '-')} would have no effect: {prefix} was made without --append-eod, so its "
+                    f"documents have no end-of-document token"
                 )
     return index.lengths
 
 
 def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
-    """Megatron's rule: cumulative shares of the sequences, rounded."""
-    shares = [float(part) for part in split.split(",")]
-    edges = [round(sum(shares[:i]) / sum(shares) * sequences) for i in range(4)]
+    """First and last (exclusive) sequence of each split, by Megatron's rule: rounded cumulative proportions."""
+    proportions = [float(part) for part in split.split(",")]
+    edges = [round(sum(proportions[:i]) / sum(proportions) * sequences) for i in range(4)]
     return {name: (edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
 
 
 def _mix(
     config: Config, tokenizer: Tokenizer, name: str, blend: _Blend, lengths: dict[Path, numpy.ndarray], count: int
 ) -> Any:
-    """Megatron's blending: by weight, error-minimising greedy; without weights every sample once."""
-    wanted = [None if blend.weights is None else math.ceil(count * w) for w in blend.weights or blend.prefixes]
+    """Megatron's blending: greedily keeps proportions closest to the weights; without weights, every sample once."""
+    counts: list[int | None] = [None] * len(blend.prefixes)
+    if blend.weights is not None:
+        counts = [math.ceil(count * weight) for weight in blend.weights]
     datasets = [
         _open_one(config, tokenizer, name, blend, prefix, lengths, None if n is None else math.ceil(n * (1 + _SURPLUS)))
-        for prefix, n in zip(blend.prefixes, wanted)
+        for prefix, n in zip(blend.prefixes, counts)
     ]
     sizes = [len(dataset) for dataset in datasets]
     weights = blend.weights or tuple(float(n) for n in sizes)
-    size = sum(sizes) if blend.weights is None else sum(n for n in wanted if n is not None)
+    size = sum(sizes) if blend.weights is None else sum(n for n in counts if n is not None)
 
     def build(folder: Path) -> None:
         which, sample = numpy.zeros(size, dtype=numpy.int16), numpy.zeros(size, dtype=numpy.int64)
         if blend.weights is None:
             helpers().build_exhaustive_blending_indices(which, sample, numpy.array(sizes, numpy.int64), len(datasets))
         else:
-            shares = numpy.array(weights, dtype=numpy.float64)
-            helpers().build_blending_indices(which, sample, shares, len(datasets), size, False)
+            ratios = numpy.array(weights, dtype=numpy.float64)
+            helpers().build_blending_indices(which, sample, ratios, len(datasets), size, False)
         numpy.save(folder / "dataset_index.npy", which)
         numpy.save(folder / "dataset_sample_index.npy", sample)
 
@@ -182,13 +184,13 @@ def _mix(
 
 
 def _identity(prefix: Path) -> tuple[Any, ...]:
-    """Tells data from data that has changed since: megatron-core's own key has only the path."""
+    """A cache key that changes when the data does: megatron-core's own key has only the path."""
     stat = os.stat(f"{prefix}.idx")
     return str(prefix.absolute()), stat.st_size, stat.st_mtime_ns
 
 
 def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> Path:
-    """The folder of the index maps of one key, filled by `build(folder)` if it is not there, and safe to open."""
+    """The folder of the index maps of one key, filled by `build(folder)` if it does not exist, and safe to open."""
     root = cache_dir("index") if config.data_cache_path is None else make_folder(Path(config.data_cache_path))
     folder = made_once(root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}", build)
     for path in folder.glob("*.npy"):
@@ -197,13 +199,13 @@ def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> P
 
 
 def _require_plain(path: Path) -> None:
-    """Refuses what numpy would unpickle: megatron-core opens its maps with allow_pickle."""
+    """Raises ConfigError for files that numpy would unpickle: megatron-core opens its maps with allow_pickle."""
     try:
         array = numpy.load(path, mmap_mode="r", allow_pickle=False)
         if array.dtype.hasobject:
             raise ValueError("it holds objects")
     except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"{path} is no index map ({error}); remove the folder {path.parent}") from None
+        raise ConfigError(f"{path} is not an index map ({error}); remove the folder {path.parent}") from None
 
 
 def _open_one(
@@ -215,7 +217,7 @@ def _open_one(
     lengths: dict[Path, numpy.ndarray],
     count: int | None,
 ) -> Any:
-    """One prefix's share of a split. count: samples needed, or None for each once."""
+    """The part of a split that one prefix holds. count: number of samples needed, or None for one epoch."""
     span = _ranges(config.split, len(lengths[prefix]))[name] if blend.shared else (0, len(lengths[prefix]))
     tokens = int(lengths[prefix][slice(*span)].sum(dtype=numpy.int64))
     if tokens <= config.seq_length:
@@ -223,8 +225,8 @@ def _open_one(
             f"the {name} split of {prefix} has {tokens} tokens in {span[1] - span[0]} sequences, fewer than one sample "
             f"of --seq-length {config.seq_length} + 1; use more data, a shorter sequence, or another --split"
         )
-    # None = one epoch: then every run that needs no more shares one set of index maps and one order.
-    wanted = None if count is None or count * config.seq_length < tokens else count
+    # None means one epoch. All runs that need no more than that share one set of index maps and one order.
+    requested = None if count is None or count * config.seq_length < tokens else count
     module = gpt_dataset()
 
     def build(cache: Path) -> Any:
@@ -242,8 +244,8 @@ def _open_one(
         )
         low = indexed_dataset().IndexedDataset(str(prefix))
         return module.GPTDataset(
-            low, str(prefix), numpy.arange(*span, dtype=numpy.int32), wanted, module.Split[name], settings
+            low, str(prefix), numpy.arange(*span, dtype=numpy.int32), requested, module.Split[name], settings
         )
 
-    key = (*_identity(prefix), tokenizer.unique_identifiers, name, span, wanted, config.seq_length, config.seed)
+    key = (*_identity(prefix), tokenizer.unique_identifiers, name, span, requested, config.seq_length, config.seed)
     return build(_maps(config, name, key, build))

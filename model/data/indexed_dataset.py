@@ -1,8 +1,8 @@
-"""Megatron's indexed datasets (a .idx beside a .bin), read defensively, and the note on how they were made.
+"""Megatron's indexed datasets (an .idx and a .bin file), validated on reading, and HAL's note on how they were made.
 
-`read_index` proves that every sequence lies inside the .bin before anybody maps it: nothing that follows can read out
-of bounds. The format: magic, version 1, a code for the dtype, the numbers of sequences and of document ends, then
-int32 lengths, int64 byte offsets and int64 document ends. The note PREFIX.json is ours; Megatron does not look at it.
+`read_index` verifies that every sequence lies inside the .bin before the file is mapped, so that no later access can be
+out of bounds. The format: magic, version 1, a dtype code, the numbers of sequences and of document ends, then int32
+lengths, int64 byte offsets and int64 document ends. The note PREFIX.json is HAL's; Megatron does not read it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy
 
-from .config import ConfigError
-from .tokenizer import NullTokenizer, Tokenizer
+from ..config.schema import ConfigError
+from .tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -27,8 +27,8 @@ _SCAN_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Index:
-    """A whole and consistent pair of files. lengths: int32 tokens per sequence; pointers: int64 bytes into the .bin;
-    documents: int64, sequences documents[i]..documents[i+1]-1 are document i."""
+    """A complete and consistent pair of files. lengths: int32, tokens per sequence; pointers: int64, byte offsets into
+    the .bin; documents: int64, document i consists of the sequences documents[i]..documents[i+1]-1."""
 
     prefix: Path
     dtype: numpy.dtype[Any]
@@ -37,7 +37,7 @@ class Index:
     documents: numpy.ndarray
 
     def tokens(self, sequence: int) -> numpy.ndarray:
-        """Ids of a sequence."""
+        """The token ids of a sequence."""
         return numpy.fromfile(
             f"{self.prefix}.bin",
             dtype=self.dtype,
@@ -47,7 +47,7 @@ class Index:
 
 
 def read_index(prefix: Path) -> Index:
-    """The index of PREFIX.idx, PREFIX.bin. Raises ConfigError, saying what is wrong, unless both are whole."""
+    """The index of PREFIX.idx and PREFIX.bin. Raises ConfigError, with the reason, unless both are valid."""
     idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (idx, bin_):
         if not path.is_file():
@@ -59,17 +59,17 @@ def read_index(prefix: Path) -> Index:
         raise ConfigError(f"the data file {idx} cannot be read: {error.strerror}") from None
     header = content[:_HEADER].tobytes()
     if len(header) < _HEADER or header[:9] != _MAGIC:
-        raise ConfigError(f"{idx} is no Megatron index: it does not start with {_MAGIC[:7].decode()}")
+        raise ConfigError(f"{idx} is not a Megatron index: it does not start with {_MAGIC[:7].decode()}")
     version, code, sequences, ends = struct.unpack("<QBQQ", header[9:])
     if version != 1 or code not in _DTYPES or _DTYPES[code][0] == "f":
         raise ConfigError(f"{idx} has version {version} and token type {code}; HAL reads version 1 with integer tokens")
-    whole = _HEADER + sequences * 12 + ends * 8
-    if len(content) not in (whole, whole + sequences):  # a multimodal index has a byte more per sequence
-        raise ConfigError(f"{idx} is damaged: {sequences} sequences need {whole} bytes, it has {len(content)}")
+    needed = _HEADER + sequences * 12 + ends * 8
+    if len(content) not in (needed, needed + sequences):  # a multimodal index has one more byte per sequence
+        raise ConfigError(f"{idx} is damaged: {sequences} sequences need {needed} bytes, the file has {len(content)}")
     first_pointer, first_end = _HEADER + 4 * sequences, _HEADER + 12 * sequences
     lengths = content[_HEADER:first_pointer].copy().view("<i4")
     pointers = content[first_pointer:first_end].copy().view("<i8")
-    documents = content[first_end:whole].copy().view("<i8")
+    documents = content[first_end:needed].copy().view("<i8")
     index = Index(prefix, numpy.dtype("<" + _DTYPES[code]), lengths, pointers, documents)
     _check(index, size)
     return index
@@ -83,7 +83,7 @@ def _check(index: Index, size: int) -> None:
     if lengths.min() < 0 or pointers.min() < 0:
         n = int(numpy.flatnonzero((lengths < 0) | (pointers < 0))[0])
         raise ConfigError(f"{name} is damaged: sequence {n} has length {lengths[n]} at byte {pointers[n]}")
-    # Compared one by one before they are added: a sum of hostile numbers may wrap around.
+    # Each number is compared before two are added: a sum of corrupt numbers may overflow.
     beyond = (pointers > size) | (lengths.astype(numpy.int64) * index.dtype.itemsize > size - pointers)
     if beyond.any():
         n = int(numpy.flatnonzero(beyond)[0])
@@ -96,12 +96,12 @@ def _check(index: Index, size: int) -> None:
         raise ConfigError(f"{name} is damaged: a sequence begins inside a token")
     ordered = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
     if not ordered or (numpy.diff(documents) < 0).any():
-        raise ConfigError(f"{name} is damaged: its document ends do not go up from 0 to {len(lengths)}")
+        raise ConfigError(f"{name} is damaged: its document ends do not increase from 0 to {len(lengths)}")
 
 
 def check_ids(index: Index, vocabulary: int) -> None:
-    """Raises ConfigError for ids outside 0..vocabulary-1. A corpus of many gigabytes is not read twice: beyond
-    _SCAN_BYTES this looks at nothing, and the ids are checked batch by batch."""
+    """Raises ConfigError for ids outside 0..vocabulary-1. Files of more than _SCAN_BYTES are not scanned; their ids are
+    checked batch by batch (Split.fetch)."""
     path = f"{index.prefix}.bin"
     if 0 < os.stat(path).st_size <= _SCAN_BYTES:
         ids = numpy.fromfile(path, dtype=index.dtype)
@@ -111,22 +111,21 @@ def check_ids(index: Index, vocabulary: int) -> None:
 def require_ids(low: int, top: int, vocabulary: int) -> None:
     """Raises ConfigError unless ids from `low` to `top` fit the vocabulary."""
     if low < 0:
-        raise ConfigError(f"the data has token id {low}: it is damaged, or its ids need another type")
+        raise ConfigError(f"the data has token id {low}: it is damaged, or was written with another integer type")
     if top >= vocabulary:
         raise ConfigError(
-            f"the vocabulary is too small for the data: the data has token id {top}, the tokenizer {vocabulary} ids; "
-            f"give the tokenizer the data was made with (--tokenizer-type, --vocab-file, --vocab-size)"
+            f"the vocabulary is too small for the data, which has token id {top}: the tokenizer has {vocabulary} ids; "
+            f"give the tokenizer that the data was made with (--tokenizer-type, --vocab-file, --vocab-size)"
         )
 
 
 def note_path(prefix: Path) -> Path:
-    """Where the note on a dataset lies."""
+    """The path of a dataset's note."""
     return Path(f"{prefix}.json")
 
 
 def read_note(prefix: Path) -> dict[str, Any] | None:
-    """The note of a dataset, or None where there is none (Megatron's own files). Raises ConfigError for a damaged
-    one."""
+    """The note of a dataset, or None if there is none (Megatron's own files). Raises ConfigError if it is damaged."""
     path = note_path(prefix)
     if not path.is_file():
         return None
@@ -137,8 +136,8 @@ def read_note(prefix: Path) -> dict[str, Any] | None:
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
-            f"{path} is no note on how {prefix.name}.bin was made; remove it to use the data without the check of its "
-            f"tokenizer"
+            f"{path} is not a valid note on how {prefix.name}.bin was made; remove it to use the data without checking "
+            f"its tokenizer"
         ) from None
     return dict(note)
 
@@ -146,18 +145,18 @@ def read_note(prefix: Path) -> dict[str, Any] | None:
 def require_match(prefix: Path, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the data's note says that another tokenizer made it.
 
-    A NullTokenizer stands for whatever made the data, as long as it ends documents with the same id.
+    A NullTokenizer matches every tokenizer with the same end-of-document id.
     """
     note = read_note(prefix)
     if note is None or note["tokenizer"]["fingerprint"] == tokenizer.fingerprint:
         return
     if isinstance(tokenizer, NullTokenizer) and note["tokenizer"].get("eod") == tokenizer.eod:
         return
-    made = note["tokenizer"]
-    same = made["type"] == type(tokenizer).__name__
+    own = note["tokenizer"]
+    same = own["type"] == type(tokenizer).__name__
     raise ConfigError(
-        f"{prefix} was made with {'another ' if same else ''}{made['type']} (fingerprint {made['fingerprint']}, "
-        f"{made.get('vocab_size')} ids), this run has {type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint}, "
-        f"{tokenizer.vocab_size} ids): its ids would mean other words. Give the tokenizer the data was made with, or "
-        f"preprocess the text again"
+        f"{prefix} was made with {'another ' if same else ''}{own['type']} (fingerprint {own['fingerprint']}, "
+        f"{own.get('vocab_size')} ids), this run has {type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint}, "
+        f"{tokenizer.vocab_size} ids), in which the ids stand for other tokens. Give the tokenizer that the data was "
+        f"made with, or preprocess the text again"
     )

@@ -1,4 +1,4 @@
-"""megatron-core's datasets, imported when they are needed and without their noise.
+"""Lazy imports of megatron-core's datasets, without their warnings.
 
 The import takes some seconds and warns about accelerator packages that datasets do not use.
 """

@@ -1,6 +1,6 @@
-"""Text made into .bin/.idx: the built-in corpus (Python's own standard library) and any UTF-8 file.
+"""Tokenizes text into .bin/.idx files: the built-in corpus (Python's standard library) and any UTF-8 file.
 
-Both are made once and kept in HAL's cache. A split (training, validation, test) is a range of the index's sequences.
+Results are cached in HAL's cache folder. A split (training, validation, test) is a range of the index's sequences.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .config import ConfigError
-from .files import cache_dir, made_once
-from .megatron.datasets import indexed_dataset
-from .tokenizer import Tokenizer
+from ..common.atomic_files import cache_dir, made_once
+from ..config.schema import ConfigError
+from .megatron_datasets import indexed_dataset
+from .tokenizers.tokenizer import Tokenizer
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _PIECE = 4096
+"""Characters per sequence of a text file: splits are ranges of sequences, so one long sequence could not be split."""
 
 
 def standard_library(tokenizer: Tokenizer) -> Path:
-    """Prefix of the .bin/.idx of this Python's standard library: one document per file of `sources()`."""
+    """Prefix of the .bin/.idx of this Python's standard library, with one document per file of `sources()`."""
     root, files = sources()
     stamps = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     name = f"stdlib-{platform.python_version()}-{_digest(repr((stamps, tokenizer.unique_identifiers)).encode())}"
@@ -30,7 +31,7 @@ def standard_library(tokenizer: Tokenizer) -> Path:
 
 
 def sources() -> tuple[Path, list[Path]]:
-    """The standard library's folder and its .py files but tests, in order of path. ConfigError if there are none."""
+    """The standard library's folder and its .py files without tests, sorted by path. ConfigError if there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if not _SKIPPED.intersection(p.relative_to(root).parts))
     if not files:
@@ -44,10 +45,10 @@ def sources() -> tuple[Path, list[Path]]:
 def text_file(path: str, tokenizer: Tokenizer) -> Path:
     """Prefix of the .bin/.idx of a UTF-8 file: one document, cut at line ends into sequences of some kilobytes.
 
-    Raises ConfigError for a file that is empty, not there, or not UTF-8 (naming the byte).
+    Raises ConfigError for a file that is empty, missing, or not UTF-8 (naming the byte).
     """
     if Path(path).is_char_device():
-        raise ConfigError(f"--text-file {path} is a device, which need not end; give a file or a pipe")
+        raise ConfigError(f"--text-file {path} is a device, whose input may never end; give a file or a pipe")
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -61,13 +62,13 @@ def text_file(path: str, tokenizer: Tokenizer) -> Path:
             f"(line {line}); convert it, e.g. with iconv"
         ) from None
     if not text.strip():
-        raise ConfigError(f"--text-file {path} holds no text")
+        raise ConfigError(f"--text-file {path} contains no text")
     name = f"text-{_digest(content + repr(tokenizer.unique_identifiers).encode())}"
     return _cached(name, [[tokenizer.encode(piece) for piece in _pieces(text)]], tokenizer)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in order, cut after a line end once a piece has _PIECE characters."""
+    """The text in pieces of at least _PIECE characters that end after a newline."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + _PIECE)
@@ -77,7 +78,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _cached(name: str, documents: Iterable[list[list[int]]], tokenizer: Tokenizer) -> Path:
-    """documents: each a list of sequences of ids; the last sequence of a document gets the eod id."""
+    """documents: each a list of sequences of ids; the eod id is appended to the last sequence of each document."""
     import numpy
 
     def fill(folder: Path) -> None:

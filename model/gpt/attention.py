@@ -2,7 +2,7 @@
 
 The QKV layer's rows are grouped per key/value head as [its query heads, key, value], so a slice of groups is a slice of
 rows. Both paths give the same values, windows and dropout included. Shape letters: S sequence, B batch, N query heads,
-G key/value heads, D head size.
+G key/value heads, D head size, R query rows of a group (N/G * S).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from hal import Rng, ops
 from hal.ops.attention import band_mask
 
-from .config import Config
-from .draws import Draws
+from ..config.schema import Config
+from ..parallel.context_parallel import Ring, ring_attention, ulysses
+from .activation_checkpointing import recompute
+from .dropout_rng import DropoutRng
 from .layers import ColumnParallelLinear, Init, RowParallelLinear
-from .parallel.context import Ring, ring_attention, ulysses
-from .recompute import recompute
 
 if TYPE_CHECKING:
-    from .cache import KeyValueCache
+    from .kv_cache import KeyValueCache
 
 
 class SelfAttention(nn.Module):
@@ -31,11 +31,10 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str, layer: int) -> None:
         super().__init__()
-        assert config.num_query_groups is not None and config.kv_channels is not None
         self.heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        size, h = init.parallel.size, config.hidden_size
-        self.local_groups, self.per_group, self.head_size = groups // size, self.heads // groups, d
-        self.first_head = init.parallel.rank * self.local_groups * self.per_group
+        tp, h = init.parallel.tp, config.hidden_size
+        self.local_groups, self.per_group, self.head_size = groups // tp.size, self.heads // groups, d
+        self.first_head = tp.rank * self.local_groups * self.per_group
         self.cp, self.cp_algorithm = init.parallel.cp, init.parallel.cp_algorithm
         bias = not config.disable_bias_linear
         self.linear_qkv = ColumnParallelLinear(
@@ -57,7 +56,7 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        draws: Draws | None,
+        dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
@@ -72,31 +71,37 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, draws, mask, on=self.recompute)
-        return self.linear_proj(context)
+        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, dropout_rng, mask, on=self.recompute)
+        y: Tensor = self.linear_proj(context)
+        return y
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, mask: Tensor | None = None) -> Tensor:
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None = None
+    ) -> Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; s is this rank's rows with context parallelism."""
-        if self.cp is None or self.cp.size == 1:
-            return self._whole(q, k, v, draws, self.first_head, mask)
+        if self.cp.size == 1:
+            return self._whole(q, k, v, dropout_rng, self.first_head, mask)
         if self.cp_algorithm == "ulysses":
             first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
-            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, draws, first, mask))
+            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, mask))
         draw, full = None, q.shape[0] * self.cp.size
-        if draws is not None and self.p > 0.0:
+        if dropout_rng is not None and self.p > 0.0:
 
             def draw(q_start: int, k_start: int) -> Rng:
-                return draws.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
+                return dropout_rng.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
 
         return ring_attention(q, k, v, Ring(self.cp, self.window, self.p, draw, mask))
 
     def _whole(
-        self, q: Tensor, k: Tensor, v: Tensor, draws: Draws | None, first_head: int, mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, first_head: int, mask: Tensor | None
     ) -> Tensor:
-        dropout = self._dropout(q, k, draws, first_head)
+        """Attention of whole sequences: q [s, b, n, d], k and v [skv, b, g, d] -> [s, b, n*d]; q's heads start at
+        `first_head` of the model's."""
+        dropout = self._dropout(q, k, dropout_rng, first_head)
         return self._flash(q, k, v, mask, dropout) if self.flash else self._softmax(q, k, v, mask, dropout)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
+        """As `_whole`, by one op in the layout --shape-order."""
         pre, next_ = self.window
         out = ops.flash_attention(
             *(_arrange(t, self.layout) for t in (q, k, v)),
@@ -108,12 +113,14 @@ class SelfAttention(nn.Module):
             mask=mask,
             **dropout,
         )
+        assert isinstance(out, Tensor)  # return_lse was not asked for
         return _restore(out, self.layout)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
+        """As `_whole`, with the probabilities [b, n, s, skv] in memory."""
         s, b, n, d = q.shape
         g = k.shape[2]
-        # [b, g, (n/g)*s, d] so that the query heads of a group share its keys without copying them.
+        # [b, g, (n/g)*s, d], so that the query heads of a group share its keys without copying them.
         q_BGRD = q.view(s, b, g, n // g, d).permute(1, 2, 3, 0, 4).reshape(b, g, n // g * s, d)
         k_BGDS, v_BGSD = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
         scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
@@ -127,15 +134,16 @@ class SelfAttention(nn.Module):
         context = probabilities.view(b, g, n // g * s, -1) @ v_BGSD
         return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
 
-    def _dropout(self, q: Tensor, k: Tensor, draws: Draws | None, first_head: int) -> dict[str, Any]:
-        if draws is None or self.p == 0.0:
+    def _dropout(self, q: Tensor, k: Tensor, dropout_rng: DropoutRng | None, first_head: int) -> dict[str, Any]:
+        """The dropout arguments of flash_attention for q [s, b, n, d] and k [skv, b, g, d]."""
+        if dropout_rng is None or self.p == 0.0:
             return {}
-        rng = draws.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
+        rng = dropout_rng.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
         return {"dropout_p": self.p, "rng": rng}
 
 
 def output_std(config: Config) -> float:
-    """Standard deviation of the layers that add to the residual stream: smaller, as there are 2 x layers of them."""
+    """Standard deviation of the weights of the 2 x num_layers layers that add to the residual stream (as GPT-2)."""
     return config.init_method_std / math.sqrt(2.0 * config.num_layers)
 
 
@@ -150,11 +158,13 @@ _TO_SBND = {"SBND": (0, 1, 2, 3), "BSND": (1, 0, 2, 3), "BNSD": (2, 0, 1, 3)}
 
 
 def _arrange(x_SBND: Tensor, layout: str) -> Tensor:
+    """x [s, b, n, d] in the order of `layout`; a view, but for BSH."""
     x = x_SBND.permute(_FROM_SBND[layout])
     return x.flatten(2) if layout.endswith("H") else x
 
 
 def _restore(x: Tensor, layout: str) -> Tensor:
+    """x in the order of `layout` -> [s, b, n*d]."""
     if layout.endswith("H"):
         return x if layout == "SBH" else x.transpose(0, 1)
     return x.permute(_TO_SBND[layout]).flatten(2)
@@ -165,7 +175,6 @@ def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor,
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, with the base and the rotated share as options.
     """
-    assert config.kv_channels is not None
     r = int(config.kv_channels * config.rotary_percent) // 2 * 2
     # float64 on the host: the angle of a late position has few bits left in float32.
     frequency = config.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)

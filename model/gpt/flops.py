@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .config import Config
+from ..config.schema import Config
 
 
 @lru_cache
@@ -24,7 +24,6 @@ def visible_pairs(length: int, pre: int | None, next_: int) -> int:
 def flops_per_token(config: Config) -> float:
     """Training FLOPs per token: 6 per weight used in a product, plus 12 per visible pair and attention channel."""
     c = config
-    assert c.num_query_groups and c.kv_channels and c.ffn_hidden_size
     attention = c.num_attention_heads * c.kv_channels
     qkv = c.hidden_size * (attention + 2 * c.num_query_groups * c.kv_channels)
     mlp = c.hidden_size * c.ffn_hidden_size * (3 if c.swiglu or c.geglu else 2)

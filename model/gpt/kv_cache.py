@@ -1,6 +1,6 @@
-"""What a stage of the model remembers of the tokens it has seen: the keys and values of its layers.
+"""The keys and values that a stage's layers have computed for the tokens so far.
 
-With it, a forward pass over the next tokens only gives the logits that one over all tokens would give.
+With them, a forward pass over the next tokens gives the logits that one over all tokens would give.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hal import ContractError
 
+from ..config.schema import Config
+from ..parallel.tensor_sharding import Parallel
 from .attention import rotation
-from .config import Config
-from .layers import Parallel
 
 
 class KeyValueCache:
@@ -32,13 +32,12 @@ class KeyValueCache:
         parallel: Parallel,
         device: torch.device,
     ) -> None:
-        assert config.num_query_groups and config.kv_channels
-        if parallel.sequence or (parallel.cp is not None and parallel.cp.size > 1):
+        if parallel.sequence or parallel.cp.size > 1:
             raise ContractError(
-                "keys and values are kept for whole sequences: generate without --sequence-parallel and with "
+                "the key-value cache holds whole sequences: generate without --sequence-parallel and with "
                 "--context-parallel-size 1 (a checkpoint of any layout loads under any other)"
             )
-        shape = (capacity, batch, config.num_query_groups // parallel.size, config.kv_channels)
+        shape = (capacity, batch, config.num_query_groups // parallel.tp.size, config.kv_channels)
         self.capacity, self.length = capacity, 0
         self._kv = {
             n: tuple(torch.empty(shape, dtype=config.params_dtype, device=device) for _ in range(2)) for n in layers
@@ -46,14 +45,13 @@ class KeyValueCache:
         self._angles = rotation(config, capacity, device) if config.position_embedding_type == "rope" else None
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [s, b, g, d] of the next s tokens; those of all tokens, [length + s, b, g, d]."""
+        """Stores keys and values [s, b, g, d] of the next s tokens; returns all so far, [length + s, b, g, d]."""
         end = self.length + k.shape[0]
-        for held, new in zip(self._kv[layer], (k, v)):
-            held[self.length : end] = new
         keys, values = self._kv[layer]
+        keys[self.length : end], values[self.length : end] = k, v
         return keys[:end], values[:end]
 
-    def turn(self, count: int) -> tuple[Tensor, Tensor] | None:
+    def rotary_cos_sin(self, count: int) -> tuple[Tensor, Tensor] | None:
         """The rotary angles of the next `count` positions, if the model has rotary positions."""
         if self._angles is None:
             return None

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from hal import ops
 
+from ..config.schema import Config
 from .attention import output_std
-from .config import Config
 from .layers import ColumnParallelLinear, Init, RowParallelLinear
 
 
@@ -19,7 +19,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.disable_bias_linear
         parts = 2 if config.swiglu or config.geglu else 1
         self.linear_fc1 = ColumnParallelLinear(
@@ -44,4 +43,5 @@ class MLP(nn.Module):
             inner = ops.geglu(inner, bias, self.approximate)
         else:
             inner = ops.bias_gelu(inner, bias, self.approximate)
-        return self.linear_fc2(inner)
+        y: Tensor = self.linear_fc2(inner)
+        return y

@@ -15,16 +15,55 @@ from torch import Tensor, nn
 
 from hal import ops
 
-from . import documents
+from ..config.schema import Config
+from ..parallel.tensor_sharding import Parallel, Shard
+from . import document_mask
+from .activation_checkpointing import recompute
 from .attention import SelfAttention, rotation
-from .config import Config
-from .draws import Draws
-from .layers import Init, Norm, Parallel, Shard, VocabParallelEmbedding, column_linear
+from .dropout_rng import DropoutRng
+from .layers import Init, Norm, VocabParallelEmbedding, column_linear
 from .mlp import MLP
-from .recompute import recompute
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+POSITION_EMBEDDING = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+"""Names of parameters. With tied embeddings, OUTPUT_LAYER exists only on a last pipeline stage that lacks the
+embedding: it is that stage's copy of WORD_EMBEDDING."""
+
+
+def saved_name(name: str, config: Config) -> str:
+    """The name of a parameter in checkpoints: a copy of the tied weight goes by the name of the word embedding."""
+    tied = not config.untie_embeddings_and_output_weights
+    return WORD_EMBEDDING if tied and name == OUTPUT_LAYER else name
+
 
 if TYPE_CHECKING:
-    from .cache import KeyValueCache
+    from .kv_cache import KeyValueCache
+
+
+WORD_EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Parameter names of the two tables of the vocabulary, which are one weight if they are tied."""
+
+
+class PositionEmbedding(nn.Module):
+    """The table of learned positions [positions, h]."""
+
+    def __init__(self, config: Config, init: Init, name: str) -> None:
+        super().__init__()
+        shape = config.max_position_embeddings, config.hidden_size
+        self.weight = init.weight(f"{name}.weight", shape, config.embedding_init_method_std)
+
+
+class OutputLayer(nn.Module):
+    """The matrix that makes logits [v / ranks, h]: a weight of its own, or the last stage's copy of a tied one."""
+
+    def __init__(self, config: Config, init: Init, tied: bool) -> None:
+        super().__init__()
+        std = config.embedding_init_method_std if tied else config.init_method_std
+        shape = config.padded_vocab_size, config.hidden_size
+        # A copy starts equal to the first stage's table, because it is drawn under that one's name.
+        drawn_as = WORD_EMBEDDING if tied else None
+        self.weight = init.weight(OUTPUT_LAYER, shape, std, Shard(0), drawn_as=drawn_as)
 
 
 class Embedding(nn.Module):
@@ -33,33 +72,29 @@ class Embedding(nn.Module):
     def __init__(self, config: Config, init: Init) -> None:
         super().__init__()
         h, std = config.hidden_size, config.embedding_init_method_std
-        assert config.max_position_embeddings is not None and std is not None
         self.word_embeddings = VocabParallelEmbedding(
             init, "embedding.word_embeddings", config.padded_vocab_size, h, std=std
         )
-        self.position_embeddings: nn.Module | None = None
+        self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Module()
-            self.position_embeddings.weight = init.weight(
-                "embedding.position_embeddings.weight", (config.max_position_embeddings, h), std
-            )
+            self.position_embeddings = PositionEmbedding(config, init, "embedding.position_embeddings")
         self.p, self.parallel = config.hidden_dropout, init.parallel
 
-    def forward(self, tokens: Tensor, draws: Draws | None, start: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, dropout_rng: DropoutRng | None, start: int = 0, positions: Tensor | None = None
+    ) -> Tensor:
         """positions: int64 [b, s] of whole sequences; default: those from `start` on."""
-        x = self.word_embeddings(tokens.t().contiguous())
+        x: Tensor = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
-            rows, weight = (
-                self.parallel.hidden_rows(self.parallel.full_length(x.shape[0])),
-                self.position_embeddings.weight,
-            )
+            rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
+            weight = self.position_embeddings.weight
             if positions is None:
                 x = x + rows.take(weight[start : start + rows.full], 0)[:, None]
             else:
                 x = x + ops.embedding(weight, rows.take(positions, 1).t().contiguous())
-        if draws is not None and self.p > 0.0:
-            rng, seen = draws.hidden("embedding", 0, x.shape)
-            x = ops.dropout(x.reshape(seen), self.p, rng).view(x.shape)
+        if dropout_rng is not None and self.p > 0.0:
+            rng, shape = dropout_rng.hidden("embedding", 0, x.shape)
+            x = ops.dropout(x.reshape(shape), self.p, rng).view(x.shape)
         return x
 
 
@@ -78,7 +113,8 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(config, init, f"{name}.self_attention", layer)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = MLP(config, init, f"{name}.mlp")
-        self.post_attn_norm = self.post_mlp_layernorm = None
+        self.post_attn_norm: Norm | None = None
+        self.post_mlp_layernorm: Norm | None = None
         if config.use_sandwich_norm:
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
@@ -86,25 +122,27 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
-        draws: Draws | None,
+        rotary_cos_sin: tuple[Tensor, Tensor] | None,
+        dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), turn, draws, cache, mask)
-        x = self._add(attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, draws)
+        attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, mask)
+        x = self._add(
+            attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, dropout_rng
+        )
         expanded = self.mlp(self.pre_mlp_layernorm(x))
-        return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, draws)
+        return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, dropout_rng)
 
     def _add(
-        self, y: Tensor, bias: Tensor | None, x: Tensor, name: str, norm: Norm | None, draws: Draws | None
+        self, y: Tensor, bias: Tensor | None, x: Tensor, name: str, norm: Norm | None, dropout_rng: DropoutRng | None
     ) -> Tensor:
         if norm is not None:
             y, bias = norm(y if bias is None else y + bias), None
-        if draws is None or self.p == 0.0:
+        if dropout_rng is None or self.p == 0.0:
             return ops.bias_dropout_add(y, bias, x)
-        rng, seen = draws.hidden(name, self.layer, y.shape)
-        return ops.bias_dropout_add(y.reshape(seen), bias, x.reshape(seen), p=self.p, rng=rng).view(x.shape)
+        rng, shape = dropout_rng.hidden(name, self.layer, y.shape)
+        return ops.bias_dropout_add(y.reshape(shape), bias, x.reshape(shape), p=self.p, rng=rng).view(x.shape)
 
 
 class Decoder(nn.Module):
@@ -126,25 +164,22 @@ class Decoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
-        draws: Draws | None,
+        rotary_cos_sin: tuple[Tensor, Tensor] | None,
+        dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         layers = list(self.layers.values())
 
-        def run(start: int, end: int, x: Tensor, on: bool) -> Tensor:
-            def several(x: Tensor) -> Tensor:
-                for layer in layers[start:end]:
-                    x = layer(x, turn, draws, cache, mask)
-                return x
-
-            return recompute(several, x, on=on)
+        def run(x: Tensor, start: int, end: int) -> Tensor:
+            for layer in layers[start:end]:
+                x = layer(x, rotary_cos_sin, dropout_rng, cache, mask)
+            return x
 
         step = self.recompute_layers if self.method == "uniform" else 1
         for start in range(0, len(layers), step):
             on = self.method == "uniform" or (self.method == "block" and start < self.recompute_layers)
-            x = run(start, min(start + step, len(layers)), x, on)
+            x = recompute(run, x, start, start + step, on=on)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
@@ -171,41 +206,40 @@ class GPT(nn.Module):
         self.embedding = Embedding(config, init) if first else None
         self.decoder = Decoder(config, init, range(config.num_layers) if layers is None else layers, last)
         self.tied = not config.untie_embeddings_and_output_weights
-        self.output_layer: nn.Module | None = None
-        if last and not (self.tied and first):
-            # A last stage without the embedding holds its own copy of a tied weight, drawn under the same name.
-            drawn_as = "embedding.word_embeddings.weight" if self.tied else "output_layer.weight"
-            self.output_layer = nn.Module()
-            std = config.embedding_init_method_std if self.tied else config.init_method_std
-            self.output_layer.weight = init.weight(
-                drawn_as, (config.padded_vocab_size, config.hidden_size), std, Shard(0)
-            )
-        self.last, self._turn, self._angles = last, None, None
+        # A last stage without the embedding holds its own copy of a tied weight.
+        self.output_layer = OutputLayer(config, init, self.tied) if last and not (self.tied and first) else None
+        self.last = last
+        self._rotary_cos_sin: tuple[Tensor, Tensor] | None = None
+        self._angles: tuple[Tensor, Tensor] | None = None
 
     def forward(
         self,
         x: Tensor,
-        draws: Draws | None = None,
+        dropout_rng: DropoutRng | None = None,
         cache: KeyValueCache | None = None,
         *,
         rows: int | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """draws: dropout of this microbatch; None = no dropout (evaluation). cache: of the tokens before these. rows:
-        logits of so many last positions only. starts: where each token's document begins (`documents.starts`), int64
-        [b, s] of whole sequences, for --reset-position-ids and --reset-attention-mask.
+        """Logits on the last stage, hidden activations elsewhere.
+
+        dropout_rng: dropout of this microbatch; None = no dropout (evaluation). cache: keys and values of the tokens
+        before these. rows: return logits for the last `rows` positions only. starts: where each token's document begins
+        (`document_mask.starts`), int64 [b, s] of whole sequences, for --reset-position-ids and --reset-attention-mask.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
-        s_hidden = x.shape[1] // (self.parallel.size if self.parallel.sequence else 1) if self.embedding else x.shape[0]
-        full = self.parallel.full_length(s_hidden)
-        if draws is not None:
-            draws = replace(draws, rows=self.parallel.hidden_rows(full))
+        s = x.shape[0]  # of the activations between layers on this rank
         if self.embedding is not None:
-            x = self.embedding(x, draws, 0 if cache is None else cache.length, self._positions(starts))
-        turn = self._rotation(full, x.device, starts) if cache is None else cache.turn(full)
-        mask = None if starts is None or not self.config.reset_attention_mask else documents.mask(starts)
-        x = self.decoder(x, turn, draws, cache, mask)
+            s = x.shape[1] // (self.parallel.tp.size if self.parallel.sequence else 1)
+        full = self.parallel.full_length(s)
+        if dropout_rng is not None:
+            dropout_rng = replace(dropout_rng, rows=self.parallel.hidden_rows(full))
+        if self.embedding is not None:
+            x = self.embedding(x, dropout_rng, 0 if cache is None else cache.length, self._positions(starts))
+        rotary_cos_sin = self._rotation(full, x.device, starts) if cache is None else cache.rotary_cos_sin(full)
+        mask = None if starts is None or not self.config.reset_attention_mask else document_mask.mask(starts)
+        x = self.decoder(x, rotary_cos_sin, dropout_rng, cache, mask)
         if cache is not None:
             cache.advance(full)
         if self.last and rows is not None:
@@ -214,25 +248,33 @@ class GPT(nn.Module):
 
     def output_weight(self) -> Tensor:
         """The matrix that makes logits [v_local, h]: the output layer's, or the word embedding's if tied."""
-        holder = self.output_layer if self.output_layer is not None else self.embedding.word_embeddings
-        return holder.weight
+        if self.output_layer is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
+    def stored_name(self, name: str) -> str:
+        """The name of a parameter in checkpoints, where a tied weight is stored once."""
+        return WORD_EMBEDDING if self.tied and name == OUTPUT_LAYER else name
 
     def loss(self, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
         """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s].
 
-        With --eod-mask-loss, labels of documents.IGNORED do not count; the mean of none is 0. inplace_backward: the
+        With --eod-mask-loss, labels of document_mask.IGNORED do not count; the mean of none is 0. inplace_backward: the
         caller does not look at the logits again, so the backward pass may write over them.
         """
-        start = self.parallel.rank * logits.shape[-1]
-        how = {"vocab_start": start, "comm": self.parallel.tp, "inplace_backward": inplace_backward}
-        target = labels.t().contiguous()
-        if not self.config.eod_mask_loss:
-            return ops.cross_entropy(logits, target, **how).mean()
-        counts = target != documents.IGNORED
-        return (ops.cross_entropy(logits, target * counts, **how) * counts).sum() / counts.sum().clamp(min=1)
+        start = self.parallel.tp.rank * logits.shape[-1]
+        target, counts = labels.t().contiguous(), None
+        if self.config.eod_mask_loss:
+            counts = target != document_mask.IGNORED
+            target = target * counts
+        losses = ops.cross_entropy(
+            logits, target, vocab_start=start, comm=self.parallel.tp, inplace_backward=inplace_backward
+        )
+        return losses.mean() if counts is None else (losses * counts).sum() / counts.sum().clamp(min=1)
 
     def _positions(self, starts: Tensor | None) -> Tensor | None:
-        return None if starts is None or not self.config.reset_position_ids else documents.positions(starts)
+        return None if starts is None or not self.config.reset_position_ids else document_mask.positions(starts)
 
     def _rotation(self, full: int, device: torch.device, starts: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":
@@ -243,10 +285,10 @@ class GPT(nn.Module):
                 self._angles = rotation(self.config, full, device)
             cos, sin = self._angles
             return cos[rows.take(positions, 1)], sin[rows.take(positions, 1)]
-        if self._turn is None or self._turn[0].shape[0] != rows.count:
+        if self._rotary_cos_sin is None or self._rotary_cos_sin[0].shape[0] != rows.count:
             cos, sin = rotation(self.config, full, device)
-            self._turn = rows.take(cos, 0), rows.take(sin, 0)
-        return self._turn
+            self._rotary_cos_sin = rows.take(cos, 0), rows.take(sin, 0)
+        return self._rotary_cos_sin
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:

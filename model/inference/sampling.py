@@ -1,7 +1,7 @@
-"""Choosing the next token from logits: greedy, temperature, top-k, top-p, by inverse transform sampling.
+"""Sampling the next token from logits: greedy, temperature, top-k, top-p, by inverse transform sampling.
 
-A choice is a function of the logits and of one uniform number, so a seed gives the same text on every backend and
-layout (up to ties that rounding decides).
+A sample is a function of the logits and of one uniform random number, so a seed gives the same text on every backend
+and parallel layout (up to ties that are decided by rounding).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import ConfigError
+from ..config.schema import ConfigError
 
 LOWEST = 1e-4
-"""The lowest temperature above 0: logits divided by less may overflow, and the likeliest token is what is left."""
+"""The lowest temperature above 0: logits divided by less may overflow, and the result would be greedy anyway."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: divides the logits; 0 takes the likeliest token. top_k: only so many likeliest tokens (0: all).
-    top_p: of those, only the fewest likeliest whose probabilities sum to at least this (1: all)."""
+    """temperature: divides the logits; 0 is greedy decoding. top_k: keep only the k most likely tokens (0: all).
+    top_p: of those, keep the smallest set of most likely tokens whose probabilities sum to at least p (1: all)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -31,29 +31,30 @@ class Sampling:
             raise ConfigError(f"the temperature must be a number of at least 0; found {self.temperature}")
         if 0.0 < self.temperature < LOWEST:
             raise ConfigError(
-                f"the temperature must be at least {LOWEST}, or 0, which takes the likeliest token; "
-                f"found {self.temperature}"
+                f"the temperature must be at least {LOWEST}, or 0 for the most likely token; found {self.temperature}"
             )
         if self.top_k < 0:
             raise ConfigError(f"top-k must be a number of tokens, or 0 for all; found {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top-p must be in (0, 1]; found {self.top_p}")
         if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
-            raise ConfigError("temperature 0 takes the likeliest token, so top-k and top-p would be ignored; drop them")
+            raise ConfigError(
+                "temperature 0 takes the most likely token, so top-k and top-p would be ignored; remove them"
+            )
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution [v] (float64, CPU) that a token is drawn from, given its logits [v]."""
+        """The distribution [v] (float64, CPU) to sample from, given logits [v]."""
         x = logits.detach().cpu().double()
         if self.greedy:
             return torch.nn.functional.one_hot(x.argmax(), len(x)).double()
         p = torch.softmax(x / self.temperature, dim=-1)
         if self.top_k or self.top_p < 1.0:
-            # Stable, so that of equal probabilities the lower ids are kept, everywhere.
+            # A stable sort keeps the lower ids among equal probabilities, on every platform.
             order = p.argsort(descending=True, stable=True)
             if self.top_k:
                 order = order[: self.top_k]
@@ -69,5 +70,5 @@ class Sampling:
             return int(logits.argmax())
         cumulative = self.probabilities(logits).cumsum(0)
         at = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
-        # The product may round up to the sum itself; the last id of any probability is meant.
+        # The product may round up to the sum itself, which would select past the last id with any probability.
         return min(at, int(torch.searchsorted(cumulative, float(cumulative[-1]))))

@@ -1,7 +1,7 @@
 """megatron-core's self-attention on HAL's ops: flash_attention with windows and grouped heads, and rotary.
 
-With context parallelism keys travel in a ring (cp_comm_type "p2p") or heads change hands ("a2a"), over the balanced
-chunks in which Megatron deals a sequence. Layout [s, b, n, d]; packed sequences [t, n, d].
+Context parallelism passes keys and values in a ring (cp_comm_type "p2p") or exchanges heads for positions ("a2a"), with
+Megatron's zigzag distribution of a sequence. Layout [s, b, n, d]; packed sequences [t, n, d].
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 
 from hal import Comm, HalError, Rng, ops
 
-from ..parallel.context import Ring, ring_attention, ulysses
-from ..parallel.rows import Rows
-from .comms import comm_of
-from .draws import next_stream, tracked
+from ..parallel.context_parallel import Ring, ring_attention, ulysses
+from ..parallel.sequence_shard import SequenceShard
+from .process_groups import comm_of
+from .rng_tracker import next_stream, tracked
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class HalCoreAttention(MegatronModule):
-    """softmax(q k^T) v. Windows are the config's `window_size` (pre, next; -1 = unbounded), together with the mask
-    type and, if one is given, the mask.
+    """softmax(q k^T) v. A key is visible if the config's `window_size` (pre, next; -1 = unbounded), the mask type and
+    the mask, if there is one, allow it.
 
-    Raises HalError for what flash_attention does not have (sink softmax, attention bias), and with context parallelism
-    for masks, packed sequences, and ways to communicate other than "p2p" and "a2a".
+    Raises HalError for features that flash_attention does not have (sink softmax, attention bias), and with context
+    parallelism for masks, packed sequences, and a cp_comm_type other than "p2p" and "a2a".
     """
 
     def __init__(
@@ -55,16 +55,15 @@ class HalCoreAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         pre, next_ = config.window_size if windowed else (-1, -1)
         self.window = (None if pre < 0 else pre, None if next_ < 0 else next_)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.heads, self.tp_rank = config.num_attention_heads, groups.tp.rank()
         self.cp: Comm | None = None
         if config.context_parallel_size > 1:
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
             self.cp = comm_of(groups.cp)
             self.exchange_heads = cp_comm_type == "a2a"
             if cp_comm_type not in (None, "p2p", "a2a"):
                 raise HalError(f"context parallelism with cp_comm_type={cp_comm_type!r}: HAL has 'p2p' and 'a2a'")
             if softmax_scale is not None and not self.exchange_heads:
-                raise HalError("context parallelism in a ring takes no softmax_scale; use cp_comm_type 'a2a'")
+                raise HalError("context parallelism in a ring does not support softmax_scale; use cp_comm_type 'a2a'")
 
     def forward(
         self,
@@ -77,7 +76,7 @@ class HalCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         if attention_bias is not None:
-            raise HalError("HAL's attention takes no attention_bias")
+            raise HalError("HAL's attention does not support attention_bias")
         mask_type = self.mask_type if attn_mask_type is None else attn_mask_type
         pre, next_ = self.window
         if mask_type in _CAUSAL:
@@ -88,14 +87,14 @@ class HalCoreAttention(MegatronModule):
         if self.cp is not None:
             if attention_mask is not None:
                 raise HalError(
-                    "context parallelism takes no attention mask: the mask type and the window say what is visible. "
-                    "Pass none (Megatron-LM: --no-create-attention-mask-in-dataloader)."
+                    "context parallelism does not support an attention mask: the mask type and the window define what "
+                    "is visible. Pass none (Megatron-LM: --no-create-attention-mask-in-dataloader)."
                 )
-            return self._shared(query, key, value, window)
+            return self._context_parallel(query, key, value, window)
         return self._whole(query, key, value, window, attention_mask, self._stream())
 
     def _stream(self) -> Rng | None:
-        """This call's dropout, another one for each tensor-parallel rank."""
+        """The random stream of this call's dropout, which differs between tensor-parallel ranks."""
         if not self.training or self.p == 0.0:
             return None
         with tracked(self.config):
@@ -110,37 +109,37 @@ class HalCoreAttention(MegatronModule):
         mask: Tensor | None,
         rng: Rng | None,
     ) -> Tensor:
-        out: Tensor = ops.flash_attention(
-            q,
-            k,
-            v,
-            layout="SBND",
-            pre_tokens=window[0],
-            next_tokens=window[1],
-            mask=mask,
-            scale=self.scale,
-            **_dropout(self.p, rng),
-        )
-        return out.flatten(2)
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]."""
+        return self._attend(q, k, v, window, rng, layout="SBND", mask=mask).flatten(2)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], packed: Any) -> Tensor:
+        """q [t, n, d], k and v [t, g, d], documents one after the other -> [t, n*d]."""
         if self.cp is not None or packed.cu_seqlens_q_padded is not None:
-            raise HalError("packed sequences: HAL's attention takes none with padding or context parallelism")
-        out: Tensor = ops.flash_attention(
-            q,
-            k,
-            v,
-            layout="TND",
-            pre_tokens=window[0],
-            next_tokens=window[1],
-            scale=self.scale,
-            cu_seqlens_q=packed.cu_seqlens_q.int(),
-            cu_seqlens_k=packed.cu_seqlens_kv.int(),
-            **_dropout(self.p, self._stream()),
-        )
-        return out.flatten(1)
+            raise HalError(
+                "packed sequences: HAL's attention does not support padding or context parallelism with them"
+            )
+        lengths = {"cu_seqlens_q": packed.cu_seqlens_q.int(), "cu_seqlens_k": packed.cu_seqlens_kv.int()}
+        return self._attend(q, k, v, window, self._stream(), layout="TND", **lengths).flatten(1)
 
-    def _shared(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: tuple[int | None, int | None],
+        rng: Rng | None,
+        *,
+        layout: str,
+        **more: Any,
+    ) -> Tensor:
+        if rng is not None:
+            more |= {"dropout_p": self.p, "rng": rng}
+        pre, next_ = window
+        out = ops.flash_attention(q, k, v, layout=layout, pre_tokens=pre, next_tokens=next_, scale=self.scale, **more)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out
+
+    def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Tensor:
         assert self.cp is not None
         rng, (s, b, n, _), size = self._stream(), q.shape, self.cp.size
         if not self.exchange_heads:
@@ -151,21 +150,23 @@ class HalCoreAttention(MegatronModule):
             return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw))
         if k.shape[2] % size:
             raise HalError(f"cp_comm_type 'a2a': {size} ranks cannot share {k.shape[2]} key/value heads; use 'p2p'")
-        dealt = torch.cat([Rows.balanced(s * size, rank, size).positions(q.device) for rank in range(size)])
+        # a2a gathers the sequence in the order of the ranks' zigzag chunks; attention needs it in the original order.
+        dealt = torch.cat([SequenceShard.zigzag(s * size, rank, size).positions(q.device) for rank in range(size)])
         in_order = torch.argsort(dealt)
         own = None if rng is None else rng.fork("heads", self.cp.rank)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ordered = (x.index_select(0, in_order) for x in (q, k, v))
-            return self._whole(*ordered, window, None, own).index_select(0, dealt)
+            q, k, v = (x.index_select(0, in_order) for x in (q, k, v))
+            return self._whole(q, k, v, window, None, own).index_select(0, dealt)
 
         return ulysses(q, k, v, self.cp, attend)
 
 
 class HalSelfAttention(SelfAttention):
-    """megatron-core's SelfAttention whose rotary positions are HAL's op; everything else is inherited.
+    """megatron-core's SelfAttention with HAL's rotary op; everything else is inherited.
 
-    Raises HalError for --qk-layernorm without the norms: the spec that --spec names is made before options are read.
+    Raises HalError for --qk-layernorm if the spec has no such norms: the spec of --spec is built before options are
+    read.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -177,34 +178,31 @@ class HalSelfAttention(SelfAttention):
             )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        self._turn = None
+        self._rotary_cos_sin: tuple[Tensor, Tensor] | None = None
         angles = kwargs.get("rotary_pos_emb")
         plain = kwargs.get("inference_context") is None and kwargs.get("packed_seq_params") is None and not args
         if plain and isinstance(angles, Tensor) and angles.shape[1] == 1 and not self._skips_rotary():
             kwargs["rotary_pos_emb"] = None
-            self._turn = _turn(angles, self.config.rotary_interleaved)
+            self._rotary_cos_sin = _rotary_cos_sin(angles, self.config.rotary_interleaved)
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
     def _skips_rotary(self) -> bool:
-        """Layers without positions, and YaRN's attention factor, stay megatron-core's business."""
+        """Whether megatron-core handles rotary positions itself: in layers without positions, and for YaRN."""
         without = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         return bool(without) or getattr(self.config, "yarn_rotary_scaling_factor", None) is not None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().get_query_key_value_tensors(*args, **kwargs)
-        if self._turn is None:
-            return found
-        query, key, *rest = found
+        tensors = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._rotary_cos_sin is None:
+            return tensors
+        query, key, *rest = tensors
+        cos, sin = self._rotary_cos_sin
         inter = self.config.rotary_interleaved
-        return (*(ops.rotary(x, *self._turn, layout="SBND", interleaved=inter) for x in (query, key)), *rest)
+        return (*(ops.rotary(x, cos, sin, layout="SBND", interleaved=inter) for x in (query, key)), *rest)
 
 
-def _turn(angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [s, r/2] of megatron-core's angles [s, 1, 1, r], which hold each angle twice."""
+def _rotary_cos_sin(angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [s, r/2] of megatron-core's angles [s, 1, 1, r], which contain each angle twice."""
     flat = angles[:, 0, 0].float()
     half = flat[:, ::2] if interleaved else flat[:, : flat.shape[1] // 2]
     return half.cos().contiguous(), half.sin().contiguous()
-
-
-def _dropout(p: float, rng: Rng | None) -> dict[str, Any]:
-    return {} if rng is None else {"dropout_p": p, "rng": rng}

@@ -1,4 +1,4 @@
-"""The other layers of megatron-core's transformer on HAL's ops: norms, MLP, bias-dropout-add."""
+"""megatron-core's other transformer layers on HAL's ops: norms, MLP, bias-dropout-add."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hal import HalError, ops
 
-from .draws import next_stream
+from .rng_tracker import next_stream
 
 
 class HalNorm(nn.Module):
@@ -37,8 +37,8 @@ class HalNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
         for parameter in self.parameters():
-            # Each rank normalises its rows of the sequence; megatron-core then sums these gradients over the ranks.
-            parameter.sequence_parallel = config.sequence_parallel
+            # Each rank normalises its part of the sequence; this mark makes megatron-core sum the gradients over ranks.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.zero_centered else self.weight
@@ -48,18 +48,18 @@ class HalNorm(nn.Module):
 
 
 class HalMLP(MLP):
-    """megatron-core's MLP with HAL's activation: swiglu, geglu or gelu, the bias of the first layer fused in.
+    """megatron-core's MLP with HAL's swiglu, geglu or gelu, fused with the bias of the first layer.
 
-    gelu is the tanh form where megatron-core's own fused one is (`bias_activation_fusion`), else the exact form.
-    Raises HalError for another activation.
+    gelu uses the tanh approximation if megatron-core's fused gelu would (`bias_activation_fusion`), otherwise the exact
+    form. Raises HalError for other activations.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        refused = {"num_moe_experts": "--num-experts", "multi_latent_attention": "--multi-latent-attention"}
-        asked = [option for name, option in refused.items() if getattr(config, name, None)]
-        if asked:
+        unsupported = {"num_moe_experts": "--num-experts", "multi_latent_attention": "--multi-latent-attention"}
+        options = [option for name, option in unsupported.items() if getattr(config, name, None)]
+        if options:
             raise HalError(
-                f"HAL's layers carry no {', '.join(asked)}: they would train another model; leave out --spec"
+                f"HAL's layers do not support {', '.join(options)} and would train another model; leave out --spec"
             )
         kwargs.setdefault("ffn_hidden_size", config.ffn_hidden_size)
         super().__init__(config, *args, **kwargs)
@@ -67,7 +67,7 @@ class HalMLP(MLP):
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         if per_token_scale is not None:
-            raise HalError("HAL's MLP is no expert: it takes no per_token_scale")
+            raise HalError("HAL's MLP is not an expert layer: it does not support per_token_scale")
         inner, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(self.activation(inner, bias))
 
@@ -82,7 +82,7 @@ def _activation(config: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
         return lambda x, bias: op(x, bias, approximate)
     gated = "gated " if config.gated_linear_unit else ""
     raise HalError(
-        f"HAL's MLP has swiglu, geglu and gelu, without clamping or offset; not {gated}"
+        f"HAL's MLP supports swiglu, geglu and gelu, without clamping or offset; not {gated}"
         f"{getattr(config.activation_func, '__name__', config.activation_func)}. Use megatron-core's MLP in the spec."
     )
 
@@ -92,8 +92,8 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, p: float) -> Tensor:
         x, bias = x_with_bias
-        how = {"p": p, "rng": next_stream()} if training and p > 0.0 else {}
-        out: Tensor = ops.bias_dropout_add(x, bias, residual.to(x.dtype), **how)
+        dropout: dict[str, Any] = {"p": p, "rng": next_stream()} if training and p > 0.0 else {}
+        out: Tensor = ops.bias_dropout_add(x, bias, residual.to(x.dtype), **dropout)
         return out
 
     return bias_dropout_add

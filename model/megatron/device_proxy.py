@@ -1,7 +1,7 @@
-"""The active backend's device, as megatron-core asks for one: current device, generators, factories, type names.
+"""The active backend's device with the interface of torch.cuda: current device, generators, factories, type names.
 
-What HAL's contract covers goes through the backend (device, synchronize, memory); the rest (generators, streams, which
-device is current) through the device's own torch module, which torch.get_device_module finds.
+Functions that HAL's contract covers are the backend's (device, synchronize, memory). The others (generators, streams,
+the current device) are those of the device's torch module, from torch.get_device_module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import hal
 
 NVIDIA = "torch.cuda"
-"""The torch module that megatron-core is written against, by name: nothing here refers to it."""
+"""Name of the torch module that megatron-core uses. It is only named here, never imported."""
 
-ASKED_FOR = NVIDIA.rpartition(".")[2]
-"""The device type that megatron-core asks for."""
+DEVICE_TYPE = NVIDIA.rpartition(".")[2]
+"""The device type that megatron-core requests."""
 
 
-class Place:
-    """Stands where megatron-core expects an NVIDIA device. Methods have the signatures of the names they replace."""
+class DeviceProxy:
+    """Replaces the NVIDIA device for megatron-core. Methods have the signatures of the functions they replace."""
 
     def __init__(self, backend: hal.Backend) -> None:
         self.backend = backend
@@ -33,11 +33,11 @@ class Place:
 
     @property
     def host(self) -> bool:
-        """The device is the processor itself: it has no generators, streams or allocator of its own."""
+        """Whether the device is the CPU, which has no generators, streams or allocator of its own."""
         return self.type == "cpu"
 
     def current(self) -> torch.device:
-        """The device this process works on. A torch.device: megatron-core uses it as `device=` and as an index."""
+        """The current device, as a torch.device: megatron-core uses it both as `device=` and as an index."""
         index = self.module.current_device()
         return torch.device(self.type, index) if isinstance(index, int) else torch.device(self.type)
 
@@ -45,7 +45,7 @@ class Place:
         self.backend.synchronize()
 
     def generator(self, device: Any = None) -> torch.Generator:
-        """The generator that operations on the device draw from."""
+        """The default generator of the device."""
         own = getattr(self.module, "default_generators", None)
         return torch.default_generator if own is None else own[self.current().index]
 
@@ -58,21 +58,21 @@ class Place:
     def manual_seed(self, seed: int) -> None:
         self.generator().manual_seed(seed)
 
-    def asked_for(self, device: Any) -> bool:
+    def is_requested(self, device: Any) -> bool:
         """Whether `device` (a name, a torch.device, None) means the NVIDIA device."""
         if isinstance(device, str):
-            return device.partition(":")[0] == ASKED_FOR
-        return isinstance(device, torch.device) and device.type == ASKED_FOR
+            return device.partition(":")[0] == DEVICE_TYPE
+        return isinstance(device, torch.device) and device.type == DEVICE_TYPE
 
     def factory(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's function `own`, making its tensor here when asked for the NVIDIA device."""
+        """torch's function `own`, which creates the tensor on this device if the NVIDIA device is requested."""
 
         @functools.wraps(own)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if self.asked_for(kwargs.get("device")):
+            if self.is_requested(kwargs.get("device")):
                 kwargs["device"] = self.current()
             if self.host:
-                kwargs.pop("pin_memory", None)  # nothing is copied, so nothing is copied faster
+                kwargs.pop("pin_memory", None)  # pinned memory is for copies to another device
             return own(*args, **kwargs)
 
         return make
@@ -90,7 +90,7 @@ class Place:
         return to_here
 
     def type_name(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Tensor.type, where tensors of this device answer as NVIDIA's do: megatron-core compares the names."""
+        """Tensor.type, which returns NVIDIA's type names for tensors of this device: megatron-core compares names."""
 
         def named(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
             if dtype is not None:
@@ -101,7 +101,7 @@ class Place:
         return named
 
     def memory(self, name: str) -> Callable[..., int]:
-        """A counter of `Backend.memory_stats`; 0 where the device does not count."""
+        """A counter of `Backend.memory_stats`; 0 if the device does not have it."""
         return lambda device=None: self.backend.memory_stats().get(name, 0)
 
     def set_device(self, device: Any) -> None:
@@ -110,13 +110,13 @@ class Place:
             self.module.set_device(index)
 
     def empty_cache(self) -> None:
-        """Gives cached memory back, where the device keeps any."""
+        """Releases cached memory, if the device has a cache."""
         if hasattr(self.module, "empty_cache"):
             self.module.empty_cache()
 
     @property
     def stream_type(self) -> Any:
-        """The device's Stream class; torch's host module has one whose work simply runs."""
+        """The device's Stream class; on the host, one that executes work immediately."""
         return _HostStream if self.host else self.module.Stream
 
     def current_stream(self, device: Any = None) -> Any:
@@ -127,7 +127,7 @@ class Place:
 
 
 class _HostStream:
-    """A stream of a device whose work is done when the call returns."""
+    """A stream of a device that executes synchronously."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         pass
@@ -142,8 +142,8 @@ class _HostStream:
 class _Generators:
     """`default_generators[device or index]`."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, proxy: DeviceProxy) -> None:
+        self.proxy = proxy
 
     def __getitem__(self, device: Any) -> torch.Generator:
-        return self.place.generator(device)
+        return self.proxy.generator(device)

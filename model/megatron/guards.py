@@ -1,4 +1,4 @@
-"""What megatron-core would do wrong without a word, while it is routed: refused with the reason, or made right."""
+"""Checks and corrections for cases in which megatron-core would silently compute wrong results outside of CUDA."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def core(name: str) -> Any:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Puts checks in front of what would go wrong, and widens isinstance checks by tensor type.
+    """Adds checks to functions that would go wrong, and extends isinstance checks of tensor types to all devices.
 
-    Raises HalError without psutil: megatron-core saves checkpoints with it, does not require it, and hangs.
+    Raises HalError without psutil: megatron-core saves checkpoints with it but does not require it, and hangs.
     """
     if importlib.util.find_spec("psutil") is None:
         raise HalError(
@@ -45,39 +45,39 @@ def guarded() -> Iterator[None]:
         (schedules, "forward_step"): _refuse_autocast,
         (queue, "__init__"): _refuse_persistent_writer,
     }
-    places = {
-        **{(where, name): _checked(getattr(where, name), check) for (where, name), check in checks.items()},
+    replacements = {
+        **{(owner, name): _checked(getattr(owner, name), check) for (owner, name), check in checks.items()},
         (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
     }
-    with replaced(places):
+    with replaced(replacements):
         yield
 
 
 @contextlib.contextmanager
-def replaced(places: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Puts objects where (module or class, name) are, and restores what was there, if anything was."""
-    before = {(owner, name): vars(owner).get(name, _NOTHING) for owner, name in places}
-    for (owner, name), now in places.items():
+def replaced(replacements: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Replaces attributes, given as (module or class, name), and restores them at the end."""
+    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in replacements}
+    for (owner, name), now in replacements.items():
         setattr(owner, name, now)
     try:
         yield
     finally:
-        for (owner, name), then in before.items():
-            if then is _NOTHING:
+        for (owner, name), original in before.items():
+            if original is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, then)
+                setattr(owner, name, original)
 
 
-_NOTHING = object()
+_ABSENT = object()
 
 _BY_TYPE = {"_FLOAT_TYPES": torch.float32, "_HALF_TYPES": torch.float16, "_BF16_TYPES": torch.bfloat16}
-"""Where megatron-core asks isinstance(x, torch.HalfTensor or NVIDIA's): other devices' tensors are neither."""
+"""megatron-core tests isinstance(x, torch.HalfTensor or NVIDIA's type), which tensors of other devices are not."""
 
 
 class _OfDtype:
-    """`isinstance(x, _OfDtype(d))`: x is a tensor of that dtype, on whatever device."""
+    """`isinstance(x, _OfDtype(d))`: whether x is a tensor of dtype d, on any device."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -87,7 +87,7 @@ class _OfDtype:
 
 
 def _checked(own: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> Callable[..., Any]:
-    """`own`, with a look at its arguments by name before it runs."""
+    """`own` with a check of its arguments (by name) before it runs."""
     signature = inspect.signature(own)
 
     @functools.wraps(own)
@@ -98,19 +98,19 @@ def _checked(own: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]
     return run
 
 
-def _refuse_crossed_messages(given: Mapping[str, Any]) -> None:
-    model = given["model"]
+def _refuse_crossed_messages(arguments: Mapping[str, Any]) -> None:
+    model = arguments["model"]
     config = core("utils").get_model_config(model[0] if isinstance(model, list) else model)
     stages = core("parallel_state").get_pipeline_model_parallel_world_size()
     refuse_crossed_messages(stages, config.batch_p2p_comm, config.overlap_p2p_comm)
 
 
 def refuse_crossed_messages(stages: int, batch_p2p_comm: bool, overlap_p2p_comm: bool) -> None:
-    """Raises HalError for interleaving over two stages with core's default point-to-point flags.
+    """Raises HalError for the interleaved schedule over two stages with megatron-core's default point-to-point flags.
 
-    With two stages the previous and the next stage are the same process, and a batch holds messages in both
-    directions, which are matched by order alone: activations are taken for gradients. The run goes on, with wrong
-    numbers. Megatron-LM's argument parser refuses it; megatron-core does not. See NVIDIA/Megatron-LM#750.
+    With two stages, the previous and the next stage are the same process, and a batch has messages in both directions,
+    which are matched by order alone: activations are received as gradients, and training continues with wrong numbers.
+    Megatron-LM's argument parser refuses this; megatron-core does not. See NVIDIA/Megatron-LM#750.
     """
     if stages == 2 and batch_p2p_comm and not overlap_p2p_comm:
         raise HalError(
@@ -121,11 +121,11 @@ def refuse_crossed_messages(stages: int, batch_p2p_comm: bool, overlap_p2p_comm:
 
 
 def _kept_while_sent(own: Callable[..., None]) -> Callable[..., None]:
-    """`deallocate_output_tensor` that frees a stage's output only when it has been sent.
+    """`deallocate_output_tensor` that keeps a stage's output alive until it has been sent.
 
-    The interleaved schedule calls it while the send is under way, which is sound where memory is freed in the order of
-    a stream. gloo reads the memory later, from another thread: what came to lie there would be sent. The schedule waits
-    for a send before it begins the next one, so the last few outputs are enough.
+    The interleaved schedule calls it while the send is in progress. That is safe if memory is freed in stream order,
+    but gloo reads the memory later from another thread, when it may have been reused. The schedule waits for a send
+    before it starts the next one, so keeping the last few outputs is enough.
     """
     sent: deque[torch.Tensor] = deque(maxlen=4)
 
@@ -138,44 +138,44 @@ def _kept_while_sent(own: Callable[..., None]) -> Callable[..., None]:
     return deallocate
 
 
-def _refuse_autocast(given: Mapping[str, Any]) -> None:
-    """For torch switches NVIDIA's autocast off where there is no such device, with a warning, and trains in float32."""
-    if given["config"].enable_autocast:
+def _refuse_autocast(arguments: Mapping[str, Any]) -> None:
+    """Without an NVIDIA device, torch disables its autocast with a warning, and training would run in float32."""
+    if arguments["config"].enable_autocast:
         raise HalError(
-            "enable_autocast=True: megatron-core asks for NVIDIA's autocast, which torch would switch off here and "
+            "enable_autocast=True: megatron-core uses NVIDIA's autocast, which torch would disable here, and would "
             "train in another precision. Set it to False; for bfloat16 use bf16=True and Float16Module (Megatron-LM: "
             "--bf16)."
         )
 
 
-def _refuse_persistent_writer(given: Mapping[str, Any]) -> None:
-    """For its process is a new one, where nothing is routed: it ends at once, and the trainer waits for it forever."""
-    if given.get("persistent", False):
+def _refuse_persistent_writer(arguments: Mapping[str, Any]) -> None:
+    """Its process is not patched, so it fails at once, and the trainer waits for it forever."""
+    if arguments.get("persistent", False):
         raise HalError(
             "a persistent process for asynchronous checkpoints (Megatron-LM: --async-save with "
-            "--use-persistent-ckpt-worker) asks for an NVIDIA device, and the first save would hang. Leave it out: "
-            "checkpoints are then written in the training process."
+            "--use-persistent-ckpt-worker) needs an NVIDIA device, and the first save would hang. Leave it out: "
+            "checkpoints are then written by the training process."
         )
 
 
 _HALS_LAYERS = (
-    "HAL's layers have it: in Megatron-LM's scripts --spec hal.model.megatron gpt_layer_spec, elsewhere "
+    "HAL's layers support it: in Megatron-LM's scripts --spec hal.model.megatron gpt_layer_spec, elsewhere "
     "hal.model.megatron's gpt_block_spec(config) as the layers of the GPTModel."
 )
 
 
-def _refuse_context_parallelism(given: Mapping[str, Any]) -> None:
-    size = given["config"].context_parallel_size
+def _refuse_context_parallelism(arguments: Mapping[str, Any]) -> None:
+    size = arguments["config"].context_parallel_size
     if size > 1:
         raise HalError(
-            f"context parallelism over {size} ranks: of megatron-core's layers only those of Transformer Engine have "
-            f"it. {_HALS_LAYERS}"
+            f"context parallelism over {size} ranks: of megatron-core's layers only those of Transformer Engine "
+            f"support it. {_HALS_LAYERS}"
         )
 
 
-def _refuse_sequence_parallelism(given: Mapping[str, Any]) -> None:
-    if given["config"].sequence_parallel:
+def _refuse_sequence_parallelism(arguments: Mapping[str, Any]) -> None:
+    if arguments["config"].sequence_parallel:
         raise HalError(
-            "sequence parallelism: of megatron-core's norms only those of Transformer Engine and apex have it. "
+            "sequence parallelism: of megatron-core's norms only those of Transformer Engine and apex support it. "
             f"{_HALS_LAYERS}"
         )

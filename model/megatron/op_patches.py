@@ -1,4 +1,5 @@
-"""hal_ops(): HAL's ops where megatron-core takes no spec: final norm, loss, sums of weight gradients, optimizer."""
+"""hal_ops(): HAL's ops for parts that megatron-core does not build from a spec: final norm, loss, weight gradient
+accumulation, optimizer."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from hal import HalError, ops
 
-from .comms import comm_of
 from .guards import core, replaced
+from .process_groups import comm_of
 
 
 @contextlib.contextmanager
 def hal_ops() -> Iterator[None]:
-    """While the block runs, models and optimizers that megatron-core builds have HAL's final norm, HAL's cross entropy
-    over the sharded vocabulary (fused or not) and HAL's fused AdamW, and `gradient_accumulation_fusion` works, through
-    HAL's linear_wgrad (megatron-core's own needs Apex). All of it is undone on exit; a model built inside keeps its
-    norm, an optimizer its arithmetic; backward passes with that fusion belong inside.
+    """While the block runs, models and optimizers that megatron-core builds use HAL's final norm, HAL's cross entropy
+    over the sharded vocabulary (fused or not) and HAL's fused AdamW, and `gradient_accumulation_fusion` works with
+    HAL's linear_wgrad (megatron-core's own needs Apex).
+
+    The patches are reverted on exit. A model built inside keeps its norm, and an optimizer its step; backward passes
+    with gradient_accumulation_fusion must run inside.
     """
-    from .layers import HalNorm
+    from .core_layers import HalNorm
 
     block, optimizer, linear = core("transformer.transformer_block"), core("optimizer"), core("tensor_parallel.layers")
     language = core("models.common.language_module.language_module")
@@ -43,7 +46,7 @@ def hal_ops() -> Iterator[None]:
 def cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None, *args: Any, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Loss per token [s, b], float32, of logits [s, b, v_local] whose vocabulary the ranks of the group share."""
+    """Loss per token [s, b], float32, of logits [s, b, v_local] whose vocabulary is sharded over the group."""
     if isinstance(tp_group, float):  # vocab_parallel_cross_entropy's third parameter
         tp_group, label_smoothing = None, tp_group
     group = core("parallel_state").get_tensor_model_parallel_group() if tp_group is None else tp_group
@@ -55,9 +58,9 @@ def cross_entropy(
 
 
 class WeightGradients:
-    """What Apex's module of that name has: adds a weight's gradient, dy^T x, to its main gradient [out, in] in place.
+    """Replaces Apex's fused_weight_gradient_mlp_cuda: adds the gradient dy^T x to main_grad [out, in] in place.
 
-    x [rows, in] and dy [rows, out] are of one dtype; the main gradient is float32, or (…_fp16) of theirs.
+    x [rows, in] and dy [rows, out] have the same dtype; main_grad is float32, or in ..._fp16 of that dtype.
     """
 
     @staticmethod
@@ -70,24 +73,25 @@ class WeightGradients:
 
 
 class HalAdam(torch.optim.AdamW):
-    """torch's AdamW, its state included (checkpoints are interchangeable), with HAL's op as the step.
+    """torch's AdamW with HAL's op as its step. The state is torch's, so that checkpoints are interchangeable.
 
-    Raises HalError for Adam without decoupled weight decay, amsgrad and maximize, which HAL does not have.
+    Raises HalError for coupled weight decay, amsgrad and maximize, which HAL's op does not have.
     """
 
     def __init__(self, params: Any, *args: Any, adam_w_mode: bool = True, **kwargs: Any) -> None:
         if not adam_w_mode:
-            raise HalError("HAL's optimizer is AdamW; Adam with coupled weight decay is not there (adam_w_mode=False)")
+            raise HalError("HAL's optimizer is AdamW; it does not support coupled weight decay (adam_w_mode=False)")
         super().__init__(params, *args, **kwargs)
         for name in ("amsgrad", "maximize"):
             if self.defaults[name]:
-                raise HalError(f"HAL's AdamW has no {name}; leave it out")
+                raise HalError(f"HAL's AdamW does not support {name}; leave it out")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if closure is not None:
-            raise HalError("HAL's AdamW takes no closure")
+            raise HalError("HAL's AdamW does not support a closure")
         for group in self.param_groups:
+            # The op takes one step number. Parameters that had no gradient in some step have a smaller one.
             by_step: dict[int, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is None:
@@ -100,7 +104,7 @@ class HalAdam(torch.optim.AdamW):
             for number, parameters in by_step.items():
                 ops.adamw(
                     [p.data for p in parameters],
-                    [p.grad for p in parameters],
+                    [p.grad for p in parameters if p.grad is not None],
                     [self.state[p]["exp_avg"] for p in parameters],
                     [self.state[p]["exp_avg_sq"] for p in parameters],
                     step=number,

@@ -1,4 +1,4 @@
-"""The backend's communicators over megatron-core's process groups."""
+"""The backend's communicators for megatron-core's process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _comms: dict[tuple[int, ...], Comm] = {}
 
 
 def comm_of(group: Any) -> Comm | None:
-    """The backend's communicator over a process group's ranks, made once per world; None for a group of one rank."""
+    """The backend's communicator for the ranks of a process group, cached per world; None for a group of one rank."""
     global _world
     if group.size() == 1:
         return None

@@ -1,8 +1,8 @@
-"""Megatron-LM's own training scripts, unchanged, on the active backend: what `hal launch` runs them under.
+"""The context in which `hal launch` runs unmodified Megatron-LM training scripts on the active backend.
 
-Beside megatron-core's names, `SCRIPTS` routes those of the `megatron.training` package. Whether there is an NVIDIA
-device, how many and of what kind, is answered to two of its modules alone, through their own view of torch:
-torch.compile would believe the answers and fail.
+In addition to megatron-core's names, `SCRIPTS` patches those of the `megatron.training` package. Queries for NVIDIA
+devices (availability, number, properties) are answered for only two of its modules, through a wrapped torch module:
+torch.compile would otherwise rely on these answers and fail.
 """
 
 from __future__ import annotations
@@ -24,73 +24,73 @@ import torch
 
 import hal
 
+from .cuda_patches import CORE, Make, hal_device
+from .device_proxy import DEVICE_TYPE, NVIDIA, DeviceProxy
 from .guards import replaced
-from .place import ASKED_FOR, NVIDIA, Place
-from .placing import hal_ops
-from .routing import CORE, Make, hal_device
-from .world import transport
+from .init_distributed import transport
+from .op_patches import hal_ops
 
 SCRIPTS: Mapping[str, Make] = {
-    "torch.cuda.set_device": lambda place, own: place.set_device,
-    "torch.cuda.empty_cache": lambda place, own: place.empty_cache,
-    "torch.cuda.memory_allocated": lambda place, own: place.memory("allocated"),
-    "torch.cuda.max_memory_allocated": lambda place, own: place.memory("peak"),
-    "torch.cuda.memory_reserved": lambda place, own: place.memory("reserved"),
-    "torch.cuda.max_memory_reserved": lambda place, own: place.memory("reserved"),
-    "torch.cuda.Stream": lambda place, own: place.stream_type,
-    "torch.cuda.current_stream": lambda place, own: place.current_stream,
-    "torch.cuda.stream": lambda place, own: place.use_stream,
-    "torch.rand": lambda place, own: place.factory(own),
-    "torch.nn.Module.cuda": lambda place, own: place.move_module(own),
-    "torch.distributed.init_process_group": lambda place, own: _joins(place, own),
+    "torch.cuda.set_device": lambda proxy, own: proxy.set_device,
+    "torch.cuda.empty_cache": lambda proxy, own: proxy.empty_cache,
+    "torch.cuda.memory_allocated": lambda proxy, own: proxy.memory("allocated"),
+    "torch.cuda.max_memory_allocated": lambda proxy, own: proxy.memory("peak"),
+    "torch.cuda.memory_reserved": lambda proxy, own: proxy.memory("reserved"),
+    "torch.cuda.max_memory_reserved": lambda proxy, own: proxy.memory("reserved"),
+    "torch.cuda.Stream": lambda proxy, own: proxy.stream_type,
+    "torch.cuda.current_stream": lambda proxy, own: proxy.current_stream,
+    "torch.cuda.stream": lambda proxy, own: proxy.use_stream,
+    "torch.rand": lambda proxy, own: proxy.factory(own),
+    "torch.nn.Module.cuda": lambda proxy, own: proxy.move_module(own),
+    "torch.distributed.init_process_group": lambda proxy, own: _init_process_group(proxy, own),
 }
-"""What megatron.training needs beyond `CORE`."""
+"""The names that megatron.training needs in addition to `CORE`."""
 
 
 @contextlib.contextmanager
 def running_script(argv: Sequence[str], load: Callable[[], object]) -> Iterator[None]:
-    """Where a Megatron-LM script with these arguments runs from the moment that it imports `megatron.training`, which
-    `load` does. With `--spec hal.model.megatron ...` also in `hal_ops()`.
+    """The context in which a Megatron-LM script with these arguments runs. `load` imports `megatron.training`. With
+    `--spec hal.model.megatron ...` the context includes `hal_ops()`.
 
-    Raises what `hal_device` raises, and whatever that import does.
+    Raises what `hal_device` raises, and what the import raises.
     """
     with contextlib.ExitStack() as stack:
-        if hal.device().type == ASKED_FOR:
+        if hal.device().type == DEVICE_TYPE:
             load()
         else:
             if os.environ.get("RANK", "0") == "0":
-                said = f"hal launch: {argv[0]} imports megatron.training: {NVIDIA} means {hal.device()} in it"
-                print(said, file=sys.stderr)
+                note = f"hal launch: {argv[0]} imports megatron.training: {NVIDIA} is redirected to {hal.device()}"
+                print(note, file=sys.stderr)
             stack.enter_context(hal_device({**CORE, **SCRIPTS}))
             load()
-            stack.enter_context(replaced(_in_megatron_training(Place(hal.backend()))))
+            stack.enter_context(replaced(_training_replacements(DeviceProxy(hal.backend()))))
         if "hal.model.megatron" in argv:
             stack.enter_context(hal_ops())
         yield
 
 
-def _in_megatron_training(place: Place) -> dict[tuple[Any, str], Any]:
+def _training_replacements(proxy: DeviceProxy) -> dict[tuple[Any, str], Any]:
     initialize = importlib.import_module("megatron.training.initialize")
     fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
     tokenizer = importlib.import_module("megatron.training.tokenizer.tokenizer")
-    devices = max(place.backend.probe().count, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    devices = max(proxy.backend.probe().count, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     utils = importlib.import_module("megatron.training.utils")
-    found: dict[tuple[Any, str], Any] = {}
+    replacements: dict[tuple[Any, str], Any] = {}
     if _installed_helpers():
-        found[importlib.import_module("megatron.core.datasets.utils"), "compile_helpers"] = lambda: None
+        replacements[importlib.import_module("megatron.core.datasets.utils"), "compile_helpers"] = lambda: None
     return {
-        **found,
-        (initialize, "torch"): _answering(is_available=lambda: True, device_count=lambda: devices),
-        (utils, "torch"): _answering(get_device_properties=lambda device=None: _properties(place)),
-        (initialize, "_warmup_jit_function"): _drawing_nothing(initialize._warmup_jit_function),
-        (fused_kernels, "load"): lambda args: None,  # CUDA sources, for a device that is not there
-        (tokenizer, "_vocab_size_with_padding"): _reported(tokenizer._vocab_size_with_padding),
+        **replacements,
+        (initialize, "torch"): _torch_with(is_available=lambda: True, device_count=lambda: devices),
+        (utils, "torch"): _torch_with(get_device_properties=lambda device=None: _properties(proxy)),
+        (initialize, "_warmup_jit_function"): _without_draws(initialize._warmup_jit_function),
+        (fused_kernels, "load"): lambda args: None,  # it would compile CUDA sources
+        (tokenizer, "_vocab_size_with_padding"): _padding_warning(tokenizer._vocab_size_with_padding),
     }
 
 
 def _installed_helpers() -> bool:
-    """Whether the datasets' compiled helpers can be imported: from the script's own tree or, for a tree of the same
-    version as the installed megatron-core, from there. If not, the script compiles them itself (make, pybind11)."""
+    """Whether the compiled helpers of the datasets can be imported: from the script's own source tree, or from the
+    installed megatron-core if it has the same version. Otherwise the script compiles them (make, pybind11)."""
     name = "megatron.core.datasets.helpers_cpp"
     if importlib.util.find_spec(name) is not None:
         return True
@@ -99,7 +99,7 @@ def _installed_helpers() -> bool:
     files = [f for f in installed.files or () if f.name.endswith(suffixes)]
     if importlib.import_module("megatron.core").__version__ != installed.version or not files:
         return False
-    spec = importlib.util.spec_from_file_location(name, installed.locate_file(files[0]))
+    spec = importlib.util.spec_from_file_location(name, str(installed.locate_file(files[0])))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -107,13 +107,13 @@ def _installed_helpers() -> bool:
     return True
 
 
-def _answering(**answers: Any) -> ModuleType:
-    """torch, for a module whose questions about the NVIDIA device are answered by these."""
-    return _View(torch, {ASKED_FOR: _View(getattr(torch, ASKED_FOR), answers)})
+def _torch_with(**answers: Any) -> ModuleType:
+    """A torch module whose functions for the NVIDIA device are replaced by these answers."""
+    return _View(torch, {DEVICE_TYPE: _View(getattr(torch, DEVICE_TYPE), answers)})
 
 
 class _View(ModuleType):
-    """A module with some attributes answered otherwise, for whoever holds this view of it."""
+    """A module with some attributes replaced, for those that import this object instead of the module."""
 
     def __init__(self, module: ModuleType, answers: Mapping[str, Any]) -> None:
         super().__init__(module.__name__)
@@ -124,8 +124,8 @@ class _View(ModuleType):
         return getattr(self.__dict__["_module"], name)
 
 
-def _joins(place: Place, own: Callable[..., Any]) -> Callable[..., Any]:
-    """init_process_group, where NVIDIA's transport means the backend's."""
+def _init_process_group(proxy: DeviceProxy, own: Callable[..., Any]) -> Callable[..., Any]:
+    """init_process_group that uses the backend's transport instead of NCCL."""
 
     def join(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
@@ -134,9 +134,9 @@ def _joins(place: Place, own: Callable[..., Any]) -> Callable[..., Any]:
     return join
 
 
-def _drawing_nothing(warm_up: Callable[[], None]) -> Callable[[], None]:
-    """Megatron's warm-up, which draws as many numbers on the device as the tensor-parallel size makes it. Where device
-    and host are one, the initial weights, drawn on the host after it, would depend on that."""
+def _without_draws(warm_up: Callable[[], None]) -> Callable[[], None]:
+    """Megatron's warm-up without its effect on the host's generator. It draws random numbers on the device, as many as
+    the tensor-parallel size requires; if the device is the host, initial weights would depend on that size."""
 
     @functools.wraps(warm_up)
     def warm() -> None:
@@ -146,14 +146,14 @@ def _drawing_nothing(warm_up: Callable[[], None]) -> Callable[[], None]:
     return warm
 
 
-def _properties(place: Place) -> SimpleNamespace:
-    """Megatron asks for the architecture only to demand a setting of NVIDIA's driver before version 10."""
-    total = place.backend.memory_stats().get("total", 0)
-    return SimpleNamespace(name=place.backend.name, major=10, minor=0, total_memory=total)
+def _properties(proxy: DeviceProxy) -> SimpleNamespace:
+    """Megatron reads the architecture only to require a setting of NVIDIA's driver before version 10."""
+    total = proxy.backend.memory_stats().get("total", 0)
+    return SimpleNamespace(name=proxy.backend.name, major=10, minor=0, total_memory=total)
 
 
-def _reported(pad: Callable[..., int]) -> Callable[..., int]:
-    """Megatron's padding of the vocabulary, with a warning when it changes what is computed."""
+def _padding_warning(pad: Callable[..., int]) -> Callable[..., int]:
+    """Megatron's padding of the vocabulary, with a warning if it changes the results."""
 
     def padded(size: int, args: Any, *rest: Any, **kwargs: Any) -> int:
         after = pad(size, args, *rest, **kwargs)

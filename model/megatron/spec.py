@@ -18,12 +18,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from hal import HalError
 
-from .attention import HalCoreAttention, HalSelfAttention
-from .layers import HalMLP, HalNorm, get_bias_dropout_add
+from .core_attention import HalCoreAttention, HalSelfAttention
+from .core_layers import HalMLP, HalNorm, get_bias_dropout_add
 
 
 class HalSpecProvider(LocalSpecProvider):
-    """Which modules megatron-core's specs are made of: HAL's where HAL has the op, megatron-core's local ones else."""
+    """The modules for megatron-core's specs: HAL's if HAL has the op, otherwise megatron-core's local ones."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return HalNorm
@@ -36,7 +36,7 @@ class HalSpecProvider(LocalSpecProvider):
 
 
 def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
-    """A GPT's transformer layer on HAL's ops; what get_gpt_layer_local_spec is for torch's."""
+    """The spec of a GPT's transformer layer with HAL's ops, like get_gpt_layer_local_spec with torch's."""
     provider = HalSpecProvider()
     norm = provider.layer_norm()
     qk_norm = norm if qk_layernorm else IdentityOp
@@ -59,7 +59,7 @@ def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=HalMLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints have one name for a norm, whichever layers wrote them.
+            # Transformer Engine's names: checkpoints have the same names whatever the layer implementation.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -69,11 +69,11 @@ def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
 
 
 gpt_layer_spec = get_gpt_layer_hal_spec()
-"""For `--spec`. The block's final norm is no part of it: megatron-core chooses that one itself, see hal_ops."""
+"""For `--spec`. It does not include the block's final norm, which megatron-core chooses itself (see hal_ops)."""
 
 
 def gpt_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers and the final norm, all HAL's, for a GPT of `config`."""
+    """HAL's layers and final norm of this pipeline stage, for a GPT of `config`."""
     count = get_num_layers_to_build(config, vp_stage)
     layer = get_gpt_layer_hal_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=HalNorm)

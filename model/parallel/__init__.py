@@ -1,1 +1,1 @@
-"""Parallel training: how a model is laid out over ranks, and the engines of torch.distributed that run it."""
+"""How tensors and sequences are sharded over ranks. There is no training loop here."""

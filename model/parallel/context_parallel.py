@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hal import Comm, Message, Rng, ops
 
-regions = ops.regions
+mappings = ops.mappings
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -24,10 +24,10 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tenso
 
     attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over whole sequences. Returns [s/ranks, b, n*d].
     """
-    q, k, v = (regions.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
+    q, k, v = (mappings.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
     s, b, n, d = q.shape
     out = attend(q, k, v).view(s, b, n, d)
-    return regions.all_to_all_in_region(out, comm, split=0, concatenate=2).flatten(2)
+    return mappings.all_to_all_in_region(out, comm, split=0, concatenate=2).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Ring:
     mask: Tensor | None = None
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Numbers of the two chunks of the sequence that `rank` holds (see Rows.balanced)."""
+        """Numbers of the two chunks of the sequence that `rank` holds (see SequenceShard.zigzag)."""
         return rank, 2 * self.comm.size - 1 - rank
 
     def pairs(self, source: int, c: int) -> Iterator[tuple[slice, slice, int, int, dict[str, Any]]]:
@@ -55,6 +55,8 @@ class Ring:
         for i, a in enumerate(self.chunks(self.comm.rank)):
             for j, b in enumerate(self.chunks(source)):
                 distance = (a - b) * c  # from key row 0 to query row 0
+                # The window's edges run along diagonals: of the block's corners, one query is the furthest behind its
+                # key, by c - 1 - distance, and one the furthest ahead, by distance + c - 1.
                 if (next_ is not None and distance + c - 1 + next_ < 0) or (pre is not None and distance - c + 1 > pre):
                     continue
                 # An edge that lies outside the block hides nothing of it.
@@ -70,15 +72,16 @@ class Ring:
         """The dropout arguments of a block of probabilities."""
         return {} if self.draw is None else {"dropout_p": self.p, "rng": self.draw(q_start, k_start)}
 
-    def turn(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts passing tensors to the next rank; the function returned gives those of the previous one."""
-        there, here = (self.comm.rank + 1) % self.comm.size, (self.comm.rank - 1) % self.comm.size
-        return self.comm.exchange_start([Message(there, t) for t in tensors], [Message(here, t) for t in tensors])
+    def ring_step(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts sending `tensors` to the next rank; the function returned waits for those of the previous one."""
+        to, source = (self.comm.rank + 1) % self.comm.size, (self.comm.rank - 1) % self.comm.size
+        return self.comm.exchange_start([Message(to, t) for t in tensors], [Message(source, t) for t in tensors])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """q [c, b, n, d], k and v [c, b, g, d] of two chunks -> (out [c, b, n, d], log-sum-exp [c, b, n, 1])."""
     out, lse = ops.flash_attention(q, k, v, layout="SBND", return_lse=True, **how)
-    return out, lse.permute(2, 0, 1)[..., None]  # [s, b, n, 1]
+    return out, lse.permute(2, 0, 1)[..., None]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -92,7 +95,8 @@ class _RingAttention(torch.autograd.Function):
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
         kv = [k.contiguous(), v.contiguous()]
         for step in range(size):
-            arriving = ring.turn(kv) if step + 1 < size else None
+            # The keys of the next step travel while this step's are computed with.
+            arriving = ring.ring_step(kv) if step + 1 < size else None
             for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
                 part, part_lse = _attend(q[at_q], kv[0][at_k], kv[1][at_k], **window, **ring.dropout(q_start, k_start))
                 total = torch.logaddexp(lse[at_q], part_lse)
@@ -114,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
         kv = [k.contiguous(), v.contiguous()]
         dkv = [torch.zeros_like(x, dtype=torch.float32) for x in kv]
         for step in range(size):
-            arriving = ring.turn(kv) if step + 1 < size else None
+            arriving = ring.ring_step(kv) if step + 1 < size else None
             for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
                 block = (q[at_q], kv[0][at_k], kv[1][at_k])
                 rest = (out[at_q], lse[at_q], dout[at_q])
@@ -122,14 +126,14 @@ class _RingAttention(torch.autograd.Function):
                 for total, at, grad in zip((dq, *dkv), (at_q, at_k, at_k), grads):
                     total[at] += grad
             # The gradients travel with their keys, and after the last step one rank further: home.
-            dkv = ring.turn(dkv)()
+            dkv = ring.ring_step(dkv)()
             if arriving is not None:
                 kv = arriving()
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total), 0 for rows that see nothing."""
+    """exp(part - total) of log-sum-exps [c, b, n, 1], 0 for rows that see nothing."""
     return torch.where(total == -math.inf, torch.zeros_like(total), torch.exp(part - total))
 
 
@@ -139,7 +143,9 @@ def _block_gradients(
     window: dict[str, Any],
     dropout: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block of keys, given the whole row's output, log-sum-exp and output gradient.
+    """Gradients (dq, dk, dv) of one block of keys, given the whole row's output, log-sum-exp and output gradient.
+
+    block: q [c, b, n, d], k and v [c, b, g, d]. rest: out and dout [c, b, n, d], log-sum-exp [c, b, n, 1].
 
     With w the block's share of the row, P the block's own softmax and O_b its output: dv is that of the block for the
     gradient w dO. The scores' gradient is wP (dP - rowsum(dO O)), of which the block alone gives
@@ -163,4 +169,5 @@ def _block_gradients(
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """q [2c, b, n, d], k and v [2c, b, g, d]: the rank's two chunks -> [2c, b, n*d]."""
-    return _RingAttention.apply(q, k, v, ring).flatten(2)
+    out: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
+    return out.flatten(2)

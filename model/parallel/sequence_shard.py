@@ -1,4 +1,4 @@
-"""Which rows (positions of the sequence) a rank holds when context- or sequence-parallel ranks split the sequence.
+"""The positions of a sequence that a rank holds when context- or sequence-parallel ranks split the sequence.
 
 At most two runs of equal length, so that a random draw over the whole sequence can be addressed from a part of it.
 """
@@ -15,37 +15,44 @@ from hal import ContractError, Rng
 
 
 @dataclass(frozen=True)
-class Rows:
-    """`runs` of (first position, length), in the order in which the rank holds them, out of `full` positions."""
+class SequenceShard:
+    """`runs` of (first position, length), in the order in which the rank holds them, out of `full` positions.
+
+    The positions that are held are called rows, numbered from 0 in that order.
+    """
 
     runs: tuple[tuple[int, int], ...]
     full: int
 
     @staticmethod
-    def all_of(full: int) -> Rows:
-        """Every row."""
-        return Rows(((0, full),), full)
+    def all_of(full: int) -> SequenceShard:
+        """Every position."""
+        return SequenceShard(((0, full),), full)
 
     @staticmethod
-    def balanced(full: int, rank: int, size: int) -> Rows:
+    def zigzag(full: int, rank: int, size: int) -> SequenceShard:
         """Chunks `rank` and `2*size-1-rank` of 2*size: with causal attention every rank has the same work."""
+        if size == 1:
+            return SequenceShard.all_of(full)
         if full % (2 * size):
             raise ContractError(f"a sequence of {full} cannot be cut into 2 x {size} chunks for context parallelism")
         c = full // (2 * size)
-        return Rows(((rank * c, c), ((2 * size - 1 - rank) * c, c)), full)
+        return SequenceShard(((rank * c, c), ((2 * size - 1 - rank) * c, c)), full)
 
-    def part(self, rank: int, size: int) -> Rows:
+    def part(self, rank: int, size: int) -> SequenceShard:
         """The `rank`-th of `size` equal consecutive parts of these rows."""
         if self.count % size:
             raise ContractError(f"{size} ranks cannot divide {self.count} rows of the sequence")
-        n = self.count // size
-        left, right, runs, before = rank * n, (rank + 1) * n, [], 0
-        for first, length in self.runs:
-            a, b = max(left, before), min(right, before + length)
-            if a < b:
-                runs.append((first + a - before, b - a))
-            before += length
-        return Rows(tuple(runs), self.full)
+        length = self.count // size
+        begin, end = rank * length, (rank + 1) * length  # the part, in rows
+        runs, first_row = [], 0
+        for position, count in self.runs:
+            # The intersection of the part with this run, counted from the run's beginning.
+            low, high = max(begin - first_row, 0), min(end - first_row, count)
+            if low < high:
+                runs.append((position + low, high - low))
+            first_row += count
+        return SequenceShard(tuple(runs), self.full)
 
     @property
     def count(self) -> int:
@@ -57,23 +64,26 @@ class Rows:
         return torch.cat([torch.arange(first, first + n, device=device) for first, n in self.runs])
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """These rows of `x`, which has all of them along `dim`."""
+        """These rows of `x`, which has all positions along `dim`."""
         if self.count == self.full:
             return x
         return torch.cat([x.narrow(dim, first, n) for first, n in self.runs], dim)
 
     def draw(self, rng: Rng, shape: Sequence[int], rest: Sequence[int], start: Sequence[int]) -> tuple[Rng, list[int]]:
-        """(rng, seen): the numbers these rows have in one draw of [full, *rest].
+        """(stream, block shape): how these rows get their numbers of one draw of [full, *rest].
 
         shape: this rank's [count, ...], which starts at `start` in the dimensions after the first. An op that draws
-        for a tensor of `shape` must see it as one of shape `seen`, which has the same elements in the same order.
+        for a tensor of `shape` must see it as one of the block shape, which has the same elements in the same order.
         """
         (first, length), *others = self.runs
         if not others:
             return rng.block((self.full, *rest), (first, *start)), list(shape)
-        # Two runs a distance apart are a draw with that distance as its second dimension.
+        # An Rng addresses one rectangular block of a draw, and two runs of positions are not one. They are if position
+        # p is written as (p // distance, p % distance), where `distance` lies between the runs' first positions: then
+        # the second run lies right below the first, in the same columns. The numbers stay the same, because a draw is
+        # numbered in row-major order, where splitting a dimension changes nothing.
         distance = others[0][0] - first
-        if len(others) > 1 or others[0][1] != length or distance < length or first % distance + length > distance:
+        row, column = divmod(first, distance) if distance > 0 else (0, 0)
+        if len(others) > 1 or others[0][1] != length or distance < length or column + length > distance:
             raise ContractError(f"rows {self.runs} of {self.full} are no two equal runs that a draw could address")
-        whole = (first // distance + 2, distance, *rest)
-        return rng.block(whole, (first // distance, first % distance, *start)), [2, length, *shape[1:]]
+        return rng.block((row + 2, distance, *rest), (row, column, *start)), [2, length, *shape[1:]]

@@ -1,7 +1,7 @@
 """The learning rate as a function of the number of optimizer steps taken: warm-up, then one of five decays.
 
 The formulas are Megatron's (OptimizerParamScheduler), counted in steps. With warm-up the first step has the rate
-`lr_warmup_init`, as there.
+`lr_warmup_init`, as in Megatron.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .config import Config
+from ..config.schema import Config
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRScheduler:
     """lr(step) for step = 0, 1, ... (optimizer steps taken before). warmup, decay, wsd_decay: numbers of steps."""
 
     peak: float
@@ -26,10 +26,10 @@ class Schedule:
     wsd_decay: int = 0
 
     @staticmethod
-    def of(config: Config) -> Schedule:
+    def of(config: Config) -> LRScheduler:
         """The schedule that a config asks for."""
         assert config.lr_decay_iters is not None
-        return Schedule(
+        return LRScheduler(
             config.lr,
             config.min_lr,
             config.lr_decay_style,
@@ -50,10 +50,10 @@ class Schedule:
             return self.final
         if self.style == "inverse-square-root":
             return max(self.final, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(step, 1)))
-        return self.final + (self.peak - self.final) * self._share(step)
+        return self.final + (self.peak - self.final) * self._remaining(step)
 
-    def _share(self, step: int) -> float:
-        """How much of peak - final is left, 1 to 0."""
+    def _remaining(self, step: int) -> float:
+        """Which fraction of peak - final is left: from 1 to 0."""
         done = (step - self.warmup) / (self.decay - self.warmup)
         if self.style == "linear":
             return 1.0 - done
@@ -63,9 +63,10 @@ class Schedule:
         if step <= start:
             return 1.0
         done = (step - start) / self.wsd_decay
-        return {
+        remaining: dict[str, float] = {
             "linear": 1.0 - done,
             "cosine": 0.5 * (math.cos(math.pi * done) + 1.0),
             "exponential": 2.0 * 0.5**done - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(done),
-        }[self.wsd_style]
+        }
+        return remaining[self.wsd_style]

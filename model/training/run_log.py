@@ -1,6 +1,6 @@
-"""What a run says and leaves behind: log lines, a progress bar on terminals, TensorBoard events, run.json, loss.png.
+"""The output of a training run: log lines, a progress bar on terminals, TensorBoard events, run.json and loss.png.
 
-Log lines have Megatron's form. run.json holds every iteration's loss and gradient norm at full precision.
+Log lines have Megatron's format. run.json holds the loss and the gradient norm of every iteration at full precision.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -20,46 +19,49 @@ from typing import Any
 import hal
 from hal import HalError
 
-from .config import Config
-from .files import make_folder, write_bytes, write_text
-from .flops import flops_per_token
-from .tracking import trackers
-from .trainer import StepResult, options, peak_memory_bytes
+from ..common.atomic_files import make_folder, write_bytes, write_text
+from ..common.progress_bar import ProgressBar
+from ..config.schema import Config
+from ..gpt.flops import flops_per_token
+from .trackers import trackers
+from .trainer import StepResult, peak_memory_bytes
+from .trainer_state import options
 
 
-class Silence:
-    """In place of a Report on processes that do not speak for the run."""
+class NullRunLog:
+    """Takes the place of a RunLog on all ranks but the first, and does nothing."""
 
-    def __enter__(self) -> Silence:
+    def __enter__(self) -> NullRunLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def step(self, result: StepResult) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def evaluation(self, iteration: int, loss: float) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def record(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def finish(self, prompt: str, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def tokens_per_second(self) -> float:
-        """Unknown here."""
+        """0, since nothing is measured."""
         return 0.0
 
 
-class Report:
-    """Collects a run's results. Use as a context manager: leaving it closes the bar and the event file.
+class RunLog:
+    """Collects the results of a run. Use it as a context manager, which closes the progress bar and the event files.
 
-    However the run ends, run.json holds the iterations it made; killed, those up to its last checkpoint.
+    run.json holds all iterations of a run that ended or failed, and those up to the last checkpoint of one that was
+    killed.
     """
 
     def __init__(self, config: Config, folder: Path, start: int) -> None:
@@ -70,36 +72,33 @@ class Report:
         self.step_seconds: list[list[Any]] = []
         if start:
             self._continue(start)
-        assert config.global_batch_size
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.flops_per_token = flops_per_token(config)
         self._since_log: list[StepResult] = []
         self._seconds: list[float] = []
         self._finished = False
         self._trackers = trackers(config, self.folder, options(config))
-        self._bar = _Bar(start, config.train_iters) if sys.stdout.isatty() else None
+        self._bar = ProgressBar(config.train_iters, stream=sys.stdout, counted=True)
+        self._bar.update(start)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and self._seconds and not self._finished:
-            with contextlib.suppress(OSError):  # a full disk, maybe: what went wrong first is to be heard
+            # A second error, of a full disk for example, must not hide the one that ended the run.
+            with contextlib.suppress(OSError):
                 self.finish("", "")
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         for tracker in self._trackers:
             tracker.close()
 
     def say(self, text: str) -> None:
-        """One line on the terminal, above the progress bar if there is one."""
-        if self._bar is not None:
-            self._bar.print(text)
-        else:
-            print(text, flush=True)
+        """Prints a line, above the progress bar if there is one."""
+        self._bar.print(text)
 
     def step(self, result: StepResult) -> None:
-        """Records an iteration; prints a line every log_interval."""
+        """Records an iteration, and prints a line every log_interval."""
         self.losses.append([result.iteration, result.loss])
         self.grad_norms.append([result.iteration, result.grad_norm])
         self._since_log.append(result)
@@ -116,8 +115,7 @@ class Report:
                 "tokens-per-second": tokens_per_second,
             },
         )
-        if self._bar is not None:
-            self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
+        self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
             self.say(self._line())
             self._since_log.clear()
@@ -126,13 +124,14 @@ class Report:
         """Records and prints an evaluation."""
         self.evaluations.append([iteration, loss])
         self._scalars(iteration, {"lm loss validation": loss})
-        perplexity = math.exp(20.0 if loss > 20.0 else loss)  # of NaN, NaN
+        # Limited as in Megatron. `min` would turn a NaN loss into a finite perplexity.
+        perplexity = math.exp(20.0 if loss > 20.0 else loss)
         self.say(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
 
     def record(self) -> None:
-        """Writes run.json for whoever continues from the checkpoint to come; if it cannot, the run's end says so."""
+        """Writes run.json, for a run that resumes from the next checkpoint. Leaves an OSError for `finish` to raise."""
         with contextlib.suppress(OSError):
             self._write_record()
 
@@ -145,7 +144,7 @@ class Report:
             _plot(self.folder / "loss.png", self.losses, self.evaluations)
 
     def tokens_per_second(self) -> float:
-        """Mean speed of this process's steps, without its first (caches and kernels warm up there)."""
+        """The mean over the steps of this process without the first, in which caches and kernels warm up."""
         steady = self._seconds[1:] or self._seconds
         return self.tokens_per_step * len(steady) / sum(steady) if steady else 0.0
 
@@ -154,7 +153,6 @@ class Report:
         seconds = sum(s.seconds for s in steps) / len(steps)
         speed = self.tokens_per_step / seconds
         losses = [s.loss for s in steps if not s.skipped]
-        assert c.global_batch_size
         cells = [
             f"iteration {last.iteration:8d}/{c.train_iters:8d}",
             f"consumed samples: {last.consumed:12d}",
@@ -171,9 +169,9 @@ class Report:
         return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
 
     def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
-        known = {name: value for name, value in values.items() if value is not None}
+        scalars = {name: value for name, value in values.items() if value is not None}
         for tracker in self._trackers:
-            tracker.scalars(iteration, known)
+            tracker.scalars(iteration, scalars)
 
     def _write_record(self) -> None:
         write_text(self.folder / "run.json", json.dumps(self._record(), indent=1, allow_nan=False) + "\n")
@@ -181,7 +179,7 @@ class Report:
     def _record(self) -> dict[str, Any]:
         backend = hal.backend()
         probe = backend.probe()
-        versions = {"python": platform.python_version(), "hal": hal.__version__}
+        versions: dict[str, str | None] = {"python": platform.python_version(), "hal": hal.__version__}
         versions.update({name: _version(name) for name in ("torch", "numpy", "megatron-core")})
         return {
             "config": options(self.config),
@@ -205,7 +203,7 @@ class Report:
         }
 
     def _continue(self, start: int) -> None:
-        """Takes over what an earlier process recorded in this folder, up to the iteration the run resumes from."""
+        """Reads what an earlier process recorded in this folder, up to the iteration that the run resumes from."""
         path = self.folder / "run.json"
         if not path.is_file():
             return
@@ -246,29 +244,5 @@ def _plot(path: Path, losses: list[list[Any]], evaluations: list[list[Any]]) -> 
     axes.grid(alpha=0.3)
     figure.tight_layout()
     image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
+    FigureCanvasAgg(figure).print_png(image)  # type: ignore[no-untyped-call]
     write_bytes(path, image.getvalue())
-
-
-class _Bar:
-    """rich's progress bar."""
-
-    def __init__(self, start: int, total: int) -> None:
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        except ImportError as error:
-            raise HalError(f"the progress bar needs rich ({error}); pip install 'torch-hal[train]'") from None
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
-        )
-        self._task = self._progress.add_task("", total=total, completed=start, text="")
-        self._progress.start()
-        self.print: Callable[[str], None] = lambda text: self._progress.console.print(
-            text, markup=False, highlight=False
-        )
-
-    def update(self, iteration: int, text: str) -> None:
-        self._progress.update(self._task, completed=iteration, text=text)
-
-    def close(self) -> None:
-        self._progress.stop()

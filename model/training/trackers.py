@@ -1,6 +1,6 @@
-"""Where a run's numbers go while it runs: TensorBoard's event files, and Weights & Biases where it is asked for.
+"""Metrics of a run while it runs: TensorBoard's event files, and Weights & Biases with --wandb-project.
 
-Both are imported when a run begins that uses them; a run without them needs neither.
+Each package is imported when a run begins to use it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from typing import Any, Protocol
 
 from hal import HalError
 
-from .config import Config
+from ..config.schema import Config
 
 
 class Tracker(Protocol):
-    """Takes numbers by name."""
+    """Receives named metrics."""
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        """The numbers of an iteration."""
+        """Adds the metrics of an iteration."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Flushes and closes; called once, at the end."""
 
 
 def trackers(config: Config, folder: Path, options: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers of a run whose results are in `folder`. Raises HalError for one that is not installed."""
-    found: list[Tracker] = [TensorBoard(folder)]
+    """The trackers of a run that writes to `folder`. Raises HalError for a package that is not installed."""
+    active: list[Tracker] = [TensorBoard(folder)]
     if config.wandb_project is not None:
-        found.append(WeightsAndBiases(config, folder, options))
-    return found
+        active.append(WeightsAndBiases(config, folder, options))
+    return active
 
 
 class TensorBoard:
-    """Event files in the run's folder."""
+    """Event files in the folder of the run."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of --wandb-project, with the same numbers and the options. WANDB_MODE=offline keeps it in the folder."""
+    """A run of the project, with the same metrics and the options. WANDB_MODE=offline keeps its files in the folder."""
 
     def __init__(self, config: Config, folder: Path, options: Mapping[str, Any]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2: weights are [in, out], and q, k, v are three blocks of columns."""
+"""Hugging Face GPT-2: weights are [in, out], and q, k, v are three blocks of columns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Config
-from .fields import Fields, ends, in_no_model, unless
-from .layout import group_qkv, ungroup_qkv
-from .weights import OUTPUT, POSITION, WORD, Weights, require
+from ...config.schema import Config
+from ...gpt.model import OUTPUT_LAYER, POSITION_EMBEDDING, WORD_EMBEDDING
+from .hf_config import Fields, ends, unless, unsupported_options
+from .qkv_layout import group_qkv, ungroup_qkv
+from .weights import ConversionError, Weights
 
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "none"}
 
@@ -41,26 +42,31 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
     def take(name: str) -> Tensor:
         return tensors.pop(prefix + name)
 
-    found = {WORD: take("wte.weight"), POSITION: take("wpe.weight")}
+    converted = {WORD_EMBEDDING: take("wte.weight"), POSITION_EMBEDDING: take("wpe.weight")}
     head_weight = tensors.pop("lm_head.weight", None)
     if not tied:
-        require(head_weight is not None, "the output weights are not tied, but there is no lm_head.weight")
-        found[OUTPUT] = head_weight
+        if head_weight is None:
+            raise ConversionError("the output weights are not tied, but there is no lm_head.weight")
+        converted[OUTPUT_LAYER] = head_weight
     for layer in range(options["num_layers"]):
         ours, theirs = f"decoder.layers.{layer}", f"h.{layer}"
-        for mask in ("attn.bias", "attn.masked_bias"):  # constants that old files hold
+        for mask in ("attn.bias", "attn.masked_bias"):  # constants in files of old versions
             tensors.pop(f"{prefix}{theirs}.{mask}", None)
         for part in ("weight", "bias"):
-            turn = (lambda t: t.t()) if part == "weight" else (lambda t: t)
-            qkv = turn(take(f"{theirs}.attn.c_attn.{part}"))
-            found[f"{ours}.self_attention.linear_qkv.{part}"] = group_qkv(*qkv.chunk(3), heads)
-            found[f"{ours}.input_layernorm.{part}"] = take(f"{theirs}.ln_1.{part}")
-            found[f"{ours}.pre_mlp_layernorm.{part}"] = take(f"{theirs}.ln_2.{part}")
+            q, k, v = _transposed(take(f"{theirs}.attn.c_attn.{part}")).chunk(3)
+            converted[f"{ours}.self_attention.linear_qkv.{part}"] = group_qkv(q, k, v, heads)
+            converted[f"{ours}.input_layernorm.{part}"] = take(f"{theirs}.ln_1.{part}")
+            converted[f"{ours}.pre_mlp_layernorm.{part}"] = take(f"{theirs}.ln_2.{part}")
             for a, b in _GPT2_LINEAR.items():
-                found[f"{ours}.{a}.{part}"] = turn(take(f"{theirs}.{b}.{part}"))
+                converted[f"{ours}.{a}.{part}"] = _transposed(take(f"{theirs}.{b}.{part}"))
     for part in ("weight", "bias"):
-        found[f"decoder.final_layernorm.{part}"] = take(f"ln_f.{part}")
-    return Weights(options, found)
+        converted[f"decoder.final_layernorm.{part}"] = take(f"ln_f.{part}")
+    return Weights(options, converted)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """A weight [in, out] -> [out, in] or back; a bias [out] as it is."""
+    return x.t()
 
 
 _GPT2_LINEAR = {
@@ -72,7 +78,7 @@ _GPT2_LINEAR = {
 
 def reasons_against(c: Config) -> list[str]:
     return [
-        *in_no_model(c),
+        *unsupported_options(c),
         *unless(
             c.position_embedding_type == "learned_absolute", f"--position-embedding-type {c.position_embedding_type}"
         ),
@@ -87,7 +93,6 @@ def reasons_against(c: Config) -> list[str]:
 
 def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
     x = weights.tensors
-    assert c.kv_channels and c.max_position_embeddings
     fields = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -106,19 +111,18 @@ def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor
         "tie_word_embeddings": not c.untie_embeddings_and_output_weights,
         **ends(weights),
     }
-    found = {"transformer.wte.weight": x[WORD], "transformer.wpe.weight": x[POSITION]}
-    if OUTPUT in x:
-        found["lm_head.weight"] = x[OUTPUT]
+    converted = {"transformer.wte.weight": x[WORD_EMBEDDING], "transformer.wpe.weight": x[POSITION_EMBEDDING]}
+    if OUTPUT_LAYER in x:
+        converted["lm_head.weight"] = x[OUTPUT_LAYER]
     for layer in range(c.num_layers):
         ours, theirs = f"decoder.layers.{layer}", f"transformer.h.{layer}"
         for part in ("weight", "bias"):
-            turn = (lambda t: t.t()) if part == "weight" else (lambda t: t)
             qkv = ungroup_qkv(x[f"{ours}.self_attention.linear_qkv.{part}"], c.num_attention_heads, c.kv_channels)
-            found[f"{theirs}.attn.c_attn.{part}"] = turn(torch.cat(qkv))
-            found[f"{theirs}.ln_1.{part}"] = x[f"{ours}.input_layernorm.{part}"]
-            found[f"{theirs}.ln_2.{part}"] = x[f"{ours}.pre_mlp_layernorm.{part}"]
+            converted[f"{theirs}.attn.c_attn.{part}"] = _transposed(torch.cat(qkv))
+            converted[f"{theirs}.ln_1.{part}"] = x[f"{ours}.input_layernorm.{part}"]
+            converted[f"{theirs}.ln_2.{part}"] = x[f"{ours}.pre_mlp_layernorm.{part}"]
             for a, b in _GPT2_LINEAR.items():
-                found[f"{theirs}.{b}.{part}"] = turn(x[f"{ours}.{a}.{part}"])
+                converted[f"{theirs}.{b}.{part}"] = _transposed(x[f"{ours}.{a}.{part}"])
     for part in ("weight", "bias"):
-        found[f"transformer.ln_f.{part}"] = x[f"decoder.final_layernorm.{part}"]
-    return fields, found
+        converted[f"transformer.ln_f.{part}"] = x[f"decoder.final_layernorm.{part}"]
+    return fields, converted

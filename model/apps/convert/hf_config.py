@@ -1,4 +1,4 @@
-"""config.json's values asked for by type, and what the models of Hugging Face that are converted have in common."""
+"""Typed access to config.json, and what the supported Hugging Face models have in common."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
+from ...config.schema import Config
 from .weights import Weights, require
 
 
 class Fields:
-    """config.json's values, asked for by type."""
+    """Typed access to the values of a config.json. Methods raise ConversionError for values of another type."""
 
     def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
         self._values, self._where = values, where
 
     def part(self, name: str) -> Fields:
-        """The object that a field holds; none and null are an empty one."""
+        """The object in a field; a missing field or null is an empty object."""
         value = self._values.get(name)
         require(value is None or isinstance(value, dict), f"{self._where}: {name} should be an object; found {value!r}")
         return Fields(value or {}, f"{self._where}: {name}")
@@ -31,8 +31,8 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> Any:
         value = self._values.get(name, default)
         value = default if value is None else value
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 62
-        require(good, f"{self._where}: {name} should be a number; found {value!r}")
+        valid = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 62
+        require(valid, f"{self._where}: {name} should be a number; found {value!r}")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -48,8 +48,8 @@ class Fields:
         require(value in list(allowed), f"{self._where}: {name} = {value!r} has no counterpart in HAL's model")
 
 
-def in_no_model(c: Config) -> list[str]:
-    """What neither of the two models has."""
+def unsupported_options(c: Config) -> list[str]:
+    """Options of the config that neither GPT-2 nor Llama has."""
     return [
         *unless(not c.use_sandwich_norm, "--use-sandwich-norm"),
         *unless(c.window == (None, 0), "--pre-tokens and --next-tokens"),
@@ -57,12 +57,13 @@ def in_no_model(c: Config) -> list[str]:
     ]
 
 
-def unless(fits: bool, what: str) -> list[str]:
-    return [] if fits else [what]
+def unless(supported: bool, option: str) -> list[str]:
+    """The option as a list of reasons against a conversion, unless it is supported."""
+    return [] if supported else [option]
 
 
 def ends(weights: Weights) -> dict[str, int | None]:
-    """The id that ends a text, where the vocabulary's own tokenizer is known."""
+    """config.json's ids of the first and last token of a text, for tokenizers whose last id ends documents."""
     if weights.tokenizer.get("tokenizer_type") in (None, "ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"):
         return {"bos_token_id": weights.vocabulary - 1, "eos_token_id": weights.vocabulary - 1}
     return {"bos_token_id": None, "eos_token_id": None}

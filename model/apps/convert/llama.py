@@ -1,4 +1,4 @@
-"""Hugging Face's Llama: q, k, v, gate and up are apart, rotary pairs are (i, i + d/2)."""
+"""Hugging Face Llama: q, k, v, gate and up are separate matrices, rotary pairs are (i, i + d/2)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Config
-from .fields import Fields, ends, in_no_model, unless
-from .layout import group_qkv, pairs_to_halves, ungroup_qkv
-from .weights import OUTPUT, WORD, Weights, require
+from ...config.schema import Config
+from ...gpt.model import OUTPUT_LAYER, WORD_EMBEDDING
+from .hf_config import Fields, ends, unless, unsupported_options
+from .qkv_layout import group_qkv, pairs_to_halves, ungroup_qkv
+from .weights import ConversionError, Weights, require
 
 _LINEAR = [
     *(f"self_attn.{n}_proj" for n in "qkvo"),
@@ -18,7 +19,7 @@ _LINEAR = [
 ]
 
 
-# What relatives of Llama put into the same file, and the values at which it changes nothing.
+# Fields that variants of Llama add to config.json, and the values at which they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "embedding_multiplier": (None, 1),
@@ -39,8 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _only_neutral(c: Fields) -> None:
-    """Refuses what would change the numbers and has no place in HAL's model."""
-    # Old files scale positions by rope_scaling, whose kind was first called type; new ones by rope_parameters.
+    """Raises ConversionError for fields that change the results and have no counterpart in HAL's model."""
+    # Old files have rope_scaling, whose kind was first called "type"; new ones have rope_parameters.
     for rope in (c.part("rope_parameters"), c.part("rope_scaling")):
         for name in ("rope_type", "type"):
             kind = rope.get(name, None)
@@ -60,7 +61,10 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
     c.only("hidden_act", ("silu",), "silu")
     _only_neutral(c)
     bias = c.flag("attention_bias", False)
-    require(bias == c.flag("mlp_bias", False), "biases in attention or MLP only have no counterpart in HAL's model")
+    require(
+        bias == c.flag("mlp_bias", False),
+        "biases only in attention or only in the MLP have no counterpart in HAL's model",
+    )
     h, heads, layers = c.count("hidden_size"), c.count("num_attention_heads"), c.count("num_hidden_layers")
     groups, tied = c.count("num_key_value_heads", heads), c.flag("tie_word_embeddings", False)
     options = {
@@ -83,32 +87,33 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
         "hidden_dropout": 0.0,
         "init_method_std": c.number("initializer_range", 0.02),
     }
-    found = {
-        WORD: tensors.pop("model.embed_tokens.weight"),
+    converted = {
+        WORD_EMBEDDING: tensors.pop("model.embed_tokens.weight"),
         "decoder.final_layernorm.weight": tensors.pop("model.norm.weight"),
     }
     head_weight = tensors.pop("lm_head.weight", None)
     if not tied:
-        require(head_weight is not None, "the output weights are not tied, but there is no lm_head.weight")
-        found[OUTPUT] = head_weight
+        if head_weight is None:
+            raise ConversionError("the output weights are not tied, but there is no lm_head.weight")
+        converted[OUTPUT_LAYER] = head_weight
     for layer in range(layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        tensors.pop(f"{theirs}.self_attn.rotary_emb.inv_freq", None)  # a constant that old files hold
+        tensors.pop(f"{theirs}.self_attn.rotary_emb.inv_freq", None)  # a constant in files of old versions
         for part in ("weight", "bias") if bias else ("weight",):
             t = {name: tensors.pop(f"{theirs}.{name}.{part}") for name in _LINEAR}
-            qkv = (t[f"self_attn.{n}_proj"] for n in "qkv")
-            found[f"{ours}.self_attention.linear_qkv.{part}"] = group_qkv(*qkv, groups)
-            found[f"{ours}.self_attention.linear_proj.{part}"] = t["self_attn.o_proj"]
-            found[f"{ours}.mlp.linear_fc1.{part}"] = torch.cat([t["mlp.gate_proj"], t["mlp.up_proj"]])
-            found[f"{ours}.mlp.linear_fc2.{part}"] = t["mlp.down_proj"]
-        found[f"{ours}.input_layernorm.weight"] = tensors.pop(f"{theirs}.input_layernorm.weight")
-        found[f"{ours}.pre_mlp_layernorm.weight"] = tensors.pop(f"{theirs}.post_attention_layernorm.weight")
-    return Weights(options, found)
+            q, k, v = (t[f"self_attn.{n}_proj"] for n in "qkv")
+            converted[f"{ours}.self_attention.linear_qkv.{part}"] = group_qkv(q, k, v, groups)
+            converted[f"{ours}.self_attention.linear_proj.{part}"] = t["self_attn.o_proj"]
+            converted[f"{ours}.mlp.linear_fc1.{part}"] = torch.cat([t["mlp.gate_proj"], t["mlp.up_proj"]])
+            converted[f"{ours}.mlp.linear_fc2.{part}"] = t["mlp.down_proj"]
+        converted[f"{ours}.input_layernorm.weight"] = tensors.pop(f"{theirs}.input_layernorm.weight")
+        converted[f"{ours}.pre_mlp_layernorm.weight"] = tensors.pop(f"{theirs}.post_attention_layernorm.weight")
+    return Weights(options, converted)
 
 
 def reasons_against(c: Config) -> list[str]:
     return [
-        *in_no_model(c),
+        *unsupported_options(c),
         *unless(c.position_embedding_type == "rope", f"--position-embedding-type {c.position_embedding_type}"),
         *unless(c.rotary_percent == 1.0, f"--rotary-percent {c.rotary_percent}"),
         *unless(c.normalization == "RMSNorm", f"--normalization {c.normalization}"),
@@ -119,7 +124,6 @@ def reasons_against(c: Config) -> list[str]:
 
 def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
     x, d = weights.tensors, c.kv_channels
-    assert d and c.num_query_groups
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -133,7 +137,7 @@ def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor
         "head_dim": d,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,
-        # Both spellings: transformers 5 reads the first, older ones the second.
+        # Both spellings: transformers 5 reads rope_parameters, older versions read rope_theta.
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
         "rope_theta": c.rotary_base,
         "attention_bias": not c.disable_bias_linear,
@@ -143,9 +147,12 @@ def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor
         "tie_word_embeddings": not c.untie_embeddings_and_output_weights,
         **ends(weights),
     }
-    found = {"model.embed_tokens.weight": x[WORD], "model.norm.weight": x["decoder.final_layernorm.weight"]}
-    if OUTPUT in x:
-        found["lm_head.weight"] = x[OUTPUT]
+    converted = {
+        "model.embed_tokens.weight": x[WORD_EMBEDDING],
+        "model.norm.weight": x["decoder.final_layernorm.weight"],
+    }
+    if OUTPUT_LAYER in x:
+        converted["lm_head.weight"] = x[OUTPUT_LAYER]
     for layer in range(c.num_layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
         for part in ("weight",) if c.disable_bias_linear else ("weight", "bias"):
@@ -162,7 +169,7 @@ def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor
             }
             rows["self_attn.o_proj"] = x[f"{ours}.self_attention.linear_proj.{part}"]
             rows["mlp.down_proj"] = x[f"{ours}.mlp.linear_fc2.{part}"]
-            found.update({f"{theirs}.{name}.{part}": t for name, t in rows.items()})
-        found[f"{theirs}.input_layernorm.weight"] = x[f"{ours}.input_layernorm.weight"]
-        found[f"{theirs}.post_attention_layernorm.weight"] = x[f"{ours}.pre_mlp_layernorm.weight"]
-    return fields, found
+            converted.update({f"{theirs}.{name}.{part}": t for name, t in rows.items()})
+        converted[f"{theirs}.input_layernorm.weight"] = x[f"{ours}.input_layernorm.weight"]
+        converted[f"{theirs}.post_attention_layernorm.weight"] = x[f"{ours}.pre_mlp_layernorm.weight"]
+    return fields, converted

@@ -1,6 +1,6 @@
-"""The `args` that Megatron-LM keeps in its checkpoints, as HAL's options, and back.
+"""Converts the `args` in Megatron-LM's checkpoints to HAL's options and back.
 
-What they ask for and HAL's model has not is refused by name.
+Features that HAL's model does not have are refused by name.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..arguments import convert
-from ..config import Config
-from ..tokenizer import KINDS, OPTIONS
+from ...config.command_line import convert
+from ...config.schema import Config
+from ...config.tokenizer_options import KINDS, OPTIONS
 from .weights import ConversionError, Weights, require
 
 _SAME = (
@@ -37,6 +37,7 @@ _SAME = (
     "hidden_dropout",
     "init_method_std",
 )
+# Features that HAL's model does not have, by the arg that turns them on. 0, 1 and False are neutral.
 _FOREIGN = {
     "num_experts": "experts",
     "qk_layernorm": "norms of queries and keys",
@@ -47,20 +48,21 @@ _FOREIGN = {
     "apply_layernorm_1p": "zero-centred norms",
     "apply_residual_connection_post_layernorm": "residuals taken after the norm",
     "window_size": "an attention window",
-    "mtp_num_layers": "layers that predict several tokens",
+    "mtp_num_layers": "multi-token prediction layers",
     "is_hybrid_model": "state-space layers",
     "hybrid_layer_pattern": "state-space layers",
     "hybrid_override_pattern": "state-space layers",
     "quick_geglu": "quick geglu",
-    "attention_output_gate": "a gate on attention's output",
-    "num_layers_at_start_in_bf16": "layers of several precisions",
+    "attention_output_gate": "a gate on the attention output",
+    "num_layers_at_start_in_bf16": "layers of different precisions",
     "qk_l2_norm": "norms of queries and keys",
-    "heterogeneous_layers_config_path": "layers of several kinds",
-    "linear_attention_freq": "layers of linear attention",
-    "experimental_attention_variant": "an attention of another kind",
+    "heterogeneous_layers_config_path": "heterogeneous layers",
+    "linear_attention_freq": "linear attention layers",
+    "experimental_attention_variant": "an experimental attention variant",
 }
+# The same, for args of which 1 is not neutral.
 _NOT_EVEN_ONE = {
-    "softmax_scale": "a scale of its own in attention",
+    "softmax_scale": "a custom attention scale",
     "glu_linear_offset": "an offset in the gated MLP",
     "activation_func_clamp_value": "a clamped activation",
     "no_rope_freq": "layers without rotary positions",
@@ -69,62 +71,67 @@ _NOT_EVEN_ONE = {
 
 def saved_args(state: Any, where: Path) -> tuple[Mapping[str, Any], int, float]:
     """(args, iteration, checkpoint_version) of a checkpoint's file. Raises ConversionError for other types."""
-    require(isinstance(state, Mapping), f"{where} holds no dictionary; found {type(state).__name__}")
+    require(isinstance(state, Mapping), f"{where} should be a dictionary; found {type(state).__name__}")
     args = state.get("args")
-    require(args is not None, f"{where} says nothing of its model: it has no args")
+    require(args is not None, f"{where} does not describe its model: it has no args")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
-    good = isinstance(args, Mapping) and not any(isinstance(value, torch.Tensor) for value in args.values())
-    require(good, f"{where}: args should be options by name; found {type(args).__name__}")
+    valid = isinstance(args, Mapping) and not any(isinstance(value, torch.Tensor) for value in args.values())
+    require(valid, f"{where}: args should be options by name; found {type(args).__name__}")
     iteration, version = state.get("iteration"), state.get("checkpoint_version", 0.0)
     iteration = 0 if iteration is None else iteration
     require(type(iteration) is int and iteration >= 0, f"{where}: iteration should be a number; found {iteration!r}")
-    known = isinstance(version, (int, float)) and 0 <= version < 100
-    require(known, f"{where}: checkpoint_version should be a number; found {version!r}")
+    valid = isinstance(version, (int, float)) and 0 <= version < 100
+    require(valid, f"{where}: checkpoint_version should be a number; found {version!r}")
     return args, iteration, float(version)
 
 
 def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """A Config's model options. Raises ConversionError for what HAL's model has not, or values of a wrong type."""
+    """Model options of a Config. Raises ConversionError for unsupported features and for values of a wrong type."""
     for name, what in _FOREIGN.items():
         value = args.get(name)
         neutral = not value or (value == 1 and value is not True)
-        require(neutral, f"the model has {what} ({name} = {value!r}), which HAL's has not")
+        require(neutral, f"the model has {what} ({name} = {value!r}), which HAL's model does not have")
     for name, what in _NOT_EVEN_ONE.items():
         value = args.get(name)
-        require(value in (None, 0, False), f"the model has {what} ({name} = {value!r}), which HAL's has not")
+        require(
+            value in (None, 0, False), f"the model has {what} ({name} = {value!r}), which HAL's model does not have"
+        )
     softmax, rope = args.get("softmax_type"), args.get("rope_type")
-    require(softmax in (None, "vanilla"), f"attention's softmax is of type {softmax!r}, which HAL's has not")
-    require(rope in (None, "rope"), f"rotary positions are of type {rope!r}, which HAL's has not")
-    found = {name: args[name] for name in _SAME if args.get(name) is not None}
-    if "norm_epsilon" not in found and args.get("layernorm_epsilon") is not None:
-        found["norm_epsilon"] = args["layernorm_epsilon"]
+    require(
+        softmax in (None, "vanilla"),
+        f"the softmax of attention is of type {softmax!r}, which HAL's model does not have",
+    )
+    require(rope in (None, "rope"), f"rotary positions are of type {rope!r}, which HAL's model does not have")
+    options = {name: args[name] for name in _SAME if args.get(name) is not None}
+    if "norm_epsilon" not in options and args.get("layernorm_epsilon") is not None:
+        options["norm_epsilon"] = args["layernorm_epsilon"]
     if args.get("group_query_attention"):
-        found["num_query_groups"] = args.get("num_query_groups")
+        options["num_query_groups"] = args.get("num_query_groups")
     rotary = args.get("use_rotary_position_embeddings") or args.get("position_embedding_type") == "rope"
-    found["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
-    found["disable_bias_linear"] = not args.get("add_bias_linear", True)
-    if not found.get("swiglu"):
-        # Megatron computes the exact gelu, except where it fuses it with the bias.
+    options["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
+    options["disable_bias_linear"] = not args.get("add_bias_linear", True)
+    if not options.get("swiglu"):
+        # Megatron computes the exact gelu, unless it fuses gelu with the bias, which uses the tanh approximation.
         approximate = args.get("bias_gelu_fusion", True) or args.get("openai_gelu") or args.get("onnx_safe")
-        found["gelu_approximate"] = "tanh" if approximate else "none"
+        options["gelu_approximate"] = "tanh" if approximate else "none"
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        value = found.get(name)
-        require(isinstance(value, int) and value > 0, f"the checkpoint's args have no {name}, or no number")
-    return {name: convert(name, value, f"the checkpoint's args: {name}") for name, value in found.items()}
+        value = options.get(name)
+        require(isinstance(value, int) and value > 0, f"the checkpoint's args have no valid {name}")
+    return {name: convert(name, value, f"the checkpoint's args: {name}") for name, value in options.items()}
 
 
 def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer options that HAL has too."""
+    """Tokenizer options of a Config, if HAL has this tokenizer."""
     kind = args.get("tokenizer_type")
     if not isinstance(kind, str) or kind not in KINDS:
         return {}
     read = {*KINDS[kind].needs, *KINDS[kind].takes}
-    found = {name: args.get(name) for name in OPTIONS if name in read and isinstance(args.get(name), (int, str))}
-    return {"tokenizer_type": kind, **found} if set(KINDS[kind].needs) <= set(found) else {}
+    options = {name: args.get(name) for name in OPTIONS if name in read and isinstance(args.get(name), (int, str))}
+    return {"tokenizer_type": kind, **options} if set(KINDS[kind].needs) <= set(options) else {}
 
 
 def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) -> argparse.Namespace:
-    """The args of a model in Megatron's checkpoints. Raises ConversionError for what Megatron's model has not."""
+    """The args for Megatron's checkpoints. Raises ConversionError for features that Megatron's GPT does not have."""
     for name, off in (("use_sandwich_norm", False), ("geglu", False), ("noop_layers", ()), ("window", (None, 0))):
         if getattr(config, name) != off:
             raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")

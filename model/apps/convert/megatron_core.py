@@ -1,9 +1,9 @@
-"""HAL's parameter names and megatron-core's, both ways.
+"""Maps HAL's parameter names to megatron-core's and back.
 
-The two models hold the same matrices in the same order (QKV rows per query group [queries, key, value], gated MLPs
-[gate; up] in each tensor-parallel shard), so a whole state dict and a rank's share of one are mapped alike: by name.
-What differs: megatron-core counts a pipeline stage's layers from 0, and with Transformer Engine keeps a norm inside the
-linear layer that follows it.
+Both models have the same matrices in the same order (QKV rows per query group [queries, key, value], gated MLPs
+[gate; up] in each tensor-parallel shard), so that whole and sharded state dicts are mapped by name alone. megatron-core
+numbers a pipeline stage's layers from 0, and with Transformer Engine it keeps a norm inside the linear layer that
+follows it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hal import HalError
 
+from ...gpt.model import OUTPUT_LAYER, POSITION_EMBEDDING, WORD_EMBEDDING
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -23,13 +25,13 @@ _FUSED = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
-_APART = {fused: name for name, fused in _FUSED.items()}
+_UNFUSED = {fused: name for name, fused in _FUSED.items()}
 _OUTSIDE = {
-    "embedding.word_embeddings.weight",
-    "embedding.position_embeddings.weight",
+    WORD_EMBEDDING,
+    POSITION_EMBEDDING,
     "decoder.final_layernorm.weight",
     "decoder.final_layernorm.bias",
-    "output_layer.weight",
+    OUTPUT_LAYER,
 }
 _INSIDE = {
     *_FUSED,
@@ -45,74 +47,77 @@ def to_megatron_core(
 
     first_layer: number of the first layer that the receiving pipeline stage holds. fused_norms: names of the
     Transformer Engine layers, and of every distributed checkpoint, instead of the local ones.
-    Raises HalError for a parameter that megatron-core's model has no place for.
+    Raises HalError for a parameter that megatron-core's model does not have.
     """
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         layer, rest = _split(name)
         if layer is None:
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         if layer < first_layer:
-            raise HalError(f"{name} lies before the stage's first layer, {first_layer}")
-        found[f"decoder.layers.{layer - first_layer}.{_FUSED.get(rest, rest) if fused_norms else rest}"] = tensor
-    return found
+            raise HalError(f"{name} is before the stage's first layer, {first_layer}")
+        renamed[f"decoder.layers.{layer - first_layer}.{_FUSED.get(rest, rest) if fused_norms else rest}"] = tensor
+    return renamed
 
 
 def from_megatron_core(tensors: Mapping[str, Tensor | None], *, first_layer: int = 0) -> dict[str, Tensor]:
     """The tensors of a megatron-core GPTModel (local or Transformer Engine layers) under HAL's names.
 
-    first_layer: number of the first layer that the stage holds. Entries named `_extra_state` hold no parameters and are
-    left out. Raises HalError for a parameter that HAL's model has no place for (experts, multi-latent attention, ...).
+    first_layer: number of the first layer that the stage holds. Entries named `_extra_state` have no parameters and are
+    skipped. Raises HalError for a parameter that HAL's model does not have (experts, multi-latent attention, ...).
     """
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         if "_extra_state" in name.rsplit(".", 1)[-1] or tensor is None:
             continue
         match = _LAYER.fullmatch(name)
         if match:
-            rest = _APART.get(match[2], match[2])
+            rest = _UNFUSED.get(match[2], match[2])
             name = f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
         _split(name)
-        found[name] = tensor
-    return found
+        renamed[name] = tensor
+    return renamed
 
 
 def stack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A whole model as megatron-core's distributed checkpoints have it: the layers' tensors stacked on a new first
-    dimension under `decoder.layers.<rest>`. Takes and gives `fused_norms` names. Raises HalError for missing layers."""
-    found, layers = {}, {}
+    """A whole model as in megatron-core's distributed checkpoints: the tensors of all layers stacked on a new first
+    dimension as `decoder.layers.<rest>`, with `fused_norms` names. Raises HalError for missing layers."""
+    stacked: dict[str, Tensor] = {}
+    layers: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _LAYER.fullmatch(name)
         if match:
             layers.setdefault(match[2], {})[int(match[1])] = tensor
         else:
-            found[name] = tensor
+            stacked[name] = tensor
     count = 1 + max((max(numbers) for numbers in layers.values()), default=-1)
     for rest, numbers in layers.items():
         missing = sorted(set(range(count)) - set(numbers))
         if missing:
-            raise HalError(f"{rest}: layers {missing} have none; megatron-core stacks those of all {count} layers")
-        found[f"decoder.layers.{rest}"] = torch.stack([numbers[n] for n in range(count)])
-    return found
+            raise HalError(f"{rest} is missing in layers {missing}; megatron-core stacks those of all {count} layers")
+        stacked[f"decoder.layers.{rest}"] = torch.stack([numbers[n] for n in range(count)])
+    return stacked
 
 
 def unstack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of stack_layers; layers that are already apart stay as they are."""
-    found: dict[str, Tensor] = {}
+    """The inverse of stack_layers; layers that are not stacked are kept as they are."""
+    unstacked: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name):
             rest = name.removeprefix("decoder.layers.")
             if tensor.dim() < 2:
-                raise HalError(f"{name} has shape {tuple(tensor.shape)}, which is no stack of the layers' tensors")
-            found.update({f"decoder.layers.{n}.{rest}": part for n, part in enumerate(tensor)})
+                raise HalError(
+                    f"{name} has shape {tuple(tensor.shape)}, which is not a stack of the tensors of all layers"
+                )
+            unstacked.update({f"decoder.layers.{n}.{rest}": part for n, part in enumerate(tensor)})
         else:
-            found[name] = tensor
-    return found
+            unstacked[name] = tensor
+    return unstacked
 
 
 def _split(name: str) -> tuple[int | None, str]:
-    """(layer or None, the rest of the name). Raises HalError for a name that one of the models does not have."""
+    """(layer or None, the rest of the name). Raises HalError for a parameter that is not in both models."""
     match = _LAYER.fullmatch(name)
     if match and match[2] in _INSIDE:
         return int(match[1]), match[2]

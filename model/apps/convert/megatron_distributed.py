@@ -1,6 +1,6 @@
-"""megatron-core's distributed checkpoints (`torch_dist`), both ways: one folder of any layout, layers stacked.
+"""Reads and writes megatron-core's distributed checkpoints (`torch_dist`): one folder for any layout, stacked layers.
 
-The index is read by a restricted unpickler and common.pt by torch's weights_only one; tensors are torch's own files.
+The index is read by a restricted unpickler and common.pt by torch's weights_only unpickler.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..checkpoint import LATEST, RELEASE, folder_of, tracked
-from ..files import publish_folder, write_text
-from ..unpickle import empty_tensors, load_state, read_tensors, stored_tensors
+from ...checkpoint.reader import LATEST, RELEASE, folder_of, tracked
+from ...checkpoint.safe_unpickle import empty_tensors, load_state, read_tensors, stored_tensors
+from ...common.atomic_files import publish_folder, write_text
+from ...gpt.model import OUTPUT_LAYER
 from .megatron_args import args_of, options_of, saved_args, tokenizer_of
 from .megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
-from .weights import OUTPUT, Weights, common_dtype, require
+from .weights import ConversionError, Weights, common_dtype, require
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
@@ -27,72 +29,72 @@ _PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
 
 def find(root: Path) -> Path | None:
-    """The folder with megatron-core's metadata.json: `root` itself, or what its tracker file names; else None."""
-    at = tracked(root)
-    folder = root if at is None else folder_of(root, at)
+    """The folder with megatron-core's metadata.json: `root` or the one its tracker file names; None without one."""
+    iteration = tracked(root)
+    folder = root if iteration is None else folder_of(root, iteration)
     return folder if (folder / "metadata.json").is_file() else None
 
 
 def read(root: Path, *, vocabulary: int | None = None) -> Weights:
-    """The model of a checkpoint. vocabulary: how many rows of the embedding are no padding (default: all).
+    """The model of a checkpoint. vocabulary: number of embedding rows without padding (default: all).
 
-    Raises ConversionError for other formats and models, UnsafeFile for files that hold more than data.
+    Raises ConversionError for other formats and models, UnsafeFile for files that reference code.
     """
     folder = find(root)
-    require(folder is not None, f"{root} has no metadata.json of megatron-core")
-    assert folder is not None
+    if folder is None:
+        raise ConversionError(f"{root} has no metadata.json of megatron-core")
     try:
         backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
     except (ValueError, AttributeError, RecursionError):
         backend = None
-    require(backend == "torch_dist", f"{folder} is stored by {backend!r}; torch_dist can be read")
+    require(backend == "torch_dist", f"{folder} is in the format {backend!r}; only torch_dist can be read")
     common = load_state(folder / "common.pt")
     args, iteration, _ = saved_args(common, folder / "common.pt")
     options = options_of(args)
     tensors = empty_tensors(folder, {n: info for n, info in stored_tensors(folder).items() if n.startswith(_PREFIXES)})
     read_tensors(folder, tensors)
-    apart = from_megatron_core(unstack_layers(tensors))
+    unstacked = from_megatron_core(unstack_layers(tensors))
     if not options.get("untie_embeddings_and_output_weights"):
-        apart.pop(OUTPUT, None)
-    weights = Weights(options, common_dtype(apart), tokenizer_of(args), iteration)
+        unstacked.pop(OUTPUT_LAYER, None)
+    weights = Weights(options, common_dtype(unstacked), tokenizer_of(args), iteration)
     weights.check()
     weights.cut(weights.vocabulary if vocabulary is None else vocabulary)
     return weights
 
 
 def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
-    """A release in `root` that megatron-core loads under any layout whose tensor-parallel size divides the vocabulary,
-    padded to a multiple of divisible_by."""
+    """Writes a release to `root`, with the vocabulary padded to a multiple of divisible_by. megatron-core loads it with
+    any layout whose tensor-parallel size divides the padded vocabulary."""
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=divisible_by)
     padded = config.padded_vocab_size
     args = args_of(weights, config, tp=1, pp=1, padded=padded)
     content: dict[str, Any] = stack_layers(to_megatron_core(weights.padded(padded), fused_norms=True))
-    # Places of Transformer Engine's state, which loading asks for by name; there is none.
+    # Empty states of Transformer Engine's layers: loading requires the entries.
     for layer in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
         for n in range(config.num_layers):
-            content[f"decoder.layers.{layer}._extra_state/shard_{n}_{config.num_layers}"] = _nothing()
-    content["output_layer._extra_state/shard_0_1"] = _nothing()
+            content[f"decoder.layers.{layer}._extra_state/shard_{n}_{config.num_layers}"] = _empty_state()
+    content["output_layer._extra_state/shard_0_1"] = _empty_state()
     common = {"args": args, "checkpoint_version": 3.0, "iteration": weights.iteration}
     with publish_folder(folder_of(root, RELEASE)) as new:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(content, checkpoint_id=new, planner=_Planner(), no_dist=True)
+            save(content, checkpoint_id=new, planner=_Planner(), no_dist=True)
         torch.save(common, new / "common.pt")
         write_text(new / "metadata.json", json.dumps(_FORMAT))
     write_text(root / LATEST, f"{RELEASE}\n")
     return folder_of(root, RELEASE)
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Writes bytes as they are: megatron-core pickles its objects itself."""
+class _Planner(DefaultSavePlanner):
+    """Writes BytesIO objects unchanged: megatron-core pickles its objects itself."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
 
 
-def _nothing() -> io.BytesIO:
-    """A list with one None, as megatron-core stores an empty state."""
+def _empty_state() -> io.BytesIO:
+    """A list that contains None, which is how megatron-core stores an empty state."""
     content = io.BytesIO()
     torch.save([None], content)
     return content

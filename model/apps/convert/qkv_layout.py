@@ -1,6 +1,6 @@
-"""The orders in which formats keep the rows of attention's matrices, and how one becomes the other.
+"""The row orders of attention's matrices in the formats, and the permutations between them.
 
-All functions take weights [rows, ...] and biases [rows] alike.
+All functions take weights [rows, ...] and biases [rows].
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def group_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """q [n*d, ...], k and v [g*d, ...] -> Megatron's one matrix: per key/value head [its queries, key, value]."""
+    """q [n*d, ...], k and v [g*d, ...] -> Megatron's single matrix: per key/value head [its queries, key, value]."""
     parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(parts, 1).flatten(0, 1).contiguous()
 
@@ -18,12 +18,13 @@ def group_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
 def ungroup_qkv(mixed: Tensor, groups: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of group_qkv, for heads of `head` channels."""
     per_group = mixed.reshape(groups, -1, *mixed.shape[1:])
-    q, k, v = per_group.split((per_group.shape[1] - 2 * head, head, head), 1)
-    return tuple(x.flatten(0, 1).contiguous() for x in (q, k, v))
+    parts = torch.split(per_group, [per_group.shape[1] - 2 * head, head, head], dim=1)
+    q, k, v = (part.flatten(0, 1).contiguous() for part in parts)
+    return q, k, v
 
 
 def pairs_to_halves(x: Tensor, head: int) -> Tensor:
-    """Rows of heads whose rotary pairs are (2i, 2i+1), in the order in which the pairs are (i, i + head/2)."""
+    """Reorders the rows of each head from rotary pairs (2i, 2i+1) to rotary pairs (i, i + head/2)."""
     return x.reshape(-1, head // 2, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2).contiguous()
 
 
@@ -33,7 +34,7 @@ def halves_to_pairs(x: Tensor, head: int) -> Tensor:
 
 
 def reorder_legacy_qkv(mixed: Tensor, heads: int, head: int, version: float) -> Tensor:
-    """A QKV matrix of an early Megatron-LM in today's order: version 0 kept [3, n, d], version 1 [n, d, 3] rows."""
+    """A QKV matrix of an early Megatron-LM in the present order: version 0 has rows [3, n, d], version 1 [n, d, 3]."""
     if version >= 2.0:
         return mixed
     rest = mixed.shape[1:]

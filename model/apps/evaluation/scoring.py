@@ -1,6 +1,6 @@
-"""Sequences scored by a model, in batches shared among data-parallel replicas, and what follows from the scores.
+"""Scores sequences with a model, in batches distributed over data-parallel replicas, and aggregates the scores.
 
-A score is (negative log-likelihood, labels missed, labels counted) per sequence; standard errors treat sequences, not
+A score is (negative log-likelihood, wrong labels, counted labels) per sequence. Standard errors treat sequences, not
 tokens, as independent.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..inference import Engine
+from ...inference.engine import Engine
 
 
 @dataclass(frozen=True)
 class Example:
-    """tokens: ids, at least two; the last `count` of them are scored, each given all before it."""
+    """tokens: at least two ids. The last `count` of them are scored, each given all tokens before it."""
 
     tokens: tuple[int, ...]
     count: int
@@ -26,7 +26,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number and its standard error (None where one sequence gives none)."""
+    """A number and its standard error (None if there is only one sequence)."""
 
     value: float
     stderr: float | None
@@ -36,19 +36,19 @@ def score(
     engine: Engine, examples: Sequence[Example], *, batch: int, on_batch: Callable[[int], None] = lambda done: None
 ) -> Tensor:
     """Scores float64 [examples, 3], the same on every rank; `batch` sequences at a time."""
-    shares = torch.zeros(len(examples), 3, device=engine.device)
-    # Longest first: what does not fit in memory fails at once, and equal lengths need no padding.
+    scores = torch.zeros(len(examples), 3, device=engine.device)
+    # Longest first: a batch that does not fit in memory fails at once, and similar lengths need little padding.
     order = sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens))
     for number, first in enumerate(range(0, len(order), batch)):
         if number % engine.replicas == engine.replica:
-            these = order[first : first + batch]
-            shares[these] = engine.score(*_padded([examples[n] for n in these]))
+            members = order[first : first + batch]
+            scores[members] = engine.score(*_padded([examples[n] for n in members]))
         on_batch(min(len(order), first + batch))
-    return engine.total(shares).double()
+    return engine.total(scores).double()
 
 
 def _padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, labels, counted) [b, s]: padded at the end, which a causal model does not see."""
+    """(tokens, labels, counted) [b, s], padded on the right, which causal attention does not see."""
     s = max(len(e.tokens) for e in examples) - 1
     tokens, labels = torch.zeros(2, len(examples), s, dtype=torch.int64)
     counted = torch.zeros(len(examples), s, dtype=torch.bool)
@@ -80,6 +80,6 @@ def per_token(scores: Tensor) -> Measured:
 
 
 def perplexity(loss: Measured, factor: float = 1.0) -> Measured:
-    """exp(min(20, factor x loss)), capped as Megatron caps it; the error to first order."""
+    """exp(min(20, factor x loss)), with Megatron's cap; the error is propagated to first order."""
     value = math.exp(min(20.0, factor * loss.value))
     return Measured(value, None if loss.stderr is None else value * factor * loss.stderr)

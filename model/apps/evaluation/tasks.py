@@ -1,7 +1,7 @@
-"""Megatron-LM's zero-shot tasks: LAMBADA's cloze accuracy and WikiText's perplexity, by its definitions.
+"""Megatron-LM's zero-shot tasks by its definitions: LAMBADA's cloze accuracy and WikiText's perplexity.
 
-Source: tasks/zeroshot_gpt of Megatron-LM (until core_v0.13). Padding ids, which its softmax has and a text never, get
-no probability here. How a text is detokenised follows from the task, never from the name of a file.
+Source: tasks/zeroshot_gpt of Megatron-LM (until core_v0.13). Unlike there, padding ids get no probability, and
+detokenisation depends on the task instead of on the file's name.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import ConfigError
-from ..tokenizer import Tokenizer
+from ...config.schema import ConfigError
+from ...data.tokenizers.tokenizer import Tokenizer
 from .scoring import Example, mean, per_token, perplexity
-
-TASKS = ("LAMBADA", "WIKITEXT103")
 
 
 @dataclass(frozen=True)
 class Task:
-    """examples: what to score. results: numbers by name, from the scores; a standard error is NAME_stderr."""
+    """results: computes numbers by name from the scores of `examples`; standard errors are called NAME_stderr."""
 
     name: str
     examples: Sequence[Example]
@@ -32,12 +30,12 @@ class Task:
 
 
 def lambada(path: Path, tokenizer: Tokenizer, seq_length: int, *, strict: bool) -> Task:
-    """The last word of each text (JSON lines with "text") from all before it; correct if all its tokens are likeliest.
+    """Predicts the last word of each text (JSON lines with "text"); correct if each of its tokens is the most likely.
 
-    strict: the last word between blanks, tokenised with the blank before it; else the last token. A context beyond
-    seq_length loses its beginning. Raises ConfigError, with the line, for what is no text of two tokens.
+    strict: the last whitespace-separated word, tokenised with the space before it; otherwise the last token. Contexts
+    are truncated on the left to seq_length. Raises ConfigError, with the line, for a text of less than two tokens.
     """
-    examples, shortened = [], 0
+    examples, truncated = [], 0
     for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -46,7 +44,7 @@ def lambada(path: Path, tokenizer: Tokenizer, seq_length: int, *, strict: bool) 
         whole = [*context, *label]
         if len(label) > seq_length:
             raise ConfigError(f"{where}: the last word has {len(label)} tokens, more than --seq-length {seq_length}")
-        shortened += len(whole) > seq_length + 1
+        truncated += len(whole) > seq_length + 1
         examples.append(Example(tuple(whole[-seq_length - 1 :]), len(label)))
     if not examples:
         raise ConfigError(f"{path} has no texts")
@@ -62,7 +60,7 @@ def lambada(path: Path, tokenizer: Tokenizer, seq_length: int, *, strict: bool) 
             "loss per word": loss.value,
             "loss per word_stderr": loss.stderr,
             "strict": strict,
-            "shortened contexts": shortened,
+            "shortened contexts": truncated,
         }
 
     return Task("LAMBADA", examples, results)
@@ -83,10 +81,11 @@ def _cloze(text: str, tokenizer: Tokenizer, strict: bool, where: str) -> tuple[l
 
 
 def wikitext(path: Path, tokenizer: Tokenizer, seq_length: int, *, overlapping_eval: int | None) -> Task:
-    """Perplexity of a whole text: windows of seq_length tokens that move by `overlapping_eval` (default: the lesser of
-    32 and seq_length), of which each after the first counts its last `overlapping_eval` labels; each label counts once.
+    """Perplexity of a whole text, in windows of seq_length tokens that advance by `overlapping_eval` (default: the
+    smaller of 32 and seq_length). The first window counts all its labels, the others their last `overlapping_eval`, so
+    that each label counts once.
 
-    The adjusted perplexity is per word of the file as it is: exp(loss x tokens / words).
+    The adjusted perplexity is per word of the unprocessed file: exp(loss x tokens / words).
     """
     move = min(32, seq_length) if overlapping_eval is None else overlapping_eval
     if not 1 <= move <= seq_length:
@@ -95,9 +94,9 @@ def wikitext(path: Path, tokenizer: Tokenizer, seq_length: int, *, overlapping_e
     words = len(raw.strip().split(" "))
     ids = _encode(tokenizer, detokenise_wikitext(raw), str(path))
     if len(ids) < 2 or words < 2:
-        raise ConfigError(f"{path} has {len(ids)} tokens in {words} words; there is nothing to measure")
+        raise ConfigError(f"{path} has {len(ids)} tokens in {words} words, which is too little to measure")
     examples = []
-    end = 1  # tokens before `end` are counted, or are the first, which nothing predicts
+    end = 1  # the first token that is not counted yet; token 0 is never predicted
     while end < len(ids):
         first = end == 1
         last = min(len(ids), seq_length + 1 if first else end + move)
@@ -126,7 +125,7 @@ def wikitext(path: Path, tokenizer: Tokenizer, seq_length: int, *, overlapping_e
 
 _WIKITEXT: tuple[tuple[str, str, bool], ...] = (
     ("s '", "s'", False),
-    (r"/' [0-9]/", "/'[0-9]/", True),  # Megatron's own; the slashes are text, so it hardly ever matches
+    (r"/' [0-9]/", "/'[0-9]/", True),  # as in Megatron, where the slashes are literal, so that it almost never matches
     *((f" @{mark}@ ", mark, False) for mark in "-,."),
     *((f" {mark} ", f"{mark} ", False) for mark in ":;.!?,"),
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)", True),
@@ -143,14 +142,14 @@ _WIKITEXT: tuple[tuple[str, str, bool], ...] = (
     (" N ", " 1 ", False),
     (" 's", "'s", False),
 )
-"""(what, by what, whether it is a regular expression), in this order: the rules by which Megatron undoes WikiText's
-tokenisation, kept as they are because published perplexities depend on them."""
+"""Megatron's rules for undoing WikiText's tokenisation: (pattern, replacement, whether it is a regular expression), in
+the order of application. They are not corrected, because published perplexities depend on them."""
 
 
 def detokenise_wikitext(text: str) -> str:
-    """WikiText's text as it was before its words were cut apart."""
-    for what, by, regular in _WIKITEXT:
-        text = re.sub(what, by, text) if regular else text.replace(what, by)
+    """WikiText's text before its tokenisation into words, by Megatron's rules."""
+    for pattern, replacement, is_regex in _WIKITEXT:
+        text = re.sub(pattern, replacement, text) if is_regex else text.replace(pattern, replacement)
     return text
 
 
@@ -172,7 +171,7 @@ def _text(line: str, where: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise ConfigError(f'{where}: expected an object with a "text"')
     return str(row["text"])

@@ -1,4 +1,4 @@
-"""The loss on a run's validation or test split, as the run itself reports it: same samples, padding in the softmax."""
+"""The loss on the validation or test split, as training computes it: same samples, padding ids in the softmax."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import documents
-from ..data import Split
-from ..inference import Engine
+from ...data.gpt_dataset import Split
+from ...gpt import document_mask
+from ...inference.engine import Engine
 from .scoring import per_token, perplexity
 
 
 def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
     """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
-    shares = torch.zeros(samples, 3, device=engine.device)
+    scores = torch.zeros(samples, 3, device=engine.device)
     reset = engine.config.reset_position_ids or engine.config.reset_attention_mask
     for number, first in enumerate(range(0, samples, batch)):
         if number % engine.replicas != engine.replica:
             continue
         tokens, labels = split.fetch(first, min(batch, samples - first))
-        counted: Tensor = labels != documents.IGNORED
-        starts = documents.starts(tokens, split.eod).to(engine.device) if reset else None
-        shares[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True, starts=starts)
-    loss = per_token(engine.total(shares).double())
+        counted: Tensor = labels != document_mask.IGNORED
+        starts = document_mask.starts(tokens, split.eod).to(engine.device) if reset else None
+        scores[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True, starts=starts)
+    loss = per_token(engine.total(scores).double())
     ppl = perplexity(loss)
     return {
         "lm loss value": loss.value,

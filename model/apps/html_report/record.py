@@ -1,24 +1,26 @@
-"""run.json and parity files, read as data of unknown origin: checked, and never more of them than was asked for."""
+"""Reads run.json and parity files, which are not trusted: their structure and numbers are checked."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import statistics
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ...config.schema import ConfigError
 
 _MOST, _LEAST = 1e100, 1e-100
-"""Charts can still calculate with numbers in between; larger ones are gaps, smaller ones 0."""
+"""Limits of a number's magnitude, within which charts cannot overflow. Larger numbers are gaps, smaller ones are 0."""
 
 Rows = list[tuple[int, float]]
-"""(iteration, value), by iteration."""
+"""Pairs of iteration and value, sorted by iteration."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left. Curves by iteration; gaps where a value was not finite or a step was skipped."""
+    """The record of a run. Curves have gaps where a value was not finite or a step was skipped."""
 
     name: str
     config: dict[str, Any]
@@ -39,6 +41,16 @@ class Run:
         return f"{self.device.get('backend', '?')}{' (simulated)' if self.device.get('simulated') else ''}"
 
     @property
+    def last_loss(self) -> float | None:
+        """The mean of the last ten iterations."""
+        return statistics.fmean(loss for _, loss in self.losses[-10:]) if self.losses else None
+
+    @property
+    def fallback_calls(self) -> int:
+        """Calls that ran the reference in place of a kernel."""
+        return sum(count for count in self.fallbacks.values() if isinstance(count, int))
+
+    @property
     def throughput(self) -> Rows:
         """Tokens per second of each step."""
         batch, length = self.config.get("global_batch_size"), self.config.get("seq_length")
@@ -49,10 +61,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Parity:
-    """Results of the conformance kit: rows of `hal parity --json`."""
+    """Results of the conformance kit: rows of `hal parity --json`, with all the keys that the page shows."""
 
     source: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many rows have each status."""
+        return Counter(str(row["status"]) for row in self.rows)
 
 
 def read_runs(places: list[Path]) -> list[Run]:
@@ -63,16 +80,24 @@ def read_runs(places: list[Path]) -> list[Run]:
 
 
 def read_parity(path: Path) -> Parity:
-    """Raises ConfigError for a file that is no list of rows with op, dtype, backend and status."""
+    """The rows of a file. Raises ConfigError unless it is a list of rows with op, dtype, backend and status."""
     rows = _json(path)
     needed = {"op", "dtype", "backend", "status"}
     if not isinstance(rows, list) or not all(isinstance(r, dict) and needed <= set(r) for r in rows):
         raise ConfigError(f"{path} is no result of `hal parity --json`")
-    return Parity(path.name, rows)
+    return Parity(path.name, [{"simulated": False, "samples": "", **row, **_shown_of(row)} for row in rows])
+
+
+def _shown_of(row: dict[str, Any]) -> dict[str, Any]:
+    reasons = row.get("reasons") or []
+    return {
+        "worst": _number(row.get("worst_error_in_tolerances")),
+        "reasons": "; ".join(map(str, reasons)) if isinstance(reasons, list) else reasons,
+    }
 
 
 def _names(places: list[Path]) -> list[str]:
-    """As few of a path's last parts as tell it from the others."""
+    """The last parts of every path, as few as tell it from the others."""
     parts = [p.absolute().parts for p in places]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-count:]) for p in parts]
@@ -84,20 +109,16 @@ def _names(places: list[Path]) -> list[str]:
 def _run(path: Path, name: str) -> Run:
     record = _json(path)
     if not isinstance(record, dict):
-        raise ConfigError(f"{path} is no run's record: it holds no JSON object")
-    tables = {key: record.get(key, {}) for key in ("config", "versions", "device", "fallbacks")}
-    for key, table in tables.items():
+        raise ConfigError(f"{path} is not the record of a run: it holds no JSON object")
+    fields: dict[str, Any] = {key: record.get(key, {}) for key in ("config", "versions", "device", "fallbacks")}
+    for key, table in fields.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{path} is no run's record: {key} is no table")
-    curves = {key: _rows(path, key, record.get(key, [])) for key in ("losses", "grad_norms", "evaluations")}
-    numbers = ("tokens_per_second", "model_flops_per_second", "peak_memory_bytes")
-    return Run(
-        name,
-        **tables,
-        **curves,
-        step_seconds=_rows(path, "step_seconds", record.get("step_seconds", [])),
-        **{key: _number(record.get(key)) for key in numbers},
-    )
+            raise ConfigError(f"{path} is not the record of a run: {key} is not a table")
+    for key in ("losses", "grad_norms", "evaluations", "step_seconds"):
+        fields[key] = _rows(path, key, record.get(key, []))
+    for key in ("tokens_per_second", "model_flops_per_second", "peak_memory_bytes"):
+        fields[key] = _number(record.get(key))
+    return Run(name, **fields)
 
 
 def _rows(path: Path, key: str, rows: Any) -> Rows:
@@ -105,11 +126,11 @@ def _rows(path: Path, key: str, rows: Any) -> Rows:
         isinstance(r, list) and len(r) == 2 and isinstance(r[0], int) and not isinstance(r[0], bool) for r in rows
     )
     if not good:
-        raise ConfigError(f"{path} is no run's record: {key} should be a list of [iteration, value]")
+        raise ConfigError(f"{path} is not the record of a run: {key} should be a list of [iteration, value]")
     for n, _ in rows:
         if not 0 <= n < 1 << 53:
             said = n if abs(n) < 1 << 62 else f"of {n.bit_length()} bits"
-            raise ConfigError(f"{path} is no run's record: {key} has an iteration {said}")
+            raise ConfigError(f"{path} is not the record of a run: {key} has an iteration {said}")
     known = [(n, _number(value)) for n, value in rows]
     return sorted((n, value) for n, value in known if value is not None)
 

@@ -1,8 +1,8 @@
-"""Bytes that one microbatch keeps on a rank between its forward and its backward pass.
+"""Activation memory: bytes that one microbatch keeps on a rank between its forward and its backward pass.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4, count
-s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks (random
-numbers are values) and no matrix of scores (flash attention).
+s b h (34 + 5 a s / h) per layer for Megatron. The terms here are those of HAL's layers: no dropout masks, which are
+recomputed from the seed, and no matrix of scores with flash attention.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from .shape import Shape
 
 STATISTIC = 4
-"""Bytes of a norm's or a softmax's statistic, float32 whatever the model's dtype."""
+"""Bytes of a statistic of a norm or a softmax, which is float32 in any model."""
 
 
 def layer_bytes(shape: Shape) -> int:
-    """Kept by one layer without recomputation."""
+    """Bytes kept by one layer without recomputation."""
     c, hidden = shape.config, shape.hidden_bytes
     norm = hidden + _statistics(shape)
     mlp = shape.rows * c.micro_batch_size * (shape.gate + 1) * shape.ffn * shape.element
@@ -28,11 +28,12 @@ def _statistics(shape: Shape) -> int:
 
 
 def _mixed(shape: Shape) -> int:
+    """The output of the QKV layer."""
     return shape.rows * shape.config.micro_batch_size * (shape.heads + 2 * shape.groups) * shape.element
 
 
 def _queries(shape: Shape) -> int:
-    """Queries, keys and values as attention keeps them."""
+    """Queries, keys and values as attention keeps them for its backward pass."""
     c, rope = shape.config, shape.config.position_embedding_type == "rope"
     per_row = shape.config.micro_batch_size * shape.element * shape.rows
     whole = c.context_parallel_size == 1
@@ -40,19 +41,20 @@ def _queries(shape: Shape) -> int:
     selective = c.recompute_granularity == "selective"
     if copied and not selective:
         return _mixed(shape)
-    # Views of the QKV layer's output keep all of it, beside the parts that rotation or grouping have copied.
+    # Views keep the whole QKV output alive, in addition to the copies that rotation or grouping make.
     grouped = c.num_query_groups != c.num_attention_heads
     return _mixed(shape) + per_row * ((shape.heads + shape.groups) if rope else shape.heads if grouped else 0)
 
 
 def _core(shape: Shape) -> int:
-    """Inside of attention, which selective recomputation drops: the log-sum-exp of every row, or the probabilities."""
+    """The inside of attention, which selective recomputation drops: log-sum-exps, or the probabilities."""
     return 0 if shape.config.recompute_granularity == "selective" else _scores(shape)
 
 
 def _scores(shape: Shape) -> int:
+    """With flash attention one log-sum-exp per row. Otherwise the probabilities, a copy after dropout if there is any,
+    and in 16 bits one more copy and the statistics of the softmax."""
     c, b = shape.config, shape.config.micro_batch_size
-    assert c.kv_channels
     rows = shape.rows * b * (shape.heads // c.kv_channels)
     if c.use_flash_attn:
         return rows * STATISTIC
@@ -63,7 +65,7 @@ def _scores(shape: Shape) -> int:
 
 
 def _context(shape: Shape) -> int:
-    """Attention's output, which is the projection's input."""
+    """The output of attention, kept as the input of the projection; twice where its layout is changed in between."""
     c, b = shape.config, shape.config.micro_batch_size
     one = shape.rows * b * shape.heads * shape.element
     twice = c.context_parallel_size > 1 and c.context_parallel_algo == "ulysses"
@@ -72,13 +74,13 @@ def _context(shape: Shape) -> int:
 
 
 def stage_bytes(shape: Shape, stage: int) -> int:
-    """Kept by a whole stage: its layers under the config's recomputation, and the ends of the model it holds.
+    """Bytes kept by a stage: its layers with the config's recomputation, and the embedding or the head if it has them.
 
-    What a stage receives is the pipeline's buffer (memory.py); what it sends stays until its backward pass.
+    The input of a stage is counted as a pipeline buffer (memory.py); its output stays until the backward pass.
     """
     layers = len(shape.plan.layers[stage])
     stored, chunks = _recomputed(shape, layers)
-    # The first layer of a later stage reads the pipeline's buffer.
+    # The first layer of a later stage reads the pipeline's buffer, so its input is not counted here.
     received = 0 if shape.first(stage) else min(1, stored + chunks) * shape.hidden_bytes
     kept = stored * layer_bytes(shape) + chunks * shape.hidden_bytes - received
     if shape.first(stage):
@@ -87,7 +89,7 @@ def stage_bytes(shape: Shape, stage: int) -> int:
 
 
 def _recomputed(shape: Shape, layers: int) -> tuple[int, int]:
-    """(layers that keep everything, chunks of layers that keep their input only)."""
+    """(layers that keep all their activations, chunks of layers that keep only their input)."""
     c = shape.config
     if c.recompute_granularity != "full":
         return layers, 0
@@ -98,7 +100,7 @@ def _recomputed(shape: Shape, layers: int) -> tuple[int, int]:
 
 
 def recomputed_at_once(shape: Shape, stage: int) -> int:
-    """Bytes that the backward pass makes again for one chunk of layers (or one attention) before it can go on."""
+    """Bytes that the backward pass recomputes at a time: of one chunk of layers, or of one attention."""
     c, layers = shape.config, len(shape.plan.layers[stage])
     if c.recompute_granularity is None or not layers:
         return 0
@@ -109,12 +111,12 @@ def recomputed_at_once(shape: Shape, stage: int) -> int:
 
 
 def token_bytes(shape: Shape) -> int:
-    """Kept by the embedding: its row numbers."""
+    """Bytes kept by the embedding: the int64 token ids."""
     return shape.rows * shape.config.micro_batch_size * 8
 
 
 def head_bytes(shape: Shape) -> int:
-    """Kept by the final norm, the output layer and the loss."""
+    """Bytes kept by the final norm, the output layer and the loss."""
     tokens = shape.rows * shape.config.micro_batch_size
     logits, labels = tokens * shape.vocabulary * shape.element, tokens * (8 + STATISTIC)
     return 2 * shape.hidden_bytes + _statistics(shape) + logits + labels

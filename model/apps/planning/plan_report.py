@@ -1,4 +1,4 @@
-"""A search's result as text for people and as JSON for programs."""
+"""The result of a search as text and as JSON."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from hal import Accelerator
+from hal import DeviceSpec
 
-from ..config import Config
+from ...config.schema import Config
 from .memory import Memory, explain, gib
-from .search import Found, Option, best_of_each
+from .search import Option, SearchResult, best_of_each
 from .shape import total_parameters
 from .traffic import Traffic
 
 _SHOWN = {"activations": "act.", "gradients": "grads", "optimizer": "optim."}
 
 
-def text(found: Found, config: Config, devices: int, device: Accelerator, limit: float, top: int) -> str:
-    """The layouts that fit, fastest first (the best of each TP, CP, PP and DP), and by how much others do not."""
-    assert config.global_batch_size
-    count = _parameters(found)
+def text(result: SearchResult, config: Config, devices: int, device: DeviceSpec, limit: float, top: int) -> str:
+    """The layouts that fit, fastest first (the best of each TP, CP, PP and DP), and the excess memory of others."""
+    count = _parameters(result)
     lines = [
         f"{count / 1e9:.2f} billion parameters, {config.params_dtype}, {config.global_batch_size} sequences of "
         f"{config.seq_length} per step",
         f"{devices} x {device.name}, {device.per_node} per machine; {gib(limit):.1f} of {gib(device.memory):.1f} GiB "
         f"for tensors ({device.source})",
-        f"{len(found.fits)} layouts fit, {len(found.too_large)} do not, {found.refused.total()} more are not legal",
+        f"{len(result.fits)} layouts fit, {len(result.too_large)} do not, {result.refused.total()} more are not legal",
     ]
-    best = best_of_each(found.fits)
+    best = best_of_each(result.fits)
     if best:
         shown = best[:top]
         lines += ["", "The fastest of each TP x CP x PP x DP; GiB per device, GiB sent per device and step:", ""]
@@ -36,28 +35,30 @@ def text(found: Found, config: Config, devices: int, device: Accelerator, limit:
         if len(best) > len(shown):
             lines.append(f"and {len(best) - len(shown)} more; --top shows them")
         lines += ["", f"the first as options of hal train: {flags(best[0])}"]
-    short = best_of_each(found.too_large)[:5]
-    if short:
-        lines += ["", "do not fit, least missing first:"]
-        lines += [f"  {name(o)}: {gib(o.memory.total - limit):.1f} GiB too much ({explain(o.memory)})" for o in short]
+    too_large = best_of_each(result.too_large)[:5]
+    if too_large:
+        lines += ["", "do not fit, smallest excess first:"]
+        lines += [
+            f"  {name(o)}: {gib(o.memory.total - limit):.1f} GiB too much ({explain(o.memory)})" for o in too_large
+        ]
     return "\n".join(lines)
 
 
-def record(found: Found, config: Config, devices: int, device: Accelerator, limit: float) -> dict[str, Any]:
-    """The same, complete: every layout that fits, and the 100 that miss by least."""
+def record(result: SearchResult, config: Config, devices: int, device: DeviceSpec, limit: float) -> dict[str, Any]:
+    """The complete result: all layouts that fit, and the 100 with the smallest excess."""
     return {
-        "parameters": _parameters(found),
+        "parameters": _parameters(result),
         "devices": devices,
         "accelerator": {**asdict(device), "flops": dict(device.flops)},
         "limit_bytes": limit,
-        "fits": [_row(o) for o in found.fits],
-        "too_large": [{**_row(o), "missing_bytes": o.memory.total - limit} for o in found.too_large[:100]],
-        "not_legal": found.refused.total(),
+        "fits": [_row(o) for o in result.fits],
+        "too_large": [{**_row(o), "missing_bytes": o.memory.total - limit} for o in result.too_large[:100]],
+        "not_legal": result.refused.total(),
     }
 
 
 def name(option: Option) -> str:
-    """A layout in a few words."""
+    """A short description of a layout."""
     plan, c = option.plan, option.config
     parts = [f"{k.upper()} {n}" for k, n in asdict(plan.layout).items() if n > 1]
     chunks = plan.stages // plan.layout.pp
@@ -83,11 +84,11 @@ def flags(option: Option) -> str:
         "pipeline_schedule num_layers_per_virtual_pipeline_stage zero_stage use_distributed_optimizer "
         "overlap_grad_reduce recompute_granularity recompute_method recompute_num_layers"
     )
-    plain = Config()
+    default = Config()
     words = [f"--micro-batch-size {c.micro_batch_size}"]
     for option_name in names.split():
         value = getattr(c, option_name)
-        if value != getattr(plain, option_name):
+        if value != getattr(default, option_name):
             words.append(f"--{option_name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)
 
@@ -140,6 +141,6 @@ def _row(o: Option) -> dict[str, Any]:
     return row
 
 
-def _parameters(found: Found) -> int:
-    some = (found.fits or found.too_large)[0]
-    return total_parameters(some.config)
+def _parameters(result: SearchResult) -> int:
+    option = (result.fits or result.too_large)[0]
+    return total_parameters(option.config)

@@ -1,7 +1,7 @@
-"""The order of a pipeline's work under each schedule, and what follows from it: activations in flight, and the bubble.
+"""Pipeline schedules: the order of a rank's actions, the microbatches in flight and the bubble that follow from it.
 
-The orders are those in which torch's schedules run the trainer's stages; `hal bench scaling` compares them with
-recorded runs. Times are in units of one stage's forward pass.
+The orders are those of torch's schedules for the trainer's stages; `hal bench scaling` compares them with recorded
+runs. Times are in units of one stage's forward pass.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Forward pass; whole backward pass; its two halves, for the input and for the weights, which zero bubble separates."""
+"""F: forward; B: backward; I and W: its halves for the input and for the weights, which zero bubble separates."""
 
 
 class Action(NamedTuple):
-    """One piece of work: a key of DURATION, the stage, and the microbatch."""
+    """kind: a key of DURATION."""
 
     kind: str
     stage: int
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def order(schedule: str, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    """What pipeline rank `rank` of `pp` does in one step. chunks: stages per rank. schedule: as in Plan."""
+    """The actions of pipeline rank `rank` in a step. chunks: stages per rank. schedule: as in ParallelLayout."""
     if schedule == "none":
         return tuple(Action(kind, 0, mb) for mb in range(microbatches) for kind in "FB")
     if schedule == "zbv":
@@ -45,13 +45,14 @@ def _one_forward_one_backward(pp: int, chunks: int, microbatches: int, rank: int
 
     yield from (step(k, "F") for k in range(warmup))
     for k in range(total):
-        # Interleaved, a forward pass comes first in the steady state; plain, the warm-up holds one more of them.
+        # In the steady state, interleaved 1F1B runs the forward pass first. Plain 1F1B runs the backward pass first,
+        # since its warm-up has one more forward pass.
         pair = [step(k, "B")] if k + warmup >= total else [step(k, "B"), step(k + warmup, "F")]
         yield from pair if chunks == 1 else reversed(pair)
 
 
 def _zbv(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
-    """Zero bubble in V shape: Qi et al., arXiv 2401.10241, section 6. Stages `rank` and 2 pp - 1 - rank."""
+    """Zero bubble with V-shaped stages: Qi et al., arXiv 2401.10241, section 6. Stages `rank` and 2 pp - 1 - rank."""
     down, up = rank, 2 * pp - 1 - rank
     done = {(kind, stage): 0 for kind in "FIW" for stage in (down, up)}
 
@@ -83,51 +84,50 @@ def _zbv(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
 
 
 def in_flight(actions: Sequence[Action]) -> list[dict[int, int]]:
-    """How many microbatches each stage of a rank holds, between forward and the end of their backward pass, whenever
-    that is no less than at any other time."""
-    held: dict[int, int] = dict.fromkeys((a.stage for a in actions), 0)
+    """The numbers of microbatches in flight per stage of a rank, at every moment that no other moment exceeds in all
+    stages. A microbatch is in flight from its forward pass to the end of its backward pass."""
+    counts: dict[int, int] = dict.fromkeys((a.stage for a in actions), 0)
     fullest: list[dict[int, int]] = []
     for kind, stage, _ in actions:
         if kind == "F":
-            held[stage] += 1
-            if not any(all(held[s] <= other[s] for s in held) for other in fullest):
-                fullest = [o for o in fullest if not all(o[s] <= held[s] for s in held)] + [dict(held)]
+            counts[stage] += 1
+            if not any(all(counts[s] <= other[s] for s in counts) for other in fullest):
+                fullest = [o for o in fullest if not all(o[s] <= counts[s] for s in counts)] + [dict(counts)]
         elif kind in "BW":
-            held[stage] -= 1
+            counts[stage] -= 1
     return fullest
 
 
 @cache
 def fullest(schedule: str, pp: int, chunks: int, microbatches: int, rank: int) -> list[dict[int, int]]:
-    """`in_flight` of a rank. A schedule's first rounds are as full as any later one, so they are all that is looked
-    at."""
+    """`in_flight` of a rank. The first rounds of a schedule reach its maximum, so only these are simulated."""
     return in_flight(order(schedule, pp, chunks, min(microbatches, 3 * pp), rank))
 
 
 def bubble(orders: Sequence[Sequence[Action]]) -> float:
-    """Idle time / working time of a pipeline whose ranks do `orders`, each action as soon as its inputs are there.
+    """Idle time / working time of a pipeline whose ranks execute `orders`, each action as soon as its inputs are ready.
 
-    orders: by rank; recorded, or from `order`. Raises ValueError for orders that wait for each other forever.
+    orders: by rank; recorded, or from `order`. Raises ValueError if they deadlock.
     """
     last = max(a.stage for actions in orders for a in actions)
-    waiting = [deque(actions) for actions in orders]
+    queues = [deque(actions) for actions in orders]
     clock = [0] * len(orders)
     done: dict[tuple[str, int, int] | None, int] = {None: 0}
-    while any(waiting):
+    while any(queues):
         before = len(done)
-        for rank, queue in enumerate(waiting):
+        for rank, queue in enumerate(queues):
             while queue and (needed := _needs(queue[0], last)) in done:
                 kind, stage, microbatch = queue.popleft()
                 clock[rank] = max(clock[rank], done[needed]) + DURATION[kind]
                 done["I" if kind == "B" else kind, stage, microbatch] = clock[rank]
         if len(done) == before:
-            raise ValueError(f"these orders wait for each other: {[queue[0] for queue in waiting if queue]}")
+            raise ValueError(f"these orders deadlock: {[queue[0] for queue in queues if queue]}")
     work = max(sum(DURATION[a.kind] for a in actions) for actions in orders)
     return max(clock) / work - 1.0
 
 
 def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
-    """What must have been done before; a whole backward pass counts as that for the input."""
+    """The action that an action depends on. A whole backward pass B counts as I."""
     kind, stage, microbatch = action
     if kind == "F":
         return ("F", stage - 1, microbatch) if stage > 0 else None
@@ -137,10 +137,10 @@ def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
 
 
 def bubble_formula(schedule: str, pp: int, chunks: int, microbatches: int) -> float:
-    """Idle time / working time of one step, all stages being equal.
+    """Idle time / working time of one step, for equal stages.
 
-    1F1B (p-1)/m and interleaved (p-1)/(v m): Narayanan et al., section 2.2. Zero bubble: what is left of it in a
-    trainer whose ranks wait for each other at the end of a step, (p-1) forward passes of half-sized stages in 6 m.
+    1F1B (p-1)/m and interleaved (p-1)/(v m): Narayanan et al., section 2.2. Zero bubble: the ranks synchronise at the
+    end of a step, which leaves (p-1) forward passes of half-sized stages in 6 m.
     """
     if schedule == "none":
         return 0.0

@@ -1,7 +1,7 @@
-"""Every layout of a model on a number of devices that the trainer would accept, with what it costs.
+"""Enumerates all layouts of a model on a number of devices that the trainer accepts, with their costs.
 
-What is legal is asked of model/parallel/plan.py, so the planner cannot disagree with the trainer. Options the user gave
-are kept; the others are tried.
+model/config/parallel_layout.py decides which layouts are legal, so that the planner agrees with the trainer. Options
+that the user gave are fixed; the others are varied.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from hal import Accelerator
+from hal import DeviceSpec
 from hal.mesh import Layout
 
-from ..config import Config, ConfigError
-from ..parallel.plan import Plan, make_plan, problems
-from ..tokenizer import build_tokenizer
+from ...config.parallel_layout import ParallelLayout, make_parallel_layout, problems
+from ...config.schema import Config, ConfigError
+from ...data.tokenizers.build import build_tokenizer
 from .memory import Memory, memory
 from .shape import Shape
 from .speed import Estimate, estimate
@@ -25,47 +25,47 @@ from .traffic import Traffic, traffic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 SHORTEST_CONTEXT = 4096
-"""Positions per rank below which context parallelism is not tried unless asked for."""
+"""Context parallelism is not tried with fewer positions per rank than this, unless it was given."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A legal layout and its cost; traffic and estimate are there if it fits."""
+    """A legal layout and its cost. traffic and estimate are set if it fits in memory."""
 
     config: Config
-    plan: Plan
+    plan: ParallelLayout
     memory: Memory
     traffic: Traffic | None = None
     estimate: Estimate | None = None
 
 
 @dataclass
-class Found:
-    """fits: fastest first. too_large: least missing first. refused: how often the trainer would say what."""
+class SearchResult:
+    """fits: fastest first. too_large: smallest excess first. refused: the trainer's error messages and their counts."""
 
     fits: list[Option] = field(default_factory=list)
     too_large: list[Option] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(config: Config, devices: int, device: Accelerator, limit: float) -> Found:
+def search(config: Config, devices: int, device: DeviceSpec, limit: float) -> SearchResult:
     """All layouts of `config` on `devices`, of which those within `limit` bytes per device fit."""
-    found = Found()
+    result = SearchResult()
     for candidate in candidates(config, devices, device.per_node):
         problem = next(problems(candidate, devices), None)
         if problem is not None:
-            found.refused[problem] += 1
+            result.refused[problem] += 1
             continue
-        plan = make_plan(candidate, devices)
+        plan = make_parallel_layout(candidate, devices)
         needed = memory(candidate, plan)
         if needed.total > limit:
-            found.too_large.append(Option(candidate, plan, needed))
+            result.too_large.append(Option(candidate, plan, needed))
             continue
         shape = Shape.of(candidate, plan)
-        found.fits.append(Option(candidate, plan, needed, traffic(shape), estimate(shape, device)))
-    found.fits.sort(key=_seconds)
-    found.too_large.sort(key=lambda o: o.memory.total)
-    return found
+        result.fits.append(Option(candidate, plan, needed, traffic(shape), estimate(shape, device)))
+    result.fits.sort(key=_seconds)
+    result.too_large.sort(key=lambda o: o.memory.total)
+    return result
 
 
 def _seconds(option: Option) -> float:
@@ -74,7 +74,7 @@ def _seconds(option: Option) -> float:
 
 
 def best_of_each(options: Sequence[Option]) -> list[Option]:
-    """The first of the options of every combination of TP, CP, PP and DP."""
+    """The first option of each combination of TP, CP, PP and DP."""
     first: dict[Layout, Option] = {}
     for option in options:
         first.setdefault(option.plan.layout, option)
@@ -82,20 +82,20 @@ def best_of_each(options: Sequence[Option]) -> list[Option]:
 
 
 def candidates(config: Config, devices: int, per_node: int) -> Iterator[Config]:
-    """Configs of every layout worth asking about.
+    """Configs of all layouts to consider.
 
-    Tensor parallelism stays within a machine (or 8 ranks); sequence parallelism is on wherever there is tensor
-    parallelism, because it sends as much and holds less.
+    Tensor parallelism stays within a machine (or 8 ranks). Sequence parallelism is always combined with it, because it
+    needs less memory for the same traffic.
     """
     c = config
     for tp in _choices(c, "tensor_model_parallel_size", _divisors(devices, max(8, per_node))):
         for cp in _choices(c, "context_parallel_size", _divisors(devices // tp, c.seq_length // SHORTEST_CONTEXT)):
             for pp in _choices(c, "pipeline_model_parallel_size", _divisors(devices // (tp * cp), c.num_layers)):
                 dp = max(1, devices // (tp * cp * pp))
-                for how in _schedules(c, pp):
+                for schedule in _schedules(c, pp):
                     for micro in _choices(c, "micro_batch_size", MICRO_BATCHES):
                         for zero in _zero(c, dp * cp):
-                            for again in _recomputation(c, pp, how):
+                            for recompute in _recomputation(c, pp, schedule):
                                 yield _with(
                                     c,
                                     tensor_model_parallel_size=tp,
@@ -103,18 +103,18 @@ def candidates(config: Config, devices: int, per_node: int) -> Iterator[Config]:
                                     context_parallel_size=cp,
                                     pipeline_model_parallel_size=pp,
                                     micro_batch_size=micro,
-                                    **how,
+                                    **schedule,
                                     **zero,
-                                    **again,
+                                    **recompute,
                                 )
 
 
 def _with(config: Config, **values: Any) -> Config:
-    """A copy with these options; cheaper than building a Config, which matters for tens of thousands."""
-    made = copy(config)
+    """A copy with these options. Unlike building a Config, it is cheap enough for tens of thousands of candidates."""
+    changed = copy(config)
     for name, value in values.items():
-        setattr(made, name, value)
-    return made
+        setattr(changed, name, value)
+    return changed
 
 
 def _choices(c: Config, name: str, tried: Sequence[int]) -> Sequence[int]:
@@ -140,37 +140,37 @@ def _zero(c: Config, replicas: int) -> list[dict[str, Any]]:
     return [{"overlap_grad_reduce": True}, *({"zero_stage": stage} for stage in range(4))]
 
 
-def _recomputation(c: Config, pp: int, how: dict[str, Any]) -> list[dict[str, Any]]:
-    """Nothing, the scores (without flash attention, which keeps none), or some or all layers of every stage."""
+def _recomputation(c: Config, pp: int, schedule: dict[str, Any]) -> list[dict[str, Any]]:
+    """None, the scores (only without flash attention, which stores none), or some or all layers of every stage."""
     if "recompute_granularity" in c.given:
-        unsaid = c.recompute_granularity == "full" and c.recompute_method is None
-        return [{"recompute_method": "uniform"}] if unsaid else [{}]
-    chunks = 2 if how.get("pipeline_schedule") == "zbv" else 1
-    per_stage = how.get("num_layers_per_virtual_pipeline_stage") or c.num_layers // (pp * chunks)
-    some = sorted({per_stage * quarter // 4 for quarter in (1, 2, 3)} - {0})
+        no_method = c.recompute_granularity == "full" and c.recompute_method is None
+        return [{"recompute_method": "uniform"}] if no_method else [{}]
+    chunks = 2 if schedule.get("pipeline_schedule") == "zbv" else 1
+    per_stage = schedule.get("num_layers_per_virtual_pipeline_stage") or c.num_layers // (pp * chunks)
+    counts = sorted({per_stage * quarter // 4 for quarter in (1, 2, 3)} - {0})
     full: dict[str, Any] = {"recompute_granularity": "full"}
     return [
         {},
         *([] if c.use_flash_attn else [{"recompute_granularity": "selective"}]),
-        *(full | {"recompute_method": "block", "recompute_num_layers": n} for n in some),
+        *(full | {"recompute_method": "block", "recompute_num_layers": n} for n in counts),
         full | {"recompute_method": "uniform", "recompute_num_layers": 1},
     ]
 
 
 def set_vocabulary(config: Config) -> None:
-    """Gives the config its tokenizer's vocabulary, which decides the embedding's size."""
+    """Sets the config's vocabulary to that of its tokenizer, since it determines the size of the embedding."""
     try:
         config.set_vocabulary(build_tokenizer(config).vocab_size)
     except ConfigError as error:
         raise ConfigError(
-            f"the size of the vocabulary is needed: {error}; without the tokenizer's files, give --tokenizer-type "
+            f"the vocabulary size is needed: {error}; without the tokenizer's files, give --tokenizer-type "
             "NullTokenizer --vocab-size N"
         ) from None
 
 
-def require_some(found: Found, devices: int) -> None:
-    """Raises ConfigError with the commonest reasons if no layout is legal."""
-    if found.fits or found.too_large:
+def require_some(result: SearchResult, devices: int) -> None:
+    """Raises ConfigError with the most frequent reasons if no layout is legal."""
+    if result.fits or result.too_large:
         return
-    reasons = "; ".join(f"{text} ({count} x)" for text, count in found.refused.most_common(3))
-    raise ConfigError(f"no layout of this model on {devices} devices is legal: {reasons or 'none was found to try'}")
+    reasons = "; ".join(f"{text} ({count} x)" for text, count in result.refused.most_common(3))
+    raise ConfigError(f"no layout of this model on {devices} devices is legal: {reasons or 'there was none to try'}")

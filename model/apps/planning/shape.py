@@ -1,6 +1,6 @@
 """How large the pieces of a layout are on one rank: rows, heads, and parameters of each stage.
 
-Counts are those of the model that the trainer builds (gpt.py), to the element; tensor-parallel ranks are all alike.
+Counts equal those of the model that the trainer builds (gpt/model.py); all tensor-parallel ranks have the same.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 from hal.mesh import Layout
 
-from ..config import Config
-from ..parallel.plan import Plan
+from ...config.parallel_layout import ParallelLayout
+from ...config.schema import Config
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A config on one rank of a plan. rows: positions of a sequence in attention; hidden_rows: between the layers.
-    heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation."""
+    """The sizes of a config on one rank of a layout. rows: positions of a sequence in attention; hidden_rows: between
+    the layers. heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation."""
 
     config: Config
-    plan: Plan
+    plan: ParallelLayout
     tp: int
     rows: int
     hidden_rows: int
@@ -30,9 +30,8 @@ class Shape:
     element: int
 
     @staticmethod
-    def of(c: Config, plan: Plan) -> Shape:
+    def of(c: Config, plan: ParallelLayout) -> Shape:
         """The sizes on any tensor-parallel rank of `plan`."""
-        assert c.num_query_groups and c.kv_channels and c.ffn_hidden_size
         tp, rows = plan.layout.tp, c.seq_length // plan.layout.cp
         return Shape(
             config=c,
@@ -49,12 +48,12 @@ class Shape:
 
     @property
     def gate(self) -> int:
-        """How many matrices the MLP's first layer stacks."""
+        """The number of matrices in the MLP's first layer: 2 with a gate."""
         return 2 if self.config.swiglu or self.config.geglu else 1
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the hidden state of one microbatch, as it travels between the layers."""
+        """Bytes of the hidden state of one microbatch between the layers."""
         return self.hidden_rows * self.config.micro_batch_size * self.config.hidden_size * self.element
 
     def first(self, stage: int) -> bool:
@@ -79,13 +78,12 @@ class Shape:
     def end_parameters(self, stage: int) -> int:
         """Parameters of a stage besides its layers: embedding, final norm, output layer."""
         c, table = self.config, self.vocabulary * self.config.hidden_size
-        assert c.max_position_embeddings
         count = 0
         if self.first(stage):
             learned = c.position_embedding_type == "learned_absolute"
             count += table + (c.max_position_embeddings * c.hidden_size if learned else 0)
         if self.last(stage):
-            # A last stage without the embedding holds a copy of a tied weight.
+            # A last stage without the embedding has a copy of a tied weight.
             own_table = c.untie_embeddings_and_output_weights or not self.first(stage)
             count += self._norm() + (table if own_table else 0)
         return count
@@ -101,9 +99,9 @@ class Shape:
 
 
 def total_parameters(c: Config) -> int:
-    """Of the whole model, each counted once."""
+    """Parameters of the whole model; tied ones count once."""
     noop = {int(n) for n in c.noop_layers}
     layers = tuple(n for n in range(c.num_layers) if n not in noop)
     whole = replace(c, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
     whole.padded_vocab_size = c.padded_vocab_size
-    return Shape.of(whole, Plan(Layout(), "none", (layers,), 1, 0)).parameters(0)
+    return Shape.of(whole, ParallelLayout(Layout(), "none", (layers,), 1, 0)).parameters(0)

@@ -1,31 +1,31 @@
-"""How long one step takes, estimated: products at a share of the peak, the rest at the speed of memory, traffic at that
-of the links, and the pipeline's bubble on top.
+"""Estimates the time of a step: matrix products at a fraction of peak FLOP/s, other operations at memory bandwidth,
+traffic at link bandwidth, plus the pipeline bubble.
 
-An estimate for comparing layouts, not a measurement. The three shares below were chosen once, on published A100 runs of
-Megatron (docs/scaling.md shows how far off each is), and are the same for every accelerator.
+The estimate is for comparing layouts; it is not a measurement. The three efficiencies below were fitted once to
+published A100 runs of Megatron (docs/scaling.md lists the errors), and are the same for every accelerator.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hal import Accelerator, HalError
+from hal import DeviceSpec, HalError
 
-from ..flops import flops_per_token, visible_pairs
+from ...gpt.flops import flops_per_token, visible_pairs
 from .schedules import bubble_formula
 from .shape import Shape
 from .traffic import gathered_again, traffic
 
 PRODUCTS, MEMORY, LINKS = 0.72, 0.75, 0.75
-"""Shares of the peak FLOP/s, of the memory's bandwidth and of a link's rate that a training step reaches."""
+"""Fractions of peak FLOP/s, memory bandwidth and link bandwidth that a training step reaches."""
 OPTIMIZER = 4 * 7 + 2
-"""Bytes per parameter that AdamW moves: float32 weight, gradient and two moments read, three of them and a 16-bit
-weight written."""
+"""Bytes per parameter that AdamW moves: reads float32 weight, gradient and two moments, writes all but the gradient and
+a 16-bit weight."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step, and where they go. mfu: model FLOP/s / peak; bubble: idle time / working time."""
+    """Seconds of one step and its parts. mfu: model FLOP/s / peak; bubble: idle time / working time."""
 
     seconds: float
     compute: float
@@ -39,8 +39,8 @@ class Estimate:
     mfu: float
 
 
-def estimate(shape: Shape, device: Accelerator) -> Estimate:
-    """One step of a layout on `device`s. Raises HalError where its peak for the config's dtype is not known."""
+def estimate(shape: Shape, device: DeviceSpec) -> Estimate:
+    """One step of a layout on `device`s. Raises HalError if the peak for the config's dtype is unknown."""
     c, plan = shape.config, shape.plan
     layout, count = plan.layout, plan.microbatches
     peak = peak_flops(shape, device)
@@ -50,50 +50,51 @@ def estimate(shape: Shape, device: Accelerator) -> Estimate:
     sent, links = traffic(shape), _Links(device)
     tensor = (sent.tensor - gathered_again(shape)) / links.rate(1, layout.tp)
     context = sent.context / links.rate(layout.tp, layout.cp)
-    # Neighbours in the pipeline talk in pairs, as do the two ends.
+    # Pipeline neighbours communicate in pairs, and so do the first and the last stage for a tied weight.
     pair = links.rate(layout.world // layout.pp, 2)
     pipeline, tied = sent.pipeline / pair, sent.tied / pair
     data = sent.data / links.rate(layout.tp, layout.cp * layout.dp) + tied
     hidden = 0.0
     if plan.zero or c.overlap_grad_reduce:
-        # Beside the passes that make the gradients and need the weights: the last microbatch's, or every one's.
+        # The traffic overlaps with the last microbatch's passes, or with those of all microbatches if each is reduced.
         hidden = compute if plan.zero >= 2 and layout.pp == 1 else compute / count
     data = max(0.0, data - hidden)
     shard = layout.dp * layout.cp if plan.zero else 1
     optimizer = OPTIMIZER * shape.parameters(0) / shard / (MEMORY * device.memory_bandwidth)
     seconds = (compute + tensor + context + pipeline) * (1 + bubble) + data + optimizer
-    assert c.global_batch_size
     tokens = c.global_batch_size * c.seq_length / seconds
     mfu = tokens * flops_per_token(c) / (layout.world * peak)
     return Estimate(seconds, compute, tensor, context, pipeline, data, optimizer, bubble, tokens, mfu)
 
 
-def peak_flops(shape: Shape, device: Accelerator) -> float:
+def peak_flops(shape: Shape, device: DeviceSpec) -> float:
     """The device's peak in the config's dtype, FLOP/s."""
     c = shape.config
     dtype = "bf16" if c.bf16 else "fp16" if c.fp16 else "fp32"
     if dtype not in device.flops:
         known = ", ".join(device.flops)
-        raise HalError(f"no {dtype} peak is known for {device.name}, only {known}; add --bf16, or give --device-flops")
+        raise HalError(
+            f"the {dtype} peak of {device.name} is unknown, only {known}; add --bf16, or give --device-flops"
+        )
     return device.flops[dtype]
 
 
 class _Links:
-    """Bytes per second between the ranks of a group, by how far apart they are (ranks of a machine are neighbours)."""
+    """Bytes per second between the ranks of a group, by their distance; a machine has consecutive ranks."""
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: DeviceSpec) -> None:
         self.device = device
 
     def rate(self, stride: int, size: int) -> float:
-        """Of a ring of `size` ranks, `stride` apart. Members on one machine share what they send to other machines."""
+        """The rate of a ring of `size` ranks, `stride` apart. Members on one machine share its network."""
         d = self.device
         if stride * size <= d.per_node:
             return LINKS * d.node_link
         return LINKS * min(d.node_link, d.network * max(1, d.per_node // stride))
 
 
-def _microbatch(shape: Shape, device: Accelerator, peak: float, rank: int) -> float:
-    """Seconds that pipeline rank `rank` computes for one microbatch, both passes."""
+def _microbatch(shape: Shape, device: DeviceSpec, peak: float, rank: int) -> float:
+    """Compute time of pipeline rank `rank` for both passes of one microbatch, in seconds."""
     stages = shape.plan.stages_of(rank)
     layers = sum(len(shape.plan.layers[s]) for s in stages)
     flops, moved = _layer(shape)
@@ -106,9 +107,8 @@ def _microbatch(shape: Shape, device: Accelerator, peak: float, rank: int) -> fl
 
 
 def _layer(shape: Shape) -> tuple[float, float]:
-    """(FLOP, bytes moved by everything else) of one layer and microbatch, both passes and recomputation."""
+    """(FLOP of products, bytes moved by other operations) of a layer and microbatch, with recomputation."""
     c = shape.config
-    assert c.kv_channels
     tokens = shape.rows * c.micro_batch_size
     qkv, inner = shape.heads + 2 * shape.groups, shape.gate * shape.ffn
     products = 2.0 * tokens * c.hidden_size * (qkv + shape.heads + inner + shape.ffn)
@@ -118,18 +118,18 @@ def _layer(shape: Shape) -> tuple[float, float]:
     moved = 10 * shape.hidden_bytes + tokens * shape.element * (2 * qkv + inner + shape.ffn)
     inside = 0.0
     if not c.use_flash_attn:
-        scores *= c.seq_length / pairs  # hidden pairs are multiplied, too
+        scores *= c.seq_length / pairs  # masked pairs are multiplied too
         inside = 6.0 * tokens * c.seq_length * (shape.heads // c.kv_channels) * shape.element
     full, selective = c.recompute_granularity == "full", c.recompute_granularity == "selective"
-    passes = 3 + _share(shape) if full else 3.0
-    # A ring's backward pass runs attention twice (ADR 0005); selective recomputation runs it again.
+    passes = 3 + _recomputed_fraction(shape) if full else 3.0
+    # A ring's backward pass computes attention twice (ADR 0005); selective recomputation computes it once more.
     ring = 2 if shape.plan.layout.cp > 1 and c.context_parallel_algo == "ring" else 0
-    again = passes + ring + selective
-    return passes * products + again * scores, passes * moved + again * inside
+    attention_passes = passes + ring + selective
+    return passes * products + attention_passes * scores, passes * moved + attention_passes * inside
 
 
-def _share(shape: Shape) -> float:
-    """Which share of the layers is recomputed in full."""
+def _recomputed_fraction(shape: Shape) -> float:
+    """The fraction of layers that is recomputed in full."""
     c = shape.config
     if c.recompute_method == "uniform":
         return 1.0

@@ -1,8 +1,8 @@
 """Bytes that one device sends in one step, by kind of parallelism.
 
 Ring algorithms: an all-reduce of X bytes over n ranks sends 2 (n-1)/n X, a gather or a reduce-scatter (n-1)/n X
-(Patarasuk and Yuan, 2009). What is sent per layer: Narayanan et al., arXiv 2104.04473, section 3.2 (tensor, pipeline);
-Rajbhandari et al., arXiv 1910.02054, section 7 (data); context.py for context parallelism.
+(Patarasuk and Yuan, 2009). Traffic per layer: Narayanan et al., arXiv 2104.04473, section 3.2 (tensor, pipeline);
+Rajbhandari et al., arXiv 1910.02054, section 7 (data); parallel/context_parallel.py (context).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .shape import Shape
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent by the busiest device in one step. tied: the copies of a tied weight at both ends of a pipeline."""
+    """Bytes sent by the busiest device in one step. tied: gradients of a tied weight between the ends of a pipeline."""
 
     tensor: float
     context: float
@@ -25,11 +25,12 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(self))
+        total: float = sum(getattr(self, f.name) for f in fields(self))
+        return total
 
 
 def traffic(shape: Shape) -> Traffic:
-    """What the busiest rank sends."""
+    """The traffic of the busiest rank."""
     c, plan = shape.config, shape.plan
     ranks = range(plan.layout.pp)
     layers = max(sum(len(plan.layers[s]) for s in plan.stages_of(r)) for r in ranks)
@@ -48,26 +49,26 @@ def traffic(shape: Shape) -> Traffic:
 
 def tensor_per_pass(shape: Shape) -> float:
     """One layer's forward (or backward) pass of one microbatch: two all-reduces of the hidden state, or with sequence
-    parallelism two gathers and two reduce-scatters, which send the same."""
+    parallelism two gathers and two reduce-scatters, which send the same number of bytes."""
     whole = shape.rows * shape.config.micro_batch_size * shape.config.hidden_size * shape.element
     return 2 * 2 * (shape.tp - 1) / shape.tp * whole
 
 
 def gathered_again(shape: Shape) -> float:
-    """With sequence parallelism, the inputs of column-parallel layers for the gradients of their weights: two in each
-    layer's backward pass, sent beside the product for the inputs' gradients."""
+    """With sequence parallelism, the backward pass gathers the inputs of column-parallel layers again for the weight
+    gradients, twice per layer. This overlaps with the computation of the input gradients."""
     plan = shape.plan
     layers = max(sum(len(plan.layers[s]) for s in plan.stages_of(r)) for r in range(plan.layout.pp))
     return plan.microbatches * layers * tensor_per_pass(shape) / 2 if shape.config.sequence_parallel else 0.0
 
 
 def _tensor_ends(shape: Shape) -> float:
-    """Embedding forward and output layer backward: one all-reduce each; ranks that hold neither send less."""
+    """One all-reduce each in the embedding's forward and the output layer's backward pass."""
     return tensor_per_pass(shape)
 
 
 def context_forward(shape: Shape) -> float:
-    """One layer's attention, forward: keys and values go round, or heads change hands."""
+    """One layer's attention, forward: keys and values pass the ring, or Ulysses exchanges heads for positions."""
     c, cp = shape.config, shape.plan.layout.cp
     per_channel = shape.rows * c.micro_batch_size * shape.element
     if c.context_parallel_algo == "ulysses":
@@ -76,7 +77,7 @@ def context_forward(shape: Shape) -> float:
 
 
 def context_backward(shape: Shape) -> float:
-    """One layer's attention, backward: in a ring also the float32 gradients of keys and values, one step further."""
+    """One layer's attention, backward: a ring also passes float32 gradients of keys and values, in one more step."""
     if shape.config.context_parallel_algo == "ulysses" or shape.plan.layout.cp == 1:
         return context_forward(shape)
     per_channel = shape.rows * shape.config.micro_batch_size
@@ -84,7 +85,7 @@ def context_backward(shape: Shape) -> float:
 
 
 def _hops(shape: Shape) -> int:
-    """Forward sends (as many as backward ones) of the busiest pipeline rank for one microbatch."""
+    """Forward sends of the busiest pipeline rank per microbatch; there are as many backward sends."""
     plan = shape.plan
     after = [(s, plan.rank_of(s)) for s in range(plan.stages - 1)]
     return max(sum(r == rank and plan.rank_of(s + 1) != r for s, r in after) for rank in range(plan.layout.pp))

@@ -16,7 +16,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from ..inference import NotFinite
+from ...inference.decoding import Token
+from ...inference.engine import NotFinite
 from .protocol import Answers, BadRequest, Completion, parse, prompts_of
 from .worker import Job, Piece, Worker
 
@@ -151,7 +152,8 @@ async def _whole(
     echo: list[str],
 ) -> JSONResponse:
     """All choices at once. If the client leaves, the job is cancelled."""
-    texts, tokens = list(echo), [[] for _ in echo]
+    texts = list(echo)
+    tokens: list[list[Token]] = [[] for _ in echo]
     reasons: list[str | None] = [None] * len(echo)
     watch = asyncio.create_task(_gone(request, job))
     try:

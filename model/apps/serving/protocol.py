@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..config import ConfigError
-from ..generate import Token
-from ..prompting import encode_prompt
-from ..sampling import Sampling
-from ..tokenizer import Tokenizer
+from ...config.schema import ConfigError
+from ...data.tokenizers.tokenizer import Tokenizer
+from ...inference.decoding import Token
+from ...inference.sampling import Sampling
+from ...inference.text_generation import encode_prompt
 
 MOST_LOGPROBS, MOST_STOPS = 5, 4
 

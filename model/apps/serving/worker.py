@@ -14,12 +14,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..checkpoint import told_text
-from ..generate import Token, stream
-from ..inference import NotFinite
-from ..pretrained import Pretrained
-from ..prompting import Pieces, rng_of
-from ..sampling import Sampling
+from hal import Comm
+
+from ...checkpoint.reader import broadcast_text
+from ...inference.decoding import Token, stream
+from ...inference.engine import NotFinite
+from ...inference.load import Pretrained
+from ...inference.sampling import Sampling
+from ...inference.text_generation import IncrementalDetokenizer, rng_of
 
 _IDLE = "idle"
 
@@ -69,9 +71,9 @@ class Worker:
         self._jobs: queue.Queue[Job | None] = queue.Queue(waiting + 1)
         self._thread = threading.Thread(target=self._run, name="hal-serve", daemon=True)
         mesh = model.engine.mesh
-        self._world = None if mesh is None or mesh.world.size == 1 else mesh.world
+        self._world: Comm | None = None if mesh.world.size == 1 else mesh.world
         # The others wait in a collective, which has a timeout: while idle they are told so.
-        self._idle_seconds = None if self._world is None else mesh.timeout / 4
+        self._idle_seconds: float | None = None if self._world is None else mesh.timeout / 4
 
     def start(self) -> None:
         """Begins to work."""
@@ -117,13 +119,12 @@ class Worker:
 
     def _tell(self, text: str) -> None:
         if self._world is not None:
-            told_text(self._world, text, 0)
+            broadcast_text(self._world, text, 0)
 
 
 def follow(model: Pretrained) -> None:
     """What the ranks that do not lead do: the leader's jobs, until it ends."""
-    assert model.engine.mesh is not None
-    while text := told_text(model.engine.mesh.world, "", 0):
+    while text := broadcast_text(model.engine.mesh.world, "", 0):
         if text != _IDLE:
             with contextlib.suppress(NotFinite):  # the leader raises it too, and answers
                 run(model, Job.of(text))
@@ -133,9 +134,10 @@ def run(model: Pretrained, job: Job) -> None:
     """Generates, and emits pieces as they come."""
     tokenizer = model.tokenizer
     rows = [(p, s) for p in range(len(job.prompts)) for s in range(job.samples)]
-    texts = [Pieces(tokenizer, job.stop) for _ in rows]
-    made, held = [0] * len(rows), [[] for _ in rows]
-    alone = model.engine.mesh is None or model.engine.mesh.world.size == 1
+    texts = [IncrementalDetokenizer(tokenizer, job.stop) for _ in rows]
+    made = [0] * len(rows)
+    held: list[list[Token]] = [[] for _ in rows]
+    alone = model.engine.mesh.world.size == 1
 
     def finished(row: int, ids: list[int]) -> bool:
         # Ranks must end together, and only the leader knows of a client that left.

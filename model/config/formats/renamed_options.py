@@ -1,4 +1,4 @@
-"""Options of Megatron and DeepSpeed that are called otherwise here, or that nothing here needs: what to do instead."""
+"""Options of Megatron and DeepSpeed that have another name in HAL, or that HAL does not need: what to use instead."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NOT_NEEDED = {
 }
 
 ELSEWHERE = {
-    **{name: f"It is called {there} here." for name, there in _CALLED.items()},
+    **{name: f"It is called {ours} here." for name, ours in _CALLED.items()},
     **{name: f"Nothing here needs it: {why}. Remove it." for name, why in _NOT_NEEDED.items()},
 }
-"""By the option's name without dashes before it: the sentence that an error adds."""
+"""The sentence that an error message adds, by the option's name without leading dashes."""

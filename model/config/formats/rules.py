@@ -1,16 +1,17 @@
-"""What a key of another system's configuration means here. A table of dotted keys and rules is a front end."""
+"""Front ends: a rule for every dotted key of another system's configuration, which says what the key means in HAL."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..schema import ConfigError
 
 MICROBATCHES = "@microbatches"
-"""A value beside the options: microbatches per step and replica, from which the global batch size follows."""
+"""Set like an option: microbatches per step and replica, from which the global batch size follows."""
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Reading:
     foreign: set[str] = field(default_factory=set)
 
     def set(self, option: str, value: Any, key: str) -> None:
-        """Raises ConfigError if another key of the file said something else."""
+        """Sets an option. Raises ConfigError if another key of the file set it to another value."""
         if value is None:
             return
         where = f"{self.file}: {key}"
@@ -42,7 +43,7 @@ class Reading:
         self.values[option], self.origins[option] = value, key
 
     def note(self, key: str, text: str) -> None:
-        """Something the user should know of a key that is taken but changes nothing."""
+        """Records what the user should know about a key that is accepted."""
         self.notes.append(f"{self.file}: {key}: {text}")
 
     def refuse(self, key: str, text: str) -> ConfigError:
@@ -51,6 +52,35 @@ class Reading:
 
 
 Rule = Callable[[Reading, str, Any], None]
+"""Called with the reading, a key and its value."""
+
+
+def load_rules(
+    path: Path, tables: Mapping[str, Mapping[Any, Any]] | None = None, functions: Mapping[str, Rule] | None = None
+) -> dict[str, Rule]:
+    """The rules of a front end by key, from the YAML file beside it; mindspeed.yaml describes the kinds of entries.
+
+    tables: choices that entries refer to by name. functions: rules that are written out.
+    """
+    import yaml
+
+    def rule(entry: Any) -> Rule:
+        if isinstance(entry, str):
+            return to(entry)
+        if "function" in entry:
+            return (functions or {})[entry["function"]]
+        if "choices" in entry:
+            table = entry["choices"]
+            return choices(entry["option"], (tables or {})[table] if isinstance(table, str) else table)
+        if "option" in entry:
+            return to(entry["option"])
+        if "only" in entry:
+            return only(entry["only"], entry["why"])
+        if "note" in entry:
+            return note(entry["note"], entry.get("unless", ()))
+        return defer(entry["defer"])
+
+    return {key: rule(entry) for key, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}
 
 
 def to(option: str) -> Rule:
@@ -58,9 +88,9 @@ def to(option: str) -> Rule:
     return lambda reading, key, value: reading.set(option, value, key)
 
 
-def scaled(option: str, table: Mapping[Any, Mapping[str, Any]]) -> Rule:
-    """Each word the key can be, and the options it stands for. Words are compared without regard to case."""
-    words = {_lower(word): options for word, options in table.items()}
+def choices(option: str, table: Mapping[Any, Any]) -> Rule:
+    """The words the key can be, in either case, and what each stands for: the option's value, or several options."""
+    words = {_lower(word): meant if isinstance(meant, Mapping) else {option: meant} for word, meant in table.items()}
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is None:
@@ -73,39 +103,40 @@ def scaled(option: str, table: Mapping[Any, Mapping[str, Any]]) -> Rule:
     return rule
 
 
-def only(*allowed: Any, why: str) -> Rule:
-    """The key may only say what HAL does; anything else is refused, since results would differ."""
+def only(allowed: Sequence[Any], why: str) -> Rule:
+    """The key may only ask for what HAL does; other values are refused, since results would differ."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
+        # 1 and True are equal, but not the same request.
         if value is not None and not any(_lower(value) == _lower(a) and type(value) is type(a) for a in allowed):
             raise reading.refuse(key, f"{value!r} cannot be followed: {why}")
 
     return rule
 
 
-def noted(text: str, *usual: Any) -> Rule:
-    """The key changes no result here; the user is told so, unless it has a value that HAL follows anyway."""
+def note(text: str, unless: Sequence[Any]) -> Rule:
+    """The key changes no result in HAL; the user is told so, unless its value asks for what HAL does anyway."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
-        if value is not None and value not in usual:
+        if value is not None and value not in unless:
             reading.note(key, f"{value!r} has no effect: {text}")
 
     return rule
 
 
-def kept(store: str) -> Rule:
-    """The key is looked at together with others, once the whole file is read."""
+def defer(name: str) -> Rule:
+    """The value is kept under this name until the whole file is read; `take` returns it."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is not None:
-            reading.values[f"@{store}"], reading.origins[f"@{store}"] = value, key
+            reading.values[f"@{name}"], reading.origins[f"@{name}"] = value, key
 
     return rule
 
 
-def take(reading: Reading, store: str) -> tuple[Any, str]:
-    """What `kept` kept, and its key; (None, "") if the file did not say it."""
-    return reading.values.pop(f"@{store}", None), reading.origins.pop(f"@{store}", "")
+def take(reading: Reading, name: str) -> tuple[Any, str]:
+    """A deferred value and its key; (None, "") if the file does not have it."""
+    return reading.values.pop(f"@{name}", None), reading.origins.pop(f"@{name}", "")
 
 
 def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None:
@@ -129,7 +160,7 @@ def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """A hint to the key that was meant: the same name elsewhere, else a similar one."""
+    """A hint at the key that may be meant: the same name in another section, else a similar one."""
     last = key.rsplit(".", 1)[-1]
     same = sorted(k for k in known if k.rsplit(".", 1)[-1] == last)
     close = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)

@@ -1,19 +1,19 @@
-"""YAML as configuration needs it: data only, no anchors (which can make a small file endless), no key twice."""
+"""YAML for configuration files: data only, no anchors (a small file could expand without limit), no duplicate keys."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..schema import ConfigError
 
 _LARGEST = 1 << 20
 
 
 def load(path: Path, shown: str) -> Any:
-    """The content of a YAML (or JSON) file. Raises ConfigError, naming the place, for anything it should not hold.
+    """The content of a YAML (or JSON) file. Raises ConfigError with the line for tags, anchors and duplicate keys.
 
-    shown: how messages call the file.
+    shown: the name of the file in messages.
     """
     import yaml
 
@@ -25,13 +25,13 @@ def load(path: Path, shown: str) -> Any:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set()
+            keys = set()
             for key, _ in node.value:
-                if key.value in seen or key.tag == "tag:yaml.org,2002:merge":
+                if key.value in keys or key.tag == "tag:yaml.org,2002:merge":
                     raise yaml.MarkedYAMLError(
                         problem=f"the key '{key.value}' is here twice", problem_mark=key.start_mark
                     )
-                seen.add(key.value)
+                keys.add(key.value)
             return super().construct_mapping(node, deep)
 
     try:

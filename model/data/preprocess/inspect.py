@@ -1,4 +1,4 @@
-"""`hal data inspect`: what an indexed dataset holds, in lines to read. It is checked whole before anything is shown."""
+"""`hal data inspect`: describes an indexed dataset, after validating all of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy
 
 from hal import HalError
 
-from ..config import Config
-from ..indexed import Index, check_ids, read_index, read_note, require_match
-from ..tokenizer import Tokenizer, build_tokenizer
+from ...config.schema import Config
+from ..indexed_dataset import Index, check_ids, read_index, read_note, require_match
+from ..tokenizers.build import build_tokenizer
+from ..tokenizers.tokenizer import Tokenizer
 
 _BAR, _SHOWN = 40, 300
 
 
 def describe(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> Iterator[str]:
-    """Counts, a histogram of the sequences' lengths, and the first `samples` documents, decoded if it is known how.
+    """Lines with counts, a histogram of sequence lengths, and the first `samples` documents, decoded if possible.
 
-    tokenizer: the user's; None = the one the note beside the data names. Raises ConfigError for damaged data and for a
+    tokenizer: the user's; None means the one that the data's note names. Raises ConfigError for damaged data and for a
     tokenizer that the data was not made with.
     """
     index, note = read_index(prefix), read_note(prefix)
@@ -29,8 +30,8 @@ def describe(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> Iterato
     yield f"{prefix}: {documents:,} documents, {len(index.lengths):,} sequences, {total:,} tokens"
     yield f"  {index.dtype.name} ids, {total * index.dtype.itemsize:,} bytes"
     if note is not None:
-        made = note["tokenizer"]
-        yield f"  made with {made['type']} (fingerprint {made['fingerprint']}), {made.get('vocab_size')} ids"
+        own = note["tokenizer"]
+        yield f"  made with {own['type']} (fingerprint {own['fingerprint']}), {own.get('vocab_size')} ids"
     empty = int((numpy.diff(index.documents) == 0).sum())
     if empty:
         yield f"  {empty:,} documents are empty"
@@ -47,23 +48,23 @@ def describe(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> Iterato
 
 
 def histogram(lengths: numpy.ndarray) -> Iterator[str]:
-    """Lengths counted in powers of two, with shortest, mean and longest."""
+    """Lengths in bins of powers of two, after the minimum, maximum and mean."""
     yield f"  tokens per sequence: {lengths.min()} to {lengths.max()}, mean {lengths.mean(dtype=float):.1f}"
-    # Class 0 is length 0, class c is 2^(c-1) to 2^c - 1.
-    classes = numpy.bincount(numpy.frexp(lengths.astype(float))[1])
-    for c in range(int(numpy.flatnonzero(classes)[0]), len(classes)):
-        low, top = (0, 0) if c == 0 else (1 << (c - 1), (1 << c) - 1)
-        bar = "#" * -(-_BAR * int(classes[c]) // int(classes.max()))
-        yield f"  {low:>9,} to {top:>9,}  {classes[c]:>9,}  {bar}".rstrip()
+    # Bin 0 is length 0, bin n is 2^(n-1) to 2^n - 1.
+    bins = numpy.bincount(numpy.frexp(lengths.astype(float))[1])
+    for n in range(int(numpy.flatnonzero(bins)[0]), len(bins)):
+        low, top = (0, 0) if n == 0 else (1 << (n - 1), (1 << n) - 1)
+        bar = "#" * -(-_BAR * int(bins[n]) // int(bins.max()))
+        yield f"  {low:>9,} to {top:>9,}  {bins[n]:>9,}  {bar}".rstrip()
 
 
-def _from_note(made: dict[str, Any]) -> tuple[Tokenizer | None, str]:
+def _from_note(note: dict[str, Any]) -> tuple[Tokenizer | None, str]:
     try:
-        tokenizer = build_tokenizer(Config(tokenizer_type=made["type"], **made.get("options", {})))
+        tokenizer = build_tokenizer(Config(tokenizer_type=note["type"], **note.get("options", {})))
     except (HalError, TypeError, KeyError) as error:
         return None, f"{error}; give the tokenizer's options"
-    if tokenizer.fingerprint != made["fingerprint"]:
-        return None, "the tokenizer's files have changed since; give the ones the data was made with"
+    if tokenizer.fingerprint != note["fingerprint"]:
+        return None, "the tokenizer's files have changed since; give those that the data was made with"
     return tokenizer, ""
 
 

@@ -1,8 +1,8 @@
-"""`hal data preprocess`: text files made into PREFIX_KEY_document (or _sentence) .bin and .idx, as Megatron's.
+"""`hal data preprocess`: text files to PREFIX_KEY_document (or _sentence) .bin and .idx, in Megatron's format.
 
-The files are written in a hidden folder beside their place and moved there whole, the .idx last: an interrupted or
-failed run leaves nothing, and a killed one only that folder, which the next run removes. Documents keep their order
-whatever the number of workers.
+The files are written in a hidden temporary folder and renamed when complete, the .idx last: an interrupted or failed
+run leaves nothing behind, and a killed one only that folder, which the next run removes. The order of documents does
+not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 
 from hal import HalError
 
-from ..config import ConfigError
-from ..files import beside, make_folder, new_token, settle, sync_folder
-from ..indexed import note_path
-from ..megatron.datasets import indexed_dataset
-from ..signals import StopRequest
+from ...common.atomic_files import beside, make_folder, new_token, settle, sync_folder
+from ...common.stop_request import StopRequest
+from ...config.schema import ConfigError
+from ..indexed_dataset import note_path
+from ..megatron_datasets import indexed_dataset
 from .encode import Chunk, Encoder, Encoding, dtype_of
 from .sources import Broken, Raw, Reader, find
 
@@ -42,7 +42,7 @@ class Interrupted(HalError):
 
 @dataclass(frozen=True)
 class Job:
-    """What to preprocess, and into what. format: one of sources.FORMATS, or None to tell by the files."""
+    """Inputs and outputs of a run. format: one of sources.FORMATS, or None to detect it from the files."""
 
     inputs: list[str]
     output_prefix: str
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What was made: prefixes by key, and counts over all keys' documents."""
+    """The results of a run: output prefixes by key, and counts over the documents of all keys."""
 
     prefixes: dict[str, Path]
     documents: int = 0
@@ -68,13 +68,13 @@ class Result:
 
 
 Progress = Callable[[Result, float], None]
-"""Called after every chunk: the counts so far, and the share of the input that was read, 0 to 1."""
+"""Called after every chunk with the counts so far and the fraction of the input read, 0 to 1."""
 
 
 def preprocess(job: Job, progress: Progress, complain: Callable[[str], None]) -> Result:
-    """Runs a job. Raises ConfigError for wrong input, Interrupted after SIGINT or SIGTERM; then nothing is left.
+    """Runs a job. Raises ConfigError for invalid input, Interrupted after SIGINT or SIGTERM; then no output is left.
 
-    complain: told every broken document that --on-error skip leaves out.
+    complain: called with every broken document that --on-error skip leaves out.
     """
     files = find(job.inputs)
     prefix = Path(job.output_prefix)
@@ -84,25 +84,25 @@ def preprocess(job: Job, progress: Progress, complain: Callable[[str], None]) ->
         for path in (Path(f"{target}.idx"), Path(f"{target}.bin"), note_path(target)):
             if path.exists():
                 raise ConfigError(f"{path} exists; remove it, or give another --output-prefix")
-    encoder = Encoder(job.encoding)  # wrong vocabularies are found before workers start
+    encoder = Encoder(job.encoding)  # so that invalid vocabularies are reported before workers start
     result = Result(targets)
-    with StopRequest() as stop, _made(prefix.parent), _own_folder(prefix) as folder:
+    with StopRequest() as stop, _output_folder(prefix.parent), _temporary_folder(prefix) as folder:
         writers = {key: _Writer(folder / key, encoder.tokenizer.vocab_size) for key in targets}
         began = time.perf_counter()
         try:
-            for chunk, share in _encoded(job, files, encoder, lambda: stop.asked):
+            for chunk, fraction in _encoded(job, files, encoder, lambda: stop.asked):
                 _count(result, chunk, job.on_error, complain)
                 for key, encoded in chunk.encoded.items():
                     writers[key].add(encoded)
                 result.empty += sum(n == 0 for e in chunk.encoded.values() for n in e.sequences)
                 result.tokens += sum(len(e.ids) for e in chunk.encoded.values())
                 result.seconds = time.perf_counter() - began
-                progress(result, share)
+                progress(result, fraction)
         finally:
             for writer in writers.values():
                 writer.close()
         if result.tokens == 0:
-            raise ConfigError(f"--input {' '.join(job.inputs)} holds no text")
+            raise ConfigError(f"--input {' '.join(job.inputs)} contains no text")
         for key in targets:
             writers[key].finish(_note(job, encoder, key, writers[key]))
         _publish(folder, targets)
@@ -112,7 +112,7 @@ def preprocess(job: Job, progress: Progress, complain: Callable[[str], None]) ->
 def _count(result: Result, chunk: Chunk, on_error: str, complain: Callable[[str], None]) -> None:
     for broken in chunk.broken:
         if on_error == "refuse":
-            raise ConfigError(f"{broken}; nothing was written (--on-error skip leaves such documents out)")
+            raise ConfigError(f"{broken}; nothing was written (--on-error skip leaves out such documents)")
         complain(f"skipped {broken}")
     result.broken += len(chunk.broken)
     result.documents += chunk.documents
@@ -142,11 +142,11 @@ def _note(job: Job, encoder: Encoder, key: str, writer: _Writer) -> dict[str, An
 
 
 class _Writer:
-    """One key's files, in the making."""
+    """Writes the files of one key."""
 
-    def __init__(self, place: Path, vocabulary: int) -> None:
-        self.place, self.documents, self.sequences, self.tokens = place, 0, 0, 0
-        self._builder = indexed_dataset().IndexedDatasetBuilder(f"{place}.bin", dtype=dtype_of(vocabulary))
+    def __init__(self, prefix: Path, vocabulary: int) -> None:
+        self.prefix, self.documents, self.sequences, self.tokens = prefix, 0, 0, 0
+        self._builder = indexed_dataset().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype_of(vocabulary))
 
     def add(self, encoded: Any) -> None:
         """Appends documents (encode.Encoded)."""
@@ -163,20 +163,20 @@ class _Writer:
         self._builder.data_file.close()
 
     def finish(self, note: dict[str, Any]) -> None:
-        self._builder.finalize(f"{self.place}.idx")
-        Path(f"{self.place}.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        self._builder.finalize(f"{self.prefix}.idx")
+        Path(f"{self.prefix}.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
 
 def _publish(folder: Path, targets: dict[str, Path]) -> None:
     settle(folder)
     moved: list[Path] = []
     try:
-        # An index appears after what it speaks of.
+        # The .idx comes last: a reader that finds it finds the other files too.
         for suffix in (".bin", ".json", ".idx"):
             for key, target in targets.items():
-                there = Path(f"{target}{suffix}")
-                (folder / f"{key}{suffix}").rename(there)
-                moved.append(there)
+                path = Path(f"{target}{suffix}")
+                (folder / f"{key}{suffix}").rename(path)
+                moved.append(path)
     except BaseException:
         for path in moved:
             path.unlink(missing_ok=True)
@@ -185,27 +185,27 @@ def _publish(folder: Path, targets: dict[str, Path]) -> None:
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder and those above it; after a failure those that it made are gone again."""
+def _output_folder(folder: Path) -> Iterator[None]:
+    """Creates a folder and its parents; if the block raises, removes those that it created."""
     new = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         make_folder(folder)
         yield
     except BaseException:
         for path in new:
-            with contextlib.suppress(OSError):  # another run uses it by now
+            with contextlib.suppress(OSError):  # another run is using it by now
                 path.rmdir()
         raise
 
 
 @contextlib.contextmanager
-def _own_folder(prefix: Path) -> Iterator[Path]:
-    """A hidden folder beside the output, gone at the end; those that killed runs left (nobody locks them) go too."""
-    for left in prefix.parent.glob(beside(prefix, 0).name.replace("0" * 12, "*")):
-        handle = os.open(left, os.O_RDONLY)
+def _temporary_folder(prefix: Path) -> Iterator[Path]:
+    """A locked hidden folder beside the output, removed at the end. Also removes unlocked ones, left by killed runs."""
+    for leftover in prefix.parent.glob(beside(prefix, 0).name.replace("0" * 12, "*")):
+        handle = os.open(leftover, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
         except BlockingIOError:
             pass
         finally:
@@ -224,51 +224,51 @@ def _own_folder(prefix: Path) -> Iterator[Path]:
 def _encoded(
     job: Job, files: list[Path], encoder: Encoder, stop: Callable[[], str | None]
 ) -> Iterator[tuple[Chunk, float]]:
-    """Chunks in the order of the input, each with the share of the input that was read by then."""
+    """Encoded chunks in the order of the input, each with the fraction of the input read by then."""
     chunks = _chunks(job, files)
     if job.workers == 1:
-        for raws, broken, share in chunks:
+        for raws, broken, fraction in chunks:
             _require_running(stop())
-            yield _merge(encoder(raws), broken), share
+            yield _merge(encoder(raws), broken), fraction
         return
     with ProcessPoolExecutor(
         job.workers, mp_context=get_context("fork"), initializer=_start, initargs=(job.encoding,)
     ) as pool:
-        waiting: deque[tuple[Future[Chunk], list[Broken], float]] = deque()
+        pending: deque[tuple[Future[Chunk], list[Broken], float]] = deque()
         try:
-            for raws, broken, share in chunks:
+            for raws, broken, fraction in chunks:
                 _require_running(stop())
-                waiting.append((pool.submit(_work, raws), broken, share))
-                # Enough ahead to keep every worker busy, and no more: the input may be larger than memory.
-                if len(waiting) >= 4 * job.workers:
-                    yield _next(waiting, stop)
-            while waiting:
-                yield _next(waiting, stop)
+                pending.append((pool.submit(_work, raws), broken, fraction))
+                # Enough chunks in flight to keep every worker busy, but bounded: the input may exceed memory.
+                if len(pending) >= 4 * job.workers:
+                    yield _next(pending, stop)
+            while pending:
+                yield _next(pending, stop)
         except BrokenProcessPool:
             _require_running(stop())
             raise HalError(
-                f"a worker was killed, perhaps for lack of memory; use fewer --workers than {job.workers}"
+                f"a worker was killed, perhaps by lack of memory; use fewer --workers than {job.workers}"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _next(
-    waiting: deque[tuple[Future[Chunk], list[Broken], float]], stop: Callable[[], str | None]
+    pending: deque[tuple[Future[Chunk], list[Broken], float]], stop: Callable[[], str | None]
 ) -> tuple[Chunk, float]:
-    future, broken, share = waiting.popleft()
+    future, broken, fraction = pending.popleft()
     while not wait([future], timeout=0.2).done:
         _require_running(stop())
-    return _merge(future.result(), broken), share
+    return _merge(future.result(), broken), fraction
 
 
-def _require_running(asked: str | None) -> None:
-    if asked is not None:
-        raise Interrupted(f"stopped by {asked}; nothing was written")
+def _require_running(signal_name: str | None) -> None:
+    if signal_name is not None:
+        raise Interrupted(f"stopped by {signal_name}; nothing was written")
 
 
 def _merge(chunk: Chunk, broken: list[Broken]) -> Chunk:
-    """The chunk with what the reader found broken in the file, in order of place."""
+    """The chunk with the errors that the reader found added, sorted by position."""
     if broken:
         chunk.broken.extend(broken)
         chunk.broken.sort(key=lambda b: (str(b.path), b.line))
@@ -297,12 +297,12 @@ def _chunks(job: Job, files: list[Path]) -> Iterator[tuple[list[Raw], list[Broke
 _worker: Encoder
 
 
-def _start(how: Encoding) -> None:
+def _start(encoding: Encoding) -> None:
     global _worker
-    # Ctrl-C goes to the whole process group; the parent alone decides what it means.
+    # SIGINT reaches the whole process group, but only the parent handles it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    _worker = Encoder(how)
+    _worker = Encoder(encoding)
 
 
 def _work(raws: list[Raw]) -> Chunk:

@@ -1,7 +1,7 @@
-"""Documents in files: loose JSON lines, WikiExtractor's output, plain text, as they are or compressed.
+"""Reads documents from files: loose JSON lines, WikiExtractor's output or plain text, optionally compressed.
 
-A document comes as bytes with the place where it begins. Nothing is decoded here: that is the workers' share, and a
-broken document must not stop the reading of the next. What is broken in the file itself is a `Broken`.
+A document is yielded as bytes with the position where it begins. Decoding is left to the workers, so that an invalid
+document does not stop the reading of the next one. Errors in the structure of a file are yielded as `Broken`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..config import ConfigError
+from ...config.schema import ConfigError
 
 FORMATS = ("json", "wiki", "text")
 DOCUMENTS = ("paragraph", "line", "file")
 _LONGEST = 1 << 28
+"""Bytes of the longest line that is read."""
 _SNIFF = 1 << 12
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A document as the file has it. line: where it begins (from 1); json: whether it is JSON or the text itself."""
+    """An undecoded document. line: where it begins (from 1); json: whether it is a JSON line or plain text."""
 
     path: Path
     line: int
@@ -35,7 +36,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Broken:
-    """Something that is no document, and why."""
+    """An invalid document: where it begins, and what is wrong with it."""
 
     path: Path
     line: int
@@ -46,11 +47,11 @@ class Broken:
 
 
 def find(inputs: list[str]) -> list[Path]:
-    """The files that `inputs` name: files, folders (all they hold, in order of path) and patterns such as 'part-*.gz'.
+    """The input files: files, all files in folders (sorted by path), and matches of patterns such as 'part-*.gz'.
 
-    Raises ConfigError for one that names nothing.
+    Raises ConfigError for an input that matches no file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for given in inputs:
         path = Path(given)
         if path.is_dir():
@@ -63,12 +64,12 @@ def find(inputs: list[str]) -> list[Path]:
             files = sorted(p for p in root.glob(pattern) if p.is_file()) if set("*?[") & set(given) else []
         if not files:
             raise ConfigError(f"--input {given} names no file")
-        found += files
-    return found
+        paths += files
+    return paths
 
 
 class Reader:
-    """Reads a file's documents. `position` is how many of its bytes on disk were read so far."""
+    """Iterates over the documents of a file. `position` is the number of its bytes on disk read so far."""
 
     def __init__(self, path: Path, format: str | None, documents: str) -> None:
         self.path, self.position, self._documents = path, 0, documents
@@ -76,24 +77,24 @@ class Reader:
         self._line = 0
 
     def __iter__(self) -> Iterator[Raw | Broken]:
-        """Raises ConfigError if the file's format is not known."""
+        """Raises ConfigError if the file's format cannot be detected."""
         try:
             with open(self.path, "rb") as disk:
                 stream = _decompressed(self.path, disk)
                 format = self._format or _guess(self.path, stream)
                 yield from _SPLITTERS[format](self, self._lines(stream, disk))
         except (OSError, EOFError, zlib.error, _decompression_error()) as error:
-            yield Broken(self.path, self._line + 1, f"the file cannot be read on: {error}")
+            yield Broken(self.path, self._line + 1, f"the rest of the file cannot be read: {error}")
 
     def _lines(self, stream: IO[bytes], disk: IO[bytes]) -> Iterator[bytes]:
         while line := stream.readline(_LONGEST):
-            if len(line) == _LONGEST:  # a bomb, or no text; it must not fill the memory
+            if len(line) == _LONGEST:  # a decompression bomb or binary data must not exhaust memory
                 raise OSError(f"a line of more than {_LONGEST >> 20} MiB")
             self._line += 1
             self.position = disk.tell()
             yield line
 
-    # How a format cuts lines into documents.
+    # Splitting lines into documents, by format.
 
     def _json(self, lines: Iterator[bytes]) -> Iterator[Raw | Broken]:
         for line in lines:
@@ -101,33 +102,35 @@ class Reader:
                 yield Raw(self.path, self._line, line, json=True)
 
     def _wiki(self, lines: Iterator[bytes]) -> Iterator[Raw | Broken]:
-        """<doc id="1" url="..." title="T">, T, an empty line, the text, </doc>; the title is not part of the text, as
-        in WikiExtractor's --json."""
-        begun, title, body = 0, b"", []
+        """<doc id="1" url="..." title="T">, T, an empty line, the text, </doc>. The title line is not part of the text,
+        as in WikiExtractor's --json."""
+        begin, title = 0, b""
+        body: list[bytes] = []
         for line in lines:
             stripped = line.strip()
             if stripped.startswith(b"<doc ") and stripped.endswith(b">"):
-                if begun:
-                    yield Broken(self.path, begun, "a <doc> that does not end before the next begins")
+                if begin:
+                    yield Broken(self.path, begin, "a <doc> that is not closed before the next begins")
                 match = re.search(rb'title="(.*)"', stripped)
-                begun, title, body = self._line, match[1] if match else b"", []
+                begin, title, body = self._line, match[1] if match else b"", []
             elif stripped == b"</doc>":
-                if not begun:
+                if not begin:
                     yield Broken(self.path, self._line, "a </doc> without a <doc>")
                     continue
                 if body and body[0].strip() == title.strip():
                     body.pop(0)
-                yield Raw(self.path, begun, b"".join(body).strip(b"\n"), json=False)
-                begun = 0
-            elif begun:
+                yield Raw(self.path, begin, b"".join(body).strip(b"\n"), json=False)
+                begin = 0
+            elif begin:
                 body.append(line)
             elif stripped:
                 yield Broken(self.path, self._line, "text outside of <doc>")
-        if begun:
-            yield Broken(self.path, begun, "a <doc> that does not end; was the file cut off?")
+        if begin:
+            yield Broken(self.path, begin, "a <doc> that is not closed; was the file truncated?")
 
     def _text(self, lines: Iterator[bytes]) -> Iterator[Raw | Broken]:
-        begun, body = 1, []
+        begin = 1
+        body: list[bytes] = []
         for line in lines:
             if self._documents == "line":
                 if line.strip():
@@ -135,14 +138,14 @@ class Reader:
                 continue
             if self._documents == "paragraph" and not line.strip():
                 if body:
-                    yield Raw(self.path, begun, b"".join(body), json=False)
+                    yield Raw(self.path, begin, b"".join(body), json=False)
                 body = []
                 continue
             if not body:
-                begun = self._line
+                begin = self._line
             body.append(line)
         if b"".join(body).strip():
-            yield Raw(self.path, begun, b"".join(body), json=False)
+            yield Raw(self.path, begin, b"".join(body), json=False)
 
 
 _SPLITTERS: dict[str, Callable[[Reader, Iterator[bytes]], Iterator[Raw | Broken]]] = {
@@ -184,8 +187,8 @@ def _decompression_error() -> type[Exception]:
 
 
 def _guess(path: Path, stream: Any) -> str:
-    """By the name, else by the first bytes. What is neither JSON nor <doc> is not taken for text unasked: it may be
-    damaged."""
+    """The format by the file's name, or else by its first bytes. Content that is neither JSON nor <doc> is not assumed
+    to be plain text, since it may be a damaged file."""
     name = path.name.removesuffix(path.suffix) if path.suffix in (".gz", ".bz2", ".zst") else path.name
     known = {".json": "json", ".jsonl": "json", ".txt": "text"}.get(Path(name).suffix)
     if known:
@@ -195,4 +198,4 @@ def _guess(path: Path, stream: Any) -> str:
         return "json"
     if start.startswith(b"<doc "):
         return "wiki"
-    raise ConfigError(f"--input {path}: its format is not clear; give --input-format {', '.join(FORMATS)}")
+    raise ConfigError(f"--input {path}: its format cannot be detected; give --input-format {', '.join(FORMATS)}")

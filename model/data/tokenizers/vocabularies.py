@@ -1,7 +1,7 @@
-"""The tokenizers that libraries provide, under Megatron's names and with Megatron's special ids.
+"""Tokenizers from libraries, under Megatron's names and with Megatron's special ids.
 
-Vocabularies are files of the user's; a file that is none gives a ConfigError. Sizes are the largest id + 1, so a
-vocabulary with holes is safe too.
+Vocabularies are files that the user provides; an invalid file raises ConfigError. `vocab_size` is the largest id + 1,
+so vocabularies with gaps are safe too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError
+from ...config.schema import ConfigError
 from .tokenizer import Tokenizer, read_file
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""What models call the end of a text, if no tokenizer_config.json says it."""
+"""Usual names of the end-of-text token, tried if no tokenizer_config.json gives one."""
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -28,10 +28,10 @@ class GPT2BPETokenizer(Tokenizer):
         try:
             self._bpe = ByteLevelBPETokenizer(vocab_file, merge_file)
         except Exception as error:
-            raise ConfigError(f"{vocab_file} and {merge_file} are no GPT-2 vocabulary: {_line(error)}") from None
+            raise ConfigError(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary: {_line(error)}") from None
         eod = self._bpe.token_to_id("<|endoftext|>")
         if eod is None:
-            raise ConfigError(f"{vocab_file} has no <|endoftext|> to end documents with")
+            raise ConfigError(f"{vocab_file} has no <|endoftext|> token to end documents with")
         self.vocab_size, self.eod = _size(self._bpe.get_vocab()), int(eod)
 
     def encode(self, text: str) -> list[int]:
@@ -43,7 +43,7 @@ class GPT2BPETokenizer(Tokenizer):
 
 class _BertWordPiece(Tokenizer):
     """BERT's WordPiece from a vocab.txt. As in Megatron, [BOS], [EOS] and <extra_id_N> are appended to the vocabulary
-    where it lacks them, and [EOS] ends a document."""
+    if missing, and [EOS] ends a document."""
 
     lower = True
 
@@ -61,11 +61,11 @@ class _BertWordPiece(Tokenizer):
                 if token not in vocabulary:
                     vocabulary[token], size = size, size + 1
             if "[UNK]" not in vocabulary or known < 2:
-                raise ValueError("no [UNK] among its lines")
-            # 200 is BERT's and Megatron's limit; the library's is 100.
+                raise ValueError("it has no [UNK] line")
+            # BERT and Megatron limit words to 200 characters; the library's default is 100.
             self._pipeline = Pipeline(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=200))
         except Exception as error:
-            raise ConfigError(f"{vocab_file} is no WordPiece vocabulary: {_line(error)}") from None
+            raise ConfigError(f"{vocab_file} is not a WordPiece vocabulary: {_line(error)}") from None
         self._pipeline.normalizer = normalizers.BertNormalizer(lowercase=self.lower, strip_accents=self.lower)
         self._pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._pipeline.decoder = decoders.WordPiece()
@@ -79,11 +79,11 @@ class _BertWordPiece(Tokenizer):
 
 
 class BertWordPieceLowerCase(_BertWordPiece):
-    """Lower-cased, without accents."""
+    """Lower-cases the text and strips accents."""
 
 
 class BertWordPieceCase(_BertWordPiece):
-    """As written."""
+    """Keeps case and accents."""
 
     lower = False
 
@@ -97,23 +97,27 @@ class GPTSentencePieceTokenizer(Tokenizer):
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:
-            raise ConfigError(f"SentencePiece needs its package ({error}); pip install 'torch-hal[train]'") from None
+            raise ConfigError(
+                f"SentencePiece needs its package ({error}); install it with: pip install 'torch-hal[train]'"
+            ) from None
         self.content = read_file(tokenizer_model)
         self._pieces = SentencePieceProcessor()
         try:
             self._pieces.LoadFromSerializedProto(self.content)
             count = self._pieces.get_piece_size()
         except Exception as error:
-            raise ConfigError(f"{tokenizer_model} is no SentencePiece model: {_line(error)}") from None
+            raise ConfigError(f"{tokenizer_model} is not a SentencePiece model: {_line(error)}") from None
         if count == 0:
-            raise ConfigError(f"{tokenizer_model} is no SentencePiece model: it has no pieces")
+            raise ConfigError(f"{tokenizer_model} is not a SentencePiece model: it has no pieces")
         self.count = count
         self.vocab_size, self.eod = self._ends(tokenizer_model)
 
     def _ends(self, path: str) -> tuple[int, int]:
         eos = self._pieces.eos_id()
         if eos < 0:
-            raise ConfigError(f"{path} has no </s> to end documents with; use --tokenizer-type SentencePieceTokenizer")
+            raise ConfigError(
+                f"{path} has no </s> token to end documents with; use --tokenizer-type SentencePieceTokenizer"
+            )
         return self.count, eos
 
     def encode(self, text: str) -> list[int]:
@@ -124,8 +128,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """A SentencePiece model, with Megatron's <CLS>, <SEP>, <EOD>, <MASK>, padding, begin, end and <extra_id_N>
-    appended where it lacks them; <EOD> ends a document."""
+    """A SentencePiece model with Megatron's <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS> and <extra_id_N> appended
+    if missing; <EOD> ends a document."""
 
     def __init__(self, tokenizer_model: str, vocab_extra_ids: int = 0) -> None:
         self._extra = vocab_extra_ids
@@ -145,18 +149,20 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """Llama's SentencePiece model: a text begins with <s>, </s> ends a document."""
+    """Llama's SentencePiece model: <s> begins a text, </s> ends a document."""
 
     def _ends(self, path: str) -> tuple[int, int]:
         if self._pieces.bos_id() < 0:
-            raise ConfigError(f"{path} has no <s> to begin texts with; use --tokenizer-type GPTSentencePieceTokenizer")
+            raise ConfigError(
+                f"{path} has no <s> token to begin texts with; use --tokenizer-type GPTSentencePieceTokenizer"
+            )
         self.prefix = (self._pieces.bos_id(),)
         return super()._ends(path)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json, or a folder that has one. Documents end with the `eos_token` of the tokenizer_config.json
-    beside it, else with a usual name for that."""
+    """Any tokenizer.json, or a folder that has one. `eod` is the `eos_token` of the tokenizer_config.json in the same
+    folder, or else the first of the usual names that the vocabulary has."""
 
     def __init__(self, tokenizer_model: str) -> None:
         from tokenizers import Tokenizer as Pipeline
@@ -171,16 +177,16 @@ class HuggingFaceTokenizer(Tokenizer):
             self._pipeline.encode_special_tokens = True
             self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
         except Exception as error:
-            raise ConfigError(f"{path} is no tokenizer.json: {_line(error)}") from None
-        named = _eos_token(path.with_name("tokenizer_config.json"))
-        ends = [self._pipeline.token_to_id(name) for name in ((named,) if named else _END_NAMES)]
-        found = [i for i in ends if i is not None]
-        if not found:
+            raise ConfigError(f"{path} is not a tokenizer.json: {_line(error)}") from None
+        eos_token = _eos_token(path.with_name("tokenizer_config.json"))
+        names = (eos_token,) if eos_token else _END_NAMES
+        ids = [i for name in names if (i := self._pipeline.token_to_id(name)) is not None]
+        if not ids:
             raise ConfigError(
-                f"{path} has no token called {named or ' or '.join(_END_NAMES)} to end documents with; write its name "
-                f'as "eos_token" into a tokenizer_config.json beside it'
+                f"{path} has no token called {' or '.join(names)} to end documents with; write its name as "
+                f'"eos_token" into a tokenizer_config.json in the same folder'
             )
-        self.eod = int(found[0])
+        self.eod = int(ids[0])
 
     def encode(self, text: str) -> list[int]:
         return list(self._pipeline.encode(text, add_special_tokens=False).ids)

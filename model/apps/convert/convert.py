@@ -1,0 +1,84 @@
+"""Conversion between checkpoint formats: detecting the format of a folder, and reading and writing `Weights`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint import reader
+from ...config.schema import ConfigError
+from . import hal_format, huggingface, megatron_distributed, megatron_ranks
+from .weights import ConversionError, Weights, require
+
+FORMATS = {
+    "hal": "HAL",
+    "huggingface": "Hugging Face GPT-2 or Llama, as safetensors",
+    "megatron": "Megatron-LM, one file per rank",
+    "megatron-core": "megatron-core, distributed (torch_dist)",
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: of the
+    padded vocabulary (not for huggingface, which has no padding). dtype: None keeps the source's. tokenizer: options to
+    store in the checkpoint (hal only) instead of the source's."""
+
+    format: str
+    folder: Path
+    tp: int = 1
+    pp: int = 1
+    divisible_by: int = 128
+    dtype: str | None = None
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+
+
+def detect(folder: Path) -> str:
+    """The format of the checkpoint in a folder. Raises ConversionError if there is none."""
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} is not a folder")
+    if (folder / "config.json").is_file():
+        return "huggingface"
+    iteration = reader.tracked(folder)
+    if iteration is not None and (reader.folder_of(folder, iteration) / reader.MANIFEST).is_file():
+        return "hal"
+    if megatron_distributed.find(folder) is not None:
+        return "megatron-core"
+    if megatron_ranks.find(folder) is not None:
+        return "megatron"
+    raise ConversionError(
+        f"{folder} contains no checkpoint: neither {reader.LATEST} (hal, megatron, megatron-core) nor config.json "
+        "(huggingface), nor mp_rank_* folders"
+    )
+
+
+def read(folder: Path, format: str, *, vocabulary: int | None = None) -> Weights:
+    """The model of a checkpoint. vocabulary: number of ids without padding, if the checkpoint does not contain it."""
+    if format == "huggingface":
+        require(vocabulary is None, "--true-vocab-size would be ignored: Hugging Face models have no padding")
+        return huggingface.read(folder)
+    source: Any = {"hal": hal_format, "megatron": megatron_ranks, "megatron-core": megatron_distributed}[format]
+    weights: Weights = source.read(folder, vocabulary=vocabulary)
+    return weights
+
+
+def write(weights: Weights, target: Target) -> None:
+    """Writes the model. Raises ConversionError if the format cannot express it, ConfigError if the folder has files."""
+    folder = target.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--save {folder} is not empty; give a new folder")
+    if target.dtype is not None:
+        weights.tensors = {n: t.to(DTYPES[target.dtype]) for n, t in weights.tensors.items()}
+    if target.format == "huggingface":
+        huggingface.write(weights, folder)
+    elif target.format == "megatron":
+        megatron_ranks.write(weights, folder, tp=target.tp, pp=target.pp, divisible_by=target.divisible_by)
+    elif target.format == "megatron-core":
+        megatron_distributed.write(weights, folder, divisible_by=target.divisible_by)
+    else:
+        weights.tokenizer = target.tokenizer or weights.tokenizer
+        hal_format.write(weights, folder, divisible_by=target.divisible_by)

@@ -1,0 +1,1 @@
+"""What is on disk: checkpoints written atomically, and read without trusting them."""

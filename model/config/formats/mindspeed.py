@@ -1,0 +1,156 @@
+"""MindSpeed-Core-MS's sections: Megatron's arguments under its names, 126 of them (mindspeed.yaml).
+
+Where it differs from HAL: it maps `hysteresis` to a factor (in Megatron and HAL it is a count), its validator refuses
+the layout BSH, its `no_load_rng` defaults to True, its default algorithm of context parallelism is Ulysses, and two
+names differ between its documents and its code.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from .rules import Reading, Rule, int_of, load_rules, take
+
+SECTIONS = ("training_config", "parallel_config", "model_config", "dataset_config", "optimizer_config")
+TABLE = Path(__file__).with_name("mindspeed.yaml")
+
+PRECISIONS = {
+    word: {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))
+    for word in (dtype, short)
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "precision": PRECISIONS,
+    "position": {word: word for word in ("rope", "learned_absolute", "none")},
+    "norm": {prefix + kind: kind for prefix in ("", "Fused") for kind in ("LayerNorm", "RMSNorm")},
+    "activation": {
+        "swiglu": {"swiglu": True},
+        "geglu": {"geglu": True},
+        "gelu": {"gelu_approximate": "tanh"},
+        "fast_gelu": {"gelu_approximate": "fast"},
+    },
+}
+"""Words that MindSpeed-Core-MS and the MindFormers tutorial share, and what they stand for."""
+
+
+@functools.cache
+def rules() -> dict[str, Rule]:
+    """The rule of every key."""
+    return load_rules(TABLE, CHOICES)
+
+
+def finish(reading: Reading) -> None:
+    """Sets what follows from several keys together, and the defaults that differ from HAL's."""
+    values = reading.values
+    betas, key = take(reading, "betas")
+    if key:
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise reading.refuse(key, f"two numbers; found {betas!r}")
+        for option, beta in zip(("adam_beta1", "adam_beta2"), betas):
+            reading.set(option, beta, key)
+    grouped, key = take(reading, "gqa")
+    heads = values.get("num_attention_heads")
+    if grouped is True and "num_query_groups" not in values:
+        raise reading.refuse(key, "needs model_config.num_query_groups")
+    if grouped is False and values.get("num_query_groups", heads) != heads:
+        raise reading.refuse(key, f"False, but num_query_groups is {values['num_query_groups']}; remove one of them")
+    params, key = take(reading, "params_dtype")
+    computed = "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
+    if key and params not in ("float32", "fp32", computed):
+        raise reading.refuse(key, f"{params!r}, but the model computes in {computed}; masters are float32 always")
+    resume, key = take(reading, "resume")
+    if resume is True and "load" not in values:
+        raise reading.refuse(key, "needs training_config.load_checkpoint")
+    if resume is False and "load" in values:
+        reading.set("finetune", True, key)
+    if "load" in values and "no_load_rng" not in values:
+        reading.note("training_config.no_load_rng", "False, as in Megatron; MindSpeed-Core-MS would take True")
+    if values.get("context_parallel_size", 1) > 1 and "context_parallel_algo" not in values:
+        reading.set("context_parallel_algo", "ulysses", "parallel_config.context_parallel_algo (MindSpeed's default)")
+    biases(reading)
+    pipeline(reading)
+
+
+def biases(reading: Reading) -> None:
+    """The biases of QKV, projection and MLP. HAL has them in all linear layers, in none, or in QKV only."""
+    linear, linear_key = take(reading, "linear_bias")
+    given = [(linear, linear_key), take(reading, "qkv_bias"), take(reading, "proj_bias")]
+    for value, key in given:
+        if key and not isinstance(value, bool):
+            raise reading.refuse(key, f"True or False; found {value!r}")
+    if not any(key for _, key in given):
+        return
+    # add_bias_linear applies to all layers; the two narrower keys override it.
+    default = True if linear is None else linear
+    qkv, projection = (default if value is None else value for value, _ in given[1:])
+    last = next(key for _, key in reversed(given) if key)
+    if qkv and projection and default:
+        reading.set("disable_bias_linear", False, last)
+    elif not projection and not default:
+        reading.set("disable_bias_linear", True, last)
+        reading.set("add_qkv_bias", qkv, last)
+    else:
+        raise reading.refuse(
+            last,
+            f"biases are in all linear layers, in none, or in QKV only; asked for QKV {qkv}, projection {projection}, "
+            f"MLP {default}",
+        )
+
+
+def pipeline(reading: Reading) -> None:
+    """Virtual pipeline stages and the list of layers, which is per stage, or per stage and virtual stage."""
+    values = reading.values
+    virtual, virtual_key = take(reading, "virtual")
+    layers, layers_key = take(reading, "layer_list")
+    stages = values.get("pipeline_model_parallel_size", 1)
+    if layers_key:
+        _layer_list(reading, layers_key, layers, stages)
+    if virtual is not None and int_of(virtual, f"{reading.file}: {virtual_key}") > 1:
+        count = values.get("num_layers")
+        if count is None or count % (stages * virtual):
+            raise reading.refuse(virtual_key, f"{virtual} virtual stages of {stages} do not divide {count} layers")
+        reading.set("num_layers_per_virtual_pipeline_stage", count // (stages * virtual), virtual_key)
+
+
+def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
+    """A list with the layers of every stage, or a list of rows: one per stage, the layers of its virtual stages."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise reading.refuse(key, f"lists of numbers; found {given!r}") from None
+    nested = isinstance(given, list) and bool(given) and all(isinstance(row, list) for row in given)
+    rows = given if nested else [given]
+    if not all(isinstance(row, list) and row and all(type(n) is int and n >= 0 for n in row) for row in rows):
+        raise reading.refuse(key, f"lists of numbers of layers; found {given!r}")
+    counts = [n for row in rows for n in row]
+    total, declared = sum(counts), reading.values.get("num_layers")
+    if declared is not None and declared != total:
+        raise reading.refuse(key, f"its {total} layers are not the {declared} of num_layers")
+    if not nested:
+        reading.set("num_layer_list", [str(n) for n in counts], key)
+    elif len(rows) != stages or len({len(row) for row in rows}) != 1:
+        raise reading.refuse(key, f"{len(rows)} rows of {sorted({len(row) for row in rows})} for {stages} stages")
+    else:
+        _virtual_stages(reading, key, counts)
+
+
+def _virtual_stages(reading: Reading, key: str, counts: list[int]) -> None:
+    """Sets the options for virtual stages of these numbers of layers.
+
+    HAL's virtual stages have equal numbers of layers. A last stage with fewer is expressed by a model with more layers,
+    of which the last do nothing (--noop-layers).
+    """
+    total, full = sum(counts), counts[0]
+    missing = full * len(counts) - total
+    if any(n != full for n in counts[:-1]) or not 0 <= missing < full:
+        raise reading.refuse(key, "virtual stages have equal numbers of layers, of which the last may have fewer")
+    reading.values.pop("num_layers", None)  # the file's own number, which does not count the layers added here
+    reading.set("num_layers", total + missing, key)
+    reading.set("num_layers_per_virtual_pipeline_stage", full, key)
+    if missing:
+        reading.set("noop_layers", [str(n) for n in range(total, total + missing)], key)
+        reading.note(key, f"{total} layers in {total + missing} places, of which the last {missing} stay empty")

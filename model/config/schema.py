@@ -1,0 +1,361 @@
+"""The one schema of a training run: every option with its Megatron name, default and meaning.
+
+The command line, YAML files and the environment are read into `GivenOptions` (command_line.py). `resolve` turns these
+into a `Config`, in which every default that follows from other options is filled in: no such field is None.
+validation.py finds contradictions between options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hal import HalError
+
+
+class ConfigError(HalError):
+    """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other."""
+
+
+READY = Path(__file__).with_name("presets")
+"""Folder of the ready configurations: one NAME.yaml each, with options by name."""
+
+
+def ready_configuration(name: str) -> Path:
+    """The file of the ready configuration `name`, e.g. "llama-70b". Raises ConfigError that lists the names."""
+    path = READY / f"{name}.yaml"
+    if Path(name).name != name or not path.is_file():
+        names = ", ".join(sorted(p.stem for p in READY.glob("*.yaml")))
+        raise ConfigError(
+            f"no ready configuration is called '{name}'; there are: {names} (a file is given as FILE.yaml)"
+        )
+    return path
+
+
+BOUNDS: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in 0..4294967295": lambda x: 0 <= x < 2**32,
+    "in 0..3": lambda x: 0 <= x <= 3,
+    "any integer": lambda x: True,
+}
+"""Bounds of numeric options: the text of the error message, and the predicate."""
+
+
+TOKENIZERS = (
+    "ByteTokenizer",
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "WhitespaceTokenizer",
+    "NullTokenizer",
+)
+"""Values of --tokenizer-type; see tokenizer_options.KINDS."""
+
+
+def _opt(
+    default: Any,
+    help: str,
+    bounds: str = "> 0",
+    *,
+    choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    no: str = "",
+    words: bool = False,
+    rule: Callable[[Config], float] | None = None,
+) -> Any:
+    """A field. bounds: a key of BOUNDS; aliases: other spellings of the flag; no: name of the flag that sets False;
+    words: the flag takes several words; rule: see `_derived`."""
+    meta = {
+        "help": help,
+        "bounds": bounds,
+        "choices": choices,
+        "aliases": aliases,
+        "no": no,
+        "words": words,
+        "rule": rule,
+    }
+    return field(default=default, metadata=meta)
+
+
+def _derived(rule: Callable[[Config], float], help: str) -> Any:
+    """A field whose default follows from other options: if the user gave no value, Config computes it by `rule`.
+
+    The field is annotated with its type after resolution. Rules read only fields that are not derived themselves, so
+    they can run in any order.
+    """
+    return _opt(None, help, rule=rule)
+
+
+def _default_ffn_hidden_size(c: Config) -> int:
+    # Megatron's rule keeps the parameter count of a gated MLP near that of a plain one.
+    return max(64, c.hidden_size * 8 // 3 // 64 * 64) if c.swiglu or c.geglu else 4 * c.hidden_size
+
+
+@dataclass
+class Config:
+    """All options of a run, resolved. Field names are the flags with underscores.
+
+    None in a field means that the option is absent (no --save, no --exit-interval), never "to be derived": construction
+    fills in the defaults that follow from other options. origins: where each option of `given` was set, by name;
+    notes: what was given and has no effect, in lines to show.
+    """
+
+    # execution
+    backend: str | None = _opt(None, "backend that runs the operations (cpu_ref, cuda, npu, or a plug-in's name)")
+    simulate: bool = _opt(False, "run the backend on its simulator instead of its device")
+    fallback: str = _opt(
+        "error", "what to do with a call that no implementation accepts", choices=("error", "reference")
+    )
+    pin: tuple[str, ...] = _opt((), "OP=IMPLEMENTATION: use only this implementation for the op; may be repeated")
+    run_dir: str | None = _opt(None, "folder for run.json, loss.png, sample.txt and TensorBoard events")
+    nproc_per_node: int = _opt(1, "processes to start on this machine")
+
+    # the model
+    num_layers: int = _opt(4, "transformer layers")
+    hidden_size: int = _opt(256, "width of the residual stream")
+    ffn_hidden_size: int = _derived(
+        _default_ffn_hidden_size, "width of the MLP; default 4 x hidden, or 8/3 x hidden if gated"
+    )
+    num_attention_heads: int = _opt(4, "query heads")
+    num_query_groups: int = _derived(
+        lambda c: c.num_attention_heads, "key/value heads (GQA); default: as many as query heads"
+    )
+    kv_channels: int = _derived(
+        lambda c: c.hidden_size // max(1, c.num_attention_heads),
+        "size of a head; default hidden_size / num_attention_heads",
+    )
+    seq_length: int = _opt(256, "tokens per sequence")
+    max_position_embeddings: int = _derived(
+        lambda c: c.seq_length, "longest sequence the model supports; default seq_length"
+    )
+    position_embedding_type: str = _opt(
+        "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = _opt(10000.0, "base of the rotary frequencies")
+    rotary_percent: float = _opt(1.0, "fraction of a head's channels that is rotated", "in (0, 1]")
+    rotary_interleaved: bool = _opt(False, "rotate channels (2i, 2i+1) instead of (i, i + r/2)")
+    normalization: str = _opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = _opt(1e-5, "epsilon added to the variance in norms")
+    swiglu: bool = _opt(False, "gated MLP: silu(a) * b")
+    geglu: bool = _opt(False, "gated MLP: gelu(a) * b")
+    gelu_approximate: str = _opt("tanh", "approximation of gelu", choices=("tanh", "none", "fast"))
+    disable_bias_linear: bool = _opt(False, "no biases in linear layers")
+    add_qkv_bias: bool = _opt(False, "a bias in the QKV layer even with --disable-bias-linear")
+    untie_embeddings_and_output_weights: bool = _opt(False, "a separate output layer, not tied to the word embedding")
+    use_sandwich_norm: bool = _opt(
+        False, "also normalise the outputs of attention and MLP before the residual addition"
+    )
+    attn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after attention (sandwich norm)", ">= 0")
+    ffn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after the MLP (sandwich norm)", ">= 0")
+    attention_dropout: float = _opt(0.1, "dropout on attention probabilities", "in [0, 1)")
+    hidden_dropout: float = _opt(0.1, "dropout on embeddings and on the outputs of attention and MLP", "in [0, 1)")
+    init_method_std: float = _opt(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float = _derived(
+        lambda c: c.init_method_std, "standard deviation of initial embeddings; default init_method_std"
+    )
+    use_flash_attn: bool = _opt(
+        True, "compute attention with flash_attention instead of scale_mask_softmax", no="no-flash-attn"
+    )
+    pre_tokens: int | None = _opt(
+        None, "how many preceding tokens a query sees; default all", "any integer", aliases=("pre-tockens",)
+    )
+    next_tokens: int | None = _opt(
+        None,
+        "how many following tokens a query sees; attention is causal, so values above 0 act as 0",
+        "any integer",
+        aliases=("next-tockens",),
+    )
+    shape_order: str = _opt(
+        "SBH", "tensor layout passed to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD")
+    )
+    make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
+    pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
+
+    # data
+    data_path: tuple[str, ...] = _opt(
+        (), "prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs; default: the built-in corpus", words=True
+    )
+    train_data_path: tuple[str, ...] = _opt((), "the same for training only; --split does not apply", words=True)
+    valid_data_path: tuple[str, ...] = _opt((), "the same for validation only", words=True)
+    test_data_path: tuple[str, ...] = _opt((), "the same for testing only", words=True)
+    text_file: str | None = _opt(None, "a UTF-8 file to train on")
+    reset_position_ids: bool = _opt(False, "restart position ids after each end-of-document token")
+    reset_attention_mask: bool = _opt(False, "mask attention across document boundaries")
+    eod_mask_loss: bool = _opt(False, "mask the loss where the input is the end-of-document token")
+    split: str = _opt("969,30,1", "proportions of training, validation and test data")
+    data_cache_path: str | None = _opt(None, "folder for index maps of the data; default in HAL's cache")
+    tokenizer_type: str = _opt("ByteTokenizer", "kind of tokenizer", choices=TOKENIZERS)
+    vocab_file: str | None = _opt(None, "vocabulary (GPT2BPETokenizer: vocab.json; BertWordPiece*: vocab.txt)")
+    merge_file: str | None = _opt(None, "merges of the tokenizer (GPT2BPETokenizer: merges.txt)")
+    tokenizer_model: str | None = _opt(None, "SentencePiece model, or tokenizer.json (HuggingFaceTokenizer)")
+    vocab_extra_ids: int = _opt(0, "<extra_id_N> tokens to append (BertWordPiece*, SentencePieceTokenizer)", ">= 0")
+    vocab_size: int | None = _opt(None, "number of token ids, without end-of-document (NullTokenizer)")
+
+    # training
+    micro_batch_size: int = _opt(4, "sequences per forward pass")
+    global_batch_size: int = _derived(lambda c: c.micro_batch_size, "sequences per step; default micro_batch_size")
+    train_iters: int = _opt(100, "steps")
+    exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")
+    seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
+    bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
+    fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
+    lr: float = _opt(6e-4, "peak learning rate", ">= 0")
+    min_lr: float = _opt(0.0, "learning rate after the decay", ">= 0")
+    lr_decay_style: str = _opt(
+        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int = _derived(lambda c: c.train_iters, "steps until min_lr is reached; default train_iters")
+    lr_warmup_iters: int = _opt(0, "steps of linear warm-up", ">= 0")
+    lr_warmup_fraction: float | None = _opt(
+        None, "warm-up as a fraction of --lr-decay-iters", "in [0, 1)", aliases=("warmup",)
+    )
+    lr_warmup_init: float = _opt(0.0, "learning rate at the first step of the warm-up", ">= 0")
+    lr_wsd_decay_style: str = _opt(
+        "exponential", "shape of the final decay of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = _opt(None, "steps of the final decay of WSD")
+    weight_decay: float = _opt(0.01, "decoupled weight decay (not for biases and 1-D parameters)", ">= 0")
+    adam_beta1: float = _opt(0.9, "decay of the first moment", "in [0, 1)")
+    adam_beta2: float = _opt(0.999, "decay of the second moment", "in [0, 1)")
+    adam_eps: float = _opt(1e-8, "epsilon added to the square root of the second moment")
+    clip_grad: float = _opt(1.0, "maximum gradient norm; 0 disables clipping", ">= 0")
+    loss_scale: float | None = _opt(None, "constant loss scale (fp16); default dynamic")
+    initial_loss_scale: float = _opt(2.0**32, "initial dynamic loss scale (fp16)")
+    min_loss_scale: float = _opt(1.0, "minimum dynamic loss scale (fp16)")
+    loss_scale_window: int = _opt(1000, "steps without overflow before the scale doubles (fp16)")
+    hysteresis: int = _opt(2, "overflows before the scale halves (fp16)")
+    recompute_granularity: str | None = _opt(
+        None,
+        "activation checkpointing of the attention core (selective) or of whole layers (full)",
+        choices=("selective", "full"),
+    )
+    recompute_method: str | None = _opt(
+        None,
+        "full recomputation: of uniform chunks, or of the first layers of each stage",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = _opt(None, "layers per chunk (uniform), or layers recomputed per stage (block)")
+
+    # parallel dimensions
+    tensor_model_parallel_size: int = _opt(
+        1, "tensor-parallel ranks, which share each layer", aliases=("model-parallel-size",)
+    )
+    sequence_parallel: bool = _opt(False, "also shard norms and dropout along the sequence (with tensor parallelism)")
+    pipeline_model_parallel_size: int = _opt(1, "pipeline-parallel ranks")
+    num_layers_per_virtual_pipeline_stage: int | None = _opt(None, "layers per virtual stage (interleaved schedule)")
+    pipeline_schedule: str = _opt(
+        "1f1b",
+        "pipeline schedule: one forward one backward, or zero bubble (V shape)",
+        choices=("1f1b", "zbv"),
+    )
+    num_layer_list: tuple[str, ...] = _opt((), "layers of each pipeline stage, e.g. 3,5; default: equal shares")
+    noop_layers: tuple[str, ...] = _opt(
+        (), "indices of layers that are left out but count in the pipeline's split, e.g. 0,7"
+    )
+    context_parallel_size: int = _opt(1, "context-parallel ranks, which share each sequence")
+    context_parallel_algo: str = _opt(
+        "ring", "algorithm of attention across context-parallel ranks", choices=("ring", "ulysses")
+    )
+    expert_model_parallel_size: int = _opt(1, "expert-parallel ranks")
+    use_distributed_optimizer: bool = _opt(False, "shard the optimizer state over data-parallel ranks (ZeRO stage 1)")
+    zero_stage: int = _opt(0, "ZeRO: 0 off, 1 shard optimizer state, 2 also gradients, 3 also parameters", "in 0..3")
+    overlap_grad_reduce: bool = _opt(False, "overlap the gradient reduction with the backward pass")
+    ddp_bucket_size: int = _opt(10_000_000, "elements per bucket of the gradient reduction")
+    distributed_timeout_minutes: float = _opt(10.0, "timeout of collectives; the error names the missing ranks")
+
+    # checkpoints, evaluation, logging
+    save: str | None = _opt(None, "folder for checkpoints")
+    save_interval: int | None = _opt(None, "steps between checkpoints")
+    async_save: bool = _opt(False, "write checkpoints in the background, from a copy in host memory")
+    keep_checkpoint_max: int | None = _opt(None, "number of checkpoints to keep in --save; older ones are removed")
+    load: str | None = _opt(None, "folder of checkpoints to resume from; a release checkpoint starts at iteration 0")
+    no_load_optim: bool = _opt(False, "do not load the state of the optimizer and of the learning-rate schedule")
+    no_load_rng: bool = _opt(False, "use the --seed of this run instead of the checkpoint's")
+    finetune: bool = _opt(False, "load only the weights from --load, and start at iteration 0")
+    eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
+    eval_iters: int = _opt(10, "batches per evaluation")
+    log_interval: int = _opt(10, "steps between log lines")
+    wandb_project: str | None = _opt(None, "Weights & Biases project to log to")
+    wandb_exp_name: str | None = _opt(None, "run name in Weights & Biases; default the name of --run-dir")
+    sample_tokens: int = _opt(400, "tokens of sample text to generate after training", ">= 0")
+    sample_temperature: float = _opt(0.8, "sampling temperature of that text; 0 is greedy decoding", ">= 0")
+
+    # not options
+    padded_vocab_size: int = field(default=0, init=False)
+    given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
+    """Names of the options that the user set, in any source."""
+
+    def __post_init__(self) -> None:
+        # Attributes rather than fields: they do not describe the run, and checkpoints do not store them.
+        self.origins: Mapping[str, str] = {}
+        self.notes: tuple[str, ...] = ()
+        # Values may still be out of bounds here (zero heads, a negative size): validation.py reports them later.
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, (getattr(self, name),))
+        for option in fields(self):
+            rule = option.metadata.get("rule")
+            if rule is not None and getattr(self, option.name) is None:
+                setattr(self, option.name, rule(self))
+        if self.lr_warmup_fraction is not None and not self.lr_warmup_iters:
+            self.lr_warmup_iters = int(self.lr_warmup_fraction * self.lr_decay_iters)
+        self.set_vocabulary(self.vocab_size or 1)
+
+    def set_vocabulary(self, size: int) -> None:
+        """Pads a vocabulary of `size` ids. Unlike in Megatron, the result does not depend on the parallel layout."""
+        if self.pad_vocab_size_to is not None:
+            if size > self.pad_vocab_size_to:
+                raise ConfigError(
+                    f"--pad-vocab-size-to {self.pad_vocab_size_to} is less than the vocabulary size {size}"
+                )
+            self.padded_vocab_size = self.pad_vocab_size_to
+            return
+        step = self.make_vocab_size_divisible_by
+        self.padded_vocab_size = -(-size // step) * step if step > 0 else size
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """dtype of the model's parameters and activations."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def window(self) -> tuple[int | None, int]:
+        """(pre_tokens, next_tokens) of attention: the given window, never beyond causality."""
+        return self.pre_tokens, 0 if self.next_tokens is None else min(0, self.next_tokens)
+
+
+class GivenOptions(dict[str, Any]):
+    """What the user gave: values by field name, only for options that were given somewhere.
+
+    origins: where each was given; notes: what was given and has no effect.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        """Adds values; they override those taken before."""
+        self.update(values)
+        self.origins.update(origins)
+
+
+def resolve(options: Mapping[str, Any]) -> Config:
+    """The Config of these options (by field name), all of which count as given by the user. Does not validate."""
+    config = Config(**options)
+    config.given = frozenset(options)
+    if isinstance(options, GivenOptions):
+        config.origins, config.notes = dict(options.origins), tuple(options.notes)
+    return config

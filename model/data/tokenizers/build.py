@@ -1,0 +1,26 @@
+"""Builds the tokenizer of a configuration, by Megatron's --tokenizer-type."""
+
+from __future__ import annotations
+
+from ...config.schema import Config, ConfigError
+from ...config.tokenizer_options import missing_options, options_of
+from .tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, WhitespaceTokenizer
+
+
+def build_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a config. Raises ConfigError for missing options and for invalid files."""
+    missing = missing_options(config)
+    if missing is not None:
+        raise ConfigError(missing)
+    kind, options = config.tokenizer_type, options_of(config)
+    del options["tokenizer_type"]
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        return NullTokenizer(options["vocab_size"])
+    if kind == "WhitespaceTokenizer":
+        return WhitespaceTokenizer(**options)
+    from . import vocabularies
+
+    tokenizer: Tokenizer = getattr(vocabularies, kind)(**options)
+    return tokenizer

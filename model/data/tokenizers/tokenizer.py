@@ -1,0 +1,115 @@
+"""The tokenizer interface, and the tokenizers that need no library (the others are in vocabularies.py).
+
+Ids are below `vocab_size`, and one of them, `eod`, ends a document. A special token spelled out in a text is encoded as
+ordinary text, so that no text can end a document. The fingerprint depends on the tokenizer's type and content, not on
+the paths of its files; it is stored with the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...config.schema import ConfigError
+
+
+class Tokenizer(ABC):
+    """`vocab_size` ids, of which `eod` ends a document. Also has what megatron-core's datasets need of one."""
+
+    vocab_size: int
+    eod: int
+    content: bytes = b""
+    """The content of the tokenizer's files, for the fingerprint."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end-of-document id."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that identify the tokenizer."""
+        digest = hashlib.sha256(f"{type(self).__name__} {self.vocab_size} {self.eod}\n".encode())
+        digest.update(self.content)
+        return digest.hexdigest()[:16]
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """What identifies the tokenizer in cache keys."""
+        return {"class": type(self).__name__, "fingerprint": self.fingerprint}
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0..255 are bytes, 256 ends a document. Encodes any text (and any bytes) and never fails to decode."""
+
+    vocab_size, eod = 257, 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become replacement characters."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """For data that was tokenized elsewhere: ids 0..size-1, and id `size` ends a document, as in Megatron."""
+
+    def __init__(self, size: int) -> None:
+        self.vocab_size, self.eod = size + 1, size
+
+    def encode(self, text: str) -> list[int]:
+        """The text must be ids separated by whitespace. Raises ValueError for anything else."""
+        ids = [int(word) for word in text.split()]
+        if ids and not 0 <= min(ids) <= max(ids) <= self.eod:
+            raise ValueError(f"the text has ids from {min(ids)} to {max(ids)}; valid ids are 0 to {self.eod}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class WhitespaceTokenizer(Tokenizer):
+    """Words separated by whitespace, from a JSON vocabulary with <unk> and <|endoftext|> (machine-translation data)."""
+
+    def __init__(self, vocab_file: str) -> None:
+        self.content = read_file(vocab_file)
+        try:
+            self._ids = json.loads(self.content)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the vocabulary {vocab_file} is not valid JSON: {error}") from None
+        if not isinstance(self._ids, dict) or not all(type(i) is int and i >= 0 for i in self._ids.values()):
+            raise ConfigError(f"the vocabulary {vocab_file} must be a JSON object of words and their ids")
+        for token in ("<unk>", "<|endoftext|>"):
+            if token not in self._ids:
+                raise ConfigError(f"the vocabulary {vocab_file} has no {token}")
+        self._words = {i: word for word, i in self._ids.items()}
+        if len(self._words) != len(self._ids):
+            raise ConfigError(f"the vocabulary {vocab_file} assigns the same id to two words")
+        self.vocab_size, self.eod = max(self._words) + 1, self._ids["<|endoftext|>"]
+
+    def encode(self, text: str) -> list[int]:
+        """The word <|endoftext|> in a text is encoded as <unk>: it does not end the document."""
+        unknown = self._ids["<unk>"]
+        ids = (self._ids.get(word, unknown) for word in text.split())
+        return [unknown if i == self.eod else i for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self._words.get(i, "<unk>") for i in ids)
+
+
+def read_file(path: str) -> bytes:
+    """The content of a tokenizer's file. Raises ConfigError if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"the tokenizer file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"the tokenizer file {path} cannot be read: {error.strerror}") from None

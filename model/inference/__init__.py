@@ -1,0 +1,1 @@
+"""A loaded model that generates."""

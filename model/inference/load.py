@@ -1,0 +1,167 @@
+"""Loads a checkpoint for inference: the common part of all commands that run a trained model.
+
+The checkpoint defines the model and its tokenizer; the command line defines the backend and the parallel layout, which
+need not be those of training. Options that contradict the checkpoint are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hal
+from hal import HalError
+from hal.launch.agent import Job, run
+from hal.mesh import Mesh
+
+from ..checkpoint import reader
+from ..checkpoint.safe_unpickle import stored_tensors
+from ..checkpoint.saved_config import TOKENIZER, data_options, model_options, saved_options
+from ..config.command_line import add_options
+from ..config.parallel_layout import make_parallel_layout
+from ..config.schema import Config, ConfigError, resolve
+from ..config.validation import check_model, world_size
+from ..data.tokenizers.build import build_tokenizer
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..gpt.model import shapes
+from .engine import Engine
+
+WHERE = ("backend", "simulate", "fallback", "pin", "nproc_per_node", "load")
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layer_list",
+    "context_parallel_size",
+    "context_parallel_algo",
+    "distributed_timeout_minutes",
+)
+RUNNING = ("use_flash_attn", "shape_order")
+DTYPES = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+
+_SOURCES = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "text_file"}
+Prepare = Callable[[Config, Tokenizer, Mapping[str, Any]], Any]
+
+
+@dataclass
+class Pretrained:
+    """A loaded checkpoint. iteration: of its training. saved: the options of its run. prepared: see open_pretrained."""
+
+    config: Config
+    engine: Engine
+    tokenizer: Tokenizer
+    iteration: int
+    saved: Mapping[str, Any]
+    prepared: Any = None
+
+
+def add_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Adds the options of `open_pretrained` to a command, and `more` options of a Config."""
+    group = parser.add_argument_group("model and execution", argument_default=argparse.SUPPRESS)
+    add_options(group, [*WHERE, *LAYOUT, *RUNNING, *TOKENIZER, *more])
+    group.add_argument("--dtype", choices=DTYPES, help="precision to compute in (default: the checkpoint's)")
+
+
+def run_command(
+    name: str,
+    argv: Sequence[str],
+    arguments: argparse.Namespace,
+    body: Callable[[Pretrained], int],
+    *more: str,
+    prepare: Prepare | None = None,
+) -> int:
+    """Loads the checkpoint of `arguments` and runs `body` on it in --nproc-per-node processes. Returns an exit code."""
+    names = {*WHERE, *LAYOUT, *RUNNING, *TOKENIZER, *more}
+    given: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in vars(arguments).items() if n in names
+    }
+    given.setdefault("backend", os.environ.get("HAL_BACKEND"))
+    if given["backend"] is None:
+        raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.backend_names())}")
+    if "load" not in given:
+        raise ConfigError("no model was chosen; give --load, a folder of checkpoints")
+    if given.pop("nproc_per_node", 1) > 1 and "WORLD_SIZE" not in os.environ:
+        return run(Job([name, *argv], nproc=arguments.nproc_per_node))
+    try:
+        return body(open_pretrained(given, getattr(arguments, "dtype", None), prepare))
+    except (HalError, OSError) as error:
+        print(f"hal {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare: Prepare | None = None) -> Pretrained:
+    """The latest checkpoint of given["load"], on the backend and layout of `given` (option values by name).
+
+    prepare: called with the config, the tokenizer and the saved options before the ranks meet (for data, whose maps
+    megatron-core builds on one rank only once there is a world); what it returns is `prepared`.
+    Raises ConfigError for what contradicts the checkpoint, HalError for one that is damaged.
+    """
+    pins = dict(pin.split("=", 1) for pin in given.get("pin", ()))
+    simulate = {"simulate": True} if given.get("simulate") or os.environ.get("HAL_SIMULATE") == "1" else {}
+    hal.use(given["backend"], fallback=given.get("fallback", "error"), pin=pins, **simulate)
+    folder, state = reader.read_state(Path(given["load"]))
+    config = config_of(state, given, dtype, folder, data=prepare is not None)
+    tokenizer = build_tokenizer(config)
+    _set_vocabulary(config, tokenizer, state)
+    _require_stored(config, folder)
+    prepared = None if prepare is None else prepare(config, tokenizer, state["config"])
+    layout = make_parallel_layout(config, world_size(config))
+    mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
+    engine = Engine.build(config, tokenizer.vocab_size, mesh, layout)
+    engine.load(folder)
+    return Pretrained(config, engine, tokenizer, state["iteration"], state["config"], prepared)
+
+
+def config_of(
+    state: Mapping[str, Any], given: Mapping[str, Any], dtype: str | None, folder: Path, *, data: bool
+) -> Config:
+    """The config of a checkpoint's model with the layout and tokenizer of `given`. data: also the data options."""
+    names = {*model_options(), *TOKENIZER, "seed"}
+    if data:
+        names |= set(data_options()) - (_SOURCES if _SOURCES & set(given) else set())
+    saved = {n: v for n, v in saved_options(state, folder).items() if n in names}
+    if "tokenizer_type" in given:
+        saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
+    if dtype is not None:
+        saved = {n: v for n, v in saved.items() if n not in ("bf16", "fp16")} | DTYPES[dtype]
+    micro = int(given.get("micro_batch_size", 4))
+    values = {**saved, **given, "micro_batch_size": micro, "global_batch_size": micro * int(world_size_of(given))}
+    config = resolve(values)
+    check_model(config)
+    return config
+
+
+def world_size_of(given: Mapping[str, Any]) -> int:
+    """The number of processes."""
+    return int(os.environ.get("WORLD_SIZE", given.get("nproc_per_node", 1)))
+
+
+def _require_stored(config: Config, folder: Path) -> None:
+    """Raises HalError, before allocating memory, unless the checkpoint holds the model that its options describe."""
+    stored = stored_tensors(folder)
+    if config.num_layers > len(stored):  # checked first, since `shapes` builds all layers
+        raise HalError(
+            f"the checkpoint {folder} says it has {config.num_layers} layers; it holds {len(stored)} tensors"
+        )
+    for name, shape in shapes(config).items():
+        info = stored.get(name)
+        if info is None or tuple(info.size) != shape:
+            stored_as = "no tensor" if info is None else f"shape {tuple(info.size)}"
+            raise HalError(f"the checkpoint {folder} has {stored_as} for {name}; the model of its options has {shape}")
+
+
+def _set_vocabulary(config: Config, tokenizer: Tokenizer, state: Mapping[str, Any]) -> None:
+    config.set_vocabulary(tokenizer.vocab_size)
+    padded = state["config"].get("padded_vocab_size")
+    if padded is not None and config.padded_vocab_size != padded:
+        # The checkpoint's table may have more rows of padding, which never get any probability.
+        if tokenizer.vocab_size > padded:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model {padded}: this is not the tokenizer that "
+                "the model was trained with; see --tokenizer-type"
+            )
+        config.padded_vocab_size = padded

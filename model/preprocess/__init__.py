@@ -1,1 +1,0 @@
-"""From text to Megatron's indexed datasets: what `hal data` does. See run.py."""

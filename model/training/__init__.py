@@ -1,0 +1,1 @@
+"""The trainer: data, model, optimizer and schedule over any communicator."""

@@ -1,0 +1,153 @@
+"""Sums over ranks of the gradients of parameters that several ranks hold.
+
+Gradients of replicas are summed in buckets, during the backward pass or after it; fully_shard sums its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hal import Comm, Work
+from hal.mesh import Mesh
+
+from ..config.parallel_layout import ParallelLayout
+from ..config.schema import Config
+from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
+from .optimizer import Optimizer
+
+
+def sum_over(comm: Comm, tensors: Sequence[Tensor], op: str = "sum") -> None:
+    """Replaces tensors (of one dtype) by their reduction over the ranks, in one message."""
+    if tensors and comm.size > 1:
+        _scatter(comm.all_reduce(torch.cat([t.reshape(-1) for t in tensors]), op), tensors)
+
+
+def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    parts: tuple[Tensor, ...] = flat.split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
+    for tensor, part in zip(tensors, parts):
+        tensor.copy_(part.view_as(tensor))
+
+
+class GradientReducer:
+    """Sums the gradients `grads()` over `comm`, bucket by bucket, last parameters first.
+
+    overlap: a bucket is sent as soon as all its parameters have their gradient of the `count`-th microbatch.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        grads: Callable[[], Mapping[str, Tensor]],
+        *,
+        bucket_size: int,
+        overlap: bool,
+        count: int,
+    ) -> None:
+        self.comm, self.grads, self.count = comm, grads, count
+        self.buckets = _buckets(parameters, bucket_size)
+        self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket}
+        self._arrivals = dict.fromkeys(self._bucket_of, 0)
+        self._missing = [len(bucket) for bucket in self.buckets]
+        self._next = 0
+        self._pending: dict[int, Work] = {}
+        if overlap:
+            for name, parameter in parameters.items():
+                hook = functools.partial(self._arrived, name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        self._arrivals[name] += 1
+        if self._arrivals[name] == self.count:
+            self._missing[self._bucket_of[name]] -= 1
+            # All ranks must issue the same collectives in the same order, whatever order their gradients arrive in.
+            while self._next < len(self.buckets) and self._missing[self._next] == 0:
+                self._send(self._next)
+                self._next += 1
+
+    def _send(self, bucket: int) -> None:
+        grads = self.grads()
+        flat = torch.cat([grads[n].reshape(-1) for n in self.buckets[bucket] if n in grads])
+        self._pending[bucket] = self.comm.start("all_reduce", flat)
+
+    def finish(self) -> None:
+        """Sends what has not been sent, waits, and puts the sums in place of the gradients."""
+        for bucket in range(len(self.buckets)):
+            if bucket not in self._pending:
+                self._send(bucket)
+        grads = self.grads()
+        for bucket, pending in self._pending.items():
+            _scatter(pending.wait(), [grads[n] for n in self.buckets[bucket] if n in grads])
+        self._pending.clear()
+        self._arrivals = dict.fromkeys(self._bucket_of, 0)
+        self._missing, self._next = [len(bucket) for bucket in self.buckets], 0
+
+
+def _buckets(parameters: Mapping[str, nn.Parameter], size: int) -> list[list[str]]:
+    """Names in reverse order (gradients arrive roughly so), grouped up to `size` elements."""
+    buckets: list[list[str]] = [[]]
+    filled = 0
+    for name, parameter in reversed(list(parameters.items())):
+        if buckets[-1] and filled + parameter.numel() > size:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += parameter.numel()
+    return buckets
+
+
+class GradientSums:
+    """What has to be summed after a step's last backward pass: gradients of replicas, of parameters that
+    sequence-parallel ranks hold alike, and of the two copies of a tied weight.
+
+    All ranks construct it together, because that makes communicators.
+    """
+
+    def __init__(
+        self, config: Config, layout: ParallelLayout, mesh: Mesh, models: Sequence[GPT], optimizer: Optimizer
+    ) -> None:
+        self.optimizer, self.tp = optimizer, mesh.comm("tp")
+        held_alike = [n for m in models for n, _ in m.named_parameters() if n not in m.shards]
+        # Of parameters that tensor-parallel ranks hold alike, each rank has the gradient of its rows of the sequence.
+        self._partial = held_alike if config.sequence_parallel else []
+        self._tied = models[0].tied and layout.stages > 1
+        self._tied_ends = self._make_tied_ends(layout, mesh) if self._tied else None
+        self._reducer: GradientReducer | None = None
+        replicas = mesh.comm("dp", "cp")
+        if replicas.size > 1 and not layout.zero:
+            self._reducer = GradientReducer(
+                replicas,
+                optimizer.model,
+                optimizer.grads,
+                bucket_size=config.ddp_bucket_size,
+                overlap=config.overlap_grad_reduce,
+                count=layout.microbatches,
+            )
+
+    @staticmethod
+    def _make_tied_ends(layout: ParallelLayout, mesh: Mesh) -> Comm | None:
+        """The ranks that hold the two copies of a tied weight, if they are two and this is one of them."""
+        ends = {layout.rank_of(0), layout.rank_of(layout.stages - 1)}
+        if len(ends) == 1 or mesh.at["pp"] not in ends:
+            return None
+        return mesh.comm_of(tuple(sorted(mesh.layout.rank(**{**mesh.at, "pp": pp}) for pp in ends)))
+
+    def finish(self) -> None:
+        """Puts the sums in place of the gradients. Called by all ranks after the last microbatch's backward pass."""
+        if self._reducer is not None:
+            self._reducer.finish()
+        if not (self._partial or self._tied):
+            return
+        grads = self.optimizer.grads()
+        sum_over(self.tp, [grads[n] for n in self._partial if n in grads])
+        if self._tied:
+            copies = [grads[n] for n in (WORD_EMBEDDING, OUTPUT_LAYER) if n in grads]
+            if self._tied_ends is not None:
+                sum_over(self._tied_ends, copies)
+            elif len(copies) == 2:  # one rank holds both ends of the pipeline
+                copies[0] += copies[1]
+                copies[1].copy_(copies[0])

@@ -1,0 +1,57 @@
+"""A global batch as microbatches: which samples and which columns of them a rank computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hal.mesh import Mesh
+
+from ..config.schema import Config
+from ..data.gpt_dataset import Split
+from ..gpt import document_mask
+from ..parallel.tensor_sharding import Parallel
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What this rank sees of some samples of the global batch, on its device.
+
+    tokens, labels: int64 [b, s]; with context parallelism this rank's columns. first_sample: place in the global batch.
+    starts: where each token's document begins, int64 [b, s] of whole sequences, or None (see GPT.forward).
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    first_sample: int
+    starts: Tensor | None
+
+    def sample_numbers(self) -> Tensor:
+        """The samples' places in the global batch, int64 [b] on the CPU."""
+        return torch.arange(self.first_sample, self.first_sample + len(self.tokens))
+
+
+def fetch_microbatches(
+    config: Config, split: Split, first: int, mesh: Mesh, parallel: Parallel, device: torch.device
+) -> list[Microbatch]:
+    """The microbatches, on `device`, that this rank's replica has of the global batch that starts at sample `first`.
+
+    The replicas take turns: replica r has the microbatches r, r + dp, r + 2 dp, ... of the global batch.
+    """
+    c, size = config, config.micro_batch_size
+    columns, microbatches = parallel.context_rows(c.seq_length), []
+    for place in range(mesh.at["dp"] * size, c.global_batch_size, mesh.layout.dp * size):
+        tokens, labels = split.fetch(first + place, size)
+        starts = None
+        if c.reset_position_ids or c.reset_attention_mask:
+            starts = document_mask.starts(tokens, split.eod).to(device)
+        tokens, labels = (columns.take(x, 1).to(device) for x in (tokens, labels))
+        microbatches.append(Microbatch(tokens, labels, place, starts))
+    return microbatches
+
+
+def counted_tokens(labels: Tensor) -> Tensor:
+    """How many labels [b, s] are trained on with --eod-mask-loss, int64 scalar."""
+    return (labels != document_mask.IGNORED).sum()

@@ -1,0 +1,164 @@
+"""AdamW on a model's parameters: Megatron's no-decay rule, clipping, float32 master weights, loss scaling.
+
+Parameters are addressed by name, so that a checkpoint does not depend on their order. The arithmetic is three ops of
+HAL (unscale_and_check, l2norm, adamw), each over all tensors in one call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hal
+from hal import Comm, SingleRankComm, ops
+
+from ..config.schema import Config
+from ..gpt.model import GPT
+from .loss_scaler import LossScaler
+
+
+def no_decay(name: str, parameter: Tensor) -> bool:
+    """Megatron's rule: biases and 1-D parameters (the norms') are not decayed."""
+    return name.endswith(".bias") or parameter.ndim == 1
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, sharing memory with it: a shard, or all of it."""
+    x = x.detach()
+    part: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return part
+
+
+def owned_names(models: Sequence[GPT], at: Mapping[str, int], zero: int) -> set[str]:
+    """Names of the parameters of `models` that the rank at the coordinates `at` owns; see Optimizer.
+
+    What several ranks hold alike is owned by the first of them, and a tied weight by the first stage. With `zero` > 0
+    fully_shard gives every replica a part of its own.
+    """
+    if not zero and (at["dp"] > 0 or at["cp"] > 0):
+        return set()
+    return {
+        name
+        for model in models
+        for name, _ in model.named_parameters()
+        if model.stored_name(name) == name and (at["tp"] == 0 or name in model.shards)
+    }
+
+
+class Optimizer:
+    """AdamW over this rank's named parameters of a model that the ranks of `world` hold together.
+
+    Overflow and gradient norm are those of the whole model. `steps` counts the steps taken; skipped ones do not count.
+    For a low-precision model, `main` holds float32 copies and gradients are summed over microbatches in float32;
+    for a float32 model, `main` is the parameters themselves.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parameters: Mapping[str, nn.Parameter],
+        world: Comm | None = None,
+        owned: Collection[str] | None = None,
+    ) -> None:
+        """owned: names of the parameters that this rank adds to the gradient norm and writes to checkpoints; over all
+        ranks, every element of the model once. Default: all."""
+        self.config, self.model, self.world = config, dict(parameters), world or SingleRankComm()
+        self.owned = set(self.model if owned is None else owned)
+        # Parameters sharded by fully_shard are the float32 ones; it casts them itself.
+        self.low = any(p.dtype != torch.float32 for p in self.model.values())
+        self.main = {n: local(p).float() if self.low else local(p) for n, p in self.model.items()}
+        self.exp_avg = {n: torch.zeros_like(p) for n, p in self.main.items()}
+        self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in self.main.items()}
+        self.groups = [
+            ([n for n, p in self.model.items() if not no_decay(n, p)], config.weight_decay),
+            ([n for n, p in self.model.items() if no_decay(n, p)], 0.0),
+        ]
+        self.scaler, self.steps = LossScaler.of(config), 0
+        self.main_grads: dict[str, Tensor] = {}
+        # A 16-bit gradient to which nothing is added has nothing to gain from float32, and is copied once less without.
+        # If ranks add theirs, it has; in fp16, too, where unscaling would round it again and underflow.
+        self._keeps_rounded = self.world.size == 1 and not config.fp16
+        if self.low:
+            for name, parameter in self.model.items():
+                hook = functools.partial(self._collect, name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _collect(self, name: str, parameter: Tensor) -> None:
+        """Moves a 16-bit gradient into the float32 sum of the microbatches before."""
+        grad, total = parameter.grad, self.main_grads.get(name)
+        if grad is None:  # the layer has added it to the sum itself: see sum_in_place
+            return
+        if total is not None:
+            self.main_grads[name] = total.float().add_(grad)
+        else:
+            self.main_grads[name] = grad if self._keeps_rounded else grad.float()
+        parameter.grad = None
+
+    def collect(self) -> None:
+        """Collects the 16-bit gradients that were computed without autograd's hooks, as zero bubble does."""
+        if self.low:
+            for name, parameter in self.model.items():
+                self._collect(name, parameter)
+
+    def sum_in_place(self) -> None:
+        """Gives parameters the float32 gradients so far as `main_grad`, to which the linear layers of the step's
+        remaining microbatches add their products, instead of making a gradient of each that is added afterwards."""
+        if not hal.backend().impls.get(ops.linear_wgrad.name):
+            return
+        if self.low:
+            for name in self.main_grads:  # one by one, so that not all of them are there in both dtypes at once
+                self.main_grads[name] = self.main_grads[name].float()
+        for name, grad in self.grads().items():
+            self.model[name].main_grad = grad  # type: ignore[attr-defined]
+
+    def grads(self) -> dict[str, Tensor]:
+        """This step's gradients of parameters that have one, by name: float32, or 16-bit (see _keeps_rounded)."""
+        if self.low:
+            return self.main_grads
+        return {n: local(p.grad) for n, p in self.model.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        self.main_grads.clear()
+        for parameter in self.model.values():
+            parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
+
+    def unscale(self) -> bool:
+        """Divides the gradients by the loss scale; True if any of them, on any rank, is not finite."""
+        overflow = ops.unscale_and_check(list(self.grads().values()), 1.0 / self.scaler.scale)
+        return bool(self.world.all_reduce(overflow, "max").item())
+
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the model together."""
+        owned = [grad for name, grad in self.grads().items() if name in self.owned]
+        if self.world.size == 1:
+            return float(ops.l2norm(owned))  # its square may not be a float32
+        device = next(iter(self.main.values())).device
+        norm = ops.l2norm(owned) if owned else torch.zeros((), device=device)
+        return float(self.world.all_reduce(norm * norm).sqrt())
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """One AdamW step with the gradients clipped to `clip_grad`."""
+        c, grads = self.config, self.grads()
+        self.steps += 1
+        clip = min(1.0, c.clip_grad / (grad_norm + 1e-6)) if c.clip_grad > 0.0 else 1.0
+        for names, decay in self.groups:
+            names = [n for n in names if n in grads]
+            ops.adamw(
+                [self.main[n] for n in names],
+                [grads[n] for n in names],
+                [self.exp_avg[n] for n in names],
+                [self.exp_avg_sq[n] for n in names],
+                step=self.steps,
+                lr=lr,
+                beta1=c.adam_beta1,
+                beta2=c.adam_beta2,
+                eps=c.adam_eps,
+                weight_decay=decay,
+                grad_scale=clip,
+                model_params=[local(self.model[n]) for n in names] if self.low else None,
+            )

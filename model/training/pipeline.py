@@ -1,0 +1,197 @@
+"""The two schedules of a step's microbatches: gradient accumulation on one stage, and a pipeline of several stages.
+
+The order of work in the pipeline and the sharding of parameters (ZeRO) are torch.distributed's; this file adapts the
+GPT to them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hal import Rng
+
+from ..config.parallel_layout import ParallelLayout
+from ..config.schema import Config
+from ..gpt.dropout_rng import DropoutRng
+from ..gpt.model import GPT
+from .microbatches import Microbatch
+
+_SCHEDULES = {
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(logits [s, b, v_local], labels [b, s]) -> the scalar whose gradients are wanted."""
+
+
+class Stage(nn.Module):
+    """Number `index` of the GPT's stages as torch's engines call it.
+
+    dropout: the stream of the step's dropout; None = no dropout.
+    """
+
+    dropout: Rng | None = None
+
+    def __init__(self, model: GPT, index: int) -> None:
+        super().__init__()
+        self.model, self.index = model, index
+
+    def forward(self, x: Tensor, sample: Tensor, starts: Tensor | None = None) -> Tensor:
+        """x: tokens [b, s] on the first stage, hidden [s, b, h] elsewhere. sample: Microbatch.sample_numbers, a tensor
+        because pipelining cuts only tensors into microbatches. starts: as in GPT.forward."""
+        dropout_rng, batch = None, self.model.config.global_batch_size
+        if self.dropout is not None:
+            assert batch is not None
+            dropout_rng = DropoutRng(self.dropout, int(sample[0]), batch)
+        y: Tensor = self.model(x, dropout_rng, starts=starts)
+        # The zero-bubble schedule detaches what it sends in place, which torch refuses for a view.
+        return y.clone() if y._is_view() and not self.model.last else y
+
+
+def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
+    """Shards the stage's parameters over `mesh`, layer by layer (ZeRO; see ParallelLayout.zero).
+
+    Parameters become float32, so that the optimizer's shard is its master copy; the layers compute in the config's
+    dtype, and gradients are summed in float32, not averaged, because the loss is that of the whole batch already.
+    """
+    # torch warns because in-place changes of such a view would be lost; nothing here makes any.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # The values stay rounded to the model's dtype, as those of a replicated model are.
+    stage.float()
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if config.params_dtype == torch.float32 else config.params_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for module in (*stage.model.decoder.layers.values(), stage):
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)
+        # Otherwise torch would pass the divisor to the reduction, which gloo does not support.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+class GradientAccumulation:
+    """Forward and backward of a model that is all on this rank, microbatch by microbatch.
+
+    after_first: called between the first microbatch's backward pass and the second's forward pass.
+    """
+
+    def __init__(self, stage: Stage, zero: int, after_first: Callable[[], object]) -> None:
+        self.stage, self.zero, self.after_first = stage, zero, after_first
+
+    def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
+        """The loss of each microbatch, and its gradients if they are enabled."""
+        last = len(microbatches) - 1
+        for i, m in enumerate(microbatches):
+            if isinstance(self.stage, FSDPModule) and torch.is_grad_enabled():
+                self._prepare(i == last)
+            # The logits must not have a name here: they would stay in memory during the backward pass and beside those
+            # of the next microbatch.
+            value = loss(self.stage(m.tokens, m.sample_numbers(), m.starts), m.labels)
+            if torch.is_grad_enabled():
+                value.backward()  # type: ignore[no-untyped-call]
+                if i == 0 and last > 0:
+                    self.after_first()
+            del value  # frees what the backward pass has left of the graph before the next forward pass
+
+    def _prepare(self, last: bool) -> None:
+        stage: Any = self.stage
+        stage.set_is_last_backward(last)
+        # ZeRO 1 keeps whole gradients until the last microbatch, 2 and 3 never do; only 3 shards the weights again
+        # between microbatches.
+        stage.set_requires_gradient_sync(last or self.zero >= 2)
+        stage.set_reshard_after_backward(last or self.zero == 3)
+
+
+class _PipelineStage(pipelining.PipelineStage):
+    """torch's wrapper of a stage, with what zero bubble's schedule lacks."""
+
+    collect: Callable[[], object] = staticmethod(lambda: None)
+    """Called after each microbatch's weight gradients, which zero bubble computes without autograd's hooks: so that
+    16-bit gradients are summed in float32 there too."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self.collect()
+        return result
+
+    # In an evaluation torch skips the backward passes, but not the V shape's handover of their gradients from one stage
+    # of a rank to the other, and then refuses that there are none.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class Pipeline:
+    """Forward and backward of this rank's stages, in the order of torch's schedule."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        config: Config,
+        layout: ParallelLayout,
+        group: Any,
+        device: torch.device,
+        collect: Callable[[], object],
+    ) -> None:
+        """group: torch's process group of the pipeline. collect: see _PipelineStage."""
+        self.holds_first = any(s.model.embedding is not None for s in stages)
+        self.holds_last = any(s.model.last for s in stages)
+        self.stages = [_pipeline_stage(s, config, layout, group, device) for s in stages]
+        for stage in self.stages:
+            stage.collect = collect
+        make: Any = _SCHEDULES[layout.schedule]
+        self._schedule = make(
+            self.stages[0] if layout.schedule == "1f1b" else self.stages,
+            n_microbatches=layout.microbatches,
+            loss_fn=lambda logits, labels: self._loss(logits, labels),
+            scale_grads=False,
+        )
+
+    def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
+        """As GradientAccumulation.run; the ranks of the pipeline call it together, with the same microbatches."""
+        self._loss = loss
+        step = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
+        # torch takes the batch as a whole and cuts it into the same microbatches again.
+        inputs = (torch.cat([m.tokens for m in microbatches]),) if self.holds_first else ()
+        labels = torch.cat([m.labels for m in microbatches]) if self.holds_last else None
+        more = {"sample": torch.cat([m.sample_numbers() for m in microbatches])}
+        starts = [m.starts for m in microbatches if m.starts is not None]
+        if starts:
+            more["starts"] = torch.cat(starts)
+        step(*inputs, target=labels, **more, return_outputs=False)
+
+
+def _pipeline_stage(
+    stage: Stage, config: Config, layout: ParallelLayout, group: Any, device: torch.device
+) -> _PipelineStage:
+    """A stage, told the shapes of its input and output so that it need not run the model to know."""
+    model, parallel, b = stage.model, stage.model.parallel, config.micro_batch_size
+    s, s_hidden = parallel.context_rows(config.seq_length).count, parallel.hidden_rows(config.seq_length).count
+    floats: dict[str, Any] = {"dtype": config.params_dtype, "device": "meta", "requires_grad": True}
+    tokens = torch.empty(b, s, dtype=torch.int64, device="meta")
+    hidden = torch.empty(s_hidden, b, config.hidden_size, **floats)
+    logits = torch.empty(s, b, config.padded_vocab_size // parallel.tp.size, **floats)
+    return _PipelineStage(
+        stage,
+        stage.index,
+        layout.stages,
+        device,
+        input_args=(tokens if model.embedding is not None else hidden,),
+        output_args=(logits if model.last else hidden,),
+        group=group,
+    )

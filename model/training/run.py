@@ -1,0 +1,193 @@
+"""`hal train`: parse, build, train, leave a report.
+
+Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 failed, 2 wrong usage or input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import hal
+from hal import CollectiveFailed, HalError
+from hal.launch.agent import Job, run
+
+from ..checkpoint import reader
+from ..checkpoint.writer import SaveFailed
+from ..common.atomic_files import FILE_MODE, make_folder, private, require_writable
+from ..common.stop_request import StopRequest
+from ..config.command_line import parse
+from ..config.schema import Config, ConfigError
+from ..data.gpt_dataset import open_data
+from ..data.tokenizers.build import build_tokenizer
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..inference.decoding import generate
+from .run_log import NullRunLog, RunLog
+from .trainer import Trainer, TrainingFailed, make_trainer, peak_memory_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hal train` with these arguments and returns its exit code."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        if config.backend is None:
+            raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.backend_names())}")
+        if config.nproc_per_node > 1 and "WORLD_SIZE" not in os.environ:
+            return _launch(config, sys.argv[1:] if argv is None else argv)
+        pins = dict(pin.split("=", 1) for pin in config.pin)
+        hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
+        with private():
+            train(config)
+    except (TrainingFailed, SaveFailed, CollectiveFailed) as error:
+        print(f"hal train: {error}", file=sys.stderr)
+        return 1
+    except (HalError, OSError) as error:
+        print(f"hal train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hal train: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _launch(config: Config, argv: Sequence[str]) -> int:
+    """Runs this command on --nproc-per-node processes of this machine."""
+    logs = None if config.run_dir is None else _writable(Path(config.run_dir), "--run-dir") / "logs"
+    with private():
+        return run(Job(["train", *argv], nproc=config.nproc_per_node, log_dir=logs))
+
+
+def train(config: Config) -> Trainer:
+    """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
+    save = _save_folder(config)
+    with StopRequest() as stop, _alone(save):
+        trainer, tokenizer = build(config)
+        if config.load and not (reader.latest(Path(config.load)) is None and config.load == config.save):
+            trainer.load(Path(config.load))
+        _require_free(config, trainer.iteration)
+        started = datetime.datetime.fromtimestamp(trainer.all_reduce_max(int(time.time())))
+        folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
+        log = RunLog(config, _writable(folder, "--run-dir"), trainer.iteration) if trainer.lead else NullRunLog()
+        with log as report:
+            _announce(report, trainer)
+            try:
+                trainer.run(
+                    stop=lambda: bool(trainer.all_reduce_max(stop.asked is not None)),
+                    on_step=report.step,
+                    on_evaluation=report.evaluation,
+                    on_save=lambda path: report.say(f" saved {path}"),
+                    before_save=report.record,
+                )
+                stopped = trainer.all_reduce_max(stop.asked is not None)
+                if stopped or save is not None:
+                    report.record()
+                    trainer.save(save or folder / "checkpoints")
+                trainer.saver.wait()
+            except TrainingFailed:
+                trainer.saver.wait()  # all ranks are here: what failed is the same on all of them
+                raise
+            for path in trainer.saver.finished():
+                report.say(f" saved {path}")
+            if stopped:
+                report.say(
+                    f" stopped by {stop.asked or 'a signal to another process'} after iteration {trainer.iteration}"
+                )
+            prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)
+            report.finish(prompt, text)
+            if text:
+                report.say(f" a sample:\n{prompt}{text}")
+            memory = f"{peak_memory_bytes() / 2**20:,.0f} MiB at the peak"
+            report.say(f" {report.tokens_per_second():.0f} tokens/s; {memory}; results are in {folder}")
+    return trainer
+
+
+def build(config: Config) -> tuple[Trainer, Tokenizer]:
+    """The trainer of a config, at iteration 0 on the active backend, and the tokenizer of its data."""
+    tokenizer = build_tokenizer(config)
+    config.set_vocabulary(tokenizer.vocab_size)
+    samples = {"train": config.train_iters * config.global_batch_size}
+    if config.eval_interval:
+        samples["valid"] = config.eval_iters * config.global_batch_size
+    # The data first: megatron-core builds its maps on one rank only once there is a world.
+    return make_trainer(config, open_data(config, tokenizer, samples)), tokenizer
+
+
+def _save_folder(config: Config) -> Path | None:
+    """Where the end of the run is saved, or None. Raises ConfigError now rather than after the training."""
+    return None if config.save is None else _writable(Path(config.save), "--save")
+
+
+def _writable(folder: Path, option: str) -> Path:
+    """Makes a folder if it is not there. Raises ConfigError unless it can be written."""
+    try:
+        require_writable(make_folder(folder))
+    except OSError as error:
+        raise ConfigError(f"{option} {folder} cannot be written ({error.strerror}); give a folder that can") from None
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(save: Path | None) -> Iterator[None]:
+    """Within it no other run saves in this folder; the kernel lets go of it if the process dies."""
+    if save is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    # A file is locked, not the folder: common/atomic_files.py locks the folder while index maps and corpora are made.
+    handle = os.open(save / "lock", os.O_RDONLY | os.O_CREAT, FILE_MODE)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--save {save}: another run is saving there; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # also if a process that was forked meanwhile has the file open
+    finally:
+        os.close(handle)
+
+
+def _require_free(config: Config, start: int) -> None:
+    """Refuses to mix a new run's checkpoints with those of a longer one."""
+    there = None if config.save is None else reader.latest(Path(config.save))
+    if there is not None and there > start:
+        raise ConfigError(
+            f"--save {config.save} holds a checkpoint of iteration {there}, and this run starts at {start}; continue "
+            f"it with --load {config.save}, or give another folder"
+        )
+
+
+def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
+    backend, count = hal.backend(), trainer.parameter_count()
+    simulated = " (simulated)" if backend.simulated else ""
+    at, end = trainer.iteration, trainer.config.train_iters
+    todo = f"iterations {at + 1} to {end}" if at < end else f"at iteration {at}: --train-iters {end} leaves none to do"
+    report.say(
+        f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {trainer.device}; {todo}"
+    )
+    for note in trainer.config.notes:
+        report.say(f" note: {note}")
+
+
+def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:
+    """(prompt, continuation): the prompt is the beginning of a text the run holds."""
+    split = trainer.data.get("valid") or trainer.data["train"]
+    tokens, _ = split.fetch(0, 1)
+    prompt = [i for i in tokens[0, : max(1, config.seq_length // 4)].tolist() if i != tokenizer.eod] or [tokenizer.eod]
+    rng = trainer.rng.fork("sample", trainer.iteration)
+    model = trainer.whole_model() if count else trainer.model
+    if not trainer.lead:
+        return "", ""
+    continuation = generate(model, tokenizer, prompt, count, temperature=config.sample_temperature, rng=rng)
+    return tokenizer.decode(prompt), tokenizer.decode(continuation)

@@ -1,0 +1,306 @@
+"""The training loop: every rank runs the same steps on its share of the batch, and all report the same numbers.
+
+A step is: forward and backward over the microbatches; sums over the ranks; unscale and check; norm; AdamW with
+clipping. Everything that decides what a step computes is a function of (config, iteration, samples consumed), so a
+resumed run is bit-equal. Losses and gradient norms do not depend on the layout of the ranks, up to rounding; dropout
+is bit-equal, because each rank draws its block of the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import HalError, Rng
+from hal.mesh import Mesh
+
+from ..checkpoint.sharded_tensor import LocalShard
+from ..checkpoint.writer import Saver
+from ..config.parallel_layout import ParallelLayout, make_parallel_layout, sums_in_place
+from ..config.schema import Config
+from ..config.validation import world_size
+from ..data.gpt_dataset import Split
+from ..gpt.model import GPT
+from ..parallel.tensor_sharding import Parallel
+from .gradient_buckets import GradientSums
+from .loss_scaler import LossScaler
+from .lr_scheduler import LRScheduler
+from .microbatches import Microbatch, counted_tokens, fetch_microbatches
+from .optimizer import Optimizer, local, owned_names
+from .pipeline import GradientAccumulation, Loss, Pipeline, Stage, shard
+from .trainer_state import ModelState, options, read_checkpoint
+
+
+class TrainingFailed(HalError):
+    """The run cannot go on: the loss or the gradients are not finite."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration did; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
+    overflow), seconds is its wall time."""
+
+    iteration: int
+    consumed: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    seconds: float
+
+
+def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
+    """The trainer of a config whose vocabulary is known, at iteration 0 on the active backend; joins the world.
+
+    world: how many processes train together; default all that were started.
+    """
+    layout = make_parallel_layout(config, world_size(config) if world is None else world)
+    mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
+    return Trainer(config, data, mesh, layout)
+
+
+class Trainer:
+    """A rank's stages of the model, the data all ranks share, and this rank's part of the optimizer.
+
+    One rank is a mesh of size 1. `iteration` and `consumed` (samples) are where the run stands. `lead`: whether this
+    process speaks for the run, that is, prints and writes its report.
+    """
+
+    def __init__(self, config: Config, data: Mapping[str, Split], mesh: Mesh, layout: ParallelLayout) -> None:
+        self.config, self.data, self.mesh, self.layout = config, data, mesh, layout
+        self.world, self.lead, self.device = mesh.world, mesh.rank == 0, hal.local_device()
+        self.lr_scheduler, self.rng = LRScheduler.of(config), Rng(config.seed)
+        self.iteration = self.consumed = self.skipped = 0
+        self.parallel, self.replicas = Parallel.of(mesh, config), mesh.comm("dp", "cp")
+        self.stages = [self._make_stage(i) for i in layout.stages_of(mesh.at["pp"])]
+        self.model = self.stages[0].model
+        if layout.zero:
+            for stage in self.stages:
+                shard(stage, mesh.device_mesh("dp", "cp"), config, layout.zero)
+        models = [stage.model for stage in self.stages]
+        parameters = {name: p for model in models for name, p in model.named_parameters()}
+        self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))
+        self.pipeline = self._make_pipeline()
+        self._gradient_sums = GradientSums(config, layout, mesh, models, self.optimizer)
+        self._model_state = ModelState(config, models, self.optimizer, mesh)
+        self.saver = Saver(
+            mesh.world, background=config.async_save, keep=config.keep_checkpoint_max, timeout=mesh.timeout
+        )
+
+    def _make_stage(self, index: int) -> Stage:
+        first, last = index == 0, index == self.layout.stages - 1
+        layers = self.layout.layers[index]
+        model = GPT(self.config, self.device, self.parallel, layers=layers, first=first, last=last)
+        return Stage(model, index)
+
+    def _make_pipeline(self) -> GradientAccumulation | Pipeline:
+        if self.mesh.layout.pp == 1:
+            in_place = sums_in_place(self.config, self.layout)
+            after_first = self.optimizer.sum_in_place if in_place else lambda: None
+            return GradientAccumulation(self.stages[0], self.layout.zero, after_first)
+        group = self.mesh.torch_group("pp")
+        return Pipeline(self.stages, self.config, self.layout, group, self.device, self.optimizer.collect)
+
+    # Facts about the run that are the same on every rank.
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest of all processes' `value`."""
+        number = torch.tensor([value], dtype=torch.int64, device=self.world.device)
+        return int(self.world.all_reduce(number, "max").item())
+
+    def parameter_count(self) -> int:
+        """How many parameters the whole model has."""
+        optimizer = self.optimizer
+        owned = sum(local(p).numel() for n, p in optimizer.model.items() if n in optimizer.owned)
+        return int(self.world.all_reduce(torch.tensor([owned], device=self.world.device)).item())
+
+    def whole_model(self) -> GPT:
+        """The whole model on every rank, as one process would have it (for sampling at the end of a run)."""
+        return self._model_state.gather([n for stage in self.layout.layers for n in stage], self.device)
+
+    # One iteration.
+
+    @property
+    def _losses_per_batch(self) -> int:
+        """How many mean losses a global batch has: one per microbatch of each replica and context-parallel rank."""
+        return self.layout.microbatches * self.replicas.size
+
+    def _run(self, split: str, first: int, scale: float, total: Tensor) -> None:
+        """Forward (and backward, if gradients are enabled) of the global batch that starts at sample `first`.
+
+        Adds the mean losses of this rank's microbatches to `total` (float32 scalar): its sum over all ranks, divided by
+        `_losses_per_batch`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
+        """
+        c = self.config
+        microbatches = fetch_microbatches(c, self.data[split], first, self.mesh, self.parallel, self.device)
+        draws = torch.is_grad_enabled() and (c.attention_dropout > 0.0 or c.hidden_dropout > 0.0)
+        for stage in self.stages:
+            stage.dropout = self.rng.fork("dropout", self.iteration) if draws else None
+        try:
+            self.pipeline.run(microbatches, self._loss(microbatches, scale, total))
+        except RuntimeError as error:
+            # A failure of torch's engines may be due to another rank. A single rank has none to name.
+            alone, iteration = self.world.size == 1, self.iteration + 1
+            failure = None if alone else hal.engine_failure(error, "step", self.mesh.timeout, iteration)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _loss(self, microbatches: list[Microbatch], scale: float, total: Tensor) -> Loss:
+        """What `_run` differentiates for each microbatch."""
+        last, tp_rank = next((s.model for s in self.stages if s.model.last), None), self.parallel.tp.rank
+        # All microbatches have the same number of tokens, so the mean of their means is the mean over all tokens.
+        count, counted = self._losses_per_batch, self._counted(microbatches)
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            assert last is not None
+            value = last.loss(logits, labels, inplace_backward=True)
+            if counted is not None:
+                # Not all tokens count: weight each mean by the share of its tokens among those that do (1 on average).
+                value = value * (counted_tokens(labels) * count / counted)
+            if tp_rank == 0:  # tensor-parallel ranks all have the same loss
+                total.add_(value.detach())
+            return value * (scale / count)
+
+        return loss
+
+    def _counted(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """With --eod-mask-loss, how many tokens of the whole global batch count (float32 scalar, at least 1)."""
+        if not self.config.eod_mask_loss:
+            return None
+        counts = torch.stack([counted_tokens(m.labels) for m in microbatches])
+        return self.replicas.all_reduce(counts.sum()).clamp(min=1).float()
+
+    def forward_backward(self) -> Tensor:
+        """Computes the gradients of the global batch (times the loss scale); its mean loss, the same on every rank."""
+        total = torch.zeros((), device=self.device)
+        self._run("train", self.consumed, self.optimizer.scaler.scale, total)
+        loss = self.world.all_reduce(total) / self._losses_per_batch
+        self._gradient_sums.finish()
+        return loss
+
+    def step(self) -> StepResult:
+        """One iteration. Raises TrainingFailed for a loss or gradient that is not finite (fp16: skips the step)."""
+        began = time.perf_counter()
+        optimizer, lr = self.optimizer, self.lr_scheduler.lr(self.optimizer.steps)
+        loss = self.forward_backward()
+        scale, overflow, norm = optimizer.scaler.scale, False, None
+        if self.config.fp16:
+            overflow = optimizer.unscale()
+        if not overflow:
+            norm = optimizer.grad_norm()
+            self._require_finite(float(loss), norm)
+            optimizer.step(lr, norm)
+        optimizer.scaler.update(overflow)
+        optimizer.zero_grad()
+        self.iteration += 1
+        self.consumed += self.config.global_batch_size
+        self.skipped += overflow
+        seconds = time.perf_counter() - began
+        return StepResult(self.iteration, self.consumed, float(loss), norm, lr, scale, overflow, seconds)
+
+    def _require_finite(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingFailed(
+                f"iteration {self.iteration + 1}: the loss is {loss} and the gradient norm {norm}; nothing was "
+                f"updated. Lower --lr, lengthen --lr-warmup-iters, or look at the data around sample {self.consumed}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, split: str = "valid") -> float:
+        """Mean loss over eval_iters global batches of a split, without dropout."""
+        c, total = self.config, torch.zeros((), device=self.device)
+        for batch in range(c.eval_iters):
+            self._run(split, batch * c.global_batch_size, 1.0, total)
+        return float(self.world.all_reduce(total)) / (c.eval_iters * self._losses_per_batch)
+
+    # Checkpoints.
+
+    def tensors(self) -> dict[str, LocalShard]:
+        """What this rank writes of a checkpoint's tensors, by Megatron's names, sharing memory with the run."""
+        return self._model_state.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """Everything else of a checkpoint, as JSON."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed,
+            "skipped": self.skipped,
+            "optimizer_steps": self.optimizer.steps,
+            "loss_scaler": asdict(self.optimizer.scaler),
+            "rng": list(self.rng.state()),
+            "config": options(self.config),
+        }
+
+    def save(self, root: Path) -> Path:
+        """Writes a checkpoint, makes it the latest of `root`, and removes the oldest beyond keep_checkpoint_max.
+
+        With async_save that goes on after the return; `saver` tells when it has ended, and how.
+        """
+        return self.saver.save(root, self.iteration, self.tensors(), self.state())
+
+    def load(self, root: Path) -> None:
+        """Continues from the latest checkpoint of `root`, as far as the config's load options say.
+
+        Of a release, as with finetune, only the weights are taken.
+        """
+        c = self.config
+        folder, state, weights_only = read_checkpoint(root, c, self.rng, self.world)
+        self._model_state.load(folder, moments=not (c.no_load_optim or weights_only))
+        if weights_only:
+            return
+        self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
+        self.skipped = state["skipped"]
+        if c.no_load_optim:
+            return
+        self.optimizer.steps = state["optimizer_steps"]
+        self.optimizer.scaler.resume(LossScaler(**state["loss_scaler"]))
+
+    # The loop.
+
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool],
+        on_step: Callable[[StepResult], None],
+        on_evaluation: Callable[[int, float], None],
+        on_save: Callable[[Path], None],
+        before_save: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
+
+        before_save: called when all that a checkpoint covers is known, before it is written.
+        on_save: called with each checkpoint that has become whole, with async_save maybe some iterations later.
+        """
+        c = self.config
+        root = Path(c.save) if c.save else None
+        while self.iteration < c.train_iters and not stop():
+            on_step(self.step())
+            if c.eval_interval and self.iteration % c.eval_interval == 0:
+                on_evaluation(self.iteration, self.evaluate())
+            if root and c.save_interval and self.iteration % c.save_interval == 0:
+                before_save()
+                self.save(root)
+            for path in self.saver.finished():
+                on_save(path)
+            if c.exit_interval and self.iteration % c.exit_interval == 0:
+                break
+
+
+def peak_memory_bytes() -> int:
+    """The backend's peak of device memory, or where it does not count, the process's peak resident size."""
+    peak = hal.backend().memory_stats().get("peak")
+    if peak is None:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(peak)

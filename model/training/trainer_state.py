@@ -1,0 +1,177 @@
+"""What a checkpoint of a training run contains, and which checkpoints a run can continue from.
+
+Tensors have Megatron's names and whole-model coordinates; everything else is JSON. What a checkpoint holds does not
+depend on the layout of the ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import Comm, HalError, Rng
+from hal.mesh import Mesh
+
+from ..checkpoint import reader
+from ..checkpoint.reader import FP32
+from ..checkpoint.sharded_tensor import LocalShard, local_shard
+from ..config.schema import Config, ConfigError
+from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
+from .loss_scaler import LossScaler
+from .optimizer import Optimizer, local
+
+MOMENTS = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
+"""Prefixes of the names of AdamW's moments."""
+
+
+class ModelState:
+    """The weights and the optimizer's state of this rank's stages `models`, by the names that checkpoints use."""
+
+    def __init__(self, config: Config, models: Sequence[GPT], optimizer: Optimizer, mesh: Mesh) -> None:
+        self.config, self.models, self.optimizer, self.world = config, models, optimizer, mesh.world
+        self._tp, self._replica = mesh.comm("tp"), mesh.comm("dp", "cp").rank
+        self._shards = {name: shard for model in models for name, shard in model.shards.items()}
+
+    def tensors(self, *, replicas: bool = False) -> dict[str, LocalShard]:
+        """This rank's part of every tensor of a checkpoint, sharing memory with the run where dtypes agree.
+
+        Over all ranks every element is there once; with `replicas`, each rank returns all that it holds. The last
+        stage's copy of a tied weight has the name of the weight, which the first stage writes.
+        """
+        optimizer, dtype = self.optimizer, self.config.params_dtype
+        # Parameters that fully_shard holds in float32 are stored in the dtype in which the model computes.
+        values: dict[str, Mapping[str, Tensor]] = {"": {n: local(p).to(dtype) for n, p in optimizer.model.items()}}
+        values.update(zip(MOMENTS, (optimizer.exp_avg, optimizer.exp_avg_sq)))
+        if dtype != torch.float32:
+            values[FP32] = optimizer.main
+        names: dict[str, str] = {}
+        for name in optimizer.model:
+            stored = self.models[0].stored_name(name)
+            # One rank may hold both ends of the pipeline; `load` then fills the second copy from the first.
+            second_copy = stored != name and stored in optimizer.model
+            if (replicas or name in optimizer.owned) and not second_copy:
+                names[stored] = name
+        return {
+            prefix + stored: self._local_shard(name, tensors[name])
+            for prefix, tensors in values.items()
+            for stored, name in names.items()
+        }
+
+    def _local_shard(self, name: str, values: Tensor) -> LocalShard:
+        parameter, tp = self.optimizer.model[name], self._tp
+        return local_shard(parameter, values, self._shards.get(name), tp.rank, tp.size, self._replica)
+
+    def load(self, folder: Path, *, moments: bool) -> None:
+        """Fills the weights and, with `moments`, the optimizer from a checkpoint's folder."""
+        optimizer, tensors = self.optimizer, self.tensors(replicas=True)
+        reader.load_tensors(folder, reader.sources(tensors, folder, moments=moments))
+        if self.models[0].tied and {WORD_EMBEDDING, OUTPUT_LAYER} <= optimizer.model.keys():
+            for values in (optimizer.main, optimizer.exp_avg, optimizer.exp_avg_sq):
+                values[OUTPUT_LAYER].copy_(values[WORD_EMBEDDING])
+        for name, parameter in optimizer.model.items():
+            local(parameter).copy_(optimizer.main[name])
+
+    @torch.no_grad()
+    def gather(self, layers: Sequence[int], device: torch.device) -> GPT:
+        """A model of these `layers` with the weights of all ranks, on every rank; on one rank, the run's own model."""
+        if self.world.size == 1:
+            return self.models[0]
+        model, shards = GPT(self.config, device, layers=layers), self.tensors()
+        for name, parameter in model.named_parameters():
+            part = torch.zeros_like(parameter, dtype=torch.float32)
+            if name in shards:
+                shards[name].copy_to(part)
+            parameter.copy_(self.world.all_reduce(part))
+        return model
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The config's options as JSON values."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "given"}
+
+
+def read_checkpoint(root: Path, config: Config, rng: Rng, world: Comm) -> tuple[Path, dict[str, Any], bool]:
+    """(folder, state, whether only its weights are taken) of the latest checkpoint of `root`, read by all ranks of
+    `world` together. Raises HalError, on every rank, unless this run can continue from it."""
+    folder, state = reader.read_state(root, world)
+    weights_only = config.finetune or folder.name == reader.RELEASE
+    if not weights_only:
+        _require_progress(state, folder)
+    require_same_model(state, config, folder, weights_only=weights_only)
+    if not (weights_only or config.no_load_rng) and tuple(state["rng"]) != rng.state():
+        raise ConfigError(
+            f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {config.seed}; the "
+            "same seed continues it exactly, --no-load-rng goes on with the new one"
+        )
+    return folder, state, weights_only
+
+
+def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
+    """Raises HalError unless a checkpoint's state has what training continues from."""
+    scaler, rng = state.get("loss_scaler"), state.get("rng")
+    numbers = {n: state.get(n) for n in ("consumed_samples", "skipped", "optimizer_steps")}
+    wrong = [n for n, value in numbers.items() if type(value) is not int or value < 0]
+    if not (isinstance(rng, list) and len(rng) == 2 and all(type(n) is int for n in rng)):
+        wrong.append("rng")
+    known = {f.name for f in fields(LossScaler)}
+    if not isinstance(scaler, dict) or any(
+        n not in known or not isinstance(v, (int, float)) for n, v in scaler.items()
+    ):
+        wrong.append("loss_scaler")
+    if wrong:
+        raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
+
+
+def require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *, weights_only: bool) -> None:
+    """Raises ConfigError if the checkpoint's model differs from this run's in a way that the names and shapes of this
+    run's weights do not show: it has more weights, or computes something else with the same ones.
+
+    weights_only: what it computes may differ.
+    """
+    saved_options, run_options = state.get("config"), options(config)
+    if not isinstance(saved_options, dict):
+        return
+
+    def compared(o: Mapping[str, Any]) -> dict[str, Any]:
+        return {**_structure(o), **({} if weights_only else _function(o))}
+
+    saved = compared({**run_options, **saved_options})  # a checkpoint may be older than some of the options
+    for name, value in compared(run_options).items():
+        if saved[name] != value:
+            otherwise = ", or --finetune to begin with its weights alone" if name in _function(run_options) else ""
+            raise ConfigError(
+                f"the checkpoint {folder} was made with {name.replace('_', '-')} {saved[name]}, this run has {value}; "
+                f"give the model options it was saved with{otherwise}"
+            )
+
+
+def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a config's options that decide which weights there are and how they are laid out."""
+    # Layers go by their numbers, so a model without its last layers is one with fewer, but a gap is part of the names.
+    absent = sorted({int(n) for n in o["noop_layers"]} & set(range(o["num_layers"])))
+    layers = [n for n in range(o["num_layers"]) if n not in absent]
+    gapless = layers == list(range(len(layers)))
+    names = ["num_attention_heads", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "geglu"]
+    names += ["disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
+    return {
+        "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
+        **{name: o[name] for name in names},
+        "add_qkv_bias": o["add_qkv_bias"] or not o["disable_bias_linear"],
+    }
+
+
+def _function(o: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a config's options that decide what a model computes with its weights; None where one has no effect."""
+    rope, pre = o["position_embedding_type"] == "rope", o["pre_tokens"]
+    return {
+        "norm_epsilon": o["norm_epsilon"],
+        **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
+        "gelu_approximate": None if o["swiglu"] else o["gelu_approximate"],
+        "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
+        "next_tokens": min(0, o["next_tokens"] or 0),
+    }
