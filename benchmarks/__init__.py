@@ -1,4 +1,13 @@
-"""`hal bench`: every figure is a ratio against a named peer, interleaved in one run. One file per suite."""
+"""`hal bench`: every figure is a ratio against a named peer, both measured in turn in the same run.
+
+Each folder imports only from itself and from folders above it in this list:
+
+    harness    how a case is run, timed and reported
+    peers      the GPT of the training step, in HAL, plain torch and megatron-core
+    parallel   trainers under any parallel layout, one process per rank
+    suites     the cases of `hal bench`, one file per suite
+    gpu        `make gpu`: what needs an NVIDIA GPU
+"""
 
 if __name__ != "hal.bench":
     raise ImportError(f"import this package as 'hal.bench', not as '{__name__}' (install it with: pip install -e .)")

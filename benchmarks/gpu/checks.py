@@ -1,19 +1,20 @@
 """What the CUDA simulator cannot show, checked on the device: CUDA graphs, streams, threads, memory, events.
 
-Every check is a name and what is wrong, "" if nothing; an exception is what is wrong, too.
+A check is a function that returns a description of the problem, "" if there is none. An exception is a problem, too.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, T, ops
+from hal import Sample, TensorSpec, ops
 from hal.testing import replay
 from hal.testing.calls import backward, build, upstream
 from hal.testing.calls import run as call
@@ -23,13 +24,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 MIB = 2**20
 
 
-def run(backend: Any) -> dict[str, str]:
-    """All checks on `backend`, a Cuda that is in use."""
-    return {name: outcome(check) for name, check in checks(backend)}
-
-
 def outcome(check: Callable[[], str]) -> str:
-    """What is wrong according to a check."""
+    """The problem that a check finds, in one line."""
     try:
         return check()
     except Exception as error:
@@ -37,34 +33,36 @@ def outcome(check: Callable[[], str]) -> str:
 
 
 def checks(backend: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, check) of everything."""
+    """All checks by name, for `backend`, an active Cuda."""
     for op in hal.OPS.values():
         for impl in backend.impls.get(op.name, ()):
-            yield f"graph of {op.name} {impl.id}", lambda op=op, impl=impl: _graph(backend, op, impl)
+            yield f"graph of {op.name} {impl.id}", partial(_graph, backend, op, impl)
     for dtype in DTYPES:
-        yield f"flex with a mask, {str(dtype).removeprefix('torch.')}", lambda dtype=dtype: _mask(dtype)
-    yield "kernels in a new thread", lambda: _thread(backend)
-    yield "a stream beside the current one", lambda: _stream(backend)
-    yield "memory statistics", lambda: _memory(backend)
-    yield "events and ranges", lambda: _events(backend)
+        yield f"flex with a mask, {str(dtype).removeprefix('torch.')}", partial(_mask, dtype)
+    yield "kernels in a new thread", partial(_thread, backend)
+    yield "a stream beside the current one", partial(_stream, backend)
+    yield "memory statistics", partial(_memory, backend)
+    yield "events and ranges", partial(_events, backend)
 
 
 def _arguments(backend: Any, op: Any, impl: Any) -> Callable[[], tuple[dict[str, Any], bool]]:
-    """Makes the arguments of the first written-down call that `impl` takes, anew each time; whether it has gradients.
-
-    Raises HalError if it takes none.
+    """A function that builds the arguments of the first of the kit's edge cases that `impl` accepts, new ones at every
+    call, and says whether gradients are wanted. Raises HalError if `impl` accepts none.
     """
     for dtype in DTYPES:
-        for sample in op.directed():
-            given = build(op, sample, dtype, backend.device())
-            sizes = [t.numel() for t in given.values() if isinstance(t, Tensor)]
-            if op.tol.get(dtype) and all(sizes) and not impl.why_not(**given):
+        for sample in op.edge_cases():
+            arguments = build(op, sample, dtype, backend.device())
+            sizes = [t.numel() for t in arguments.values() if isinstance(t, Tensor)]
+            if op.tol.get(dtype) and all(sizes) and not impl.why_not(**arguments):
                 return lambda: (build(op, sample, dtype, backend.device()), bool(op.grads) and sample.grad)
-    raise hal.HalError("no call of the kit's is one that this implementation takes")
+    raise hal.HalError("this implementation accepts none of the kit's calls")
 
 
 def _results(op: Any, impl: Any, arguments: dict[str, Any], with_grad: bool, dys: list[Tensor]) -> list[Tensor]:
-    """Everything that one call gives, its gradients included. dys is filled by the first of several calls."""
+    """Everything that one call returns, gradients included.
+
+    dys: the output gradients. The first call fills the list, so that further calls use the same ones.
+    """
     outcome = call(op, impl.call, arguments, with_grad)
     dys[:] = dys or [dy.to(outcome.differentiable[i]) for i, dy in enumerate(upstream(outcome.differentiable, 1))]
     grads = backward(outcome, dys) if with_grad else {}
@@ -72,25 +70,26 @@ def _results(op: Any, impl: Any, arguments: dict[str, Any], with_grad: bool, dys
 
 
 def _graph(backend: Any, op: Any, impl: Any) -> str:
-    """Forward and backward, captured and replayed, give the bits that they give when they are called."""
-    make, dys = _arguments(backend, op, impl), []  # type: ignore[var-annotated]
+    """Forward and backward, captured and replayed, give the same bits as a direct call."""
+    make = _arguments(backend, op, impl)
+    dys: list[Tensor] = []
     expected = _results(op, impl, *make(), dys)
-    with backend.stream():
+    with backend.stream():  # warms up on a side stream, as torch asks for before a capture
         _results(op, impl, *make(), dys)
     arguments, with_grad = make()
     backend.synchronize()
     with backend.capture() as graph:
-        found = _results(op, impl, arguments, with_grad, dys)
+        captured = _results(op, impl, arguments, with_grad, dys)
     graph.replay()
     backend.synchronize()
-    return "" if all(map(equal_bits, found, expected)) else "the graph's results differ in bits from the call's"
+    return "" if all(map(equal_bits, captured, expected)) else "the graph's results differ in bits from the call's"
 
 
 def _mask(dtype: torch.dtype) -> str:
-    """The kit's calls with masks are too short for cuda/flex: one that is not, with rows that see nothing."""
+    """cuda/flex with a mask and rows that see nothing. It declines the kit's calls with masks, which are shorter."""
     lengths, window = (150, 140), {"pre_tokens": 60, "next_tokens": 3}
-    q, k = T((2, 4, lengths[0], 64)), T((2, 2, lengths[1], 64))
-    mask = T((2, 1, *lengths), "bool", p=0.4, dtype=torch.bool)
+    q, k = TensorSpec((2, 4, lengths[0], 64)), TensorSpec((2, 2, lengths[1], 64))
+    mask = TensorSpec((2, 1, *lengths), "bool", p=0.4, dtype=torch.bool)
     replay(
         ops.flash_attention,
         Sample((q, k, k), {"layout": "BNSD", "mask": mask, **window}),
@@ -101,7 +100,7 @@ def _mask(dtype: torch.dtype) -> str:
 
 
 def _swiglu(backend: Any) -> Callable[[], Tensor]:
-    """A kernel's forward and backward."""
+    """The forward and backward pass of a HAL kernel."""
     x = torch.randn(64, 256, device=backend.device(), dtype=torch.bfloat16).requires_grad_()
 
     def both() -> Tensor:
@@ -112,20 +111,21 @@ def _swiglu(backend: Any) -> Callable[[], Tensor]:
 
 
 def _thread(backend: Any) -> str:
-    both, found = _swiglu(backend), []
+    both = _swiglu(backend)
     expected = both()
-    thread = threading.Thread(target=lambda: found.append(both()))
+    results: list[Tensor] = []  # stays empty if the thread raises
+    thread = threading.Thread(target=lambda: results.append(both()))
     thread.start()
     thread.join()
-    return "" if found and equal_bits(found[0], expected) else "a kernel that runs in a new thread fails there"
+    return "" if results and equal_bits(results[0], expected) else "a kernel fails in a new thread"
 
 
 def _stream(backend: Any) -> str:
     both = _swiglu(backend)
     expected = both()
     with backend.stream():
-        found = both()
-    return "" if equal_bits(found, expected) else "results differ on another stream"
+        result = both()
+    return "" if equal_bits(result, expected) else "results differ on another stream"
 
 
 def _memory(backend: Any) -> str:
@@ -135,10 +135,12 @@ def _memory(backend: Any) -> str:
     during = backend.memory_stats()
     del x
     after = backend.memory_stats()
-    grown = [during["allocated"] - before["allocated"], after["peak"] - before["allocated"]]
-    if any(g < 64 * MIB for g in grown) or after["allocated"] != before["allocated"]:
-        return f"64 MiB show as {grown} bytes, and {after['allocated'] - before['allocated']} after they are freed"
-    return "" if after["total"] >= after["reserved"] >= after["allocated"] else f"no order in {dict(after)}"
+    growth = [during["allocated"] - before["allocated"], after["peak"] - before["allocated"]]
+    if any(g < 64 * MIB for g in growth) or after["allocated"] != before["allocated"]:
+        return f"64 MiB show as {growth} bytes, and {after['allocated'] - before['allocated']} after they are freed"
+    if not after["total"] >= after["reserved"] >= after["allocated"]:
+        return f"not total >= reserved >= allocated: {dict(after)}"
+    return ""
 
 
 def _events(backend: Any) -> str:

@@ -1,7 +1,7 @@
-"""The report of `make gpu`, docs/verified/cuda-<device>.json and .md: what it holds, and what it says of it.
+"""The report of `make gpu`, docs/verified/cuda-<device>.json and .md: its format, and what it concludes.
 
-A part (gpu_parts.py) is made of units, a unit of rows. The file is replaced by rename at every row, so whoever is
-killed leaves a whole one, and the part's next run goes on after the last unit that had come to its end.
+The run consists of parts (parts.py), a part of units, a unit of rows. The files are replaced by rename at every row, so
+a process that is killed leaves complete ones, and the part's next run continues after the last unit that had finished.
 """
 
 from __future__ import annotations
@@ -13,26 +13,49 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
+
+from ..harness.case import OURS
 
 PARTS = ("parity", "checks", "kernels", "train_step", "attention", "training")
 MEASURED = ("kernels", "train_step", "attention")
 """The parts whose rows are ratios."""
-RUNNING, WHOLE, STOPPED, NOT_RUN = "running", "whole", "stopped", "not run"
-"""A part's states: its process runs (or was killed together with its parent); all units came to their end; its process
+RUNNING, COMPLETE, STOPPED, NOT_RUN = "running", "complete", "stopped", "not run"
+"""A part's states: its process runs (or was killed together with its parent); all units have finished; its process
 ended between two units; a package is missing."""
 GOAL_OF_BANDWIDTH = 0.85
-OURS = "ours"
 TRAIN = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
     " --micro-batch-size 8 --global-batch-size 8 --train-iters 40 --lr 1e-3 --bf16 --attention-dropout 0.1"
     " --hidden-dropout 0.1 --swiglu --tokenizer-type ByteTokenizer --sample-tokens 0"
 )
 TRAIN_TOLERANCE = 0.05
-"""Largest difference of losses over 40 steps: roundings that differ grow slowly, a wrong kernel leaves this at once."""
+"""Largest difference of losses over 40 steps. Different roundings diverge slowly; a wrong kernel exceeds it at once."""
 
-Report = dict[str, Any]
-Row = dict[str, Any]
+GpuRow = dict[str, Any]
+"""One result. Its keys depend on the part; {"error": TEXT} stands for what a broken unit would still have produced."""
+
+
+class UnitRecord(TypedDict):
+    """done: whether the unit has finished, be it by an exception."""
+
+    done: bool
+    rows: list[GpuRow]
+
+
+class PartRecord(TypedDict):
+    """why: the reason for the states STOPPED and NOT_RUN. current: the unit that its process is in, or ""."""
+
+    units: dict[str, UnitRecord]
+    seconds: float
+    state: str
+    why: str
+    current: str
+
+
+class Report(TypedDict):
+    machine: dict[str, Any]
+    parts: dict[str, PartRecord]
 
 
 def path_of(folder: Path, device: str) -> Path:
@@ -42,55 +65,56 @@ def path_of(folder: Path, device: str) -> Path:
 
 def load(path: Path) -> Report:
     """The report; raises OSError or ValueError if there is none that can be read."""
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return cast(Report, json.loads(path.read_text()))
 
 
 def begin(path: Path, machine: dict[str, Any]) -> str:
-    """Makes the file, or keeps one that is about the same device and sources; returns which of them, in words."""
-    kept: Report = {"parts": {}}
-    said = f"a new report, {path}"
+    """Creates the report, or keeps one of the same device and sources; returns a sentence that says which of them."""
+    kept: dict[str, PartRecord] = {}
+    message = f"a new report, {path}"
     if path.exists():
         try:
-            found = load(path)
-            if all(found["machine"].get(k) == machine[k] for k in ("device", "sources", "torch", "CUDA")):
-                kept, said = found, f"{path} is extended"
+            existing = load(path)
+            if all(existing["machine"].get(k) == machine[k] for k in ("device", "sources", "torch", "CUDA")):
+                kept, message = existing["parts"], f"{path} is extended"
             else:
-                said += " (the one that was there is about other sources, or another torch)"
-        except (ValueError, KeyError, AttributeError):
-            said += " (the file that was there held none)"
-    save(path, {"machine": machine, "parts": kept["parts"]})
-    return said
+                message += " (it replaces one of other sources, or of another torch)"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message += " (it replaces a file that was not a report)"
+    save(path, {"machine": machine, "parts": kept})
+    return message
 
 
 def save(path: Path, report: Report) -> None:
     """Writes the .json and the .md."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for target, text in ((path, json.dumps(report, indent=1) + "\n"), (path.with_suffix(".md"), markdown(report))):
-        part = target.with_name(f"{target.name}.part{os.getpid()}")
-        part.write_text(text)
-        os.replace(part, target)
+        temporary = target.with_name(f"{target.name}.part{os.getpid()}")
+        temporary.write_text(text)
+        os.replace(temporary, target)
 
 
-def rows(report: Report, part: str) -> list[Row]:
-    """A part's rows, as far as they are known."""
-    units = report["parts"].get(part, {}).get("units", {})
-    return [row for unit in units.values() for row in unit["rows"]]
+def rows(report: Report, part: str) -> list[GpuRow]:
+    """The rows that a part has produced so far."""
+    if part not in report["parts"]:
+        return []
+    return [row for unit in report["parts"][part]["units"].values() for row in unit["rows"]]
 
 
-def missed(row: Row) -> str:
-    """What goal a row misses; "" if none."""
+def missed(row: GpuRow) -> str:
+    """Which goal a row misses; "" if none."""
     if "absent" in row:
         return ""
-    found = []
+    misses = []
     share = row["share_of_ceiling"]
     if share is not None and share < GOAL_OF_BANDWIDTH:
-        found.append(f"{share:.0%} of copy bandwidth, goal {GOAL_OF_BANDWIDTH:.0%}")
-    if row["name"].startswith("attention") and row["ratio_median"] < 0.98:
-        found.append("is faster")
-    return "; ".join(found)
+        misses.append(f"{share:.0%} of copy bandwidth, goal {GOAL_OF_BANDWIDTH:.0%}")
+    if row["name"].startswith("attention") and row["ratio_median"] < 0.98:  # 2 % slower is within the noise
+        misses.append("is faster")
+    return "; ".join(misses)
 
 
-def attention_order(rows: Sequence[Row]) -> list[str]:
+def attention_order(rows: Sequence[GpuRow]) -> list[str]:
     """The implementations of attention, fastest first, by the mean logarithm of their times over forward and backward.
 
     What MEASURED in backends/cuda/order.py should say of this device. Only those that ran every such case.
@@ -100,60 +124,62 @@ def attention_order(rows: Sequence[Row]) -> list[str]:
         if "peer" not in r or "absent" in r:
             continue
         if r["name"].startswith("attention causal") and r["peer"].startswith("cuda/"):
+            # All ratios of a case have the same divisor, so their logarithms order like those of the times.
             times.setdefault(r["peer"], []).append(math.log(r["ratio_median"]))
     complete = max(map(len, times.values()), default=0)
     return sorted((i for i, t in times.items() if len(t) == complete), key=lambda i: statistics.fmean(times[i]))
 
 
 def losses(report: Report) -> tuple[dict[str, list[float]], float | None]:
-    """Of the training run, by backend; and their largest difference, None before both are there."""
-    found = {r["backend"]: r["losses"] for r in rows(report, "training") if "losses" in r}
-    if set(found) != {"cuda", "cpu_ref"}:
-        return found, None
-    return found, max(abs(a - b) for a, b in zip(found["cuda"], found["cpu_ref"]))
+    """The training run's losses by backend, and their largest difference (None before both backends have run)."""
+    curves = {r["backend"]: r["losses"] for r in rows(report, "training") if "losses" in r}
+    if set(curves) != {"cuda", "cpu_ref"}:
+        return curves, None
+    return curves, max(abs(a - b) for a, b in zip(curves["cuda"], curves["cpu_ref"]))
 
 
-def _of_part(report: Report, part: str) -> list[str]:
-    """Why a part is not whole, and which of its units broke."""
-    entry = report["parts"].get(part)
-    if entry is None:
+def _part_failures(report: Report, part: str) -> list[str]:
+    """Why a part is not complete, and which of its units broke."""
+    record = report["parts"].get(part)
+    if record is None:
         return [f"{part} has not run"]
-    found = [f"{part}, {unit}: {r['error']}" for unit, u in entry["units"].items() for r in u["rows"] if "error" in r]
-    if entry["state"] == NOT_RUN:
-        found.insert(0, f"{part} did not run: {entry['why']}")
-    elif entry["state"] == STOPPED:
-        found.insert(0, f"{part} stopped: {entry['why']}")
-    elif entry["state"] == RUNNING:
-        found.insert(0, f"{part} has not come to its end (run it again: it goes on where it was)")
-    return found
+    failures = {
+        NOT_RUN: [f"{part} did not run: {record['why']}"],
+        STOPPED: [f"{part} stopped: {record['why']}"],
+        RUNNING: [f"{part} has not finished (run it again: it continues where it was)"],
+        COMPLETE: [],
+    }[record["state"]]
+    for name, unit in record["units"].items():
+        failures += [f"{part}, {name}: {row['error']}" for row in unit["rows"] if "error" in row]
+    return failures
 
 
 def failures(report: Report, parts: Sequence[str] = PARTS) -> list[str]:
-    """What of `parts` did not run, or did not hold."""
-    found = [wrong for part in PARTS if part in parts for wrong in _of_part(report, part)]
+    """What of `parts` did not run, or failed."""
+    texts = [text for part in PARTS if part in parts for text in _part_failures(report, part)]
     if "parity" in parts:
         for r in rows(report, "parity"):
             if r.get("status") == "fail":
-                found.append(f"{r['op']} {r['dtype']} {r['implementation']} fails: {r.get('message', '')}")
+                texts.append(f"{r['op']} {r['dtype']} {r['implementation']} fails: {r.get('message', '')}")
     if "checks" in parts:
-        found += [f"{r['name']}: {r['wrong']}" for r in rows(report, "checks") if r.get("wrong")]
+        texts += [f"{r['name']}: {r['problem']}" for r in rows(report, "checks") if r.get("problem")]
     for part in MEASURED:
         if part in parts:
-            absent = [r for r in rows(report, part) if r.get("peer") == OURS]
-            found += [f"{r['name']} {r['shape']} did not run: {r['absent']}" for r in absent]
+            absent = [r for r in rows(report, part) if r.get("peer") == OURS]  # see parts.measure
+            texts += [f"{r['name']} {r['shape']} did not run: {r['absent']}" for r in absent]
     worst = losses(report)[1]
-    if "training" in parts and worst is not None and not worst <= TRAIN_TOLERANCE:
-        found.append("the losses of training part from cpu_ref's")
-    return found
+    if "training" in parts and worst is not None and not worst <= TRAIN_TOLERANCE:  # NaN fails
+        texts.append("the losses of training differ from cpu_ref's")
+    return texts
 
 
 def markdown(report: Report) -> str:
-    """The report for people."""
+    """The report as a page."""
     about = [f"- {name}: {value}" for name, value in report["machine"].items()]
-    seconds = {part: entry["seconds"] for part, entry in report["parts"].items() if entry.get("seconds")}
+    seconds = {part: record["seconds"] for part, record in report["parts"].items() if record.get("seconds")}
     about += [f"- seconds taken: {', '.join(f'{part} {s:.0f}' for part, s in seconds.items()) or 'none yet'}"]
     lines = [f"# cuda on {report['machine']['device']}", "", *about, ""]
-    lines += [f"**{wrong}**\n" for wrong in failures(report)]
+    lines += [f"**{failure}**\n" for failure in failures(report)]
     lines += [*_parity(report), *_checks(report), *_ratios(report), *_training(report)]
     return "\n".join(lines) + "\n"
 
@@ -171,8 +197,8 @@ def _parity(report: Report) -> list[str]:
 
 
 def _checks(report: Report) -> list[str]:
-    found = [r for r in rows(report, "checks") if "wrong" in r]
-    return ["", "## What the simulator lacks", "", *(f"- {r['name']}: {r['wrong'] or 'holds'}" for r in found)]
+    results = [r for r in rows(report, "checks") if "problem" in r]
+    return ["", "## What the simulator lacks", "", *(f"- {r['name']}: {r['problem'] or 'passes'}" for r in results)]
 
 
 def _ratios(report: Report) -> list[str]:
@@ -199,9 +225,9 @@ def _ratios(report: Report) -> list[str]:
 
 
 def _training(report: Report) -> list[str]:
-    found, worst = losses(report)
+    curves, worst = losses(report)
     if worst is None:
         return ["", "## Training", ""]
-    said = f"`hal train {TRAIN}`, cuda against cpu_ref: losses differ by at most "
-    said += f"{worst:.4f} over {len(found['cuda'])} steps (allowed {TRAIN_TOLERANCE})."
-    return ["", "## Training", "", said]
+    text = f"`hal train {TRAIN}`, cuda against cpu_ref: losses differ by at most "
+    text += f"{worst:.4f} over {len(curves['cuda'])} steps (allowed {TRAIN_TOLERANCE})."
+    return ["", "## Training", "", text]

@@ -1,7 +1,7 @@
 """What a suite declares: cases, each with one candidate called "ours" and named peers that do the same work.
 
-A suite is a module of this package with `cases() -> list[Case]`. Nothing is made until a worker process asks for it,
-so a list of cases costs nothing and is the same in every process.
+A suite is a module with `cases() -> list[Case]`. Candidates are made only in worker processes, so building the list is
+cheap, and the list is the same in every process.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 OURS = "ours"
-Call = Callable[[], object]
+Thunk = Callable[[], object]
+"""A call without arguments: what is timed, or the memory of which is measured."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way of doing a case's work.
 
-    make: runs in the worker and returns the call to be timed; it may raise to say that it cannot run here.
-    process: candidates that name the same process share one; HAL's ("hal") and its peers' ("torch", ...) never do, so
-        neither's process-wide settings touch the other.
-    allocators: under which of machine.ALLOCATORS it runs; empty = under all of the case's.
+    make: runs in the worker and returns the call that is measured; an exception says that it cannot run here.
+    process: candidates that name the same process share one. HAL ("hal") and its peers ("torch", ...) never share, so
+        that neither's process-wide settings affect the other.
+    allocators: the entries of machine.ALLOCATORS that it runs under; empty: all of the case's.
     ranks: how many processes make the call together.
     """
 
-    make: Callable[[], Call]
+    make: Callable[[], Thunk]
     process: str = "torch"
     allocators: tuple[str, ...] = ()
     ranks: int = 1
@@ -34,12 +35,12 @@ class Candidate:
 class Case:
     """One piece of work. Its rows compare "ours" with every other candidate and with every budget.
 
-    work: FLOP or bytes of one call, for the share of `ceiling` (a name in ceilings.CEILINGS).
-    budgets: name -> seconds (or bytes) that ours may take, as a peer that needs no measuring.
-    minus: a candidate whose time is subtracted from ours first; it is no peer.
-    series, x: the line of the growth plot this case is a point of, and where.
-    quantity: "seconds" of a call; "bytes" of memory beyond the inputs that one call needs at its peak; "counted bytes"
-        or "counted share" for calls that return the figure themselves.
+    work: FLOP or bytes of one call, for the share of `ceiling` (a key of roofline.CEILINGS).
+    budgets: name -> seconds (or bytes) that ours may take; a peer whose figure is given instead of measured.
+    minus: a candidate whose time is subtracted from that of ours (the cost of an empty call); it is not a peer.
+    series, x: the line of the growth plot that this case is a point of, and its abscissa.
+    quantity: "seconds" of a call; "bytes" that one call adds to the resident memory at its peak; "counted bytes" or
+        "counted share" for calls that return the figure themselves.
     """
 
     name: str

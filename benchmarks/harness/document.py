@@ -1,13 +1,14 @@
-"""Writes a run into a page: `hal bench all --json all.json`, then `python -m hal.bench.document all.json PAGE.md`.
+"""Writes a run into a page: `hal bench all --json all.json`, then
+`python -m hal.bench.harness.document all.json PAGE.md`.
 
-Tables and growth plots of the page are replaced, its words are not. A table follows a comment that says what it shows:
+Tables and growth plots of the page are replaced, its text stays. A table follows a comment that says what it shows:
 
     <!-- cases SUITE PATTERN -->  a line per case and allocator, a column per peer
     <!-- rows SUITE PATTERN -->   a line per comparison
 
-PATTERN is a regular expression for a case's name and shape, in full; the first table that fits has the row. A plot is
-an SVG image whose text is its series' name; its file is written beside the page. A table or plot without rows is an
-error, and so is a row that no table shows although its suite has some; nothing is written then.
+PATTERN is a regular expression that must match all of a case's name and shape; a row goes into the first table that
+matches. A plot is an SVG image whose alternative text is the name of its series; its file is written beside the page. A
+table or plot without rows is an error, and so is a row that no table of its suite shows; nothing is written then.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _share(r: Row) -> str:
 
 
 def _below(value: float, goal: float, digits: int) -> str:
-    """`value` with so many digits, or more if it would read as the goal that it missed."""
+    """`value` with this many digits, or more if it would otherwise round to the goal that it missed."""
     while round(value, digits) >= goal and digits < 9:
         digits += 1
     return f"{value:.{digits}f}"
@@ -60,26 +61,26 @@ def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
     peers = list(dict.fromkeys(r.peer for r in chosen))
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in chosen:
-        found = cases.setdefault((r.name, r.shape, r.allocator), {})
-        if r.peer in found:
+        by_peer = cases.setdefault((r.name, r.shape, r.allocator), {})
+        if r.peer in by_peer:
             raise ValueError(f"two rows for {r.name} {r.shape} against {r.peer}, {r.allocator} malloc")
-        found[r.peer] = r
+        by_peer[r.peer] = r
     lines = [("what", "shape", "malloc", *peers, "share")]
-    for case, found in cases.items():
-        cells = (_ratio(found[peer]) if peer in found else "" for peer in peers)
-        lines.append((*case, *cells, _share(next(iter(found.values())))))
+    for case, by_peer in cases.items():
+        cells = (_ratio(by_peer[peer]) if peer in by_peer else "" for peer in peers)
+        lines.append((*case, *cells, _share(next(iter(by_peer.values())))))
     return lines
 
 
 def fill(page: str, rows: Sequence[Row]) -> str:
-    """The page with its tables made from `rows`. ValueError: see the module's text."""
+    """The page with its tables replaced by tables of `rows`. Raises ValueError as the module's docstring says."""
     if len(_TABLE.findall(page)) != len(re.findall("<!-- (?:cases|rows) ", page)):
-        raise ValueError("every comment `<!-- cases|rows SUITE PATTERN -->` stands alone, an empty line after it")
+        raise ValueError("a comment `<!-- cases|rows SUITE PATTERN -->` must be a line of its own before an empty line")
     suites = {suite for _, _, suite, _ in _TABLE.findall(page)}
-    left = dict.fromkeys(i for i, r in enumerate(rows) if r.suite in suites)
+    left = dict.fromkeys(i for i, r in enumerate(rows) if r.suite in suites)  # an ordered set
 
-    def table(found: re.Match[str]) -> str:
-        start, kind, suite, pattern = found.groups()
+    def table(match: re.Match[str]) -> str:
+        start, kind, suite, pattern = match.groups()
         chosen = [
             i for i in left if rows[i].suite == suite and re.fullmatch(pattern, f"{rows[i].name} {rows[i].shape}")
         ]
@@ -92,8 +93,8 @@ def fill(page: str, rows: Sequence[Row]) -> str:
 
     filled = _TABLE.sub(table, page)
     if left:
-        lost = rows[next(iter(left))]
-        raise ValueError(f"{len(left)} rows are in no table; the first: {lost.suite} {lost.name} {lost.shape}")
+        first = rows[next(iter(left))]
+        raise ValueError(f"{len(left)} rows are in no table; the first: {first.suite} {first.name} {first.shape}")
     return filled
 
 
@@ -107,12 +108,11 @@ def main(results: str, page: str) -> None:
     if missing:
         raise ValueError(f"no rows for the plots of {', '.join(sorted(missing))}")
     for file, series in plots.items():
-        drawn = report.plot(series, rows).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        (path.parent / file).write_text(drawn + "\n", encoding="utf-8")
+        (path.parent / file).write_text(report.plot(series, rows), encoding="utf-8")
     path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python -m hal.bench.document RESULTS.json PAGE.md")
+        sys.exit("usage: python -m hal.bench.harness.document RESULTS.json PAGE.md")
     main(*sys.argv[1:])

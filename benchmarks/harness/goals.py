@@ -1,7 +1,7 @@
-"""Every goal `hal bench --check` holds cpu_ref to, in one place.
+"""Every goal that `hal bench --check` holds cpu_ref to, in one place.
 
-They are ratios for two threads of a current x86-64 server core; which instruction sets a goal presumes is said with it.
-A goal that could not be measured counts as missed.
+They are ratios for two threads of a current x86-64 server processor. A goal that presumes an instruction set, or a
+vendor, says so and applies only there. A goal that could not be measured counts as missed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from . import machine
 
 BACKEND = "cpu_ref"
+"""The backend that the goals are for."""
 
 
 def _avx512() -> bool:
@@ -33,7 +34,10 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Goal:
-    """At least `least` x `peer` (or that share of the ceiling) for cases whose name and shape match (fnmatch)."""
+    """At least `least` x `peer` (or that share of the ceiling) for cases whose name and shape match (fnmatch).
+
+    holds: whether the goal applies on this machine.
+    """
 
     name: str
     shape: str
@@ -43,7 +47,7 @@ class Goal:
     holds: Callable[[], bool] = _always
 
 
-_EVEN = [  # for "odd ..." cases, 80 % of it
+_EVEN = [  # the "odd ..." cases of the same ops are held to 80 % of these
     Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),
     Goal("linear *", "f32 *", "torch.mm", 0.95),
     Goal("scale_mask_softmax fwd+bwd", "*", "eager", 10.0, "default"),
@@ -57,7 +61,7 @@ _EVEN = [  # for "odd ..." cases, 80 % of it
     Goal("adamw", "*", "AdamW(fused=True)", 0.95),
 ]
 
-RATIOS = [  # the first that matches counts
+RATIOS = [  # the first that matches and holds counts
     Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
@@ -66,14 +70,15 @@ RATIOS = [  # the first that matches counts
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
-    # 80 % of what is demanded of even shapes.
+    # Shapes that fit no tile: 80 % of what is demanded of even ones.
     Goal("attention odd shapes *", "f32 * S777 *", "sdpa", 0.8 * 3.3, holds=_avx512),
     Goal("attention odd shapes *", "f32 * S4001 *", "sdpa-mask", 0.8 * 25.0, holds=_avx512),
     Goal("attention odd shapes *", "f32 * causal", "sdpa*", 0.8 * 2.5, holds=_avx512),
     Goal("attention one query", "*", "sdpa", 1.0, holds=_avx512),
     Goal("attention memory", "*", "naive", 50.0),
     Goal("growth", "window 256: S", "linear growth", 0.9),
-    # Twice would be none at all; the code that a first call touches counts too. A second buffer would give less than 1.
+    # 2.0 would mean that the loss needs no buffer besides the logits; pages of code that the first call touches count
+    # too. With a second buffer for the gradient the ratio would fall below 1.
     Goal("cross_entropy memory", "*", "two buffers of logits", 1.5),
     *_EVEN,
     *(replace(g, name=f"odd {g.name}", least=0.8 * g.least) for g in _EVEN),
@@ -81,7 +86,8 @@ RATIOS = [  # the first that matches counts
     Goal("all_reduce", "1 KB", "budget of 3 us", 1.0),
     Goal("all_reduce", "1 MB", "gloo", 6.0),
     Goal("all_reduce", "64 MB", "gloo", 6.0),
-    # The formulas of `hal plan` may be too high, which leaves memory unused, but hardly too low.
+    # The formulas of `hal plan` may be too high, which leaves memory unused. If one were too low, a planned run
+    # would not fit.
     Goal("weights between steps", "*", "formula", 0.99),
     Goal("gradients between steps", "*", "formula", 0.99),
     Goal("optimizer between steps", "*", "formula", 0.99),
@@ -96,7 +102,7 @@ RATIOS = [  # the first that matches counts
     Goal("memory at step 1,000", "*", "101 % of step 100", 1.0),
 ]
 
-SHARES = [  # peer is the ceiling's name
+SHARES = [  # `peer` is the ceiling's name
     Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
 ]
 

@@ -1,7 +1,8 @@
-"""Exact bytes that torch operations hold: what is alive now, and the most that ever was. No allocator is asked.
+"""Exact bytes that torch operations hold: those alive now, and the most that ever were. No allocator is asked.
 
-A storage counts with its present size from the operation that returned it until nothing refers to it; views share
-theirs. So the figures are the same on every machine and repeatable to the byte. What existed before does not count.
+A storage counts, with its present size, from the operation that returned it until nothing refers to it; views share
+theirs. The figures are therefore the same on every machine and repeatable to the byte. Storages that existed before do
+not count.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {s._cdata: s for s in (t.untyped_storage() for t in plain)}
 
 
-class Tracker(TorchDispatchMode):
-    """`with Tracker() as held: ...`; then `held.now()` and `held.peak`, in bytes."""
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`with LiveBytes() as live: ...`; then `live.now()` and `live.peak`, in bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._alive: dict[int, StorageWeakRef] = {}
 
-    def __enter__(self) -> Tracker:
-        super().__enter__()
+    def __enter__(self) -> LiveBytes:
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _storages((args, kwargs))
+        inputs = _storages((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        made = {key: s for key, s in _storages(result).items() if key not in given}
-        if made:
-            self._alive.update({key: StorageWeakRef(s) for key, s in made.items()})
+        new = {key: s for key, s in _storages(result).items() if key not in inputs}
+        if new:
+            # torch's stubs do not type StorageWeakRef.
+            self._alive.update({key: StorageWeakRef(s) for key, s in new.items()})  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
-        """Bytes of all storages made inside the context that something still refers to."""
-        self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}
-        # fully_shard frees by resizing to nothing, so the size is asked for every time.
+        """Bytes of all storages that were made inside the context and are still referred to."""
+        self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        # fully_shard frees a storage by resizing it to zero, so sizes are asked for every time.
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._alive.values())
         return sum(s.nbytes() for s in storages if s is not None)

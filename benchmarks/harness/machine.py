@@ -9,22 +9,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ALLOCATORS: dict[str, dict[str, str]] = {
-    # glibc as it comes: a large block is mapped anew for every tensor, and its pages are cleared at the first touch.
+    # glibc's own settings: every large block is mapped anew, and the kernel clears its pages at the first touch.
     "default": {},
-    # glibc told to keep what is freed. It reads this at a process's start, hence one process per setting.
+    # glibc told to keep freed memory. It reads this when a process starts, hence one process per setting.
     "pooled": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "67108864"},
 }
 
-
 ONE_THREAD = "HAL_BENCH_ONE_THREAD"
 """Set in a worker's environment: one thread, and processor time instead of the wall clock."""
+RENDEZVOUS = "HAL_BENCH_MEETING"
+"""Names, in the environment of workers that communicate, the file over which their process group meets."""
 
 
 def environment(allocator: str, *, one_thread: bool = False) -> dict[str, str]:
     """This process's environment with exactly the allocator settings (and threads) asked for."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "HAL_BACKEND"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "HAL_BACKEND"}
     threads = {ONE_THREAD: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if one_thread else {}
-    return {**kept, **ALLOCATORS[allocator], **threads}
+    return {**inherited, **ALLOCATORS[allocator], **threads}
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -37,7 +38,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def vendor() -> str:
-    """The processor's vendor as the system spells it; "" where it does not say."""
+    """The processor's vendor as the system spells it; "" where the system does not say."""
     return _cpuinfo().get("vendor_id", "")
 
 
@@ -47,7 +48,7 @@ def features() -> frozenset[str]:
 
 
 def describe(one_thread: bool = False) -> str:
-    """One line for the head of a report. Names no host."""
+    """One line for the head of a report. It names no host."""
     import torch
 
     info = _cpuinfo()
@@ -59,31 +60,30 @@ def describe(one_thread: bool = False) -> str:
     )
 
 
-def busy_elsewhere(mine: Iterable[int]) -> float:
-    """Processor seconds used so far by everything except the processes `mine`; 0 where the system does not say."""
+def busy_elsewhere(own: Iterable[int]) -> float:
+    """Processor seconds used so far by everything except the processes `own`; 0 where the system does not say."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal. Time stolen by the host counts as used.
     fields = [int(v) for v in stat.read_text().split("\n", 1)[0].split()[1:9]]
-    ticks = sum(fields) - fields[3] - fields[4]  # all but idle and waiting for I/O; time stolen by the host counts
-    for pid in mine:
+    ticks = sum(fields) - fields[3] - fields[4]
+    for pid in own:
         try:
             after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        ticks -= int(after_name[11]) + int(after_name[12])
+        ticks -= int(after_name[11]) + int(after_name[12])  # utime and stime
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class Load:
-    """Share of one processor that other processes used between two calls of `restart`/`share`."""
+class OtherLoad:
+    """What processes other than `own` use of the processors from now on."""
 
-    def __init__(self, mine: Iterable[int]) -> None:
-        self._mine = list(mine)
-        self.restart()
-
-    def restart(self) -> None:
-        self._busy, self._wall = busy_elsewhere(self._mine), time.perf_counter()
+    def __init__(self, own: Iterable[int]) -> None:
+        self._own = list(own)
+        self._busy, self._wall = busy_elsewhere(self._own), time.perf_counter()
 
     def share(self) -> float:
-        return (busy_elsewhere(self._mine) - self._busy) / max(time.perf_counter() - self._wall, 1e-9)
+        """Their share of one processor so far."""
+        return (busy_elsewhere(self._own) - self._busy) / max(time.perf_counter() - self._wall, 1e-9)

@@ -1,6 +1,6 @@
-"""One rank of `hal bench train` with a layout: trains on made-up tokens and reports speed and every rank's peak memory.
+"""One rank of `hal bench train` with a layout: trains on random tokens and reports speed and every rank's peak memory.
 
-Run as a module by every process of the job, with the options of `hal train`. Rank 0 writes the file HAL_BENCH_OUTPUT.
+Every process of the job runs this module with the options of `hal train`. Rank 0 writes the file HAL_BENCH_OUTPUT.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from typing import Any
 import torch
 
 import hal
-from hal.model.arguments import build, read
-from hal.model.config import Config
-from hal.model.flops import flops_per_token
-from hal.model.parallel.trainer import ParallelTrainer
-from hal.model.planning.search import set_vocabulary
-from hal.model.trainer import peak_memory_bytes
+from hal.model.apps.planning.search import set_vocabulary
+from hal.model.config.command_line import build, read
+from hal.model.config.schema import Config
+from hal.model.gpt.flops import flops_per_token
+from hal.model.training.trainer import peak_memory_bytes
 
 from .layout import VOCABULARY, trainer_of
 
 OUTPUT, STEPS = "HAL_BENCH_OUTPUT", "HAL_BENCH_STEPS"
 WARM_UP = 2
-"""Steps that are not timed: kernels and caches warm up, buffers are made."""
+"""Steps before the timed ones: kernels are compiled, caches are filled, buffers are allocated."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,12 +43,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(argv: Sequence[str]) -> Config:
-    """The checked config; data and vocabulary are made up where none are given."""
+    """The checked config. Where the options name no tokenizer or data: VOCABULARY token ids, and random tokens."""
     values: dict[str, Any] = read(argv)
     if "tokenizer_type" not in values:
         values |= {"tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY}
     if values["tokenizer_type"] == "NullTokenizer":
-        values.setdefault("data_path", ("made-up",))
+        values.setdefault("data_path", ("random tokens",))
     config = build(values)
     set_vocabulary(config)
     return config
@@ -62,12 +61,10 @@ def measure(config: Config, steps: int) -> dict[str, Any] | None:
         trainer.step()
     hal.backend().synchronize()
     seconds = [trainer.step().seconds for _ in range(steps)]
-    ranks = [{"rank": 0, "peak_memory_bytes": peak_memory_bytes()}]
-    if isinstance(trainer, ParallelTrainer):
-        world, layout = trainer.mesh.world, trainer.mesh.layout
-        mine = torch.tensor([peak_memory_bytes()], dtype=torch.int64, device=trainer.device)
-        peaks = world.all_gather(mine).tolist()
-        ranks = [{"rank": r, **layout.coordinates(r), "peak_memory_bytes": n} for r, n in enumerate(peaks)]
+    world, layout = trainer.world, trainer.mesh.layout
+    peak = torch.tensor([peak_memory_bytes()], dtype=torch.int64, device=world.device)
+    peaks = world.all_gather(peak).tolist()
+    ranks = [{"rank": r, **layout.coordinates(r), "peak_memory_bytes": n} for r, n in enumerate(peaks)]
     parameters = trainer.parameter_count()
     if not trainer.lead:
         return None
@@ -79,7 +76,7 @@ def measure(config: Config, steps: int) -> dict[str, Any] | None:
         "name": "training",
         "backend": backend.name,
         "simulated": backend.simulated,
-        "layout": asdict(trainer.mesh.layout) if isinstance(trainer, ParallelTrainer) else {},
+        "layout": asdict(layout),
         "parameters": parameters,
         "steps": steps,
         "seconds_per_step": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},

@@ -1,5 +1,5 @@
 """What a rank holds and does in one training step, counted exactly: bytes of tensors, and the order of a pipeline's
-work. Each function runs on every rank of a layout; nothing is timed."""
+work. Every rank of a layout calls these functions; nothing is timed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hal.model.config import Config
-from hal.model.draws import Draws
-from hal.model.optimizer import local
-from hal.model.parallel.trainer import ParallelTrainer
-from hal.model.planning.schedules import Action, bubble
+from hal.model.apps.planning.schedules import Action, bubble
+from hal.model.config.schema import Config
+from hal.model.gpt.dropout_rng import DropoutRng
+from hal.model.training.optimizer import local
+from hal.model.training.pipeline import Pipeline
 
+from ..harness.live_bytes import LiveBytes
 from .layout import config_of, trainer_of
-from .memory import Tracker
 
 
 def state_bytes(options: Mapping[str, Any]) -> dict[str, int]:
-    """weights, gradients and optimizer between a step's backward pass and its update, in bytes of this rank."""
+    """This rank's bytes of weights, gradients and optimizer state, between a step's backward pass and its update."""
     config = config_of(options)
     trainer = trainer_of(config)
     optimizer = trainer.optimizer
@@ -41,37 +41,37 @@ def activation_bytes(options: Mapping[str, Any]) -> int:
     model = trainer.model
     rows = model.parallel.context_rows(config.seq_length).count
     tokens = torch.zeros(config.micro_batch_size, rows, dtype=torch.int64)
-    draws = _draws(config, trainer.rng)
-    model(tokens, draws)  # what is made once and stays, such as the table of rotations, does not belong to a microbatch
-    with Tracker() as held:
-        loss = model.loss(model(tokens, draws), tokens)
-        return held.now() - loss.nbytes
+    dropout_rng = _dropout_rng(config, trainer.rng)
+    model(tokens, dropout_rng)  # creates what stays for good, such as the rotary table: no microbatch's activations
+    with LiveBytes() as live:
+        loss = model.loss(model(tokens, dropout_rng), tokens)
+        return live.now() - loss.nbytes
 
 
-def _draws(config: Config, rng: Any) -> Draws | None:
+def _dropout_rng(config: Config, rng: Any) -> DropoutRng | None:
     assert config.global_batch_size
     if not (config.attention_dropout or config.hidden_dropout):
         return None
-    return Draws(rng.fork("dropout", 0), 0, config.global_batch_size)
+    return DropoutRng(rng.fork("dropout", 0), 0, config.global_batch_size)
 
 
 def peak_bytes(options: Mapping[str, Any]) -> int:
-    """The most bytes this rank ever holds in a step, everything included: weights, optimizer, buffers, temporaries."""
+    """The peak of this rank's bytes in a step, everything included: weights, optimizer, buffers, temporaries."""
     config = config_of(options)
-    with Tracker() as held:
+    with LiveBytes() as live:
         trainer = trainer_of(config)
-        trainer.step()  # buffers that are made once
-        held.peak = held.now()
+        trainer.step()  # allocates the buffers that stay
+        live.peak = live.now()
         trainer.step()
-        return held.peak
+        return live.peak
 
 
 def recorded_order(options: Mapping[str, Any]) -> list[Action]:
-    """What this rank's pipeline did in one step, in order."""
+    """What this rank's pipeline did in one step, in order, recorded by wrapping its stages' methods."""
     trainer = trainer_of(config_of(options))
-    assert isinstance(trainer, ParallelTrainer)
+    assert isinstance(trainer.pipeline, Pipeline)
     done: list[Action] = []
-    for stage in trainer._engine._stages:
+    for stage in trainer.pipeline.stages:
         _record(stage, "forward_one_chunk", lambda how: "F", done)
         _record(stage, "backward_one_chunk", lambda how: "B" if how.get("full_backward", True) else "I", done)
         _record(stage, "backward_weight_one_chunk", lambda how: "W", done)
@@ -90,8 +90,8 @@ def _record(stage: Any, name: str, kind: Callable[[Mapping[str, Any]], str], don
 
 
 def recorded_bubble(options: Mapping[str, Any]) -> float:
-    """Idle time / working time that the recorded orders of all ranks make, all stages being equal."""
-    mine = recorded_order(options)
+    """Idle time / working time that follows from the recorded orders of all ranks if all stages take equally long."""
+    own = recorded_order(options)
     orders: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(orders, mine)
+    dist.all_gather_object(orders, own)
     return bubble(orders)

@@ -1,7 +1,8 @@
 """The same GPT in megatron-core: its GPTModel on its own layers, under its own wrapper, schedule and optimizer.
 
-megatron-core is written for NVIDIA devices. hal_device() routes the names it uses to the processor (docs/megatron.md);
-none of HAL's ops takes part, and the backend is not built, so that malloc stays as the row says.
+megatron-core is written for NVIDIA devices; hal_device() redirects the CUDA names that it uses to the processor
+(docs/megatron.md). It uses none of HAL's ops. The backend is activated but not built, because building cpu_ref would
+change malloc's settings, which are those that the row names.
 """
 
 from __future__ import annotations
@@ -17,37 +18,38 @@ from torch import Tensor
 
 import hal
 
-from . import worker
-from .case import Call
+from ..harness import target
+from ..harness.case import Thunk
 
-_routed: ExitStack | None = None
+_redirected: ExitStack | None = None
+"""Holds hal_device() open once `enter` was called."""
 
 
 def enter() -> None:
-    """Makes this process megatron-core's, a world of one, for the rest of its life.
+    """Prepares this process for megatron-core, as a world of one, for the rest of its life.
 
     Raises ImportError where megatron-core is not installed, HalError where it cannot run.
     """
-    global _routed
-    if _routed is not None:
+    global _redirected
+    if _redirected is not None:
         return
     from megatron.core import parallel_state, tensor_parallel
 
     from hal.model.megatron import hal_device, join_world
 
-    hal.activate(worker.backend())
-    routed = ExitStack()
-    routed.enter_context(hal_device())
-    join_world(rank=0, world_size=1, store=dist.HashStore())
+    hal.activate(target.backend())
+    stack = ExitStack()
+    stack.enter_context(hal_device())
+    join_world(rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    _routed = routed
+    _redirected = stack
 
 
 def gpt(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, bf16: bool = False) -> Any:
     """A GPTModel: learned positions, layer norm, tanh gelu, biases, tied embedding, no dropout.
 
-    To be made within `hal_device()`.
+    Call `enter` first.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -65,7 +67,7 @@ def gpt(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, b
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        # These are kernels for NVIDIA devices, or compiled; the peer is eager.
+        # These fusions are kernels for NVIDIA devices, or compiled; the peer is eager.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -79,30 +81,31 @@ def gpt(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, b
 def losses(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of every token, [b, s]."""
     b, s = tokens.shape
-    hidden = torch.ones(s, s, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    found: Tensor = model(tokens, torch.arange(s, device=tokens.device).expand(b, -1), hidden, labels=labels)
-    return found
+    masked = torch.ones(s, s, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    positions = torch.arange(s, device=tokens.device).expand(b, -1)
+    result: Tensor = model(tokens, positions, masked, labels=labels)
+    return result
 
 
-def step_of(inner: Any, tokens: Tensor, labels: Tensor, *, bf16: bool) -> Call:
-    """A function that does one training step, as Megatron's own trainer does. bf16: float32 master weights."""
+def step_of(inner: Any, tokens: Tensor, labels: Tensor, *, bf16: bool) -> Thunk:
+    """A function that does one training step like Megatron's own trainer. bf16: with float32 master weights."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
     config, (b, s) = inner.config, tokens.shape
-    whole = Float16Module(config, inner) if bf16 else inner
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=bf16), whole)
+    module = Float16Module(config, inner) if bf16 else inner
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=bf16), module)
     options = OptimizerConfig(
         optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=0.0, bf16=bf16, params_dtype=config.params_dtype
     )
     optimizer = get_megatron_optimizer(options, [model])
     for group in optimizer.param_groups:
-        group["lr"] = options.lr  # as its OptimizerParamScheduler would
+        group["lr"] = options.lr  # normally set by OptimizerParamScheduler, which is not used here
 
     def forward(data: Any, model: Any) -> Any:
-        return losses(model, tokens, labels), lambda found: (found.float().mean(), {"loss": found.detach()})
+        return losses(model, tokens, labels), lambda loss: (loss.float().mean(), {"loss": loss.detach()})
 
     def step() -> None:
         model.zero_grad_buffer()

@@ -5,11 +5,11 @@ Pre-norm, learned positions, tanh gelu, biases, tied embedding, no dropout. Acti
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..harness.case import Thunk
 
 
 class Block(nn.Module):
@@ -27,7 +27,8 @@ class Block(nn.Module):
         q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(h, 2))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(b, s, h))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        y: Tensor = self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        return x + y
 
 
 class PlainGPT(nn.Module):
@@ -50,7 +51,7 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def step_of(model: nn.Module, tokens: Tensor, labels: Tensor, *, bf16: bool, compiled: bool) -> Callable[[], None]:
+def step_of(model: nn.Module, tokens: Tensor, labels: Tensor, *, bf16: bool, compiled: bool) -> Thunk:
     """A function that does one training step: forward (under autocast if bf16), backward, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     function = torch.compile(model, dynamic=False) if compiled else model

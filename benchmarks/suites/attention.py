@@ -1,8 +1,9 @@
 """Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, memory, shapes
-that fit no tile, and one query, as when a model writes text.
+that fit no tile, and one query, as in decoding.
 
-FLOP count pairs (query, key) inside the band only: 4 D per pair forward (two products), 14 D forward and backward
-(seven), so a peer that also computes masked pairs gets no credit for them. One query is held against the copy rate.
+FLOP counts include only (query, key) pairs inside the band: 4 D per pair forward (two products), 14 D forward and
+backward (seven), so a peer that also computes masked pairs gets no credit for them. One query is bound by memory, and
+its ceiling is the copy rate.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import hal
+from hal import ops
 
-from . import worker
-from .case import OURS, Call, Candidate, Case
+from ..harness import target
+from ..harness.case import OURS, Candidate, Case, Thunk
+from ..harness.thunks import forward, forward_backward
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """B sequences of S tokens, H heads of D channels. A query sees itself, `pre` keys before it (None: all) and `next`.
+class AttentionShape:
+    """B sequences of S tokens, H heads of D channels. A query sees itself, `pre` keys before it (None: all) and `next`
+    keys after it.
 
     kv: key/value heads, if fewer. lengths: of packed sequences (layout TND), in place of b and s. last: only the last
     token is a query.
@@ -52,6 +55,7 @@ class Shape:
         return f"{self.dtype} {self.layout} B{self.b} {heads} S{tokens} D{self.d} {band}"
 
     def flop(self, backward: bool) -> float:
+        """FLOP of the forward pass, or of forward and backward."""
         lengths = self.lengths or (self.s,) * self.b
         pairs = sum(
             s * s - _corner(s - (s if self.pre is None else self.pre)) - _corner(s - self.next) for s in lengths
@@ -59,82 +63,94 @@ class Shape:
         return float(self.h * pairs * self.d * (14 if backward else 4))
 
     def keys_and_values(self) -> float:
-        """Their bytes, all that one query has to read."""
+        """Bytes of K and V, which are nearly all that one query has to read."""
         return float(2 * self.b * (self.kv or self.h) * self.s * self.d * DTYPES[self.dtype].itemsize)
 
-    def inputs(self, grad: bool) -> list[Tensor]:
-        """q, k, v in the layout."""
+    def inputs(self) -> list[Tensor]:
+        """q, k, v in the layout, the same at every call."""
         torch.manual_seed(0)
-        found = []
+        tensors = []
         for h, s in ((self.h, 1 if self.last else self.s), *[(self.kv or self.h, self.s)] * 2):
             sizes = {"S": s, "B": self.b, "N": h, "D": self.d, "H": h * self.d, "T": sum(self.lengths)}
             shape = [sizes[c] for c in self.layout]
-            found.append(torch.randn(shape, device=worker.device(), dtype=DTYPES[self.dtype]).requires_grad_(grad))
-        return found
+            tensors.append(torch.randn(shape, device=target.device(), dtype=DTYPES[self.dtype]))
+        return tensors
 
     def bnsd(self, x: Tensor) -> Tensor:
         """A view of x [layout] as [b, n, s, d]: torch's kernels read strides, so a peer pays for no copy."""
         if self.layout in ("SBH", "BSH"):
-            x = x.unflatten(-1, (self.h, self.d))
+            x = x.unflatten(-1, (self.h, self.d))  # type: ignore[no-untyped-call]
         return x.permute(_TO_BNSD[self.layout])
 
 
 def _corner(n: int) -> int:
-    """Pairs in the triangle that a band leaves out at one side."""
+    """Pairs in the triangle that a band leaves out on one side."""
     return n * (n - 1) // 2 if n > 0 else 0
 
 
 _TO_BNSD = {"SBH": (1, 2, 0, 3), "BSH": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
 
 
-def _hal(shape: Shape) -> Attend:
-    heads = {"num_heads": shape.h, "num_kv_heads": shape.kv or shape.h}
-    band = {"pre_tokens": shape.pre, "next_tokens": shape.next}
+def _hal(shape: AttentionShape) -> Attend:
     starts = None
     if shape.lengths:
-        starts = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=worker.device())
+        starts = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=target.device())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result: Tensor = hal.ops.flash_attention(
-            q, k, v, layout=shape.layout, **heads, **band, cu_seqlens_q=starts, cu_seqlens_k=starts
+        out = ops.flash_attention(
+            q,
+            k,
+            v,
+            layout=shape.layout,
+            num_heads=shape.h,
+            num_kv_heads=shape.kv or shape.h,
+            pre_tokens=shape.pre,
+            next_tokens=shape.next,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
         )
-        return result
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out
 
     return attend
 
 
-def _sdpa(shape: Shape) -> Attend:
-    options = {"is_causal": not shape.last, "enable_gqa": shape.kv is not None}  # torch's first query sees one key
-    return lambda q, k, v: F.scaled_dot_product_attention(shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), **options)
+def _sdpa(shape: AttentionShape) -> Attend:
+    # torch aligns causal masks at the first key, so its single query would see one key only; unmasked it sees all.
+    causal, gqa = not shape.last, shape.kv is not None
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), is_causal=causal, enable_gqa=gqa
+    )
 
 
-def _sdpa_each(shape: Shape) -> Attend:
+def _sdpa_each(shape: AttentionShape) -> Attend:
     """Packed sequences [t, n, d], one after the other."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(*(x.transpose(0, 1)[None].split(shape.lengths, 2) for x in (q, k, v)))
-        outs = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        sequences = zip(*(torch.split(x.transpose(0, 1)[None], list(shape.lengths), 2) for x in (q, k, v)))
+        outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in sequences]
         return torch.cat(outs, 2)[0].transpose(0, 1)
 
     return attend
 
 
-def _sdpa_medium(shape: Shape) -> Attend:
+def _sdpa_medium(shape: AttentionShape) -> Attend:
     torch.set_float32_matmul_precision("medium")
     return _sdpa(shape)
 
 
 def _allowed(s: int, pre: int, next: int = 0) -> Tensor:
+    """Which keys each query sees: bool [s, s]."""
     i, j = torch.arange(s)[:, None], torch.arange(s)
-    return ((j <= i + next) & (j >= i - pre)).to(worker.device())
+    return ((j <= i + next) & (j >= i - pre)).to(target.device())
 
 
-def _sdpa_mask(shape: Shape) -> Attend:
+def _sdpa_mask(shape: AttentionShape) -> Attend:
     allowed = _allowed(shape.s, shape.pre if shape.pre is not None else shape.s, shape.next)
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
 
 
-def _sdpa_chunked(shape: Shape) -> Attend:
+def _sdpa_chunked(shape: AttentionShape) -> Attend:
     """Queries in chunks as long as the window, each against its own and the previous chunk's keys."""
     c = shape.pre
     assert c is not None and shape.s % c == 0
@@ -152,7 +168,7 @@ def _sdpa_chunked(shape: Shape) -> Attend:
     return attend
 
 
-def _flex(shape: Shape) -> Attend:
+def _flex(shape: AttentionShape) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     pre = shape.s if shape.pre is None else shape.pre
@@ -160,40 +176,33 @@ def _flex(shape: Shape) -> Attend:
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (j >= i - pre)
 
-    blocks = create_block_mask(inside, None, None, shape.s, shape.s, device=str(worker.device()))
+    blocks = create_block_mask(inside, None, None, shape.s, shape.s, device=str(target.device()))
     compiled = torch.compile(flex_attention)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 
 
-def _naive(shape: Shape) -> Attend:
-    hidden = ~_allowed(shape.s, shape.s)
+def _naive(shape: AttentionShape) -> Attend:
+    masked = ~_allowed(shape.s, shape.s)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / shape.d**0.5
-        return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+        return torch.softmax(scores.masked_fill(masked, float("-inf")), -1) @ v
 
     return attend
 
 
-def _call(shape: Shape, attend: Callable[[Shape], Attend], backward: bool) -> Call:
-    q, k, v = shape.inputs(backward)
-    function = attend(shape)
-    if not backward:
+def _candidate(
+    shape: AttentionShape, make: Callable[[AttentionShape], Attend], backward: bool, process: str
+) -> Candidate:
+    def thunk() -> Thunk:
+        inputs = shape.inputs()
+        attend = make(shape)
+        return forward_backward(attend, inputs, 3) if backward else forward(attend, inputs)
 
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(q, k, v)
-
-        return forward
-    dout = torch.randn_like(function(q, k, v).detach())
-    return lambda: torch.autograd.grad(function(q, k, v), (q, k, v), dout)
+    return Candidate(thunk, process)
 
 
-def _candidate(shape: Shape, attend: Callable[[Shape], Attend], backward: bool, process: str) -> Candidate:
-    return Candidate(lambda: _call(shape, attend, backward), process)
-
-
-_PEERS: dict[str, tuple[Callable[[Shape], Attend], str]] = {
+_PEERS: dict[str, tuple[Callable[[AttentionShape], Attend], str]] = {
     "sdpa": (_sdpa, "torch"),
     "sdpa-medium": (_sdpa_medium, "medium"),
     "sdpa-mask": (_sdpa_mask, "torch"),
@@ -206,14 +215,14 @@ _PEERS: dict[str, tuple[Callable[[Shape], Attend], str]] = {
 
 def _case(
     name: str,
-    shape: Shape,
+    shape: AttentionShape,
     backward: bool,
     peers: tuple[str, ...],
     series: str = "",
     x: float = 0.0,
     memory: bool = False,
 ) -> Case:
-    # Memory has a process of its own: one that has grown before takes what it needs from what it holds.
+    # Memory has a process of its own: one that has grown before takes what it needs from the memory it already holds.
     candidates = {OURS: _candidate(shape, _hal, backward, "hal-memory" if memory else "hal")}
     candidates |= {p: _candidate(shape, _PEERS[p][0], backward, _PEERS[p][1]) for p in peers}
     work, ceiling = (shape.keys_and_values(), "copy") if shape.last else (shape.flop(backward), f"GEMM {shape.dtype}")
@@ -231,13 +240,13 @@ def _case(
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 _MODES = (("fwd", False), ("fwd+bwd", True))
-_BAND = Shape(s=4001, pre=128, next=64)
-_PACKED = Shape(layout="TND", lengths=(777, 1531, 300))
+_BAND = AttentionShape(s=4001, pre=128, next=64)
+_PACKED = AttentionShape(layout="TND", lengths=(777, 1531, 300))
 ODD = (
-    (Shape(s=777, d=40), False, ("sdpa",)),
-    (Shape(s=777, d=80), True, ("sdpa",)),
-    (Shape(s=1531, d=96), False, ("sdpa",)),
-    (Shape(s=1531, kv=2), True, ("sdpa",)),
+    (AttentionShape(s=777, d=40), False, ("sdpa",)),
+    (AttentionShape(s=777, d=80), True, ("sdpa",)),
+    (AttentionShape(s=1531, d=96), False, ("sdpa",)),
+    (AttentionShape(s=1531, kv=2), True, ("sdpa",)),
     (_BAND, False, ("sdpa-mask",)),
     (_BAND, True, ("sdpa-mask",)),
     (_PACKED, False, ("sdpa-each",)),
@@ -247,28 +256,31 @@ ODD = (
 
 
 def cases() -> list[Case]:
-    """All attention cases; see the goals for what is expected of which."""
-    found = []
+    """All attention cases; goals.py says what is expected of which."""
+    result = []
     for dtype, layout, (mode, backward), d, s in product(DTYPES, ("BNSD", "SBH", "BSH"), _MODES, (64, 128), LENGTHS):
         plain = layout == "BNSD"
         peers = ("sdpa", "sdpa-medium") if dtype == "f32" and plain else ("sdpa",)
         series = f"{dtype} causal, D {d}, {mode}: S" if plain else ""
-        found.append(_case(f"attention {mode}", Shape(dtype, layout, s=s, d=d), backward, peers, series, s))
-    window = Shape(s=4096, pre=256)
+        result.append(_case(f"attention {mode}", AttentionShape(dtype, layout, s=s, d=d), backward, peers, series, s))
+    window = AttentionShape(s=4096, pre=256)
     for dtype in DTYPES:
         banded = replace(window, dtype=dtype)
-        found.append(_case("attention window fwd", banded, False, ("sdpa-mask", "sdpa-chunked", "flex")))
-        found.append(_case("attention window fwd+bwd", banded, True, ("sdpa-mask", "sdpa-chunked")))
+        result.append(_case("attention window fwd", banded, False, ("sdpa-mask", "sdpa-chunked", "flex")))
+        result.append(_case("attention window fwd+bwd", banded, True, ("sdpa-mask", "sdpa-chunked")))
     for s in (1024, 2048, 4096, 8192, 16384):
-        found.append(_case("attention over S", replace(window, s=s), False, ("sdpa-chunked",), "window 256: S", s))
+        result.append(_case("attention over S", replace(window, s=s), False, ("sdpa-chunked",), "window 256: S", s))
     for pre in (64, 128, 256, 512, 1024, 2048):
-        at = replace(window, pre=pre)
-        found.append(_case("attention over window", at, False, ("sdpa-chunked",), "S 4096: window", pre))
+        wider = replace(window, pre=pre)
+        result.append(_case("attention over window", wider, False, ("sdpa-chunked",), "S 4096: window", pre))
     for h in (1, 2, 4, 8, 16, 32):
-        found.append(_case("attention over heads", Shape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
+        result.append(_case("attention over heads", AttentionShape(h=h), False, ("sdpa",), "S 1024 causal: heads", h))
     for odd, backward, peers in ODD:
-        found.append(_case(f"attention odd shapes {_MODES[backward][0]}", odd, backward, peers))
+        mode = "fwd+bwd" if backward else "fwd"
+        result.append(_case(f"attention odd shapes {mode}", odd, backward, peers))
     for dtype, (h, kv, d, s) in product(DTYPES, ((12, None, 64, 1024), (32, 8, 128, 4096))):
-        found.append(_case("attention one query", Shape(dtype, h=h, kv=kv, d=d, s=s, last=True), False, ("sdpa",)))
-    found.append(_case("attention memory", Shape(s=8192), True, ("naive",), memory=True))
-    return found
+        result.append(
+            _case("attention one query", AttentionShape(dtype, h=h, kv=kv, d=d, s=s, last=True), False, ("sdpa",))
+        )
+    result.append(_case("attention memory", AttentionShape(s=8192), True, ("naive",), memory=True))
+    return result

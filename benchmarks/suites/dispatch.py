@@ -1,10 +1,11 @@
 """What HAL adds to a call, against its budgets: 1 us through the registry into a C function, 6 us with autograd.
 
-The implementation makes one call through cffi (eleven arguments, no rows, so it returns at once) and returns its input,
-or, where autograd wants a new tensor, an empty one; a function that only does that is subtracted. What is left is
-checking the contract (and why_not: once for all calls of one metadata if it is marked for that, else every time),
-forwarding the arguments, reading addresses and crossing into C; in the last kind also autograd's node. Every tensor
-costs 0.2 us, most of it for reading its shape and dtype, so calls with one and with three are both held to the budget.
+The implementation makes one call through cffi (eleven arguments, no rows, so the kernel returns at once). It returns
+its input or, where autograd needs a new tensor, an empty one; a function that does only this is subtracted. This leaves
+checking the contract (and why_not: once for all calls with the same metadata if it is marked `by_metadata`, else at
+every call), forwarding the arguments, reading addresses, crossing into C and, in the last case, autograd's node. Every
+tensor costs 0.2 us, most of it for reading its shape and dtype, so calls with one and with three tensors are both held
+to the budget.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import hal
 from hal import ops
 
-from .case import OURS, Call, Candidate, Case
+from ..harness.case import OURS, Candidate, Case, Thunk
 
 _FLOATS = {torch.float32, torch.bfloat16}
 
@@ -30,7 +31,7 @@ def _kernel() -> Callable[..., None]:
 
 
 class Idle(hal.Backend):
-    """A backend whose ops compute nothing, so that nothing but the way to the kernel is left to measure."""
+    """A backend whose ops compute nothing, so that a call's time is that of dispatch."""
 
     name = "idle"
 
@@ -44,7 +45,7 @@ class Idle(hal.Backend):
         pass
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
-        return hal.Solo()
+        return hal.SingleRankComm()
 
 
 @hal.by_metadata
@@ -62,7 +63,7 @@ def _why_layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
 
 
 def _register() -> None:
-    """Adds the implementations; needs the compiled kernels, hence not at import."""
+    """Adds the implementations. Not at import, because this needs the compiled kernels."""
     kernel = _kernel()
 
     @Idle.impl(ops.swiglu, id="idle/cffi", why_not=_why_swiglu)
@@ -106,10 +107,12 @@ def _register() -> None:
 
 
 def _direct(x, *rest, **options):  # type: ignore[no-untyped-def]
+    """What is subtracted: a call that returns what the implementations return."""
     return torch.empty_like(x) if x.requires_grad else x
 
 
-def _bound(function: Callable[..., Any], op: str) -> Call:
+def _bound(function: Callable[..., Any], op: str) -> Thunk:
+    """`function` with tensor arguments that `op` accepts."""
     x, w, q = torch.randn(4, 8), torch.randn(8), torch.randn(4, 2, 8)
     if op == "swiglu":
         return partial(function, x)
@@ -120,7 +123,7 @@ def _bound(function: Callable[..., Any], op: str) -> Call:
     return partial(function, q, q, q, layout="SBH", num_heads=2, next_tokens=0)
 
 
-def _op(name: str) -> Call:
+def _op(name: str) -> Thunk:
     if "layer_norm" not in Idle.impls:
         _register()
     hal.activate(Idle())
@@ -140,8 +143,8 @@ def cases() -> list[Case]:
             "dispatch",
             shape,
             {
-                OURS: Candidate(lambda n=name: _op(n), "hal"),
-                "direct": Candidate(lambda n=name: _bound(_direct, n), "hal"),
+                OURS: Candidate(partial(_op, name), "hal"),
+                "direct": Candidate(partial(_bound, _direct, name), "hal"),
             },
             minus="direct",
             budgets={f"budget of {budget * 1e6:g} us": budget},

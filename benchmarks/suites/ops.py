@@ -1,24 +1,25 @@
-"""The fused ops against eager and compiled torch, with the allocator as it comes and told to keep what is freed.
+"""The fused ops against eager and compiled torch, with glibc's malloc as it is and told to keep freed memory.
 
-Shares of the copy rate count ideal traffic: forward reads the inputs and writes the output; forward and backward reads
-what the gradient needs once more, reads the output's gradient and writes the inputs'.
+Shares of the copy rate count ideal traffic: the forward pass reads the inputs and writes the output; the backward pass
+reads again what the gradient needs, reads the output's gradient and writes the inputs'.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import hal
+from hal import ops
 
-from . import worker
-from .case import OURS, Call, Candidate, Case
+from ..harness import target
+from ..harness.case import OURS, Candidate, Case, Thunk
+from ..harness.thunks import forward, forward_backward
 
 Function = Callable[..., Tensor]
 
@@ -27,8 +28,8 @@ Function = Callable[..., Tensor]
 class Fused:
     """An op, how a torch user writes it, and its inputs.
 
-    dims: the first input's shape. inputs: the tensors both take; the first `grads` of them get gradients.
-    passes: (forward, forward and backward) how often memory of the first input's size is read or written at least.
+    dims: the first input's shape. inputs: makes the tensors that both take; the first `grads` of them get gradients.
+    passes: bytes that the forward pass, and forward and backward, must move, in sizes of the first input.
     """
 
     name: str
@@ -41,11 +42,11 @@ class Fused:
 
 
 def _randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device=worker.device())
+    return torch.randn(shape, device=target.device())
 
 
-def _softmax(x: Tensor, hidden: Tensor) -> Tensor:
-    return torch.softmax((x * 0.125).masked_fill(hidden, float("-inf")), -1)
+def _softmax(x: Tensor, masked: Tensor) -> Tensor:
+    return torch.softmax((x * 0.125).masked_fill(masked, float("-inf")), -1)
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -76,103 +77,97 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _norm_inputs(rows: int, width: int, tensors: int) -> list[Tensor]:
+    """x [rows, width] and vectors [width]."""
     return [_randn(rows, width), *(_randn(width) for _ in range(tensors - 1))]
 
 
-def _hidden(s: int) -> Tensor:
-    return torch.ones(s, s, dtype=torch.bool, device=worker.device()).triu(1)
+def _causal_mask(s: int) -> Tensor:
+    """bool [s, s], True = masked out."""
+    return torch.ones(s, s, dtype=torch.bool, device=target.device()).triu(1)
 
 
-def _angles(s: int, half: int) -> list[Tensor]:
-    turn = torch.arange(s)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    return [turn.cos().to(worker.device()), turn.sin().to(worker.device())]
+def _rotary_cos_sin(s: int, half: int) -> list[Tensor]:
+    """cos and sin [s, half] of the angles by which channels are rotated."""
+    angle = torch.arange(s)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    return [angle.cos().to(target.device()), angle.sin().to(target.device())]
 
 
 def _targets(rows: int, v: int) -> Tensor:
-    return torch.randint(v, (rows,), device=worker.device())
+    return torch.randint(v, (rows,), device=target.device())
 
 
-def _one(name: str, *dims: int) -> Fused:
+def _fused_op(name: str, *dims: int) -> Fused:
     """The op `name` with a first input of this shape."""
 
     def ours() -> Function:
-        function: Function = getattr(hal.ops, name)
+        function: Function = getattr(ops, name)
         return function
 
     def causal() -> Function:
-        return lambda x, mask: hal.ops.scale_mask_softmax(x, None, 0.125, True)
+        return lambda x, masked: ops.scale_mask_softmax(x, None, 0.125, True)
 
-    def residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return residual + (x + bias)
 
     first, last = dims[0], dims[-1]
-    known: dict[str, tuple[Callable[[], Function], Function, Callable[[], Sequence[Tensor]], int, tuple[float, float]]]
-    known = {
-        "scale_mask_softmax": (causal, _softmax, lambda: [_randn(*dims), _hidden(last)], 1, (2.0, 5.0)),
+    Definition = tuple[Callable[[], Function], Function, Callable[[], Sequence[Tensor]], int, tuple[float, float]]
+    definitions: dict[str, Definition] = {
+        "scale_mask_softmax": (causal, _softmax, lambda: [_randn(*dims), _causal_mask(last)], 1, (2.0, 5.0)),
         "cross_entropy": (ours, _cross_entropy, lambda: [_randn(*dims), _targets(*dims)], 1, (1.0, 3.0)),
         "layer_norm": (ours, _layer_norm, lambda: _norm_inputs(first, last, 3), 3, (2.0, 5.0)),
         "rms_norm": (ours, _rms_norm, lambda: _norm_inputs(first, last, 2), 2, (2.0, 5.0)),
         "swiglu": (ours, _swiglu, lambda: [_randn(*dims)], 1, (1.5, 4.0)),
         "bias_gelu": (ours, _bias_gelu, lambda: _norm_inputs(first, last, 2), 2, (2.0, 5.0)),
-        "bias_dropout_add": (ours, residual, lambda: [_randn(*dims), _randn(last), _randn(*dims)], 3, (3.0, 4.0)),
-        "rotary": (ours, _rotary, lambda: [_randn(*dims), *_angles(first, last // 2)], 1, (2.0, 4.0)),
+        "bias_dropout_add": (ours, bias_add, lambda: [_randn(*dims), _randn(last), _randn(*dims)], 3, (3.0, 4.0)),
+        "rotary": (ours, _rotary, lambda: [_randn(*dims), *_rotary_cos_sin(first, last // 2)], 1, (2.0, 4.0)),
     }
-    return Fused(name, dims, *known[name])
+    return Fused(name, dims, *definitions[name])
 
 
 def _fused() -> list[Fused]:
     return [
-        _one("scale_mask_softmax", 8, 8, 1024, 1024),
-        _one("cross_entropy", 1024, 50304),
-        _one("cross_entropy", 2048, 8192),
-        _one("layer_norm", 2048, 384),
-        _one("rms_norm", 2048, 384),
-        _one("layer_norm", 4096, 4096),
-        _one("rms_norm", 4096, 4096),
-        _one("swiglu", 2048, 2048),
-        _one("swiglu", 4096, 8192),
-        _one("bias_gelu", 2048, 1536),
-        _one("bias_gelu", 4096, 8192),
-        _one("bias_dropout_add", 2048, 384),
-        _one("rotary", 2048, 1, 16, 64),
+        _fused_op("scale_mask_softmax", 8, 8, 1024, 1024),
+        _fused_op("cross_entropy", 1024, 50304),
+        _fused_op("cross_entropy", 2048, 8192),
+        _fused_op("layer_norm", 2048, 384),
+        _fused_op("rms_norm", 2048, 384),
+        _fused_op("layer_norm", 4096, 4096),
+        _fused_op("rms_norm", 4096, 4096),
+        _fused_op("swiglu", 2048, 2048),
+        _fused_op("swiglu", 4096, 8192),
+        _fused_op("bias_gelu", 2048, 1536),
+        _fused_op("bias_gelu", 4096, 8192),
+        _fused_op("bias_dropout_add", 2048, 384),
+        _fused_op("rotary", 2048, 1, 16, 64),
     ]
 
 
 def _odd() -> list[Case]:
-    """Rows that are no whole lines, and many small tensors, in the modes that have goals; against eager torch only."""
-    cases = [
-        _case(_one("scale_mask_softmax", 2, 6, 777, 777), "fwd+bwd"),
+    """Rows that are not whole cache lines, and many small tensors, in the modes that have goals; against eager only."""
+    even = [
+        _case(_fused_op("scale_mask_softmax", 2, 6, 777, 777), "fwd+bwd"),
         _cross_entropy_backward(333, 50257),
-        _case(_one("layer_norm", 4097, 513), "fwd+bwd"),
-        _case(_one("rms_norm", 4097, 513), "fwd+bwd"),
-        _case(_one("swiglu", 4097, 2002), "fwd+bwd"),
-        _case(_one("rotary", 777, 2, 12, 80), "fwd"),
+        _case(_fused_op("layer_norm", 4097, 513), "fwd+bwd"),
+        _case(_fused_op("rms_norm", 4097, 513), "fwd+bwd"),
+        _case(_fused_op("swiglu", 4097, 2002), "fwd+bwd"),
+        _case(_fused_op("rotary", 777, 2, 12, 80), "fwd"),
         _adamw("5.1M in 300 tensors", [17_001] * 300),
     ]
     peers = (OURS, "eager", "AdamW(fused=True)")
     return [
         replace(c, name=f"odd {c.name}", candidates={n: c.candidates[n] for n in peers if n in c.candidates})
-        for c in cases
+        for c in even
     ]
 
 
-def _call(function: Function, op: Fused, mode: str) -> Call:
+def _thunk(function: Function, op: Fused, mode: str) -> Thunk:
     torch.manual_seed(0)
-    tensors = list(op.inputs())
-    if mode == "fwd":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(*tensors)
-
-        return forward
-    wanted = [t.requires_grad_() for t in tensors[: op.grads]]
-    dy = torch.randn_like(function(*tensors).detach())
-    return lambda: torch.autograd.grad(function(*tensors), wanted, dy)
+    inputs = list(op.inputs())
+    return forward(function, inputs) if mode == "fwd" else forward_backward(function, inputs, op.grads)
 
 
 def _compiled(function: Function) -> Function:
-    torch._dynamo.reset()  # its limit of recompilations counts per function, not per case
+    torch._dynamo.reset()  # its limit of recompilations is per function, and cases share functions
     return torch.compile(function, dynamic=False)
 
 
@@ -181,9 +176,9 @@ def _case(op: Fused, mode: str) -> Case:
         f"{op.name} {mode}",
         "f32 " + "x".join(map(str, op.dims)),
         {
-            OURS: Candidate(lambda: _call(op.ours(), op, mode), "hal"),
-            "eager": Candidate(lambda: _call(op.eager, op, mode)),
-            "compile": Candidate(lambda: _call(_compiled(op.eager), op, mode), "compile"),
+            OURS: Candidate(lambda: _thunk(op.ours(), op, mode), "hal"),
+            "eager": Candidate(lambda: _thunk(op.eager, op, mode)),
+            "compile": Candidate(lambda: _thunk(_compiled(op.eager), op, mode), "compile"),
         },
         work=op.passes[mode != "fwd"] * 4.0 * math.prod(op.dims),
         ceiling="copy",
@@ -201,14 +196,15 @@ def _parameters(sizes: Sequence[int]) -> list[Tensor]:
     return parameters
 
 
-def _adamw_ours(sizes: Sequence[int]) -> Call:
+def _adamw_ours(sizes: Sequence[int]) -> Thunk:
     params = _parameters(sizes)
-    grads, m, v = [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
-    return lambda: hal.ops.adamw(params, grads, m, v, step=10, lr=1e-4, weight_decay=0.01)
+    grads = [p.grad for p in params if p.grad is not None]
+    m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    return lambda: ops.adamw(params, grads, m, v, step=10, lr=1e-4, weight_decay=0.01)
 
 
-def _adamw_torch(sizes: Sequence[int], **how: bool) -> Call:
-    return torch.optim.AdamW(_parameters(sizes), lr=1e-4, weight_decay=0.01, **how).step
+def _adamw_torch(sizes: Sequence[int], fused: bool | None = None) -> Thunk:
+    return torch.optim.AdamW(_parameters(sizes), lr=1e-4, weight_decay=0.01, fused=fused).step
 
 
 def _adamw(shape: str, sizes: Sequence[int]) -> Case:
@@ -220,13 +216,13 @@ def _adamw(shape: str, sizes: Sequence[int]) -> Case:
             "AdamW(fused=True)": Candidate(lambda: _adamw_torch(sizes, fused=True)),
             "AdamW": Candidate(lambda: _adamw_torch(sizes)),
         },
-        work=28.0 * sum(sizes),
+        work=28.0 * sum(sizes),  # float32: four tensors read (p, g, m, v), three written
         ceiling="copy",
     )
 
 
-class _Handed(torch.autograd.Function):
-    """Logits as a model hands them to its loss: nobody but the graph holds them. make: their memory, new or used."""
+class _Logits(torch.autograd.Function):
+    """Logits as a model passes them to its loss: only the graph refers to them. make: returns them."""
 
     @staticmethod
     def forward(ctx: object, seed: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -237,24 +233,24 @@ class _Handed(torch.autograd.Function):
         return grads[0].new_ones(1), None
 
 
-def _loss(rows: int, v: int, make: Callable[[], Tensor], function: Function) -> Call:
-    """The loss of logits that `make` makes, and their gradient."""
-    seed = torch.ones(1, device=worker.device(), requires_grad=True)
-    target = torch.randint(v, (rows,), device=worker.device())
-    dloss = torch.full((rows,), 1.0 / rows, device=worker.device())
-    return lambda: torch.autograd.grad(function(_Handed.apply(seed, make), target), seed, dloss)
+def _loss(rows: int, v: int, make: Callable[[], Tensor], function: Function) -> Thunk:
+    """The loss of the logits [rows, v] that `make` returns, and their gradient."""
+    seed = torch.ones(1, device=target.device(), requires_grad=True)
+    labels = torch.randint(v, (rows,), device=target.device())
+    dloss = torch.full((rows,), 1.0 / rows, device=target.device())
+    return lambda: torch.autograd.grad(function(_Logits.apply(seed, make), labels), seed, dloss)  # type: ignore[no-untyped-call]
 
 
-def _loss_backward(rows: int, v: int, function: Callable[[], Function]) -> Call:
-    """The same memory becomes new logits every time, so that making them costs nothing. On a device: new memory."""
-    if worker.device().type != "cpu":
+def _loss_backward(rows: int, v: int, function: Callable[[], Function]) -> Thunk:
+    """On the CPU every call's logits are a new tensor over the same memory, which costs nothing to make."""
+    if target.device().type != "cpu":
         return _loss(rows, v, lambda: _randn(rows, v), function())
     values = torch.randn(rows, v).numpy()
     return _loss(rows, v, lambda: torch.from_numpy(values), function())
 
 
 def _ours_in_place() -> Function:
-    return functools.partial(hal.ops.cross_entropy, inplace_backward=True)
+    return partial(ops.cross_entropy, inplace_backward=True)
 
 
 def _cross_entropy_backward(rows: int, v: int) -> Case:
@@ -266,7 +262,7 @@ def _cross_entropy_backward(rows: int, v: int) -> Case:
             "eager": Candidate(lambda: _loss_backward(rows, v, lambda: _cross_entropy)),
             "compile": Candidate(lambda: _loss_backward(rows, v, lambda: _compiled(_cross_entropy)), "compile"),
         },
-        work=3.0 * 4.0 * rows * v,
+        work=3.0 * 4.0 * rows * v,  # float32: logits read twice, their gradient written once
         ceiling="copy",
         allocators=("default", "pooled"),
     )
@@ -287,12 +283,12 @@ def _cross_entropy_memory(rows: int, v: int) -> Case:
 
 def cases() -> list[Case]:
     """Every fused op in both modes, the optimizer, and the memory of the loss."""
-    found = [
+    result = [
         _case(op, mode)
         for op in _fused()
         for mode in ("fwd", "fwd+bwd")
-        if (op.name, mode) != ("cross_entropy", "fwd+bwd")  # its logits are handed over: see below
+        if (op.name, mode) != ("cross_entropy", "fwd+bwd")  # it may overwrite its logits, so it has a case of its own
     ]
-    found += [_cross_entropy_backward(1024, 50304), _cross_entropy_backward(2048, 8192)]
-    found += [_adamw(shape, sizes) for shape, sizes in _ADAMW.items()]
-    return [*found, _cross_entropy_memory(1024, 50304), *_odd()]
+    result += [_cross_entropy_backward(1024, 50304), _cross_entropy_backward(2048, 8192)]
+    result += [_adamw(shape, sizes) for shape, sizes in _ADAMW.items()]
+    return [*result, _cross_entropy_memory(1024, 50304), *_odd()]

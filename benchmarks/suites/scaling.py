@@ -1,7 +1,7 @@
 """What parallelism does to one rank, measured and by formula: state and activations in bytes, a pipeline's bubble.
 
-Everything is counted (held.py), so a busy machine changes nothing; the peer of every row is the formula of
-`hal.model.planning`, on which `hal plan` rests. The tables of docs/scaling.md are this suite's.
+Everything is counted (parallel/tensor_bytes.py), so a busy machine changes nothing. The peer of every row is a formula
+of `hal.model.apps.planning`, which `hal plan` uses. The tables of docs/scaling.md come from this suite.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hal.model.config import Config
-from hal.model.parallel.plan import Plan, make_plan
-from hal.model.planning.activations import stage_bytes
-from hal.model.planning.memory import rank_memory, states
-from hal.model.planning.schedules import bubble_formula
-from hal.model.planning.shape import Shape
+from hal.model.apps.planning.activations import stage_bytes
+from hal.model.apps.planning.memory import rank_memory, states
+from hal.model.apps.planning.schedules import bubble_formula
+from hal.model.apps.planning.shape import Shape
+from hal.model.config.parallel_layout import ParallelLayout, make_parallel_layout
+from hal.model.config.schema import Config
 
-from . import held
-from .case import OURS, Call, Candidate, Case
-from .layout import config_of, join
+from ..harness.case import OURS, Candidate, Case, Thunk
+from ..parallel import tensor_bytes
+from ..parallel.layout import config_of
+from ..parallel.process_group import join
 
 Options = Mapping[str, Any]
 GPT: dict[str, Any] = {
@@ -109,32 +110,34 @@ BUBBLES: list[tuple[str, int, Options]] = [
 
 def cases() -> list[Case]:
     """State, activations, the peak of a whole step, and bubbles."""
-    made = []
-    for kind in ("weights", "gradients", "optimizer"):
-        for name, world, options in STATES:
-            made.append(
-                _bytes(f"{kind} between steps", name, world, {**GPT, **options}, _state(kind), _state_formula(kind))
-            )
-    for name, world, options in ACTIVATIONS:
-        made.append(_bytes("activations of a microbatch", name, world, options, held.activation_bytes, _activations))
-    for name, world, options in PEAKS:
-        made.append(_bytes("peak of a step", name, world, {**GPT, **options}, held.peak_bytes, _peak))
-    for name, world, options in BUBBLES:
-        # Untied: the ends of a pipeline alone make a group for a tied weight, after which the ranks of a process that
-        # goes on to another layout no longer count their groups alike.
-        untied = {"untie_embeddings_and_output_weights": True}
-        made.append(_bubble(name, world, {**GPT, **untied, **options}))
-    return made
+    state = [
+        _bytes(f"{kind} between steps", name, world, {**GPT, **options}, _state(kind), _state_formula(kind))
+        for kind in ("weights", "gradients", "optimizer")
+        for name, world, options in STATES
+    ]
+    activations = [
+        _bytes("activations of a microbatch", name, world, options, tensor_bytes.activation_bytes, _activations)
+        for name, world, options in ACTIVATIONS
+    ]
+    peaks = [
+        _bytes("peak of a step", name, world, {**GPT, **options}, tensor_bytes.peak_bytes, _peak)
+        for name, world, options in PEAKS
+    ]
+    # Untied: with a tied weight only the first and last stage create a process group, after which the ranks of a worker
+    # that goes on to another layout would number their groups differently.
+    untied = {"untie_embeddings_and_output_weights": True}
+    bubbles = [_bubble(name, world, {**GPT, **untied, **options}) for name, world, options in BUBBLES]
+    return [*state, *activations, *peaks, *bubbles]
 
 
-def plan_of(options: Options, world: int) -> tuple[Config, Plan]:
+def plan_of(options: Options, world: int) -> tuple[Config, ParallelLayout]:
     """What `world` processes would run."""
     config = config_of(options)
-    return config, make_plan(config, world)
+    return config, make_parallel_layout(config, world)
 
 
 def _candidate(measure: Callable[[Options], float], world: int, options: Options) -> Candidate:
-    def make() -> Call:
+    def make() -> Thunk:
         join()
         return lambda: measure(options)
 
@@ -147,7 +150,7 @@ def _bytes(
     world: int,
     options: Options,
     measure: Callable[[Options], float],
-    formula: Callable[[Config, Plan], float],
+    formula: Callable[[Config, ParallelLayout], float],
 ) -> Case:
     ours = {OURS: _candidate(measure, world, options)}
     return Case(what, name, ours, budgets={"formula": formula(*plan_of(options, world))}, quantity="counted bytes")
@@ -158,22 +161,22 @@ def _bubble(name: str, world: int, options: Options) -> Case:
     chunks, m = plan.stages // plan.layout.pp, plan.microbatches
     shape = f"{name}, {m} microbatches" + (f", {chunks} stages per rank" if chunks > 1 else "")
     formula = bubble_formula(plan.schedule, plan.layout.pp, chunks, m)
-    ours = {OURS: _candidate(held.recorded_bubble, world, options)}
+    ours = {OURS: _candidate(tensor_bytes.recorded_bubble, world, options)}
     return Case("bubble", shape, ours, budgets={"formula": formula}, quantity="counted share")
 
 
 def _state(kind: str) -> Callable[[Options], float]:
-    return lambda options: held.state_bytes(options)[kind]
+    return lambda options: tensor_bytes.state_bytes(options)[kind]
 
 
-def _state_formula(kind: str) -> Callable[[Config, Plan], float]:
+def _state_formula(kind: str) -> Callable[[Config, ParallelLayout], float]:
     return lambda config, plan: states(Shape.of(config, plan), 0)[kind]
 
 
-def _activations(config: Config, plan: Plan) -> float:
+def _activations(config: Config, plan: ParallelLayout) -> float:
     return stage_bytes(Shape.of(config, plan), 0)
 
 
-def _peak(config: Config, plan: Plan) -> float:
+def _peak(config: Config, plan: ParallelLayout) -> float:
     shape = Shape.of(config, plan)
     return max(rank_memory(shape, rank).total for rank in range(plan.layout.pp))

@@ -1,0 +1,1 @@
+"""How a case is run, timed against its peers and reported."""

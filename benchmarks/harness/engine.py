@@ -1,0 +1,283 @@
+"""How HAL measures: ours and its peers in turn, round after round, and the ratio within each round.
+
+A ratio of two times taken milliseconds apart is stable on a noisy machine; a time is not. Rounds in which other
+processes used the processors are dropped when enough others remain. Nothing here knows what is measured, or where.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from .case import OURS, Case
+
+CLEAN_SHARE = 0.15
+"""A round counts as clean if other processes used less than this share of one processor."""
+MIN_CLEAN = 3
+"""With at least this many clean rounds only they count; with fewer, all rounds do."""
+CLOSE, LOOKS = 0.05, 3
+"""A figure within this share of its goal is measured again, up to LOOKS times in all; all rounds count."""
+FAR = 0.1
+"""A case is settled once `least` clean rounds have each met all of its goals by more than this share."""
+CEILING = "ceiling"
+"""The candidate that measures the machine itself; it is interleaved like the others."""
+UNIT_OF = {"seconds": "s", "bytes": "B", "counted bytes": "B", "counted share": ""}
+"""The unit of a row by its case's quantity."""
+
+
+class Meter(Protocol):
+    """Runs candidates by name and says what they took."""
+
+    def run(self, name: str, n: int) -> float:
+        """Seconds that n calls take together."""
+
+    def peak(self, name: str) -> float:
+        """Bytes that one call adds to the resident memory at its peak."""
+
+    def count(self, name: str) -> float:
+        """The number that one call returns."""
+
+    def start_round(self) -> None:
+        """Restarts the count of `other_load`."""
+
+    def other_load(self) -> float:
+        """Share of one processor that other processes have used since `start_round`."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a case is measured.
+
+    rounds: as many as fit into `budget` seconds, but not more than this (up to twice as many while fewer than MIN_CLEAN
+        are clean) and not fewer than `least`.
+    seconds: per candidate and round.
+    """
+
+    rounds: int = 9
+    least: int = 5
+    seconds: float = 0.06
+    budget: float = 8.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. ratio = the peer's time (or bytes) / ours: 2.0 = twice as fast.
+
+    ours: our median in `unit`. share_of_ceiling, share_min: our rate / the ceiling's in the same rounds; median and
+    smallest. goal, share_goal: what `--check` demands. clean: how many of `rounds` had no other load (see MIN_CLEAN).
+    """
+
+    suite: str
+    name: str
+    shape: str
+    peer: str
+    allocator: str
+    ratio_median: float
+    ratio_min: float
+    ratio_max: float
+    ours: float
+    unit: str = "s"
+    ceiling: str = ""
+    share_of_ceiling: float | None = None
+    share_min: float | None = None
+    goal: float | None = None
+    share_goal: float | None = None
+    clean: int = 0
+    rounds: int = 0
+    series: str = ""
+    x: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def misses(self) -> list[str]:
+        """A sentence for each figure that is below its goal."""
+        misses = []
+        where = f"{self.name} {self.shape}, {self.allocator} malloc"
+        # `not a >= b` instead of `a < b`, so that NaN misses its goal.
+        if self.goal is not None and not self.ratio_median >= self.goal:
+            misses.append(f"{where}: {self.ratio_median:.2f}x {self.peer}, goal {self.goal:g}x")
+        if self.share_goal is not None and not (self.share_of_ceiling or 0.0) >= self.share_goal:
+            misses.append(f"{where}: {self.share_of_ceiling or 0.0:.0%} of {self.ceiling}, goal {self.share_goal:.0%}")
+        return misses
+
+    @property
+    def close(self) -> bool:
+        """Whether a figure is so near its goal, on either side, that noise may decide."""
+        pairs = ((self.ratio_median, self.goal), (self.share_of_ceiling, self.share_goal))
+        return any(v is not None and g is not None and abs(v - g) <= CLOSE * g for v, g in pairs)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every round met the goals by more than FAR, so that more rounds would not change the verdict."""
+        pairs = ((self.ratio_min, self.goal), (self.share_min, self.share_goal))
+        return all(g is None or (v is not None and v > (1.0 + FAR) * g) for v, g in pairs)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A comparison that could not be made, and why. It fails `--check` if a goal was set for it."""
+
+    suite: str
+    name: str
+    shape: str
+    peer: str
+    allocator: str
+    reason: str
+    goal: float | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds (or bytes) per call of every candidate.
+
+    rounds: one entry per round that counts. clean, taken: how many rounds were clean, and how many there were.
+    """
+
+    rounds: list[dict[str, float]]
+    clean: int
+    taken: int
+
+    def __add__(self, other: Samples) -> Samples:
+        """Both; but where only one of the two has enough clean rounds, the rounds of the other do not count."""
+        parts = [s for s in (self, other) if s.clean >= MIN_CLEAN] or [self, other]
+        return Samples([r for s in parts for r in s.rounds], self.clean + other.clean, self.taken + other.taken)
+
+
+def sample(
+    case: Case,
+    names: Sequence[str],
+    meter: Meter,
+    effort: Effort,
+    settled: Callable[[Samples], bool] = lambda samples: False,
+) -> Samples:
+    """Measures the candidates `names` of `case`: times in interleaved rounds, memory and counts once.
+
+    Counts do not vary. A process's peak does: what the first call leaves allocated, a second one would not add.
+    """
+    if case.quantity == "seconds":
+        return interleave(names, meter, effort, settled)
+    measure = meter.peak if case.quantity == "bytes" else meter.count
+    return Samples([{name: measure(name) for name in names}], 1, 1)
+
+
+def interleave(
+    names: Sequence[str], meter: Meter, effort: Effort, settled: Callable[[Samples], bool] = lambda samples: False
+) -> Samples:
+    """Times every candidate once per round. The order rotates, so that none always follows the same neighbour.
+
+    settled: asked after `effort.least` clean rounds and after each further one; true ends the measurement.
+    """
+    calls, seconds_per_round = {}, 0.0
+    for name in names:
+        meter.run(name, 1)  # the warm-up
+        seconds = max(meter.run(name, 1), 1e-9)
+        if seconds < effort.seconds / 4:  # a single short call is a poor estimate of the mean of many
+            n = max(1, math.ceil(effort.seconds / 4 / seconds))
+            seconds = meter.run(name, n) / n
+        calls[name] = max(1, round(effort.seconds / seconds))
+        seconds_per_round += calls[name] * seconds
+    wanted = max(effort.least, min(effort.rounds, int(effort.budget / seconds_per_round)))
+    rounds: list[tuple[dict[str, float], bool]] = []  # seconds per call, and whether the round was clean
+    clean: list[dict[str, float]] = []
+    while len(rounds) < wanted or (len(rounds) < 2 * wanted and len(clean) < MIN_CLEAN):
+        first = len(rounds) % len(names)
+        meter.start_round()
+        times = {name: meter.run(name, calls[name]) / calls[name] for name in [*names[first:], *names[:first]]}
+        rounds.append((times, meter.other_load() < CLEAN_SHARE))
+        clean = [times for times, is_clean in rounds if is_clean]
+        if len(clean) >= max(effort.least, MIN_CLEAN) and settled(Samples(clean, len(clean), len(rounds))):
+            break
+    counted = clean if len(clean) >= MIN_CLEAN else [times for times, _ in rounds]
+    return Samples(counted, len(clean), len(rounds))
+
+
+def rows(
+    suite: str,
+    case: Case,
+    allocator: str,
+    samples: Samples,
+    *,
+    ceiling_work: float = 0.0,
+    goal: Callable[[str], float | None] = lambda peer: None,
+    share_goal: float | None = None,
+) -> list[Row]:
+    """One row per peer and per budget. ceiling_work: FLOP or bytes of one call of the candidate `CEILING`."""
+
+    def ours(times: Mapping[str, float]) -> float:
+        return times[OURS] - times[case.minus] if case.minus else times[OURS]
+
+    shares = []
+    if case.ceiling and case.work and CEILING in samples.rounds[0]:
+        # A rate is work / time; ours is divided by the ceiling's in the same round.
+        shares = [(case.work / ours(t)) / (ceiling_work / t[CEILING]) for t in samples.rounds]
+    peers = [n for n in samples.rounds[0] if n not in (OURS, CEILING, case.minus)]
+    result: list[Row] = []
+    for peer in [*peers, *case.budgets]:
+        budget = case.budgets.get(peer)
+        # Noise can make an overhead zero or negative. It is then within any budget, but JSON has no infinity.
+        ratios = sorted((t[peer] if budget is None else budget) / max(ours(t), 1e-12) for t in samples.rounds)
+        result.append(
+            Row(
+                suite=suite,
+                name=case.name,
+                shape=case.shape,
+                peer=peer,
+                allocator=allocator,
+                ratio_median=statistics.median(ratios),
+                ratio_min=ratios[0],
+                ratio_max=ratios[-1],
+                ours=statistics.median(ours(t) for t in samples.rounds),
+                unit=UNIT_OF[case.quantity],
+                ceiling=case.ceiling,
+                share_of_ceiling=statistics.median(shares) if shares else None,
+                share_min=min(shares, default=None),
+                goal=goal(peer),
+                # The share does not depend on the peer, so its goal is counted in the case's first row only.
+                share_goal=None if result else share_goal,
+                clean=samples.clean,
+                rounds=samples.taken,
+                series=case.series,
+                x=case.x,
+            )
+        )
+    return result
+
+
+def growth(suite: str, measured: Sequence[Row], goal: Callable[[str, str], float | None]) -> list[Row]:
+    """One row per series with a goal: 1 / the exponent p of time ~ x^p, by least squares on the logarithms."""
+    result = []
+    for series in dict.fromkeys(r.series for r in measured if r.series):
+        wanted = goal("growth", series)
+        points = {r.x: r for r in measured if r.series == series}
+        if wanted is None or len(points) < 3:
+            continue
+        exponent = slope([(x, r.ours) for x, r in points.items()])
+        ratio = 1.0 / exponent
+        result.append(
+            Row(
+                suite=suite,
+                name="growth",
+                shape=f"{series} {min(points):g}..{max(points):g}: time ~ x^{exponent:.2f}",
+                peer="linear growth",
+                allocator=next(iter(points.values())).allocator,
+                ratio_median=ratio,
+                ratio_min=ratio,
+                ratio_max=ratio,
+                ours=sum(r.ours for r in points.values()),
+                goal=wanted,
+                clean=sum(r.clean for r in points.values()),
+                rounds=sum(r.rounds for r in points.values()),
+            )
+        )
+    return result
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent p of the best fit y ~ x^p."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    return statistics.linear_regression(xs, ys).slope

@@ -1,0 +1,182 @@
+"""Runs suites: every case under each of its allocators, in worker processes; collects rows and absent comparisons."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from . import goals
+from .case import OURS, Case
+from .engine import CEILING, LOOKS, Absent, Effort, Row, Samples, growth, rows, sample
+from .roofline import CEILINGS
+from .workers import Unavailable, Workers
+
+SUITES = {n: f"hal.bench.suites.{n}" for n in ("attention", "ops", "linear", "dispatch", "comm", "train", "scaling")}
+"""Suite -> module with `cases()`."""
+
+
+@dataclass
+class Results:
+    """What a run produced, in order."""
+
+    rows: list[Row] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def misses(self) -> list[str]:
+        """A sentence for every goal that is not met."""
+        misses = [text for r in self.rows for text in r.misses]
+        for a in self.absent:
+            if a.goal is not None:
+                misses.append(f"{a.name} {a.shape}, {a.allocator} malloc: not measured against {a.peer}: {a.reason}")
+        return list(dict.fromkeys(misses))
+
+    @property
+    def goals(self) -> int:
+        """How many goals apply to the comparisons that were asked for."""
+        of_rows = sum((r.goal is not None) + (r.share_goal is not None) for r in self.rows)
+        return of_rows + sum(a.goal is not None for a in self.absent)
+
+
+def run(
+    suites: Sequence[str],
+    backend: str,
+    *,
+    peers: Sequence[str] = (),
+    only: Sequence[str] = (),
+    one_thread: bool = False,
+    effort: Effort | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Results:
+    """Measures the suites on `backend`.
+
+    peers: only these (empty: all). only: see `selected`. one_thread: see machine.ONE_THREAD.
+    report: called with a line of text after each case.
+    """
+    results = Results()
+    effort = effort or (Effort(rounds=5, least=3) if one_thread else Effort())
+    for suite in suites:
+        of_suite = Results()
+        try:
+            with Workers(SUITES[suite], backend, one_thread) as workers:
+                for index, case in selected(suite, only):
+                    for allocator in case.allocators:
+                        before = len(of_suite.rows)
+                        CaseRun(suite, index, case, allocator, backend, peers, effort, of_suite).measure(workers)
+                        ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in of_suite.rows[before:])
+                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc: {ratios or 'not measured'}")
+        except KeyboardInterrupt:
+            results.interrupted = True
+        of_suite.rows += growth(
+            suite, of_suite.rows, lambda n, s: ratio_goal(backend, n, s, "linear growth", "default")
+        )
+        results.rows += of_suite.rows
+        results.absent += of_suite.absent
+        if results.interrupted:
+            break
+    return results
+
+
+def selected(suite: str, only: Sequence[str]) -> list[tuple[int, Case]]:
+    """The suite's cases with their numbers; of these, if `only` is not empty, those whose name and shape contain one of
+    its texts."""
+    cases: list[Case] = importlib.import_module(SUITES[suite]).cases()
+    return [
+        (index, case)
+        for index, case in enumerate(cases)
+        if not only or any(text in f"{case.name} {case.shape}" for text in only)
+    ]
+
+
+def ratio_goal(backend: str, name: str, shape: str, peer: str, allocator: str) -> float | None:
+    """The ratio demanded of a comparison, or None. Goals exist for one backend only."""
+    return goals.ratio(name, shape, peer, allocator) if backend == goals.BACKEND else None
+
+
+@dataclass
+class CaseRun:
+    """One case under one allocator; `measure` adds its rows and absent comparisons to `results`."""
+
+    suite: str
+    index: int
+    case: Case
+    allocator: str
+    backend: str
+    peers: Sequence[str]
+    effort: Effort
+    results: Results
+
+    def measure(self, workers: Workers) -> None:
+        """Does nothing if the case has none of the peers that were asked for."""
+        names = self.case.under(self.allocator)
+        peers = [n for n in names if n not in (OURS, self.case.minus) and (not self.peers or n in self.peers)]
+        if not peers and (self.peers or not self.case.budgets):
+            return
+        try:
+            available = self._prepare(workers, peers)
+            if OURS not in available:
+                return
+            measured = self._compare(workers, available)
+        except KeyboardInterrupt:
+            workers.kill()  # the call in progress may take minutes
+            raise
+        finally:
+            workers.release()
+        if self.case.quantity == "bytes" and any(r.ours <= 0 for r in measured):
+            # The call's memory came from what the process already held, so the ratio would mean nothing.
+            self._absent([*peers, *self.case.budgets], f"no memory was seen to be used ({measured[0].ours:.0f} bytes)")
+        else:
+            self.results.rows += measured
+
+    def _prepare(self, workers: Workers, peers: Sequence[str]) -> list[str]:
+        """Makes the candidates. Returns those that can run here; none if ours cannot, which leaves no comparison."""
+        minus = [self.case.minus] if self.case.minus else []
+        ceiling = [CEILING] if self.case.ceiling else []
+        available = []
+        for name in [OURS, *minus, *peers, *ceiling]:
+            try:
+                workers.prepare(self.index, self.case, name, self.allocator)
+                available.append(name)
+            except Unavailable as error:
+                if name in (OURS, *minus):
+                    self._absent([*peers, *self.case.budgets], f"{name}: {error}")
+                    return []
+                self._absent([name], str(error))
+        return available
+
+    def _compare(self, workers: Workers, names: Sequence[str]) -> list[Row]:
+        """Measures the candidates, again while a figure is close to its goal."""
+        # Every point adds to the exponent of its series, so a series with a goal takes all rounds at each of them.
+        growth_goal = ratio_goal(self.backend, "growth", self.case.series, "linear growth", self.allocator)
+        samples = sample(
+            self.case,
+            names,
+            workers,
+            self.effort,
+            lambda s: growth_goal is None and all(r.settled for r in self._rows(s)),
+        )
+        for _ in range(1, LOOKS):
+            if self.case.quantity == "seconds" and any(r.close for r in self._rows(samples)):
+                samples += sample(self.case, names, workers, self.effort)
+        return self._rows(samples)
+
+    def _rows(self, samples: Samples) -> list[Row]:
+        case = self.case
+        share_goal = None
+        if self.backend == goals.BACKEND:
+            share_goal = goals.share(case.name, case.shape, case.ceiling, self.allocator)
+        work = CEILINGS[case.ceiling].work if case.ceiling else 0.0
+        return rows(
+            self.suite, case, self.allocator, samples, ceiling_work=work, goal=self._goal, share_goal=share_goal
+        )
+
+    def _goal(self, peer: str) -> float | None:
+        return ratio_goal(self.backend, self.case.name, self.case.shape, peer, self.allocator)
+
+    def _absent(self, peers: Sequence[str], reason: str) -> None:
+        for peer in peers:
+            self.results.absent.append(
+                Absent(self.suite, self.case.name, self.case.shape, peer, self.allocator, reason, self._goal(peer))
+            )

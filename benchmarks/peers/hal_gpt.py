@@ -1,0 +1,41 @@
+"""The GPT of the training step in HAL: what its peers in this folder are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hal.model.config.schema import Config
+from hal.model.gpt.model import GPT
+from hal.model.training.optimizer import Optimizer
+
+from ..harness.case import Thunk
+
+
+def config_of(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, bf16: bool = False) -> Config:
+    """The model that PlainGPT and `megatron_gpt.gpt` compute: without dropout, and without clipping."""
+    return Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=length,
+        vocab_size=vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        clip_grad=0.0,
+        bf16=bf16,
+    )
+
+
+def step_of(config: Config, device: torch.device, tokens: Tensor, labels: Tensor) -> Thunk:
+    """A function that does one training step of a new model on `tokens` and `labels` [b, s]."""
+    model = GPT(config, device)
+    optimizer = Optimizer(config, dict(model.named_parameters()))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        # The trainer, too, lets the loss write its gradient over the logits.
+        model.loss(model(tokens), labels, inplace_backward=True).backward()  # type: ignore[no-untyped-call]
+        optimizer.step(1e-4, 0.0)
+
+    return step

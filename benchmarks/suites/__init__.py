@@ -1,0 +1,1 @@
+"""The cases of `hal bench`, one file per suite."""
