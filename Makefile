@@ -3,17 +3,26 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# A second environment: torch-npu changes how torch starts, so it must not be where people work by default.
+# A second environment: torch-npu changes how torch starts, so it must not be in the default environment.
 SIM := .venv-sim
-# And one for a GPU, without torch-npu, so that torch there is as its users have it.
+# A third environment for GPUs, without torch-npu, so that torch starts as usual.
 GPU := .venv-gpu
 DOCS := .venv-docs
-# Where the OpenCL backend is installed from its own wheel, beside a HAL wheel, as a stranger would.
+# The environment in which the OpenCL backend is installed from its own wheel, beside a HAL wheel, as a third party does.
 OPENCL := .venv-opencl
 RESULTS := docs/support/results
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
+# Test files run in parallel, in one process per processor but at most eight (each needs about 1 GB). A thread that
+# waits for others of its team sleeps instead of spinning, because another process has use for the processor.
+WORKERS ?= auto
+TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+SIMULATED := tests/backends/npu tests/backends/cuda
+# CI runs this share of the nightly tests, selected by the commit.
+SHARE ?= 0.1
+SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
-.PHONY: train test test-slow test-simulators test-opencl test-aarch64 gpu sanitize lint check bench support docs clean
+.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample mutation test-opencl test-aarch64 gpu
+.PHONY: sanitize lint check bench support docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -25,15 +34,26 @@ train: $(READY)  ## train a small GPT on real text, on the CPU, in about three m
 	$(BIN)/hal train --backend cpu_ref --config tiny --run-dir runs/tiny
 
 test: $(READY)  ## the fast suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(call TEST,$(BIN)) -m "not slow"
 
-test-slow: $(READY)  ## what the fast suite leaves out, and the simulators
-	$(BIN)/python -m pytest -m slow --ignore tests/backends/npu --ignore tests/backends/cuda
-	$(MAKE) test-simulators
+test-slow: $(READY)  ## the tests that the fast suite leaves out, except those of the simulators
+	$(call TEST,$(BIN)) -m "slow and not nightly" $(SIMULATED:%=--ignore %)
 
 test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
-	$(SIM)/bin/python -m pytest tests/backends/npu tests/backends/cuda
-	$(SIM)/bin/python -m pytest tests/model/megatron/test_quickstart.py -k npu
+	$(call TEST,$(SIM)/bin) -m "not nightly" $(SIMULATED) tests/model/megatron/test_quickstart.py -k "npu or cuda"
+
+nightly:  ## the tests that take too long for CI; writes docs/verified/nightly.md
+	.ci/run nightly
+
+nightly-tests: $(READY) $(SIM)/.ready  ## the tests marked nightly
+	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
+	$(call TEST,$(SIM)/bin) -m nightly $(SIMULATED) tests/model/megatron/test_quickstart.py -k "npu or cuda"
+
+nightly-sample: $(READY) $(SIM)/.ready  ## SHARE of the nightly tests, chosen by SEED (the commit)
+	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)
+
+mutation: $(READY)  ## random mistakes in core files, nine tenths of which their tests must notice
+	$(BIN)/python tests/mutation.py --samples 60 --require 0.9
 
 $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)
@@ -62,8 +82,8 @@ test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the 
 HAS_GPU := import cupy, hypothesis, sys, torch; sys.exit(not torch.cuda.is_available())
 
 gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
-	@if $(PYTHON) -c "$(HAS_GPU)" 2>/dev/null; then set -x; $(PYTHON) -m hal.bench.gpu $(PARTS); \
-	else set -x; $(MAKE) --no-print-directory $(GPU)/.ready && $(GPU)/bin/python -m hal.bench.gpu $(PARTS); fi
+	@if $(PYTHON) -c "$(HAS_GPU)" 2>/dev/null; then set -x; $(PYTHON) -m hal.bench.gpu.run $(PARTS); \
+	else set -x; $(MAKE) --no-print-directory $(GPU)/.ready && $(GPU)/bin/python -m hal.bench.gpu.run $(PARTS); fi
 
 $(GPU)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(GPU)
@@ -73,14 +93,14 @@ $(GPU)/.ready: setup.cfg pyproject.toml constraints.txt
 sanitize: $(READY)  ## cpu_ref's kernels under AddressSanitizer and UBSan
 	HAL_CPU_REF_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so):$$($${CC:-gcc} -print-file-name=libstdc++.so)" \
-	$(BIN)/python -m pytest -m "not slow" tests/backends/cpu_ref --deselect tests/backends/cpu_ref/test_build.py
+	$(call TEST,$(BIN)) -m "not slow" tests/backends/cpu_ref --deselect tests/backends/cpu_ref/test_build.py
 
 lint: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint test  ## what a change must pass
+check: lint test  ## the checks that every change must pass
 
 bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
 	$(BIN)/hal bench all

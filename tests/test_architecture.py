@@ -1,14 +1,21 @@
-"""The directions of dependency, held by the syntax tree and by what is really imported.
+"""The directions of dependency and the layout of the folders, checked in the syntax trees and by real imports.
 
 model -> ops -> hal <- backends; the model names no device; backends use public names only; hal imports no vendor.
+Inside hal/, model/ and benchmarks/ no file imports a folder that comes later in a fixed order, and no files import each
+other in a ring anywhere. File names are unique within a tree, and tests/ has the folders of what it tests.
 """
 
 import ast
+import json
+import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import import_graph
 import pytest
+from import_graph import Module
 
 import hal
 from hal.testing.purity import Rule, backend_rule, check_tree, violations
@@ -76,46 +83,80 @@ def test_an_example_backends_readme_counts_its_lines(folder):
     assert table.strip() in (folder / "README.md").read_text(), f"run: python {folder.name}/cost.py --write"
 
 
+def test_the_backend_tools_name_no_device_no_backend_and_no_model():
+    rule = Rule(forbidden=(*DEVICE_FREE.forbidden, "hal.model"), devices=True, dynamic=True)
+    report(check_tree(ROOT / "hal" / "backend_tools", rule, package="hal.backend_tools"))
+
+
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
-    rule = Rule(forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends"))
-    found = []
-    for path in sorted((ROOT / "hal").glob("*.py")):
-        found += violations(path.read_text(), rule, package="hal", file=str(path))
-    report(found)
+    rule = Rule(
+        forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends", "hal.backend_tools")
+    )
+    top, folders = sorted((ROOT / "hal").glob("*.py")), ("comm", "core")
+    assert len(top) > 3
+    report([v for path in top for v in violations(path.read_text(), rule, package="hal", file=str(path))])
+    for folder in folders:
+        report(check_tree(ROOT / "hal" / folder, rule, package=f"hal.{folder}"))
 
 
-def loaded_after(code):
-    script = f"import sys\n{code}\nprint(*sorted(sys.modules))"
-    # A fresh process, away from the checkout, without the variables that would choose a backend.
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
-    return set(result.stdout.split())
+FRESH = """
+import json, os, sys
+import torch
+
+loaded = {}
+for module in sys.argv[1:]:
+    read, write = os.pipe()
+    if os.fork() == 0:  # with no more than torch imported
+        __import__(module)
+        with os.fdopen(write, "w") as out:
+            json.dump(sorted(sys.modules), out)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        loaded[module] = json.loads(answer.read() or "[]")  # nothing after an error, which is on stderr
+    os.wait()
+print(json.dumps(loaded))
+"""
+
+BELOW_HAL = ("hal.ops", "hal.model", "hal.backends", "hal.testing", "hal.cli")
+ABSENT = {
+    "hal": (*BELOW_HAL, "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
+    "hal.ops": ("hal.backends", "hal.model", "torch_npu", "cupy", "cffi", "hypothesis", "pytest"),
+    "hal.testing.kit": ("pytest",),  # `hal parity` needs hypothesis only
+    "hal.testing.checks": ("pytest", "hypothesis"),  # `hal doctor` needs neither
+    "hal.cli.doctor": ("pytest", "hypothesis", "hal.model"),
+    "hal.cli.info": ("pytest", "hypothesis", "hal.ops", "hal.model"),
+    "hal.testing.plugin": ("hypothesis", "hal.ops", "hal.model"),  # loaded in every pytest session
+    "hal.model.gpt": tuple(f"hal.model.{part}" for part in ("training", "data", "checkpoint", "inference", "apps")),
+}
+"""Module -> what importing it must not load."""
 
 
-def test_importing_hal_loads_no_op_no_model_no_backend_and_no_vendor():
-    loaded = loaded_after("import hal")
-    below = {m for m in loaded if m.startswith(("hal.ops", "hal.model", "hal.backends", "hal.testing", "hal.cli"))}
-    assert below == set()
-    assert loaded.isdisjoint({"torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"})
+@pytest.fixture(scope="module")
+def loaded():
+    """Module -> everything that importing it loads, in a process that had imported torch alone."""
+    # Outside the checkout, and without the variables that select a backend.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-c", FRESH, *ABSENT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env=environment)
+    return {module: set(names) for module, names in json.loads(done.stdout).items()}
 
 
-def test_importing_the_ops_loads_no_backend_and_no_test_framework():
-    loaded = loaded_after("import hal.ops")
-    assert {m for m in loaded if m.startswith(("hal.backends", "hal.model"))} == set()
-    assert loaded.isdisjoint({"torch_npu", "cupy", "cffi", "hypothesis", "pytest"})
+def present(loaded, names):
+    """Those of `names` that were loaded, or of which a part was."""
+    return {name for name in names if any(m == name or m.startswith(name + ".") for m in loaded)}
 
 
-@pytest.mark.parametrize(
-    "module, absent",
-    [
-        ("hal.testing.kit", {"pytest"}),  # `hal parity` needs hypothesis only
-        ("hal.testing.checks", {"pytest", "hypothesis"}),  # `hal doctor` needs neither
-        ("hal.cli.doctor", {"pytest", "hypothesis", "hal.model"}),
-        ("hal.cli.info", {"pytest", "hypothesis", "hal.ops", "hal.model"}),
-        ("hal.testing.plugin", {"hypothesis", "hal.ops", "hal.model"}),  # loaded in every pytest session
-    ],
-)
-def test_a_part_of_the_kit_needs_no_more_than_it_must(module, absent):
-    assert loaded_after(f"import {module}").isdisjoint(absent)
+@pytest.mark.parametrize("module", ABSENT)
+def test_importing_a_module_loads_no_more_than_it_must(loaded, module):
+    assert module in loaded[module]
+    assert present(loaded[module], ABSENT[module]) == set()
+
+
+def test_what_is_loaded_is_noticed(loaded):
+    assert present(loaded["hal.testing.kit"], ("pytest", "hypothesis", "hal.backends")) == {"hypothesis"}
+    assert present(loaded["hal.model.gpt"], ("hal.ops", "hal.model.training")) == {"hal.ops"}
 
 
 PLANTED = [
@@ -177,17 +218,20 @@ def test_the_model_rule_leaves_alone(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "from hal.registry import load",
+        "from hal.core.registry import load",
         "import hal\nhal.registry.load('x')",
-        "import hal.dispatch",
+        "import hal.core.dispatch",
         "from hal import dispatch",
         "import hal as h\nh.dispatch._active",
-        "from ...hal.backend import make_call\nfrom hal.autograd import make_call",
+        "from ...hal.backend import make_call\nfrom hal.core.autograd import make_call",
         "from hal.backends.other import kernel",
         "from ..other import kernel",
         "from hal.ops.random import philox_bits",
         "from hal import ops\nops.random.philox_bits",
-        "import importlib\nimportlib.import_module('hal.model.gpt')",
+        "from hal.backend_tools.signatures import _adapted",
+        "from hal.backend_tools import signatures",
+        "from hal import backend_tools\nbackend_tools.compilation.announce",
+        "import importlib\nimportlib.import_module('hal.model.gpt.model')",
     ],
 )
 def test_the_backend_rule_catches(source):
@@ -199,6 +243,7 @@ def test_the_backend_rule_catches(source):
     [
         "import hal\nhal.Backend, hal.require, hal.ops.linear, hal.ops.layouts.to_bnsd",
         "from hal import Backend, ops\nfrom . import kernels\nfrom .device import Mine",
+        "from hal.backend_tools import with_signature_of\nfrom hal import backend_tools\nbackend_tools.rows_of",
         "import importlib\nimportlib.import_module(name)",
         "from hal.backends.mine.device import Mine",
     ],
@@ -210,3 +255,202 @@ def test_the_backend_rule_leaves_alone(source):
 def test_a_violation_shows_its_place():
     (found,) = violations("import torch\n\nx = torch.cuda.Stream\n", Rule(forbidden=("torch.cuda",)), file="m.py")
     assert str(found) == "m.py:3: refers to torch.cuda"
+
+
+MODEL_ORDER = (
+    "__init__",
+    "common",
+    "config",
+    "parallel",
+    "gpt",
+    "data",
+    "checkpoint",
+    "inference",
+    "training",
+    "megatron",
+    "apps",
+    "train",
+)
+"""The folders and files in model/: none imports one that comes later."""
+
+HAL_ORDER = (
+    "autoload",
+    "errors",
+    "rng",
+    "comm",
+    "core",
+    "__init__",
+    "backend_tools",
+    "mesh",
+    "launch",
+    "pages",
+    "testing",
+    "cli",
+)
+"""Likewise in hal/. `import hal` loads what comes before __init__; what comes after uses hal as others see it."""
+
+BENCH_ORDER = ("__init__", "harness", "peers", "parallel", "suites", "gpu")
+"""Likewise in benchmarks/."""
+
+TREES = {
+    "hal": ROOT / "hal",
+    "hal.ops": ROOT / "ops",
+    "hal.model": ROOT / "model",
+    "hal.bench": ROOT / "benchmarks",
+    **{f"hal.backends.{name}": ROOT / "backends" / name for name in BACKENDS},
+}
+
+
+def tree_of(module):
+    """The name in TREES of the tree that a module belongs to."""
+    return max((name for name in TREES if module == name or module.startswith(name + ".")), key=len)
+
+
+@pytest.fixture(scope="module")
+def edges():
+    """Module -> the modules that it imports, in all trees together."""
+    known = {}
+    for name, root in TREES.items():
+        known |= import_graph.modules(root, name)
+    return import_graph.graph(known)
+
+
+@pytest.mark.parametrize("package, order", [("hal.model", MODEL_ORDER), ("hal", HAL_ORDER), ("hal.bench", BENCH_ORDER)])
+def test_no_file_imports_a_folder_that_comes_later(edges, package, order):
+    own = {module: targets for module, targets in edges.items() if tree_of(module) == package}
+    assert len(own) > 30
+    report(import_graph.against(order, own, package))
+
+
+def test_no_files_import_each_other_in_a_ring(edges):
+    assert {tree_of(module) for module in edges} == set(TREES), "files of every tree are looked at"
+    assert import_graph.cycle(edges) == []
+
+
+def planted(**sources):
+    """The imports within a package p; x__y stands for the file y in its folder x, init for an __init__."""
+    known = {}
+    for name, source in sources.items():
+        module = f"p.{name.replace('__', '.')}".removesuffix(".init")
+        known[module] = Module(source, module if name.endswith("init") else module.rpartition(".")[0])
+    return import_graph.graph(known)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a": "from .b import x", "b": "from p.a import y"},
+        {"a": "from . import b", "b": "import p.c", "c": "def f():\n    from .a import y"},
+        {"a": "from .b import x", "b": "try:\n    from .a import y\nfinally:\n    pass"},
+        {"a": "from .b import x", "b": "import importlib\nimportlib.import_module('p.a')"},
+        {"a": "from .b import x", "b": "if TYPE_CHECKING:\n    pass\nelse:\n    from .a import y"},
+        {"init": "from .t.a import x", "t__a": "from .. import x"},
+    ],
+)
+def test_a_planted_ring_is_found(sources):
+    ring = import_graph.cycle(planted(**sources))
+    assert len(set(ring)) == len(sources) and ring[0] == ring[-1]
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a": "from .b import x", "b": "from .c import y", "c": "import torch"},
+        {"a": "from .b import x", "b": "if TYPE_CHECKING:\n    from .a import y"},
+        {"a": "from .b import x", "b": "import typing\nif typing.TYPE_CHECKING:\n    from .a import y"},
+        {"a": "from .b import x", "b": "'''See p.a.'''\nfrom q import a"},
+        {"a": "from .b import x", "b": "import importlib\nimportlib.import_module(f'p.{name}')"},
+    ],
+)
+def test_where_there_is_no_ring_none_is_found(sources):
+    assert import_graph.cycle(planted(**sources)) == []
+
+
+@pytest.mark.parametrize("source", ["from ..b.x import f", "def f():\n    import p.b.x", "from .. import b"])
+def test_a_planted_import_of_a_later_folder_is_found(source):
+    edges = planted(init="", a__x=source, b__init="", b__x="from . import y", b__y="")
+    (problem,) = import_graph.against(("__init__", "a", "b"), edges, "p")
+    assert problem.startswith("p.a.x imports p.b")
+    assert import_graph.against(("__init__", "b", "a"), edges, "p") == []
+
+
+def test_a_planted_folder_without_a_place_in_the_order_is_found():
+    edges = planted(init="", a__x="", new__x="")
+    assert import_graph.against(("__init__", "a"), edges, "p") == ["p.new.x has no place in the order"]
+
+
+MAY_SHARE_A_NAME = ("__init__.py", "__main__.py")
+"""Their names define how Python uses them, not their contents."""
+
+
+def shared_names(root):
+    """File names that occur more than once below a folder, ignoring symbolic links and build outputs."""
+    places = defaultdict(list)
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f != "__pycache__"]
+        for name in files:
+            if name not in MAY_SHARE_A_NAME:
+                places[name].append(str(Path(folder, name).relative_to(root)))
+    return {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_no_two_files_of_a_tree_share_a_name(tree):
+    assert shared_names(TREES[tree]) == {}
+
+
+def test_a_planted_second_file_of_one_name_is_found(tmp_path):
+    for path in ("report.py", "a/report.py", "a/__init__.py", "b/__init__.py", "a/__pycache__/x.pyc", "b/x.pyc"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert shared_names(tmp_path) == {"report.py": ["a/report.py", "report.py"]}
+
+
+MIRRORED = {"hal", "ops", "model", "backends", "benchmarks"}
+NOT_MIRRORED = {
+    "helpers",  # what several folders of tests share
+    "fixtures",  # files that tests read
+    "docs",  # pages of docs/ that are followed, and commands that no module of their own implements
+}
+
+
+def misplaced(root):
+    """Folders in tests/ that mirror none of the project, and tests of the model that lie in none of its folders."""
+    problems = []
+    for folder, folders, files in os.walk(root / "tests"):
+        folders[:] = [f for f in folders if f != "__pycache__"]
+        first, *rest = Path(folder).relative_to(root / "tests").parts or ("",)
+        if first in NOT_MIRRORED:
+            folders.clear()
+        elif first and not (first in MIRRORED and root.joinpath(first, *rest).is_dir()):
+            problems.append(f"tests/{'/'.join((first, *rest))} mirrors no folder")
+        if (first, rest) == ("model", []):
+            problems += [f"tests/model/{f} lies in no folder" for f in sorted(files) if f.startswith("test_")]
+    return sorted(problems)
+
+
+def test_tests_lie_in_the_folders_of_what_they_test():
+    report(misplaced(ROOT))
+
+
+def test_planted_folders_and_files_in_the_wrong_place_are_found(tmp_path):
+    for path in ("model/gpt", "hal", "tests/helpers/x", "tests/hal/gone", "tests/model/gpt", "tests/other"):
+        (tmp_path / path).mkdir(parents=True)
+    for path in ("model/test_a.py", "model/conftest.py", "model/gpt/test_b.py", "test_c.py"):
+        (tmp_path / "tests" / path).touch()
+    assert misplaced(tmp_path) == [
+        "tests/hal/gone mirrors no folder",
+        "tests/model/test_a.py lies in no folder",
+        "tests/other mirrors no folder",
+    ]
+
+
+def lines_below(folder):
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def test_the_thin_gpt_is_thin(tmp_path):
+    assert 500 < lines_below(ROOT / "model" / "gpt") < 1000
+    (tmp_path / "long.py").write_text("x = 1\n" * 1000)
+    assert not lines_below(tmp_path) < 1000

@@ -12,7 +12,7 @@ import pytest
 
 from hal.cli import COMMANDS
 from hal.cli.launch import parser as launch_parser
-from hal.model.arguments import parser as train_parser
+from hal.model.config.command_line import parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "features.md").read_text()
@@ -22,7 +22,7 @@ IDS = [f"F{n:03d}" for n in range(1, 165)]
 
 
 def named(shown: str) -> list[str]:
-    """What a row points at: everything in backticks."""
+    """The targets of a row: everything in backticks."""
     return re.findall(r"`([^`]+)`", shown)
 
 
@@ -48,7 +48,7 @@ FLAGS = {"train": flags_of(train_parser()), "launch": flags_of(launch_parser())}
 
 
 def problem(thing: str) -> str | None:
-    """Why what a row points at does not exist; None if it does."""
+    """Why a target of a row does not exist; None if it does."""
     if thing.startswith("hal "):
         command, *words = thing.split()[1:]
         if command not in COMMANDS:
@@ -76,7 +76,7 @@ def problem(thing: str) -> str | None:
 
 
 def no_such_case(path: str, case: str) -> bool:
-    """Whether a layout's case is unknown: SHAPE-LAYOUT or SHAPE-LAYOUT-dropout, as test_layouts.py makes them."""
+    """Whether a layout's case is unknown: SHAPE-LAYOUT or SHAPE-LAYOUT-dropout, as in test_layouts.py."""
     shape, _, layout = case.removesuffix("-dropout").partition("-")
     tree = ast.parse((ROOT / path).read_text())
     dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
@@ -111,7 +111,7 @@ def test_what_a_row_names_exists(row: list[str]) -> None:
     [
         "tests/test_features.py::test_that_nobody_wrote",
         "tests/absent.py::test_x",
-        "tests/model/parallel/test_layouts.py::test_a_layout_trains_as_one_process[gpt2-dp7]",
+        "tests/model/training/test_layouts.py::test_a_layout_trains_as_one_process[gpt2-dp7]",
         "hal fly",
         "hal train --no-such-option",
         "hal launch --no-such-option",

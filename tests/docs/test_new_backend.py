@@ -1,4 +1,4 @@
-"""hal new-backend: what it writes installs, is listed, passes the kit and keeps the house rules; nothing is lost."""
+"""hal new-backend: the new package installs, is listed, passes the kit and the style checks; no file is overwritten."""
 
 import subprocess
 import sys

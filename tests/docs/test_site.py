@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hal
-from hal import ops, testing
+from hal import backend_tools, ops, testing
 
 ROOT = Path(hal.__file__).resolve().parents[1]
 MKDOCS = shutil.which("mkdocs") or shutil.which(ROOT / ".venv-docs" / "bin" / "mkdocs")
@@ -26,7 +26,7 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("module", [hal, ops, testing], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [hal, ops, testing, backend_tools], ids=lambda m: m.__name__)
 def test_every_public_name_is_in_the_reference(site, module):
     page = (site / "reference" / module.__name__.split(".")[-1] / "index.html").read_text()
     there = set(re.findall(rf'id="{re.escape(module.__name__)}\.(?:\w+\.)?(\w+)"', page))
@@ -44,3 +44,8 @@ def test_every_error_has_its_anchor(site):
         thing = getattr(hal, kind)
         if isinstance(thing, type) and issubclass(thing, hal.HalError):
             assert f'id="{kind.lower()}"' in page
+
+
+def test_every_decision_is_in_the_navigation():
+    listed = re.findall(r"adr/(\S+\.md)", (ROOT / "mkdocs.yml").read_text())
+    assert listed == sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))

@@ -1,26 +1,27 @@
-"""A small op that exists for one test, and a backend to implement it on."""
+"""A small op that is defined for one test, and a backend to implement it on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from host_backend import HostBackend
 from torch import Tensor
 
 import hal
 import hal.testing
-from hal import Sample, T, Tol
+from hal import Sample, TensorSpec, Tol
 
 
 @pytest.fixture
 def isolated(monkeypatch):
-    """Whatever a test activates or defines is gone afterwards."""
+    """Removes whatever a test activated or defined."""
     before = dict(hal.OPS)
     monkeypatch.setenv("HAL_BACKEND", "")
     with hal.activated(hal.testing.Reference()):
         yield
     for name in set(hal.OPS) - set(before):
         del hal.OPS[name]
-        hal.dispatch._fallback_counts.pop(name, None)
+        hal.core.dispatch._fallback_counts.pop(name, None)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def toy(isolated):
         check=check,
         tol={torch.float32: Tol(1e-6, 1e-6)},
         samples=lambda: None,
-        directed=lambda: [Sample((T((2, 3)), T((2, 3))), {"scale": 2.0})],
+        edge_cases=lambda: [Sample((TensorSpec((2, 3)), TensorSpec((2, 3))), {"scale": 2.0})],
         grads=("x", "w"),
     )(reference)
 
@@ -49,18 +50,8 @@ def make_backend():
     """make_backend(name="cpu_toy") -> a fresh Backend subclass on the CPU, without implementations."""
 
     def make(name="cpu_toy"):
-        class Toy(hal.Backend):
-            def probe(self):
-                return hal.Probe(True, 1, "the CPU")
-
-            def device(self, index=0):
-                return torch.device("cpu")
-
-            def synchronize(self):
-                pass
-
-            def comm(self, ranks=None, *, timeout=600.0):
-                return hal.Solo()
+        class Toy(HostBackend):
+            pass
 
         Toy.name = name
         return Toy

@@ -1,4 +1,4 @@
-"""The taxonomy: what can be caught as what, and what the one built message says."""
+"""The error classes: which base classes catch which errors, and the one generated message."""
 
 import re
 from pathlib import Path

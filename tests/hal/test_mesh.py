@@ -1,15 +1,18 @@
-"""The rank order is Megatron's, groups partition the world, and wrong sizes are refused before anything starts."""
+"""The rank order is Megatron's, groups partition the world, and invalid sizes are refused before anything starts."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hal
 from hal.mesh import DIMS, Layout, Mesh
+from hal.testing import Reference
 from hal.testing.processes import run_processes
 
 sizes = st.integers(1, 3)
@@ -44,18 +47,24 @@ def test_groups_partition_the_world(layout: Layout, dims: set[str]) -> None:
     assert all(r in layout.group(r, *dims) for r in range(layout.world))
 
 
+def test_what_is_not_given_is_one_and_the_rest_are_replicas() -> None:
+    assert Layout() == Layout(tp=1, cp=1, ep=1, dp=1, pp=1) and Layout.of_world(8) == Layout(dp=8)
+    assert Layout.of_world(48, tp=2, cp=3, ep=2, pp=2) == Layout(tp=2, cp=3, ep=2, dp=2, pp=2)
+
+
 def test_wrong_layouts_are_refused() -> None:
-    with pytest.raises(hal.ContractError, match=r"tp 2 x pp 3 = 6 ranks, which do not divide a world of 8"):
+    with pytest.raises(hal.ContractError, match=r"world size 8 is not divisible by tp\*pp = 2\*3 = 6"):
         Layout.of_world(8, tp=2, pp=3)
     with pytest.raises(hal.ContractError, match="tp must be"):
         Layout(tp=0)
     with pytest.raises(hal.ContractError, match="no dimension"):
         Layout().group(0, "sp")
+    for rank in (-1, 4):
+        with pytest.raises(hal.ContractError, match="not in a world of 4"):
+            Layout(tp=2, pp=2).coordinates(rank)
 
 
 def _groups() -> dict[str, tuple[int, list[int]]]:
-    import torch
-
     mesh = Mesh(Layout(tp=2, dp=2), hal.use("cpu_ref"), timeout=30)
     found = {}
     for dims in (("tp",), ("dp",), ("tp", "dp")):
@@ -68,6 +77,22 @@ def _groups() -> dict[str, tuple[int, list[int]]]:
 def test_communicators_reach_the_ranks_of_the_layout() -> None:
     r = run_processes(4, _groups)
     assert r[2] == {"tp": (0, [2, 3]), "dp": (1, [0, 2]), "tp-dp": (2, [0, 1, 2, 3])}
+
+
+class WithoutComm(Reference):
+    """A backend that cannot communicate."""
+
+    def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
+        raise AssertionError("a group of one rank asked the backend for a communicator")
+
+
+def test_one_rank_needs_no_communication_of_the_backend() -> None:
+    mesh = Mesh(Layout(), WithoutComm())
+    assert (mesh.rank, mesh.world.size, mesh.at) == (0, 1, dict.fromkeys(DIMS, 0))
+    for dims in (*((d,) for d in DIMS), DIMS):
+        comm = mesh.comm(*dims)
+        assert (comm.rank, comm.size) == (0, 1)
+        assert comm.all_gather(torch.tensor([5])).tolist() == [5]
 
 
 def test_a_world_of_another_size_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Rng: a value, forked by name, restricted to blocks."""
+"""Rng: an immutable value, forked by name, restricted to blocks."""
 
 import pickle
 
@@ -42,6 +42,12 @@ def test_the_state_restores_it(seed, offset):
     rng = Rng(seed, offset)
     assert Rng(*rng.state()) == rng
     assert pickle.loads(pickle.dumps(rng)) == rng
+
+
+def test_elements_are_numbered_row_by_row():
+    assert Rng(1).indexing((2, 3, 4)) == (0, (12, 4, 1))
+    assert Rng(1).block((5, 6, 7), (1, 2, 3)).indexing((2, 2, 2)) == (1 * 42 + 2 * 7 + 3, (42, 7, 1))
+    assert Rng(1).indexing(()) == (0, ())
 
 
 @given(st.data())

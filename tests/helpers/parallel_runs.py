@@ -1,22 +1,21 @@
-"""Tiny training runs under any layout, for the tests of this folder. Everything is a function of its arguments."""
+"""Tiny training runs under any layout. Everything is a function of its arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import hal
 from hal.mesh import Mesh
-from hal.model.arguments import build
-from hal.model.checks import world_size
-from hal.model.data import Split
-from hal.model.gpt import GPT
-from hal.model.parallel.plan import make_plan
-from hal.model.parallel.trainer import ParallelTrainer
-from hal.model.trainer import Trainer
+from hal.model.config.command_line import build
+from hal.model.config.parallel_layout import make_parallel_layout
+from hal.model.config.validation import world_size
+from hal.model.data.gpt_dataset import Split
+from hal.model.training.trainer import Trainer
 from hal.testing.processes import run_processes
 
 VOCABULARY, END = 120, 119  # padded to 128
@@ -69,17 +68,23 @@ class Tokens:
 
 
 def trainer(options: dict[str, Any]) -> Trainer:
-    """The trainer of this process: parallel where a launcher described a world."""
+    """The trainer of this process, in the world described by a launcher or as a single process."""
     hal.use("cpu_ref")
     config = build(options)
     ends = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
     split = Split(Tokens(config.seq_length, ends), VOCABULARY, END, config.eod_mask_loss)
     data = dict.fromkeys(("train", "valid"), split)
-    plan = make_plan(config, world_size(config))
-    if plan.layout.world == 1:
-        return Trainer(config, GPT(config, hal.device(), layers=plan.layers[0]), data)
-    mesh = Mesh(plan.layout, hal.backend(), timeout=min(60.0, 60.0 * config.distributed_timeout_minutes))
-    return ParallelTrainer(config, data, mesh, plan, hal.device())
+    layout = make_parallel_layout(config, world_size(config))
+    mesh = Mesh(layout.layout, hal.backend(), timeout=min(60.0, 60.0 * config.distributed_timeout_minutes))
+    return Trainer(config, data, mesh, layout)
+
+
+def stored_values(run: Trainer) -> dict[str, Tensor]:
+    """Copies of the tensors of a checkpoint of one process, by name."""
+    whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in run.tensors().items()}
+    for name, shard in run.tensors().items():
+        shard.copy_to(whole[name])
+    return whole
 
 
 def steps(options: dict[str, Any], count: int) -> list[tuple[float, float | None]]:
@@ -90,9 +95,29 @@ def steps(options: dict[str, Any], count: int) -> list[tuple[float, float | None
 
 
 def on(world: int, options: dict[str, Any], count: int = 10) -> list[tuple[float, float | None]]:
-    """`steps` on `world` processes, which must agree."""
+    """`steps` on `world` processes, whose results must agree."""
     if world == 1:
         return steps(options, count)
     per_rank = run_processes(world, steps, options, count, timeout=180.0)
     assert all(r == per_rank[0] for r in per_rank), "the ranks report different numbers"
     return per_rank[0]
+
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
+PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
+SP, CP2 = {"sequence_parallel": True}, {"context_parallel_size": 2}
+ULYSSES = {**CP2, "context_parallel_algo": "ulysses"}
+INTERLEAVED, ZBV = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, {**PP2, "pipeline_schedule": "zbv"}
+DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+"""Options of the layouts that several tests use."""
+
+
+def close(got: list[Any], want: list[Any], losses: float, norms: float) -> None:
+    assert [n is None for _, n in got] == [n is None for _, n in want], "steps were skipped differently"
+    for step, ((loss, norm), (loss_one, norm_one)) in enumerate(zip(got, want)):
+        assert loss == pytest.approx(loss_one, rel=losses), f"loss of step {step + 1}"
+        if norm is not None:
+            assert norm == pytest.approx(norm_one, rel=norms), f"gradient norm of step {step + 1}"

@@ -1,31 +1,20 @@
-"""Backends for the model's tests, and a small run on a text that the test makes itself."""
+"""Backends for the model's tests, and a small run on a text that the test creates."""
 
 import os
 import random
 
 import pytest
 import torch
+from host_backend import HostBackend
 
 import hal
-from hal.model.arguments import build
+from hal.model.config.command_line import build
 
 
-class References(hal.Backend):
-    """Runs every op's reference: what the model computes, apart from any kernel."""
+class References(HostBackend):
+    """Runs every op's reference, so that the model is tested independently of any kernel."""
 
     name = "references"
-
-    def probe(self):
-        return hal.Probe(True, 1, "cpu")
-
-    def device(self, index=0):
-        return torch.device("cpu")
-
-    def synchronize(self):
-        pass
-
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
 
 
 @pytest.fixture
@@ -36,7 +25,7 @@ def references(recwarn):
 
 @pytest.fixture
 def cpu_ref():
-    """One thread: these models are too small for two, and threads that wait spin on a busy machine."""
+    """One thread: these models are too small for two, and waiting threads spin on a busy machine."""
     before, threads = os.environ.get("HAL_BACKEND"), torch.get_num_threads()
     torch.set_num_threads(1)
     with hal.activated(References(), fallback="reference"):
@@ -49,7 +38,7 @@ def cpu_ref():
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A file of 60 kB of words, the same every time."""
+    """A file of 60 kB of words with the same content every time."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(40)]
     path = tmp_path_factory.mktemp("text") / "words.txt"
@@ -64,7 +53,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def tiny(text, cache, tmp_path, monkeypatch):
-    """Makes configs of a two-layer model on `text`; keyword arguments are options the user gives."""
+    """Creates configs of a two-layer model on `text`; keyword arguments are options given by the user."""
 
     def make(**given):
         monkeypatch.setenv("HAL_CACHE_DIR", str(cache))

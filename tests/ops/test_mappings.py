@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel regions: Megatron's unit values, and gradients against one process."""
+"""Tensor- and sequence-parallel mappings: Megatron's unit values, and gradients against one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 import hal
 from hal import Comm, ops
-from hal.comm_threads import run_threads, threads
-from hal.ops import regions
+from hal.comm.threads import run_threads, threads
+from hal.ops import mappings
 
 WORLD, TP = 8, 4
 
@@ -29,7 +29,7 @@ def test_copy_sums_gradients_of_tp4_pp2() -> None:
 
     def run(rank: int, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.full((2, 3), 5.0, requires_grad=True)
-        y = regions.copy_to_region(x, comm)
+        y = mappings.copy_to_region(x, comm)
         dy = torch.full((2, 3), float(rank))
         y.backward(dy)
         return y.detach(), x.grad, dy
@@ -43,7 +43,7 @@ def test_copy_sums_gradients_of_tp4_pp2() -> None:
 def test_reduce_sums_values_of_tp4_pp2() -> None:
     def run(rank: int, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.full((2,), float(rank), requires_grad=True)
-        y = regions.reduce_from_region(x, comm)
+        y = mappings.reduce_from_region(x, comm)
         y.backward(torch.full((2,), 7.0))
         return x.detach(), y.detach(), x.grad
 
@@ -53,7 +53,7 @@ def test_reduce_sums_values_of_tp4_pp2() -> None:
 
 def test_gather_of_1d_splits_joins_tp_pairs_only() -> None:
     def run(rank: int, comm: Comm) -> list[float]:
-        return regions.gather_from_region(torch.tensor([2.0 * rank, 2.0 * rank + 1]), comm).tolist()
+        return mappings.gather_from_region(torch.tensor([2.0 * rank, 2.0 * rank + 1]), comm).tolist()
 
     for rank, got in enumerate(on_ranks(tp_groups(2), run)):
         first = rank // 2 * 4.0
@@ -64,7 +64,7 @@ def test_a_keyed_dict_comes_from_each_tp_groups_source() -> None:
     def run(rank: int, comm: Comm) -> dict[str, Tensor]:
         data = {"tokens": torch.full((2, rank + 2), 2**60 + rank), "eod": torch.tensor(rank), "other": torch.ones(1)}
         mine = data if comm.rank == 0 else None
-        return regions.broadcast_dict(mine, {"tokens": 2, "eod": 0}, comm)
+        return mappings.broadcast_dict(mine, {"tokens": 2, "eod": 0}, comm)
 
     for rank, got in enumerate(on_ranks(tp_groups(2), run)):
         source = rank // 2 * 2
@@ -74,7 +74,7 @@ def test_a_keyed_dict_comes_from_each_tp_groups_source() -> None:
 
 def test_broadcast_dict_refuses_other_dtypes() -> None:
     with pytest.raises(hal.ContractError, match="int64 'x'"):
-        regions.broadcast_dict({"x": torch.ones(2)}, {"x": 1}, None)
+        mappings.broadcast_dict({"x": torch.ones(2)}, {"x": 1}, None)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -83,10 +83,10 @@ def test_scatter_and_gather_are_conjugate(dim: int) -> None:
 
     def run(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = whole.clone().requires_grad_()
-        part = regions.scatter_to_region(x, comm, dim)
+        part = mappings.scatter_to_region(x, comm, dim)
         part.backward(part.detach() * 2)
         y = part.detach().clone().requires_grad_()
-        again = regions.gather_from_region(y, comm, dim)
+        again = mappings.gather_from_region(y, comm, dim)
         again.backward(whole * 3)
         return part.detach(), x.grad, again.detach(), y.grad
 
@@ -96,12 +96,12 @@ def test_scatter_and_gather_are_conjugate(dim: int) -> None:
 
 
 def test_all_to_all_moves_heads_to_sequence_and_back() -> None:
-    """Ulysses: [s/4, b, n, d] with all heads becomes [s, b, n/4, d], and the gradient takes the way back."""
+    """Ulysses: [s/4, b, n, d] with all heads becomes [s, b, n/4, d], and the gradient is mapped back."""
     whole = torch.arange(8 * 2 * 4 * 3, dtype=torch.float32).view(8, 2, 4, 3)
 
     def run(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         x = whole.chunk(4, 0)[comm.rank].clone().requires_grad_()
-        y = regions.all_to_all_in_region(x, comm, split=2, concatenate=0)
+        y = mappings.all_to_all_in_region(x, comm, split=2, concatenate=0)
         y.backward(y.detach() * 2)
         return x.detach(), y.detach(), x.grad
 
@@ -110,8 +110,8 @@ def test_all_to_all_moves_heads_to_sequence_and_back() -> None:
 
 
 def _mlp(x: Tensor, a: Tensor, b: Tensor, comm: Comm | None, sequence: bool) -> Tensor:
-    enter = regions.all_gather_to_region if sequence else regions.copy_to_region
-    leave = regions.reduce_scatter_from_region if sequence else regions.reduce_from_region
+    enter = mappings.all_gather_to_region if sequence else mappings.copy_to_region
+    leave = mappings.reduce_scatter_from_region if sequence else mappings.reduce_from_region
     return leave(torch.tanh(enter(x, comm) @ a) @ b, comm)
 
 
@@ -143,17 +143,17 @@ def test_a_column_row_pair_equals_one_process(sequence: bool) -> None:
 def test_what_the_ranks_cannot_divide_is_refused() -> None:
     def run(comm: Comm) -> None:
         with pytest.raises(hal.ContractError, match="3 ranks cannot divide"):
-            regions.scatter_to_region(torch.ones(3, 4), comm)
+            mappings.scatter_to_region(torch.ones(3, 4), comm)
         with pytest.raises(hal.ContractError, match="dimension 5"):
-            regions.gather_from_region(torch.ones(3), comm, 5)
+            mappings.gather_from_region(torch.ones(3), comm, 5)
 
     run_threads(3, run)
 
 
 def test_without_a_group_every_region_is_the_identity() -> None:
     x = torch.ones(3, requires_grad=True)
-    for f in (regions.copy_to_region, regions.reduce_from_region, regions.scatter_to_region):
-        assert f(x, None) is x and f(x, hal.Solo()) is x
+    for f in (mappings.copy_to_region, mappings.reduce_from_region, mappings.scatter_to_region):
+        assert f(x, None) is x and f(x, hal.SingleRankComm()) is x
 
 
 def test_vocabulary_shards_equal_the_whole_vocabulary() -> None:

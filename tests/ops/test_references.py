@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_backend import HostBackend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,20 +27,8 @@ def bind(op, args, kwargs):
 
 @pytest.fixture(autouse=True)
 def cpu():
-    class Cpu(hal.Backend):
+    class Cpu(HostBackend):
         name = "cpu_test"
-
-        def probe(self):
-            return hal.Probe(True, 1, "cpu")
-
-        def device(self, index=0):
-            return torch.device("cpu")
-
-        def synchronize(self):
-            pass
-
-        def comm(self, ranks=None, *, timeout=600.0):
-            return hal.Solo()
 
     with hal.activated(Cpu(), fallback="reference"):
         yield
@@ -47,7 +36,7 @@ def cpu():
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_directed_sample_passes_the_check_in_every_dtype_and_has_finite_oracle(op):
-    samples = op.directed()
+    samples = op.edge_cases()
     assert samples
     for sample in samples:
         for dtype in op.tol:
@@ -60,7 +49,7 @@ def test_every_directed_sample_passes_the_check_in_every_dtype_and_has_finite_or
 def test_gradcheck(op):
     # gelu, softmax, norms, ... are smooth; samples marked grad=False (NaN, inf inputs) are left out.
     checked = 0
-    for sample in op.directed():
+    for sample in op.edge_cases():
         args, kwargs = sample.build(torch.float32)
         given_args = bind(op, [to_double(a) for a in args], {k: to_double(v) for k, v in kwargs.items()})
         leaves = [n for n in op.grads if given_args[n] is not None]

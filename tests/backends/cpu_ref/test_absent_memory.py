@@ -1,4 +1,4 @@
-"""A tensor that looks like any other but has no memory of its own is refused: a kernel would be given address 0."""
+"""A tensor without memory of its own is refused, because a kernel would receive address 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cpu_ref passes the conformance kit: every op, every dtype, no waiver, nothing declined."""
+"""cpu_ref passes the conformance kit: every op and every dtype, without waivers or refusals."""
 
 import hal
 from hal.testing import run_by_name

@@ -1,4 +1,4 @@
-"""cpu_ref's flash attention against a dense float64 oracle written here, and the promises a comparison cannot show:
+"""cpu_ref's flash attention against a dense float64 oracle, and properties that a comparison cannot show:
 the dropout bits, bit-equal repetition and the size of the workspace."""
 
 from __future__ import annotations
@@ -123,28 +123,44 @@ def check(
 edges = st.none() | st.integers(-20, 120)
 
 
+def check_drawn(
+    data: st.DataObject,
+    b: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    head_sizes: st.SearchStrategy[int],
+    mask_shapes: list[tuple[int, ...]],
+    masked: list[float],
+    scales: list[float | None],
+) -> None:
+    """`check` of a call with random layout, head size, dtype, window, mask, scale and strides."""
+    mask = None
+    if data.draw(st.booleans()):
+        shape = data.draw(st.sampled_from(mask_shapes))
+        mask = torch.rand(shape) < data.draw(st.sampled_from(masked))
+        if data.draw(st.booleans()) and mask.ndim == 4:
+            mask = mask.mT.contiguous().mT  # queries adjacent instead of keys
+    check(
+        data.draw(st.sampled_from(DENSE)),
+        *(b, heads, lengths, data.draw(head_sizes)),
+        data.draw(st.sampled_from(list(TOLERANCE))),
+        pre=data.draw(edges),
+        next=data.draw(edges),
+        mask=mask,
+        scale=data.draw(st.sampled_from(scales)),
+        gaps=data.draw(st.booleans()),
+    )
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_call_equals_the_dense_oracle(data: st.DataObject) -> None:
     g, group, b = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     sq, sk = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 220))
     sizes = data.draw(st.sampled_from([(sq, sk), (sk, sk)]))
-    n, mask = g * group, None
-    if data.draw(st.booleans()):
-        shape = data.draw(st.sampled_from([(b, n, *sizes), (1, 1, *sizes), (b, 1, 1, sizes[1]), (n, sizes[0], 1)]))
-        mask = torch.rand(shape) < data.draw(st.sampled_from([0.1, 0.6, 0.97]))
-        if data.draw(st.booleans()) and mask.ndim == 4:
-            mask = mask.mT.contiguous().mT  # queries adjacent instead of keys
-    check(
-        data.draw(st.sampled_from(DENSE)),
-        *(b, (n, g), sizes, data.draw(st.integers(1, 80))),
-        data.draw(st.sampled_from(list(TOLERANCE))),
-        pre=data.draw(edges),
-        next=data.draw(edges),
-        mask=mask,
-        scale=data.draw(st.sampled_from([None, None, 0.5, -0.25, 0.0])),
-        gaps=data.draw(st.booleans()),
-    )
+    n = g * group
+    shapes = [(b, n, *sizes), (1, 1, *sizes), (b, 1, 1, sizes[1]), (n, sizes[0], 1)]
+    check_drawn(data, b, (n, g), sizes, st.integers(1, 80), shapes, [0.1, 0.6, 0.97], [None, None, 0.5, -0.25, 0.0])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
@@ -310,7 +326,7 @@ def test_inputs_of_any_strides_give_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("team", [1, 2, 3])
 def test_repetition_is_bit_equal(dtype: torch.dtype, team: int, threads: Any) -> None:
-    """Also where heads are fewer than threads, so that dK and dV are summed over pieces of a head."""
+    """Also with fewer heads than threads, where dK and dV are summed over parts of a head."""
     threads(team)
     torch.manual_seed(4)
     for n, g, s in ((1, 1, 700), (4, 2, 300), (5, 5, 200)):
@@ -379,7 +395,7 @@ def test_the_workspace_is_kept_small_and_can_be_given_back(threads: Any) -> None
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("queries", [230, 5])
 def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool, queries: int) -> None:
-    """Beyond 2^30 in float32 the rounding of a score is more than exp can take."""
+    """Beyond 2^30, the float32 rounding error of a score is too large for exp."""
     generator = torch.Generator().manual_seed(3)
     size = 1e9 if dtype == torch.float64 else 7e4
     q, k, v = (torch.randn(1, 2, 230, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
@@ -402,7 +418,7 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool,
     torch.testing.assert_close(out[sure].double(), want[sure], rtol=1e-2, atol=1e-2)
 
 
-# Up to 8 queries go another way (flash_attention_few.h).
+# Up to 8 queries use a separate code path (flash_attention_decode.h).
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -410,22 +426,10 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool,
 def test_few_queries_equal_the_dense_oracle(data: st.DataObject) -> None:
     g, group, b = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4, 7])), data.draw(st.integers(1, 2))
     sq, sk = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 300))
-    n, mask = g * group, None
-    if data.draw(st.booleans()):
-        shape = data.draw(st.sampled_from([(b, n, sq, sk), (1, 1, sq, sk), (b, 1, 1, sk), (n, sq, 1), (sk,)]))
-        mask = torch.rand(shape) < data.draw(st.sampled_from([0.1, 0.6, 0.97, 1.0]))
-        if data.draw(st.booleans()) and mask.ndim == 4:
-            mask = mask.mT.contiguous().mT
-    check(
-        data.draw(st.sampled_from(DENSE)),
-        *(b, (n, g), (sq, sk), data.draw(st.sampled_from([1, 5, 16, 40, 64, 72, 80, 96, 128]))),
-        data.draw(st.sampled_from(list(TOLERANCE))),
-        pre=data.draw(edges),
-        next=data.draw(edges),
-        mask=mask,
-        scale=data.draw(st.sampled_from([None, None, 0.1, -0.1, 0.0])),
-        gaps=data.draw(st.booleans()),
-    )
+    n = g * group
+    head_sizes = st.sampled_from([1, 5, 16, 40, 64, 72, 80, 96, 128])
+    shapes = [(b, n, sq, sk), (1, 1, sq, sk), (b, 1, 1, sk), (n, sq, 1), (sk,)]
+    check_drawn(data, b, (n, g), (sq, sk), head_sizes, shapes, [0.1, 0.6, 0.97, 1.0], [None, None, 0.1, -0.1, 0.0])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
@@ -473,7 +477,7 @@ def test_poison_reaches_those_of_few_queries_who_see_it(poison: float, dtype: to
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
 @pytest.mark.parametrize("sq", [1, 4])
 def test_what_few_queries_do_not_see_may_hold_anything(sq: int, dtype: torch.dtype) -> None:
-    """The unused ends of a cache: hidden by a mask, or by a window."""
+    """The unused ends of a cache, hidden by a mask or by a window."""
     torch.manual_seed(10)
     q, k, v = (torch.randn(1, h, s, 24, dtype=torch.float64).to(dtype) for h, s in ((4, sq), (2, 300), (2, 300)))
     shown = slice(110, 231)

@@ -1,4 +1,4 @@
-"""Large results lie in memory of cpu_ref's own asking: they behave as any tensor does, and go with their last view."""
+"""Large results use memory that cpu_ref allocates: they behave like any tensor and are freed with their last view."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.backends.cpu_ref import memory
-from hal.bench.memory import Tracker
+from hal.bench.harness.live_bytes import LiveBytes
 
 unsanitized = pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer brings its own malloc")
 
@@ -159,7 +159,7 @@ def test_a_queue_takes_them() -> None:
 
 
 def test_a_tracker_counts_them() -> None:
-    with Tracker() as held:
+    with LiveBytes() as held:
         x = large()
         assert held.now() == SIZE
         y = x.view(-1)

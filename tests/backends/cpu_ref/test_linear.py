@@ -1,4 +1,4 @@
-"""linear's own weight gradient (kernels/linear_kind.h): any shape, any number of threads, only what is wanted."""
+"""linear's own weight gradient (kernels/linear_kind.h): any shape, any number of threads, only requested gradients."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385,
 
 
 def product(dy, x, held=None):
-    """dy^T x and the sum of dy's rows, from the kernel; added to `held`, if there is such."""
+    """dy^T x and the sum of dy's rows, from the kernel; added to `held` if it is given."""
     shapes = (dy.shape[1], x.shape[1]), (dy.shape[1],)
     dw, db = [torch.full(s, float("nan")) for s in shapes] if held is None else [h.clone() for h in held]
     at = [t.data_ptr() for t in (dy, x, dw, db)]
@@ -25,7 +25,7 @@ def product(dy, x, held=None):
 
 @pytest.fixture(autouse=True)
 def cpu_ref():
-    with hal.activated(hal.registry.make("cpu_ref")):
+    with hal.activated(hal.core.registry.make("cpu_ref")):
         yield
 
 
@@ -107,7 +107,7 @@ def test_sums_that_are_not_contiguous_are_refused_whatever_was_asked_before(firs
 
 
 def large(bias=True):
-    """Operands of a product that is large enough for the kernel, of strided rows."""
+    """Operands of a product that is large enough for the kernel, with strided rows."""
     torch.manual_seed(1)
     x = torch.randn(128, 2, 160)[:, 1].requires_grad_()
     weight = torch.randn(224, 160, requires_grad=True)
@@ -172,7 +172,7 @@ def test_any_leading_dimensions_in_small_and_large_products(shape, how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_result_does_not_depend_on_how_its_input_lies(dtype, biased):
-    """Left to itself, torch may multiply each matrix of such an input on its own, and add the bias afterwards."""
+    """By default, torch may multiply each matrix of such an input separately and add the bias afterwards."""
     torch.manual_seed(3)
     x = torch.randn(6, 48, 64).to(dtype)
     weight, bias = torch.randn(40, 64).to(dtype), torch.randn(40).to(dtype) if biased else None

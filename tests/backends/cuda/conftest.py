@@ -15,7 +15,7 @@ from hal.backends.cuda.simulator.build import Simulator, library
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a fresh process, where no engine was built."""
+    """The state of a fresh process, in which no engine was created."""
     monkeypatch.setattr(launch, "_engine", None)
 
 
@@ -32,7 +32,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 @pytest.fixture
 def simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simulator]:
-    """Makes a simulator of common.h, the kernel files named in `keep`, and the files given as {name: text}."""
+    """Builds a simulator of common.h, the kernel files named in `keep`, and the files given as {name: text}."""
     need_compiler()
 
     def make(files: dict[str, str], keep: tuple[str, ...] = ()) -> Simulator:

@@ -1,4 +1,4 @@
-"""What these tests share beside fixtures."""
+"""Helpers of these tests that are not fixtures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def need_compiler() -> None:
 def run_python(
     code: str, *, env: dict[str, str] | None = None, timeout: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a process of its own."""
+    """Runs Python code in a separate process."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=timeout)
 

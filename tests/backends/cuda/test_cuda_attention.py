@@ -1,8 +1,7 @@
-"""The code around torch's attention kernels: what it passes to them, and when it copies."""
+"""The code around torch's attention kernels: the arguments it passes to them, and when it copies."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -15,6 +14,7 @@ import torch
 
 import hal
 from hal import ops
+from hal.backend_tools import AttentionSpec, attention_spec
 from hal.backends.cuda import Cuda, launch
 from hal.backends.cuda.attention import common, cudnn, flash, flex, masks, stand_ins, unfused
 
@@ -110,10 +110,10 @@ def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_toke
 def test_one_query_of_grouped_heads_may_be_read_as_the_rows_of_one_tile(no_engine):
     """flash does that where no side is bounded; a causal window of one query bounds none."""
     q, k = meta(2, 1, 8, 64), meta(2, 300, 2, 64)
-    call = common.call_of(q, k, "BSND", None, None, None, 0, None, 0.0, None)
+    call = attention_spec(q, k, "BSND", None, None, None, 0, None, 0.0, None)
     how = flash._how(call)
     assert (how["window_size_left"], how["window_size_right"]) == (-1, -1)
-    assert flash._how(dataclasses.replace(call, sq=2))["window_size_right"] == 0
+    assert flash._how(call._replace(sq=2))["window_size_right"] == 0
 
 
 @pytest.mark.parametrize(("sq", "pre", "next_tokens"), [(10, 3, None), (10, 3, 12), (6, 3, None), (10, 5, None)])
@@ -124,7 +124,7 @@ def test_a_bounded_left_side_hides_nothing_to_the_right(simulated, sq, pre, next
     refused = IMPLS["cuda/flash"].why_not(q, k, k, **how)
     assert bool(refused) == (sq == 10 and pre == 3)
     if refused:
-        assert "flash ends an unbounded right one" in refused[0]
+        assert "flash limits an unbounded right side" in refused[0]
         return
     expected = ops.flash_attention.reference(q, k, k, **how)
     torch.testing.assert_close(IMPLS["cuda/flash"].call(q, k, k, **how), expected, rtol=2e-3, atol=2e-3)
@@ -133,7 +133,7 @@ def test_a_bounded_left_side_hides_nothing_to_the_right(simulated, sq, pre, next
 @pytest.mark.parametrize("next_tokens", [None, 2, 8, 9, 40])
 @pytest.mark.parametrize("pre", [0, 1, 3])
 def test_a_bounded_left_side_hides_nothing_to_the_right_of_packed_keys(simulated, pre, next_tokens):
-    """Forward and backward: the kernel is told of keys enough for the end that it gives the right side."""
+    """Forward and backward: the kernel gets a number of keys that matches the end it assigns to the right side."""
     q = torch.randn(12, 2, 16, dtype=torch.float16, requires_grad=True)
     k = torch.randn(4, 2, 16, dtype=torch.float16, requires_grad=True)
     how = {"layout": "TND", "pre_tokens": pre, "next_tokens": next_tokens}
@@ -164,7 +164,7 @@ def test_the_stand_in_for_flash_ends_an_open_side_as_torch_does(left, right, lon
 
 
 def test_sides_beyond_32_bits_reach_the_kernel_as_unbounded():
-    call = common.Call("BNSD", 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None)
+    call = AttentionSpec("BNSD", 1, 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None)
     assert (flash._how(call)["window_size_left"], flash._how(call)["window_size_right"]) == (-1, -1)
 
 
@@ -314,7 +314,7 @@ def test_flex_is_compiled_for_more_shapes_than_torch_allows(monkeypatch):
     flex._compiled.cache_clear()
     try:
         for length in range(128, 139):
-            call = common.Call("BNSD", 2, 1, length, length + 3, 16, 40, 0, 0.25, 0.0, None)
+            call = AttentionSpec("BNSD", 1, 2, 1, length, length + 3, 16, 40, 0, 0.25, 0.0, None)
             q, k = torch.randn(1, 2, length, 16), torch.randn(1, 1, length + 3, 16)
             blocks = flex._blocks(call, None, q.device)
             out, lse = flex._compiled()(q, k, k, block_mask=blocks, scale=call.scale, enable_gqa=True)

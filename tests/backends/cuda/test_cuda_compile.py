@@ -72,7 +72,7 @@ def test_a_warning_is_an_error_and_the_log_is_shown(tmp_path):
     source.write_text('#include "common.h"\n' + source.read_text())
     with pytest.raises(hal.HalError, match="unused"):
         compile.compile_file(source, "sm_90")
-    # A user's NVRTC may warn of more than those that were tried.
+    # A user's version of NVRTC may emit more warnings than those tested.
     assert compile.compile_file(source, "sm_90", strict=False).cubin
 
 
@@ -112,7 +112,7 @@ CHANGED = {
 
 
 class Library:
-    """cupy.cuda.nvrtc with a log of our own."""
+    """cupy.cuda.nvrtc with a log written by the test."""
 
     def __init__(self, log):
         self.getProgramLog = lambda program: log

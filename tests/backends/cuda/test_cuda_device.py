@@ -1,4 +1,4 @@
-"""The backend without a device: importing and probing are safe, each missing thing has its own reason."""
+"""The backend without a device: importing and probing are safe, and each missing requirement has its own reason."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
 
 @pytest.mark.parametrize(("count", "listed", "index"), [(8, None, 3), (1, None, 0), (8, "4,5,6,7", 7)])
 def test_a_communicator_is_on_the_device_of_this_process(monkeypatch, count, listed, index):
-    """A launcher may show every process a device of its own: number 3 then has no device 3."""
+    """A launcher may show every process a single device: number 3 then has no device 3."""
     probe_of(monkeypatch, count=count)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.delenv("HAL_DEVICES", raising=False)
@@ -162,7 +162,7 @@ class SecondGpu:
 
     device_type, multiprocessors = "cuda", 1
 
-    def elsewhere(self, device):
+    def wrong_device(self, device):
         return "" if device.index in (None, 1) else f"a tensor on {device} while cuda:1 is the current device"
 
 

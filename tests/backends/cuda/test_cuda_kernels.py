@@ -1,4 +1,4 @@
-"""Kernels where the conformance kit does not look: unaligned rows, rows too wide for shared memory, long lists."""
+"""Kernels where the conformance kit does not test: unaligned rows, rows too wide for shared memory, long lists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare(op, inputs: list[Tensor], *, tolerance: float, **how) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1, 3])
 def test_rows_that_start_anywhere(dtype, shift):
-    """Views into larger storage, and widths that put every row on another offset from a 16-byte boundary."""
+    """Views into larger storage, and widths that give every row a different offset from a 16-byte boundary."""
     close = CLOSE[dtype]
     x = normal(3, 37, dtype=dtype, shift=shift)
     w = normal(37, dtype=dtype, seed=1, shift=shift)
@@ -54,7 +54,7 @@ def test_rows_that_start_anywhere(dtype, shift):
 
 
 class Turned:
-    """rotary as an op of x alone."""
+    """rotary as an op of x alone, with constant cos and sin."""
 
     def __init__(self, angles: Tensor) -> None:
         self.angles = angles
@@ -150,7 +150,7 @@ def test_cross_entropy_may_write_its_gradient_over_the_logits(simulated):
 
 
 def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatch):
-    """torch's CUDA kernel for few ids adds in the gradient's dtype, as the CPU's does, which stands in for it here."""
+    """torch's CUDA kernel for few ids adds in the gradient's dtype, as does the CPU's, which replaces it here."""
     monkeypatch.setattr(launch, "simulated", lambda: False)
     ids, dy = torch.zeros(2000, dtype=torch.int64), torch.full((2000, 4), 0.0078125, dtype=torch.bfloat16)
     (grad,) = vocab._embedding_bwd((ids, None, 3, torch.bfloat16), dy)
@@ -159,10 +159,10 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatc
 
 def test_weight_gradients_are_added_by_one_product_where_torch_has_it(monkeypatch):
     """torch has it on GPUs only; here it is told apart by what is rounded: nothing between product and sum."""
-    monkeypatch.setattr(linear, "_tried", {})
+    monkeypatch.setattr(linear, "_add_product_works", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not linear._adds_in_float32(torch.device("cpu"))
-    linear._tried.clear()
+    linear._add_product_works.clear()
     monkeypatch.setattr(linear, "_add_product", lambda total, a, b: total.add_(a.float() @ b.float()))
     assert linear._adds_in_float32(torch.device("cpu"))
     monkeypatch.setattr(launch, "simulated", lambda: False)

@@ -1,4 +1,4 @@
-"""What the launcher asks of torch and of CuPy's driver bindings, on fakes that take what the real ones take."""
+"""The launcher's calls to torch and to CuPy's driver bindings, on fakes that accept the same arguments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_launch_passes_what_the_driver_takes(driver):
 
 
 def test_the_first_launch_loads_every_kernel(driver):
-    """A graph may be captured next, when a module cannot be loaded."""
+    """A graph capture may follow, during which a module cannot be loaded."""
     engine = launch.Device(CUBINS)
     engine.launch("a", (1, 1), 32, 0, b"")
     engine.launch("b", (1, 1), 32, 0, b"")
@@ -84,7 +84,7 @@ def test_the_first_launch_loads_every_kernel(driver):
 
 
 def test_a_thread_without_a_context_gets_one(driver):
-    """Autograd's thread on device 0 is such a thread."""
+    """Autograd's thread for device 0 is such a thread."""
     engine = launch.Device(CUBINS)
     errors = []
 

@@ -1,4 +1,4 @@
-"""The execution model itself: what it computes, what it reports, and that faults planted in our kernels are caught."""
+"""The execution model itself: its results, the errors it reports, and that faults planted in kernels are caught."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = '#include "common.h"\n'
 
 
 def planted(name: str, old: str, new: str) -> str:
-    """The text of a kernel file with one thing changed."""
+    """The text of a kernel file with one change."""
     text = (compile.KERNELS / name).read_text()
     assert text.count(old) >= 1, f"{name} no longer contains {old!r}; plant the fault elsewhere"
     return text.replace(old, new, 1)
@@ -151,7 +151,7 @@ BARRIERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", BARRIERS)
 def test_a_missing_barrier_is_caught(simulator, fault):
-    """Wrong numbers, as on a GPU, but every time: rows of several warps, and several rows to a block."""
+    """Wrong numbers, as on a GPU, but reproducibly: rows of several warps, and several rows per block."""
     file, old = BARRIERS[fault]
     files = {file: planted(file, old, old.replace("__syncthreads();", ""))} if old else {}
     simulator(files, keep=("norm.cu", "reduce.cu"))

@@ -1,4 +1,4 @@
-"""How a window is put to npu_fusion_attention: what the library does with the plan is exactly HAL's window."""
+"""How a window is passed to npu_fusion_attention: the library's result for the planned call is HAL's window."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hal import ops
-from hal.backends.npu.attention_call import Plan, plan, plan_packed
+from hal.backends.npu.attention.call import Plan, plan, plan_packed
 
 EDGE = st.none() | st.integers(-12, 40)
 LENGTH = st.integers(1, 24)
 
 
 def shown(p: Plan, sq: int, sk: int) -> Tensor:
-    """bool [sq, sk], True = the library shows the key (documented meaning of modes 3 and 4; pre and next as given)."""
+    """bool [sq, sk], True = visible to the library (documented meaning of modes 3 and 4; pre and next as given)."""
     i, j = torch.arange(sq)[:, None] + (sk - sq), torch.arange(sk)
     if p.mask == "none":
         return torch.ones(sq, sk, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The simulated library accepts what Ascend accepts, refuses the rest with its codes, and computes what it documents.
+"""The simulated library accepts and refuses the same calls as Ascend's, with its codes, and computes as documented.
 
 Sources of the rules: aclnnFlashAttentionScore and aclnnFlashAttentionVarLenScore (constraints), and the operator's
 tiling. 161002 is an invalid parameter, 561002 what the tiling refuses.
@@ -24,7 +24,7 @@ BAND: dict[str, Any] = {"sparse_mode": 4, "atten_mask": TRIANGLE}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str = "BNSD", **options: Any) -> Tensor:
-    """The vendor's own Python call; queued errors are brought out."""
+    """The vendor's own Python call; queued errors are raised."""
     out = torch.ops.npu.npu_fusion_attention(q, k, v, heads, layout, **options)[0]
     return out.cpu()
 
@@ -126,7 +126,7 @@ torch.ops.npu.npu_scaled_masked_softmax(x, torch.zeros({mask}, dtype=torch.bool)
 def test_the_softmax_kernel_beyond_its_limits(
     simulated: Npu, x: tuple[int, ...], mask: tuple[int, ...], triangle: bool, says: str
 ) -> None:
-    """Each in a process of its own: this operator is refused in torch_npu's queue, which stops then."""
+    """Each in a separate process: this operator is refused in torch_npu's queue, which then stops."""
     code = ILLEGAL_SOFTMAX.format(x=x, mask=mask, triangle=triangle)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "ScaledMaskedSoftmax: " in done.stderr, done.stderr
@@ -135,7 +135,7 @@ def test_the_softmax_kernel_beyond_its_limits(
 
 @pytest.mark.parametrize("shape", [(2, 2, 24, 20), (1, 2, 24, 20), (2, 2, 1, 20), (1, 2, 1, 20)])
 def test_the_gradient_of_a_positional_bias(npu: Npu, shape: tuple[int, ...]) -> None:
-    """pse is added before the scale; what it broadcasts over is summed in its gradient."""
+    """pse is added before the scale; its gradient is summed over the broadcast dimensions."""
     torch.manual_seed(3)
     q, k, v = torch.randn(2, 2, 24, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
     bias, dy = torch.randn(shape), torch.randn(2, 2, 24, 8)

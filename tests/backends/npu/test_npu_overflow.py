@@ -1,4 +1,4 @@
-"""Saturation mode: an overflow leaves the largest number, and the device's flag is what tells of it."""
+"""Saturation mode: an overflow gives the largest number and is visible only in the device's overflow flag."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(check(1.0, 2.0))
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: torch_npu reads the mode once."""
+    """A separate process, because torch_npu reads the mode once."""
     env = {**os.environ, **environment}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, env=env
@@ -59,7 +59,7 @@ def test_with_infinities_only_the_gradients_count(simulated: Npu) -> None:
 TRAIN = """
 import json, sys
 from pathlib import Path
-from hal.model.train import main
+from hal.model.training.run import main
 folder = Path(sys.argv[1])
 (folder / 'text.txt').write_text('the quick brown fox jumps over the lazy dog. ' * 200)
 words = '--backend npu --simulate --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2'
@@ -72,7 +72,7 @@ print('losses', code, [loss for _, loss in json.loads((folder / 'run.json').read
 
 @pytest.mark.slow
 def test_training_in_fp16_finds_its_loss_scale_in_both_modes(simulated: Npu, tmp_path: Path) -> None:
-    """Too large a scale overflows in backward; both modes skip those steps, lower the scale, and then learn alike."""
+    """Too large a scale overflows in backward; both modes skip those steps, lower the scale, and then train equally."""
     runs = []
     for mode in (SATURATING, {}):
         done = run(TRAIN, str(tmp_path), **mode)

@@ -1,4 +1,4 @@
-"""Mistakes that were really made on Ascend, planted into the backend: the conformance kit refuses each one."""
+"""Real errors from Ascend code, planted into the backend: the conformance kit refuses each one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.backends.npu import Npu, attention, attention_call, optimizer
-from hal.backends.npu.attention_call import Call, Plan
-from hal.op import Op
+from hal.backends.npu import Npu, optimizer
+from hal.backends.npu.attention import call, fusion
+from hal.backends.npu.attention.call import Call, Plan
+from hal.core.op import Op
 from hal.testing import Failure
 from hal.testing.checks import check_sample
 from hal.testing.subject import Subject
 
 
 def check_all(backend: Npu, op: Op, id: str, dtype: torch.dtype = torch.float32) -> int:  # type: ignore[type-arg]
-    """Runs the op's directed calls on one implementation; raises Failure at the first wrong one."""
+    """Runs the op's edge cases on one implementation; raises Failure at the first wrong one."""
     impl = next(i for i in backend.impls[op.name] if i.id == id)
     subject = Subject(backend, impl, dtype)
     with subject:
-        return sum(not check_sample(subject, sample).declined for sample in op.directed())
+        return sum(not check_sample(subject, sample).declined for sample in op.edge_cases())
 
 
 def test_the_backend_as_it_is_passes(npu: Npu) -> None:
@@ -36,7 +37,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, object], N
     """Replaces a name in the modules that decide how attention is called."""
 
     def replace(name: str, value: object) -> None:
-        for module in (attention, attention_call):
+        for module in (fusion, call):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 
@@ -52,21 +53,21 @@ def _swapped(p: Plan) -> Plan:
 
 
 def test_mask_polarity(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    """True = visible, as other libraries have it."""
+    """True = visible, as in other libraries."""
     plant("triangle", _inverted_triangle)
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
 
 
 def test_full_mask_polarity(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = attention_call.full_mask
+    right = call.full_mask
     plant("full_mask", lambda *args: ~right(*args))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
 
 
 def test_pre_and_next_swapped(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = attention_call.plan
+    right = call.plan
     plant("plan", lambda *args: _swapped(right(*args)))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
@@ -81,8 +82,8 @@ def test_a_band_without_a_mask(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_causal_mask_from_the_other_corner(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    """sparse_mode 2 (top left) where 3 (bottom right) is meant: the same for Sq = Skv, wrong otherwise."""
-    right = attention_call.plan
+    """sparse_mode 2 (top left) instead of 3 (bottom right): the same for Sq = Skv, wrong otherwise."""
+    right = call.plan
 
     def top_left(*args: object) -> Plan:
         p = right(*args)  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ def test_a_causal_mask_from_the_other_corner(npu: Npu, plant: Callable[[str, obj
 
 
 def test_rows_that_see_nothing_left_uniform(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = attention_call.plan
+    right = call.plan
     plant("plan", lambda *args: dataclasses.replace(right(*args), dead_rows=False))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")

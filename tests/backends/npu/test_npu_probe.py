@@ -1,4 +1,4 @@
-"""The probe says precisely what is missing, and neither it nor an import touches torch_npu."""
+"""The probe names exactly what is missing, and neither it nor an import loads torch_npu."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hal.backends.npu import Npu, environment, simulator
 
 @pytest.fixture
 def wheel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Pretends that torch_npu of this version (None: none at all) is installed."""
+    """Simulates an installed torch_npu of this version (None: not installed)."""
 
     def install(version: str | None) -> None:
         def metadata(name: str) -> str:
@@ -34,7 +34,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which nothing points to CANN."""
+    """A machine without any sign of CANN."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "_devices", list)

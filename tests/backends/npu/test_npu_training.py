@@ -1,4 +1,4 @@
-"""Training on the simulator: the README's model follows cpu_ref, and four processes follow one."""
+"""Training on the simulator: the README's model matches cpu_ref, and four processes match one."""
 
 from __future__ import annotations
 

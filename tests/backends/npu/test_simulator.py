@@ -20,7 +20,7 @@ machine = simulator.running()
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: a stream that has failed stays failed."""
+    """A separate process, because a failed stream cannot be used again."""
     return subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=300)
 
 

@@ -1,4 +1,4 @@
-"""`make gpu` cannot run here; what can be checked is that its calls are valid, and what its report says of numbers."""
+"""`make gpu` without a GPU: its calls are valid, parts survive crashes, and the report is correct."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ import torch
 
 import hal
 from hal.backends.cuda import Cuda, launch
-from hal.bench import gpu, gpu_cases, gpu_checks, gpu_parts, gpu_report
+from hal.bench.gpu import cases as gpu_cases
+from hal.bench.gpu import checks as gpu_checks
+from hal.bench.gpu import gpu_report
+from hal.bench.gpu import parts as gpu_parts
+from hal.bench.gpu import run as gpu
 
 
-def test_without_a_gpu_it_says_so_and_returns_2(monkeypatch, capsys):
+def test_without_a_gpu_the_reason_is_printed_and_the_exit_code_is_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert gpu.main([]) == 2
     assert "built without CUDA" in capsys.readouterr().err
 
 
 def row(**changes):
-    plain = {"name": "layer_norm fwd", "shape": "8x8", "peer": "eager", "ratio_median": 1.5, "ratio_min": 1.4}
-    plain |= {"ratio_max": 1.6, "seconds": 1e-5, "ceiling": "device copy", "share_of_ceiling": 0.9}
-    return {**plain, **changes}
+    base = {"name": "layer_norm fwd", "shape": "8x8", "peer": "eager", "ratio_median": 1.5, "ratio_min": 1.4}
+    base |= {"ratio_max": 1.6, "seconds": 1e-5, "ceiling": "device copy", "share_of_ceiling": 0.9}
+    return {**base, **changes}
 
 
-def test_what_misses_a_goal_is_marked():
+def test_a_missed_goal_is_marked():
     assert gpu_report.missed(row()) == ""
     assert "goal 85%" in gpu_report.missed(row(share_of_ceiling=0.5))
     attention = {"name": "attention causal fwd", "share_of_ceiling": None}
@@ -45,9 +49,10 @@ def test_the_order_of_attention_is_read_from_the_rows():
     assert gpu_report.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
 
 
-def whole(*rows):
-    """A part of one unit."""
-    return {"state": "whole", "why": "", "at": "", "seconds": 3.0, "units": {"u": {"done": True, "rows": list(rows)}}}
+def complete(*rows):
+    """The record of a part with one unit, "u"."""
+    units = {"u": {"done": True, "rows": list(rows)}}
+    return {"state": "complete", "why": "", "current": "", "seconds": 3.0, "units": units}
 
 
 def report_of(**parts):
@@ -55,39 +60,43 @@ def report_of(**parts):
 
 
 def losses(cuda, cpu_ref):
-    return whole({"backend": "cuda", "losses": cuda}, {"backend": "cpu_ref", "losses": cpu_ref})
+    return complete({"backend": "cuda", "losses": cuda}, {"backend": "cpu_ref", "losses": cpu_ref})
 
 
-def test_the_report_holds_every_row():
+def test_the_report_shows_every_row():
     parity = {"op": "rotary", "dtype": "float32", "implementation": "cuda/kernel", "status": "pass", "samples": 3}
-    wrong = {"name": "memory statistics", "wrong": "64 MiB show as 0"}
+    failed = {"name": "memory statistics", "problem": "64 MiB show as 0"}
     report = report_of(
-        parity=whole({**parity, "worst_error_in_tolerances": 0.123456}),
-        checks=whole({"name": "graph of rotary cuda/kernel", "wrong": ""}, wrong),
-        kernels=whole(row(copy_bandwidth=3e12), {"name": "x", "shape": "y", "peer": "compile", "absent": "no Triton"}),
-        train_step=whole({"error": "killed by SIGSEGV"}),
-        attention=whole(row(name="attention causal fwd", peer="cuda/flash")),
+        parity=complete({**parity, "worst_error_in_tolerances": 0.123456}),
+        checks=complete({"name": "graph of rotary cuda/kernel", "problem": ""}, failed),
+        kernels=complete(
+            row(copy_bandwidth=3e12), {"name": "x", "shape": "y", "peer": "compile", "absent": "no Triton"}
+        ),
+        train_step=complete({"error": "killed by SIGSEGV"}),
+        attention=complete(row(name="attention causal fwd", peer="cuda/flash")),
         training=losses([1.0, 0.5], [1.0, 0.499]),
     )
     text = gpu_report.markdown(report)
-    assert "- graph of rotary cuda/kernel: holds" in text and "**memory statistics: 64 MiB show as 0**" in text
+    assert "- graph of rotary cuda/kernel: passes" in text and "**memory statistics: 64 MiB show as 0**" in text
     assert "| rotary | float32 | cuda/kernel | pass | 3 | 0.123 |" in text
     assert "| 1.50 | 1.40..1.60 | 10.0 us | 90% |" in text and "no Triton" in text and "0.0010 over 2 steps" in text
     assert "3000 GB/s" in text and "order.py`): cuda/flash." in text and "**train_step, u: killed by SIGSEGV**" in text
 
 
-def test_losses_that_part_are_a_failure_and_nan_is_too():
+def test_losses_that_differ_are_a_failure_and_nan_is_too():
     for other in (0.4, float("nan")):
-        assert "part from cpu_ref" in gpu_report.failures(report_of(training=losses([0.5], [other])), ["training"])[0]
+        assert "differ from cpu_ref" in gpu_report.failures(report_of(training=losses([0.5], [other])), ["training"])[0]
     assert not gpu_report.failures(report_of(training=losses([0.5], [0.49])), ["training"])
 
 
 def test_an_unfinished_report_says_what_is_missing():
-    report = report_of(parity=whole(), checks=whole(), training={**whole(), "state": "stopped", "why": "OSError: no"})
-    report["parts"]["kernels"] = {**whole(), "state": "running"}
-    wrong = gpu_report.failures(report)
-    assert [w.split(" (")[0] for w in wrong] == [
-        "kernels has not come to its end",
+    report = report_of(
+        parity=complete(), checks=complete(), training={**complete(), "state": "stopped", "why": "OSError: no"}
+    )
+    report["parts"]["kernels"] = {**complete(), "state": "running"}
+    failures = gpu_report.failures(report)
+    assert [text.split(" (")[0] for text in failures] == [
+        "kernels has not finished",
         "train_step has not run",
         "attention has not run",
         "training stopped: OSError: no",
@@ -99,7 +108,8 @@ def test_an_unfinished_report_says_what_is_missing():
 
 PARTS = """
 import os, pathlib, signal, sys
-from hal.bench import gpu, gpu_parts
+from hal.bench.gpu import parts as gpu_parts
+from hal.bench.gpu import run as gpu
 log = pathlib.Path(os.environ["LOG"])
 dead = False
 
@@ -109,7 +119,7 @@ def unit(part, name, how):
         with log.open("a") as file:
             print(part, name, file=file)
         assert not dead
-        yield {"name": name, "wrong": ""}
+        yield {"name": name, "problem": ""}
         if how == "raises":
             raise RuntimeError("CUDA error: an illegal memory access\\nmore")
         if how == "breaks":
@@ -134,7 +144,7 @@ sys.exit(gpu.main())
 
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
-    """Runs gpu.main on a GPU and parts that are made up; returns its exit code, what ran, and the report."""
+    """Runs gpu.main on a fake GPU and fake parts; returns its exit code, the units that ran, and the report."""
     machine = {"device": "NVIDIA Test 1", "sources": "s", "torch": "t", "CUDA": "13", "date": "d", "commit": "c"}
     monkeypatch.setattr(gpu, "machine", lambda: dict(machine))
     monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", PARTS, *arguments])
@@ -152,6 +162,7 @@ def parts(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_parts_run_by_name_extend_the_report(parts, capsys):
     code, ran, report = parts("checks")
     assert (code, ran, list(report["parts"])) == (0, ["checks a", "checks b"], ["checks"])
@@ -159,7 +170,7 @@ def test_parts_run_by_name_extend_the_report(parts, capsys):
     code, ran, report = parts("training", "kernels", changed={"date": "later"})
     assert (code, ran) == (0, ["kernels a", "kernels b", "training a", "training b"])
     assert list(report["parts"]) == ["checks", "kernels", "training"] and report["machine"]["date"] == "later"
-    assert parts("checks")[1] == ["checks a", "checks b"]  # it was whole: once more
+    assert parts("checks")[1] == ["checks a", "checks b"]  # it was complete, so it runs once more
     assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
 
 
@@ -169,25 +180,27 @@ def test_without_names_all_parts_run(parts):
     assert code == 0 and list(report["parts"]) == list(gpu.PARTS) and len(ran) == 2 * len(gpu.PARTS)
 
 
-def test_a_part_whose_process_dies_goes_on_behind_it_and_so_do_the_others(parts, capsys):
+def test_after_a_unit_that_kills_its_process_the_part_and_the_others_continue(parts, capsys):
     code, ran, report = parts("checks", "kernels", checks=[("a", ""), ("b", "dies"), ("c", "")])
     assert (code, ran) == (1, ["checks a", "checks b", "checks c", "kernels a", "kernels b"])
     units = report["parts"]["checks"]["units"]
-    assert units["b"]["rows"] == [{"name": "b", "wrong": ""}, {"error": "killed by SIGSEGV"}]
+    assert units["b"]["rows"] == [{"name": "b", "problem": ""}, {"error": "killed by SIGSEGV"}]
     assert "checks, b: killed by SIGSEGV" in capsys.readouterr().out
-    assert [entry["state"] for entry in report["parts"].values()] == ["whole", "whole"]
+    assert [entry["state"] for entry in report["parts"].values()] == ["complete", "complete"]
 
 
-def test_after_what_breaks_the_context_another_process_goes_on(parts):
+@pytest.mark.slow
+def test_after_a_unit_that_breaks_the_context_another_process_continues(parts):
     code, ran, report = parts("checks", checks=[("a", "raises"), ("b", "breaks"), ("c", "")])
     assert (code, ran) == (1, ["checks a", "checks b", "checks c"])
-    found = {name: unit["rows"][1:] for name, unit in report["parts"]["checks"]["units"].items()}
+    errors = {name: unit["rows"][1:] for name, unit in report["parts"]["checks"]["units"].items()}
     illegal = [{"error": "RuntimeError: CUDA error: an illegal memory access"}]
-    assert found == {"a": illegal, "b": illegal, "c": []}
-    assert report["parts"]["checks"]["units"]["c"]["rows"] == [{"name": "c", "wrong": ""}]
+    assert errors == {"a": illegal, "b": illegal, "c": []}
+    assert report["parts"]["checks"]["units"]["c"]["rows"] == [{"name": "c", "problem": ""}]
 
 
-def test_what_breaks_between_units_stops_the_part_which_can_go_on_later(parts, capsys):
+@pytest.mark.slow
+def test_an_exception_between_units_stops_the_part_which_can_continue_later(parts, capsys):
     code, ran, report = parts("checks", "kernels", checks=[("a", ""), ("b", "between")])
     assert (code, ran) == (1, ["checks a", "kernels a", "kernels b"])
     assert report["parts"]["checks"]["why"] == "MemoryError: no room for b"
@@ -195,68 +208,70 @@ def test_what_breaks_between_units_stops_the_part_which_can_go_on_later(parts, c
     assert parts("checks")[:2] == (0, ["checks b"])
 
 
-def test_processes_that_get_nowhere_come_to_an_end(parts, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_part_ends_when_its_processes_finish_no_unit(parts, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "end_process", lambda *a: True)
     code, ran, _ = parts("checks")
     assert (code, ran) == (1, ["checks a", "checks b"])
-    assert "checks stopped: its last process brought no unit to its end" in capsys.readouterr().out
+    assert "checks stopped: its last process did not finish a unit" in capsys.readouterr().out
 
 
-def test_a_call_that_is_killed_loses_nothing(parts, monkeypatch, tmp_path):
-    """Parent and child end at once: the unit that ran is run again, what was before it is kept."""
+@pytest.mark.slow
+def test_a_run_that_is_killed_loses_no_finished_unit(parts, monkeypatch, tmp_path):
+    """Parent and child end together: the unit that was running runs again, and the finished ones are kept."""
     with monkeypatch.context() as m:
         m.setattr(gpu, "end_process", lambda *a: pytest.exit("killed"))
         with pytest.raises(pytest.exit.Exception):
             parts("checks", checks=[("a", ""), ("b", "dies")])
     kept = gpu_report.load(tmp_path / "cuda-nvidia-test-1.json")
-    assert kept["parts"]["checks"]["at"] == "b"
-    assert "has not come to its end" in gpu_report.failures(kept, ["checks"])[0]
-    assert "- b: holds" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
+    assert kept["parts"]["checks"]["current"] == "b"
+    assert "has not finished" in gpu_report.failures(kept, ["checks"])[0]
+    assert "- b: passes" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
     code, ran, report = parts("checks", checks=[("a", ""), ("b", "")])
     assert (code, ran) == (0, ["checks b"]) and len(report["parts"]["checks"]["units"]["b"]["rows"]) == 1
 
 
-def test_a_part_without_its_packages_is_recorded_with_what_to_install(parts, monkeypatch, capsys):
+def test_a_part_whose_packages_are_missing_is_recorded_with_what_to_install(parts, monkeypatch, capsys):
     monkeypatch.setattr(gpu_parts, "lacking", LACKING)
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
     code, ran, report = parts("checks", "training")
     assert (code, ran) == (1, ["checks a", "checks b"])
-    said = "megatron-core and cffi are not installed: pip install megatron-core==0.16.1 cffi"
-    assert report["parts"]["training"]["state"] == "not run" and report["parts"]["training"]["why"] == said
-    assert f"training did not run: {said}" in capsys.readouterr().out
+    why = "megatron-core and cffi are not installed: pip install megatron-core==0.16.1 cffi"
+    assert report["parts"]["training"]["state"] == "not run" and report["parts"]["training"]["why"] == why
+    assert f"training did not run: {why}" in capsys.readouterr().out
 
 
 LACKING = gpu_parts.lacking
 
 
-def test_a_module_within_a_package_that_is_missing_is_missing(monkeypatch):
+def test_a_module_of_a_missing_package_is_missing(monkeypatch):
     monkeypatch.setitem(gpu_parts.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
     assert gpu_parts.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
 
 
-def test_a_part_that_does_not_exist_is_named(capsys):
+def test_an_unknown_part_is_wrong_usage(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["parity", "speed"])
     assert "no part is called speed; parts: parity, checks" in capsys.readouterr().err
 
 
-def test_a_device_that_cannot_be_used_is_said_and_returns_2(monkeypatch, capsys):
+def test_the_reason_why_a_device_cannot_be_used_is_printed_and_the_exit_code_is_2(monkeypatch, capsys):
     monkeypatch.setattr(Cuda, "probe", lambda self: hal.Probe(True, 1, "one"))
-    said = "import sys; sys.exit('torch cannot start CUDA: too old')"
-    monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", said])
+    fails = "import sys; sys.exit('torch cannot start CUDA: too old')"
+    monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", fails])
     assert gpu.main([]) == 2
     assert "make gpu: torch cannot start CUDA: too old" in capsys.readouterr().err
 
 
-def test_the_sources_are_the_same_until_they_change(monkeypatch, tmp_path):
+def test_the_digest_changes_with_the_sources_only(monkeypatch, tmp_path):
     assert gpu.sources() == gpu.sources() and gpu.commit()
     (tmp_path / "ops").mkdir()
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    seen = set()
+    digests = set()
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", "")):
         (tmp_path / "ops" / name).write_text(text)
-        seen.add(gpu.sources())
-    assert len(seen) == 3
+        digests.add(gpu.sources())
+    assert len(digests) == 3  # notes.md is not a source
 
 
 FAKE_PYTHON = """#!/bin/sh
@@ -269,7 +284,7 @@ esac
 
 
 @pytest.mark.parametrize("has_gpu", [0, 1])
-def test_make_gpu_installs_nothing_where_all_of_it_is_there(tmp_path, has_gpu):
+def test_make_gpu_installs_packages_only_where_some_are_missing(tmp_path, has_gpu):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     log, python, venv = tmp_path / "log", tmp_path / "python", tmp_path / "venv"
@@ -277,46 +292,46 @@ def test_make_gpu_installs_nothing_where_all_of_it_is_there(tmp_path, has_gpu):
     python.chmod(0o755)
     command = ["make", "gpu", f"PYTHON={python}", f"GPU={venv}", "PARTS=parity checks"]
     subprocess.run(command, cwd=gpu.ROOT, check=True, capture_output=True)
-    asked, *ran = log.read_text().splitlines()
+    probe, *ran = log.read_text().splitlines()
     for needed in ("torch.cuda.is_available", "cupy", "hypothesis"):
-        assert needed in asked
+        assert needed in probe
     if has_gpu == 0:
-        assert ran == [f"{python} -m hal.bench.gpu parity checks"]
+        assert ran == [f"{python} -m hal.bench.gpu.run parity checks"]
     else:
         assert ran[0] == f"{python} -m venv {venv}" and "pip install" in ran[1]
-        assert ran[2:] == [f"{venv}/bin/python -m hal.bench.gpu parity checks"]
+        assert ran[2:] == [f"{venv}/bin/python -m hal.bench.gpu.run parity checks"]
 
 
-def test_whatever_a_peer_raises_it_is_absent_and_ours_is_a_failure(monkeypatch):
+def test_a_peer_that_raises_is_absent_and_ours_a_failure(monkeypatch):
     monkeypatch.setattr(gpu_parts, "seconds_per_call", lambda call, count: 1e-3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def broken():
         raise ImportError("no module\nat all")
 
-    case = gpu_cases.Case("x", "s", {"ours": lambda: None, "a": lambda: None, "b": broken})
+    case = gpu_cases.GpuCase("x", "s", {"ours": lambda: None, "a": lambda: None, "b": broken})
     rows = list(gpu_parts.measure(case, 1.0))
     assert [r["peer"] for r in rows] == ["a", "b"] and rows[1]["absent"] == "ImportError: no module"
-    (only,) = gpu_parts.measure(gpu_cases.Case("x", "s", {"ours": broken, "a": lambda: None}), 1.0)
-    assert "x s did not run: ImportError" in gpu_report.failures(report_of(kernels=whole(only)), ["kernels"])[0]
+    (only,) = gpu_parts.measure(gpu_cases.GpuCase("x", "s", {"ours": broken, "a": lambda: None}), 1.0)
+    assert "x s did not run: ImportError" in gpu_report.failures(report_of(kernels=complete(only)), ["kernels"])[0]
 
 
 def test_a_peer_that_breaks_the_context_is_named_and_ours_is_not_blamed(monkeypatch):
     monkeypatch.setattr(gpu_parts, "seconds_per_call", lambda call, count: 1e-3)
-    fine = []
+    broken = []
 
     def synchronize():
-        if fine:
+        if broken:
             raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    case = gpu_cases.Case("x", "s", {"ours": lambda: None, "a": lambda: fine.append(1)})
+    case = gpu_cases.GpuCase("x", "s", {"ours": lambda: None, "a": lambda: broken.append(1)})
     with pytest.raises(RuntimeError, match="a broke the CUDA context: RuntimeError: CUDA error"):
         list(gpu_parts.measure(case, 1.0))
 
 
 class Fake(Cuda):
-    """The simulator with what the checks need of a device; work in a graph runs at once, and once only."""
+    """The simulator with the device features that the checks use; the work of a graph runs when it is captured."""
 
     clock, peak, now = 0.0, 0, 0
 
@@ -342,31 +357,31 @@ def fake():
 
 
 def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake):
-    found = gpu_checks.run(fake)
-    assert {n for n, wrong in found.items() if wrong} == {"memory statistics"}
-    assert "0 bytes" not in found["memory statistics"] and "64 MiB show as [0, 67108864]" in found["memory statistics"]
-    assert sum(n.startswith("graph of") for n in found) == sum(map(len, fake.impls.values()))
+    problems = {name: gpu_checks.outcome(check) for name, check in gpu_checks.checks(fake)}
+    assert {name for name, problem in problems.items() if problem} == {"memory statistics"}
+    assert "64 MiB show as [0, 67108864] bytes" in problems["memory statistics"]
+    assert sum(name.startswith("graph of") for name in problems) == sum(map(len, fake.impls.values()))
 
 
 @pytest.mark.slow
 def test_parity_runs_every_op_in_a_fixed_order_and_cudnn_afterwards(fake, monkeypatch):
-    asked = []
-    monkeypatch.setattr(hal, "use", lambda name, **how: asked.append(how["deterministic"]) or fake)
+    deterministic = []
+    monkeypatch.setattr(hal, "use", lambda name, **options: deterministic.append(options["deterministic"]) or fake)
     units = list(gpu_parts.parity())
     names = [name for name, _ in units]
     assert names == [*(f"{op} in a fixed order" for op in hal.OPS), "golden_loss", "flash_attention, cudnn"]
-    assert asked == [True, False]
-    found = {name: [r["implementation"] for r in make()] for name, make in units if name.startswith(("swi", "flash"))}
-    assert "cuda/kernel" in found["swiglu in a fixed order"]
-    ids = [set(found[f"flash_attention{how}"]) - {"hal.lower"} for how in (" in a fixed order", ", cudnn")]
+    assert deterministic == [True, False]
+    ran = {name: [r["implementation"] for r in make()] for name, make in units if name.startswith(("swi", "flash"))}
+    assert "cuda/kernel" in ran["swiglu in a fixed order"]
+    ids = [set(ran[f"flash_attention{mode}"]) - {"hal.lower"} for mode in (" in a fixed order", ", cudnn")]
     assert ids == [{i.id for i in fake.impls["flash_attention"]} - {"cuda/cudnn"}, {"cuda/cudnn"}]
 
 
-def test_the_checks_are_units_whose_rows_say_what_is_wrong(fake, monkeypatch):
-    monkeypatch.setattr(hal, "use", lambda name, **how: fake)
+def test_the_checks_are_units_whose_rows_describe_the_problem(fake, monkeypatch):
+    monkeypatch.setattr(hal, "use", lambda name, **options: fake)
     units = dict(gpu_parts.checks())
-    assert units["memory statistics"]()[0]["wrong"] and units["kernels in a new thread"]() == [
-        {"name": "kernels in a new thread", "wrong": ""}
+    assert units["memory statistics"]()[0]["problem"] and units["kernels in a new thread"]() == [
+        {"name": "kernels in a new thread", "problem": ""}
     ]
 
 
@@ -385,12 +400,12 @@ def test_training_runs_on_both_backends(monkeypatch):
     assert rows == [{"backend": b, "losses": [2.5, 2.25]} for b in ("cuda", "cpu_ref")] and ran == ["cuda", "cpu_ref"]
 
 
-def test_a_graph_that_gives_other_bits_is_found(fake, monkeypatch):
+def test_a_graph_whose_results_differ_is_a_problem(fake, monkeypatch):
     captured = []
 
     @contextlib.contextmanager
     def capture():
-        with monkeypatch.context() as m:  # a kernel that was not captured leaves its output as it was
+        with monkeypatch.context() as m:  # a kernel that was not captured does not write its output
             m.setattr(launch, "run", lambda *a, **k: captured.append(a))
             yield types.SimpleNamespace(replay=lambda: None)
 
@@ -399,7 +414,7 @@ def test_a_graph_that_gives_other_bits_is_found(fake, monkeypatch):
     assert "differ in bits" in gpu_checks._graph(fake, impl.op, impl) and captured
 
 
-def test_inputs_have_left_the_l2_cache_when_their_turn_comes_again(monkeypatch):
+def test_inputs_have_left_the_l2_cache_before_they_are_used_again(monkeypatch):
     monkeypatch.setattr(hal, "device", lambda: torch.device("cuda", 0))
     properties = types.SimpleNamespace(L2_cache_size=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -407,24 +422,24 @@ def test_inputs_have_left_the_l2_cache_when_their_turn_comes_again(monkeypatch):
     sets = gpu_cases._sets((x, w, w))
     assert len(sets) == 4 and len({s[0].data_ptr() for s in sets}) == 4
     assert all(s[1] is s[2] and torch.equal(s[1], w) for s in sets)
-    seen = []
-    (forward, both) = gpu_cases._both("n", "s", {"ours": lambda x: seen.append(id(x)) or x * 2}, (x,), 1, 0)
+    inputs = []
+    (forward, both) = gpu_cases._both("n", "s", {"ours": lambda x: inputs.append(id(x)) or x * 2}, (x,), 1, 0)
     for _ in range(4):
         forward.calls["ours"]()
-    assert len(set(seen)) == 4
+    assert len(set(inputs)) == 4
     assert both.calls["ours"]()[0].shape == x.shape
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", ["kernels", "attention", "train_step"])
 def test_every_call_that_is_measured_is_valid(cases):
-    """On the simulator, at a 64th of the sizes; peers that need Triton or a GPU may be absent."""
+    """On the simulator, with sizes divided by 64. Peers that need Triton or a GPU do not run here."""
     backend = Cuda(simulate=True)
     if not backend.probe().ok:
         pytest.skip(backend.probe().reason)
     backend.build()
     with hal.activated(backend):
-        names: set[str] = set()  # a report keeps cases by their names
+        names: set[str] = set()  # a report stores cases by name
         for case in getattr(gpu_cases, cases)(64):
             assert f"{case.name} {case.shape}" not in names
             names.add(f"{case.name} {case.shape}")

@@ -1,4 +1,4 @@
-"""The measuring engine on a clock that the test drives: no time passes, so every number is known."""
+"""The engine on a clock that the test controls, so that every time is known."""
 
 import json
 import math
@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hal.bench import runner
-from hal.bench.case import Candidate, Case
-from hal.bench.engine import CEILING, Effort, Samples, growth, interleave, rows, slope
-from hal.bench.runner import Found
+from hal.bench.harness import runner
+from hal.bench.harness.case import Candidate, Case
+from hal.bench.harness.engine import CEILING, Effort, Samples, growth, interleave, rows, slope
+from hal.bench.harness.runner import CaseRun, Results
 
 
-class FakeClock:
-    """Candidates take `seconds[name]` per call; in round r (from 0), others use `loads[r]` of a processor."""
+class FakeMeter:
+    """Candidates take `seconds[name]` per call; in round r (from 0), other processes use `loads[r]` of a processor."""
 
     def __init__(self, seconds, loads=()):
         self.seconds, self.loads, self.calls, self.round = seconds, list(loads), [], -1
 
     def run(self, name, n):
         self.calls.append((self.round, name, n))
-        taken = self.seconds[name]
-        return n * (taken(self.round) if callable(taken) else taken)
+        seconds = self.seconds[name]
+        return n * (seconds(self.round) if callable(seconds) else seconds)
 
-    def restart(self):
+    def start_round(self):
         self.round += 1
 
-    def share(self):
+    def other_load(self):
         return self.loads[self.round] if self.round < len(self.loads) else 0.0
 
 
@@ -37,35 +37,35 @@ def case(**kw):
 
 
 def measured(seconds, loads=(), effort=None, **kw):
-    samples = interleave(list(seconds), FakeClock(seconds, loads), effort or Effort())
-    given_case = case(names=[n for n in seconds if n != CEILING], **kw)
-    return rows("suite", given_case, "default", samples, ceiling_work=100.0)
+    samples = interleave(list(seconds), FakeMeter(seconds, loads), effort or Effort())
+    names = [n for n in seconds if n != CEILING]
+    return rows("suite", case(names=names, **kw), "default", samples, ceiling_work=100.0)
 
 
-def test_a_ratio_is_the_peers_time_over_ours():
+def test_a_ratio_is_the_peers_time_divided_by_ours():
     (row,) = measured({"ours": 0.002, "peer": 0.005})
     assert row.ratio_median == row.ratio_min == row.ratio_max == pytest.approx(2.5)
     assert row.ours == pytest.approx(0.002)
 
 
 def test_ratios_are_taken_within_rounds():
-    """Both slow down threefold in some rounds, as when the processor is shared: no ratio may show it."""
+    """Both take three times as long in some rounds, as when the processor is shared; no ratio may be affected."""
     both = {"ours": lambda r: 1.0 + 2.0 * (r % 2), "peer": lambda r: 4.0 * (1.0 + 2.0 * (r % 2))}
     (row,) = measured(both)
     assert row.ratio_min == row.ratio_max == pytest.approx(4.0)
 
 
 def test_every_candidate_runs_once_per_round_in_an_order_that_rotates():
-    clock = FakeClock({"a": 0.01, "b": 0.02, "c": 0.04})
-    interleave(["a", "b", "c"], clock, Effort(rounds=3, least=3))
-    rounds = [[name for r, name, _ in clock.calls if r == i] for i in range(3)]
+    meter = FakeMeter({"a": 0.01, "b": 0.02, "c": 0.04})
+    interleave(["a", "b", "c"], meter, Effort(rounds=3, least=3))
+    rounds = [[name for r, name, _ in meter.calls if r == i] for i in range(3)]
     assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
 
 def test_short_calls_are_repeated_and_long_ones_are_not():
-    clock = FakeClock({"short": 1e-5, "long": 3.0})
-    interleave(["short", "long"], clock, Effort(seconds=0.06))
-    counts = {name: n for r, name, n in clock.calls if r == 0}
+    meter = FakeMeter({"short": 1e-5, "long": 3.0})
+    interleave(["short", "long"], meter, Effort(seconds=0.06))
+    counts = {name: n for r, name, n in meter.calls if r == 0}
     assert counts == {"short": 6000, "long": 1}
 
 
@@ -79,8 +79,8 @@ def test_short_calls_are_repeated_and_long_ones_are_not():
     ],
 )
 def test_only_clean_rounds_count_if_there_are_three(loads, taken, counted):
-    clock = FakeClock({"ours": 0.1, "peer": lambda r: 0.1 * (r + 2)}, loads)
-    samples = interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9))
+    meter = FakeMeter({"ours": 0.1, "peer": lambda r: 0.1 * (r + 2)}, loads)
+    samples = interleave(["ours", "peer"], meter, Effort(rounds=9, budget=1e9))
     assert (samples.taken, len(samples.rounds)) == (taken, counted)
     if counted < taken:
         clean = [0.1 * (r + 2) for r in range(taken) if loads[r] == 0.0]
@@ -88,7 +88,7 @@ def test_only_clean_rounds_count_if_there_are_three(loads, taken, counted):
 
 
 def test_slow_cases_take_fewer_rounds():
-    samples = interleave(["ours"], FakeClock({"ours": 4.0}), Effort(rounds=9, least=5, budget=8.0))
+    samples = interleave(["ours"], FakeMeter({"ours": 4.0}), Effort(rounds=9, least=5, budget=8.0))
     assert samples.taken == 5
 
 
@@ -98,37 +98,37 @@ def test_slow_cases_take_fewer_rounds():
 )
 def test_a_case_far_above_its_goals_takes_fewer_rounds(goal, share_goal, taken):
     """Ratio 2.0 and half of the ceiling's rate in every round; 1.9 and 0.48 are less than a tenth below that."""
-    clock = FakeClock({"ours": 1.0, "peer": 2.0, CEILING: 5.0})
+    meter = FakeMeter({"ours": 1.0, "peer": 2.0, CEILING: 5.0})
 
     def compare(samples):
-        what = case(work=10.0, ceiling="copy")
-        return rows("s", what, "default", samples, ceiling_work=100.0, goal=lambda p: goal, share_goal=share_goal)
+        bound = case(work=10.0, ceiling="copy")
+        return rows("s", bound, "default", samples, ceiling_work=100.0, goal=lambda p: goal, share_goal=share_goal)
 
     effort = Effort(rounds=9, least=5, budget=1e9)
-    samples = interleave(list(clock.seconds), clock, effort, lambda s: all(r.settled for r in compare(s)))
+    samples = interleave(list(meter.seconds), meter, effort, lambda s: all(r.settled for r in compare(s)))
     assert (samples.taken, len(samples.rounds)) == (taken, taken)
 
 
 def test_one_round_near_the_goal_keeps_a_case_going():
-    clock = FakeClock({"ours": 1.0, "peer": lambda r: 1.05 if r == 3 else 2.0})
+    meter = FakeMeter({"ours": 1.0, "peer": lambda r: 1.05 if r == 3 else 2.0})
 
     def settled(samples):
         return all(r.settled for r in rows("s", case(), "default", samples, goal=lambda peer: 1.0))
 
-    assert interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9), settled).taken == 9
+    assert interleave(["ours", "peer"], meter, Effort(rounds=9, budget=1e9), settled).taken == 9
 
 
 def test_only_clean_rounds_settle_a_case():
-    clock = FakeClock({"ours": 1.0, "peer": 2.0}, [0.9, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0])
-    samples = interleave(["ours", "peer"], clock, Effort(rounds=9, budget=1e9), lambda samples: True)
+    meter = FakeMeter({"ours": 1.0, "peer": 2.0}, [0.9, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0])
+    samples = interleave(["ours", "peer"], meter, Effort(rounds=9, budget=1e9), lambda samples: True)
     assert (samples.taken, samples.clean, len(samples.rounds)) == (7, 5, 5)
 
 
-def test_what_is_subtracted_is_no_peer_and_budgets_are():
-    found = measured({"ours": 3e-6, "direct": 1e-6}, minus="direct", budgets={"budget of 1 us": 1e-6})
-    assert [r.peer for r in found] == ["budget of 1 us"]
-    assert found[0].ours == pytest.approx(2e-6)
-    assert found[0].ratio_median == pytest.approx(0.5)
+def test_the_subtracted_candidate_is_not_a_peer_but_a_budget_is():
+    (row,) = measured({"ours": 3e-6, "direct": 1e-6}, minus="direct", budgets={"budget of 1 us": 1e-6})
+    assert row.peer == "budget of 1 us"
+    assert row.ours == pytest.approx(2e-6)
+    assert row.ratio_median == pytest.approx(0.5)
 
 
 def test_an_overhead_below_zero_fits_any_budget_and_json():
@@ -157,15 +157,15 @@ def test_a_goal_is_missed_exactly_below_it(ratio, goal):
     assert bool(row.misses) == (ratio < goal)
 
 
-def test_a_ratio_that_is_no_number_misses_its_goal():
+def test_a_ratio_of_nan_misses_its_goal():
     samples = Samples([{"ours": 1.0, "peer": math.nan}], 1, 1)
     (row,) = rows("suite", case(), "default", samples, goal=lambda peer: 1.0)
     assert row.misses
 
 
-def test_a_share_goal_is_said_once_per_case():
+def test_a_share_goal_counts_once_per_case():
     samples = Samples([{"ours": 1.0, "p": 2.0, "q": 2.0, CEILING: 1.0}], 1, 1)
-    found = Found(
+    results = Results(
         rows(
             "suite",
             case(names=("ours", "p", "q"), work=1.0, ceiling="copy"),
@@ -175,8 +175,8 @@ def test_a_share_goal_is_said_once_per_case():
             share_goal=0.8,
         )
     )
-    assert (found.goals, len(found.misses)) == (1, 1)
-    assert "50% of copy" in found.misses[0]
+    assert (results.goals, len(results.misses)) == (1, 1)
+    assert "50% of copy" in results.misses[0]
 
 
 @given(st.floats(-2.0, 3.0), st.floats(1e-6, 10.0))
@@ -189,15 +189,15 @@ def test_growth_of_a_series():
         samples = Samples([{"ours": seconds, "peer": 1.0}], 1, 1)
         return rows("suite", case(series="window: S", x=s), "default", samples)
 
-    found = [r for s, t in ((1, 1.0), (2, 4.0), (4, 16.0)) for r in point(s, t)]
-    (row,) = growth("suite", found, lambda name, shape: 0.9)
+    points = [r for s, t in ((1, 1.0), (2, 4.0), (4, 16.0)) for r in point(s, t)]
+    (row,) = growth("suite", points, lambda name, shape: 0.9)
     assert row.ratio_median == pytest.approx(0.5)
     assert "x^2.00" in row.shape
     assert row.misses
-    assert growth("suite", found, lambda name, shape: None) == []
+    assert growth("suite", points, lambda name, shape: None) == []
 
 
-def test_a_second_look_adds_to_the_first_and_clean_rounds_win():
+def test_repeated_samples_add_up_and_clean_rounds_take_precedence():
     busy, clean = Samples([{"ours": 9.0}] * 2, 0, 2), Samples([{"ours": 1.0}] * 3, 3, 4)
     assert (clean + clean).rounds == [{"ours": 1.0}] * 6 and (clean + clean).taken == 8
     assert (busy + clean).rounds == clean.rounds and (busy + clean).taken == 6
@@ -213,8 +213,8 @@ def test_a_figure_near_its_goal_is_close_on_either_side(ratio, close):
     assert row.close is False
 
 
-class FakeWorkers(FakeClock):
-    """Workers whose candidates take known times and bytes."""
+class FakeWorkers(FakeMeter):
+    """Workers whose candidates have known times and bytes."""
 
     def prepare(self, index, case, name, allocator):
         pass
@@ -226,32 +226,32 @@ class FakeWorkers(FakeClock):
         return self.seconds[name]
 
 
-def run_one(monkeypatch, seconds, goal, growth_goal=None, **kw):
-    monkeypatch.setattr(runner, "_goal", lambda backend, name, *others: growth_goal if name == "growth" else goal)
-    found = Found()
+def run_case(monkeypatch, seconds, goal, growth_goal=None, **kw):
+    monkeypatch.setattr(runner, "ratio_goal", lambda backend, name, *others: growth_goal if name == "growth" else goal)
+    results = Results()
     effort = Effort(rounds=7, least=5, budget=1e9)
-    runner._one(FakeWorkers(seconds), "suite", "cpu_ref", 0, case(**kw), "default", (), effort, found)
-    return found
+    CaseRun("suite", 0, case(**kw), "default", "cpu_ref", (), effort, results).measure(FakeWorkers(seconds))
+    return results
 
 
 @pytest.mark.parametrize(
     ("goal", "rounds"), [(2.0, 21), (1.95, 21), (2.05, 21), (1.5, 5), (1.85, 7), (3.0, 7), (None, 5)]
 )
-def test_a_figure_near_its_goal_gets_more_looks_and_one_far_above_fewer_rounds(monkeypatch, goal, rounds):
-    (row,) = run_one(monkeypatch, {"ours": 1.0, "peer": 2.0}, goal).rows
+def test_a_figure_near_its_goal_is_measured_again_and_one_far_above_in_fewer_rounds(monkeypatch, goal, rounds):
+    (row,) = run_case(monkeypatch, {"ours": 1.0, "peer": 2.0}, goal).rows
     assert row.rounds == rounds
 
 
 def test_a_point_of_a_series_with_a_goal_gets_all_its_rounds(monkeypatch):
     seconds = {"ours": 1.0, "peer": 2.0}
-    (row,) = run_one(monkeypatch, seconds, None, growth_goal=0.9, series="window: S", x=1.0).rows
+    (row,) = run_case(monkeypatch, seconds, None, growth_goal=0.9, series="window: S", x=1.0).rows
     assert row.rounds == 7
-    (row,) = run_one(monkeypatch, seconds, None, series="heads", x=1.0).rows
+    (row,) = run_case(monkeypatch, seconds, None, series="heads", x=1.0).rows
     assert row.rounds == 5
 
 
-def test_memory_that_was_not_seen_to_be_used_is_no_goal_met(monkeypatch):
-    found = run_one(monkeypatch, {"ours": 0, "peer": 100}, 50.0, quantity="bytes")
-    assert found.rows == [] and len(found.misses) == 1 and "not measured" in found.misses[0]
-    (row,) = run_one(monkeypatch, {"ours": 1, "peer": 100}, 50.0, quantity="bytes").rows
+def test_a_memory_goal_is_not_met_if_no_use_was_seen(monkeypatch):
+    results = run_case(monkeypatch, {"ours": 0, "peer": 100}, 50.0, quantity="bytes")
+    assert results.rows == [] and len(results.misses) == 1 and "not measured" in results.misses[0]
+    (row,) = run_case(monkeypatch, {"ours": 1, "peer": 100}, 50.0, quantity="bytes").rows
     assert row.ratio_median == 100.0

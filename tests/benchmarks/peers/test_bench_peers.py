@@ -1,4 +1,4 @@
-"""Peers do the same work as HAL: on small inputs each gives the reference's values, and FLOP counts are right."""
+"""Peers do the same work as HAL: on small inputs each gives the reference's values, and FLOP counts are correct."""
 
 import sys
 from dataclasses import replace
@@ -10,63 +10,49 @@ from hypothesis import strategies as st
 
 import hal
 from hal import ops
-from hal.bench import attention, goals, linear, machine, megatron_gpt, train, worker
-from hal.bench import ops as fused
-from hal.bench.attention import Shape
-from hal.bench.plain_gpt import PlainGPT
-from hal.model.config import Config
-from hal.model.gpt import GPT
-
-
-class References(hal.Backend):
-    name = "references"
-
-    def probe(self):
-        return hal.Probe(True, 1, "cpu")
-
-    def device(self, index=0):
-        return torch.device("cpu")
-
-    def synchronize(self):
-        pass
-
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
+from hal.bench.harness import goals, machine, target
+from hal.bench.peers import hal_gpt, megatron_gpt
+from hal.bench.peers.plain_gpt import PlainGPT
+from hal.bench.suites import attention, linear, train
+from hal.bench.suites import ops as fused
+from hal.bench.suites.attention import AttentionShape
+from hal.model.gpt.model import GPT
+from hal.testing.reference import Reference
 
 
 @pytest.fixture(autouse=True)
-def references(monkeypatch, recwarn):
-    backend = References()
-    monkeypatch.setattr(worker, "_backend", backend)
-    with hal.activated(backend, fallback="reference"):
+def reference(monkeypatch):
+    backend = Reference()
+    monkeypatch.setattr(target, "_backend", backend)
+    with hal.activated(backend):
         yield
 
 
 @given(st.integers(1, 40), st.none() | st.integers(0, 50), st.integers(0, 50), st.booleans())
 def test_flop_count_pairs_in_the_band(s, pre, next, backward):
-    shape = Shape(b=2, h=3, s=s, d=4, pre=pre, next=next)
+    shape = AttentionShape(b=2, h=3, s=s, d=4, pre=pre, next=next)
     i, j = torch.arange(s)[:, None], torch.arange(s)
     inside = (j <= i + next) if pre is None else (j <= i + next) & (j >= i - pre)
     assert shape.flop(backward) == 2 * 3 * 4 * int(inside.sum()) * (14 if backward else 4)
 
 
 def test_flop_of_packed_sequences_are_those_of_each():
-    packed = Shape(layout="TND", h=3, d=4, lengths=(5, 1, 9))
-    assert packed.flop(True) == sum(Shape(h=3, d=4, s=s).flop(True) for s in packed.lengths)
+    packed = AttentionShape(layout="TND", h=3, d=4, lengths=(5, 1, 9))
+    assert packed.flop(True) == sum(AttentionShape(h=3, d=4, s=s).flop(True) for s in packed.lengths)
 
 
 @pytest.mark.parametrize(("peer", "layout"), [("sdpa", "BNSD"), ("sdpa", "SBH"), ("sdpa", "BSH"), ("naive", "BNSD")])
 def test_causal_peers_agree(peer, layout):
-    shape = Shape(layout=layout, b=2, h=3, s=33, d=8)
-    q, k, v = shape.inputs(False)
+    shape = AttentionShape(layout=layout, b=2, h=3, s=33, d=8)
+    q, k, v = shape.inputs()
     ours = shape.bnsd(attention._hal(shape)(q, k, v))
     torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("peer", ["sdpa-mask", "sdpa-chunked"])
 def test_window_peers_agree(peer):
-    shape = Shape(b=2, h=3, s=64, d=8, pre=16)
-    q, k, v = shape.inputs(False)
+    shape = AttentionShape(b=2, h=3, s=64, d=8, pre=16)
+    q, k, v = shape.inputs()
     ours = attention._hal(shape)(q, k, v)
     torch.testing.assert_close(attention._PEERS[peer][0](shape)(q, k, v), ours, atol=2e-5, rtol=1e-5)
 
@@ -80,7 +66,7 @@ def test_peers_of_odd_shapes_agree(shape, peer):
     shape = replace(shape, lengths=tuple(n // 100 for n in shape.lengths), pre=shape.pre and 8, next=shape.next // 16)
     results = []
     for attend in (attention._hal, attention._PEERS[peer][0]):
-        inputs = shape.inputs(True)
+        inputs = [x.requires_grad_() for x in shape.inputs()]
         out = attend(shape)(*inputs)
         out.square().sum().backward()
         results.append([out.detach(), *(x.grad for x in inputs)])
@@ -88,8 +74,8 @@ def test_peers_of_odd_shapes_agree(shape, peer):
 
 
 def test_the_peer_of_one_query_agrees():
-    shape = Shape(h=4, kv=2, s=33, d=16, last=True)
-    q, k, v = shape.inputs(False)
+    shape = AttentionShape(h=4, kv=2, s=33, d=16, last=True)
+    q, k, v = shape.inputs()
     assert q.shape == (1, 4, 1, 16) and k.shape == (1, 2, 33, 16)
     torch.testing.assert_close(attention._sdpa(shape)(q, k, v), attention._hal(shape)(q, k, v), atol=2e-5, rtol=1e-5)
 
@@ -98,8 +84,8 @@ def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
     monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512f"}))
     for case in (c for c in attention.cases() if c.name.startswith("attention odd shapes")):
         for peer in case.candidates.keys() - {"ours"}:
-            wanted = 0.8 * (25.0 if peer == "sdpa-mask" else 3.3 if "S777 " in case.shape else 2.5)
-            assert goals.ratio(case.name, case.shape, peer, "default") == wanted, (case.shape, peer)
+            expected = 0.8 * (25.0 if peer == "sdpa-mask" else 3.3 if "S777 " in case.shape else 2.5)
+            assert goals.ratio(case.name, case.shape, peer, "default") == expected, (case.shape, peer)
 
 
 def test_every_odd_case_has_a_goal_and_it_is_four_fifths(monkeypatch):
@@ -107,14 +93,14 @@ def test_every_odd_case_has_a_goal_and_it_is_four_fifths(monkeypatch):
     odd = [c for module in (linear, fused) for c in module.cases() if c.name.startswith("odd ")]
     assert len(odd) == 13
     for case in odd:
-        even, found = case.name.removeprefix("odd "), 0
+        even, count = case.name.removeprefix("odd "), 0
         for peer in case.candidates:
             for allocator in case.allocators:
                 goal = goals.ratio(case.name, case.shape, peer, allocator)
-                whole = goals.ratio(even, case.shape, peer, allocator)
-                assert goal == (None if whole is None else 0.8 * whole)
-                found += goal is not None
-        assert found, case.name
+                even_goal = goals.ratio(even, case.shape, peer, allocator)
+                assert goal == (None if even_goal is None else 0.8 * even_goal)
+                count += goal is not None
+        assert count, case.name
 
 
 @pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))
@@ -150,31 +136,23 @@ def test_optimizer_peers_agree():
 
 
 SIZES = 2, 32, 4, 16, 128
-"""Layers, hidden size, heads, length and vocabulary of the models that are compared."""
+"""Layers, hidden size, heads, length and vocabulary of the compared models."""
 
 
-def _config() -> Config:
-    layers, hidden, heads, length, vocabulary = SIZES
-    return Config(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=length,
-        vocab_size=vocabulary,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
+def _gpt() -> GPT:
+    """HAL's model with random biases and norms, so that none of them can be left out unnoticed."""
+    torch.manual_seed(0)
+    model = GPT(hal_gpt.config_of(*SIZES), torch.device("cpu"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model
 
 
 def test_the_plain_gpt_is_the_same_function():
     """HAL's weights in the plain model give HAL's loss. (HAL orders QKV's rows by head, the plain model by kind.)"""
     layers, hidden, heads, length, vocabulary = SIZES
-    config = _config()
-    ours, plain = GPT(config, torch.device("cpu")), PlainGPT(vocabulary, length, layers, hidden, heads)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
+    ours, plain = _gpt(), PlainGPT(vocabulary, length, layers, hidden, heads)
 
     def by_kind(t):
         return t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -195,10 +173,10 @@ def test_the_plain_gpt_is_the_same_function():
         "norm.bias": theirs["decoder.final_layernorm.bias"],
     }
     for n in range(layers):
-        for mine, its in names.items():
+        for plain_name, hal_name in names.items():
             for kind in ("weight", "bias"):
-                t = theirs[f"decoder.layers.{n}.{its}.{kind}"]
-                state[f"blocks.{n}.{mine}.{kind}"] = by_kind(t) if mine == "qkv" else t
+                t = theirs[f"decoder.layers.{n}.{hal_name}.{kind}"]
+                state[f"blocks.{n}.{plain_name}.{kind}"] = by_kind(t) if plain_name == "qkv" else t
     plain.load_state_dict(state)
     ids = torch.randint(vocabulary, (3, length + 1))
     tokens, labels = ids[:, :-1], ids[:, 1:]
@@ -206,26 +184,28 @@ def test_the_plain_gpt_is_the_same_function():
 
 
 @pytest.fixture
-def megatron_world():
-    """What `megatron_gpt.enter` makes of a worker for the rest of its life, ended with the test."""
+def megatron_world(recwarn):
+    """`megatron_gpt.enter`, which prepares a worker for the rest of its life, undone after the test.
+
+    recwarn: megatron-core warns about its own deprecations.
+    """
     pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
     pytest.importorskip("psutil", reason="psutil is not installed (extra: megatron)")
     from megatron.core import parallel_state
 
     megatron_gpt.enter()
-    hal.activate(worker.backend(), fallback="reference")
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-    assert megatron_gpt._routed is not None
-    megatron_gpt._routed.close()
-    megatron_gpt._routed = None
+    assert megatron_gpt._redirected is not None
+    megatron_gpt._redirected.close()
+    megatron_gpt._redirected = None
 
 
-def test_without_megatron_core_its_rows_say_so_and_demand_nothing(monkeypatch):
-    """An exception of a candidate's `make` becomes a row that was not measured; see test_bench_workers."""
+def test_without_megatron_core_its_candidates_raise_and_have_no_goals(monkeypatch):
+    """A candidate whose `make` raises becomes an absent comparison; see test_bench_workers."""
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    monkeypatch.setattr(References, "memory_stats", lambda self: {"allocated": 0, "peak": 0})
+    monkeypatch.setattr(Reference, "memory_stats", lambda self: {"allocated": 0, "peak": 0})
     cases = [c for c in train.cases() if "megatron-core" in c.candidates]
     assert {c.name for c in cases} == {"training step", "training memory"} and len(cases) == 4
     for case in cases:
@@ -236,28 +216,23 @@ def test_without_megatron_core_its_rows_say_so_and_demand_nothing(monkeypatch):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_megatron_core_is_the_same_function_and_learns(megatron_world, bf16):
-    """HAL's weights in megatron-core's model give HAL's loss, and its own steps lower it."""
-    from hal.model.conversion.megatron_core import to_megatron_core
+    """HAL's weights in megatron-core's model give HAL's loss, and megatron-core's training steps reduce it."""
+    from hal.model.apps.convert.megatron_core import to_megatron_core
 
     layers, hidden, heads, length, vocabulary = SIZES
-    config = _config()
-    ours = GPT(config, torch.device("cpu"))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
+    ours = _gpt()
     core = megatron_gpt.gpt(layers, hidden, heads, length, vocabulary, bf16=bf16)
     state = {n: p.detach() for n, p in to_megatron_core(dict(ours.named_parameters())).items()}
     missing, unexpected = core.load_state_dict(state, strict=False)
     assert not unexpected and all(name.endswith("_extra_state") for name in missing)
     ids = torch.randint(vocabulary, (3, length + 1))
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    wanted = ours.loss(ours(tokens), labels)
+    loss = ours.loss(ours(tokens), labels)
     if not bf16:
-        torch.testing.assert_close(megatron_gpt.losses(core, tokens, labels).mean(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(megatron_gpt.losses(core, tokens, labels).mean(), loss, atol=1e-5, rtol=1e-5)
     step = megatron_gpt.step_of(core, tokens, labels, bf16=bf16)
     for _ in range(20):
         step()
     after = megatron_gpt.losses(core, tokens, labels).float().mean()
-    assert after < wanted - 0.01, (after, wanted)
+    assert after < loss - 0.01, (after, loss)
     assert {p.dtype for p in core.parameters()} == {torch.bfloat16 if bf16 else torch.float32}

@@ -1,4 +1,4 @@
-"""`hal bench scaling` counts, so its rows repeat exactly; `hal bench train` with a layout reports every rank."""
+"""The counted rows of `hal bench scaling` repeat exactly; `hal bench train` with a layout reports every rank."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import json
 import pytest
 import torch
 
-from hal.bench.memory import Tracker
+from hal.bench.harness.live_bytes import LiveBytes
 from hal.cli import main
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
 
 
-def test_a_tracker_counts_what_is_alive_and_the_most_that_was() -> None:
+def test_live_bytes_counts_living_storages_and_their_peak() -> None:
     before = torch.ones(1000)
-    with Tracker() as held:
+    with LiveBytes() as live:
         a = torch.zeros(100)
         b = a.view(10, 10).t()
         del a
-        assert held.now() == 400, "a view keeps its storage"
+        assert live.now() == 400, "a view keeps its storage"
         c = torch.zeros(50, dtype=torch.float64)
-        assert held.now() == held.peak == 800
+        assert live.now() == live.peak == 800
         del b, c
         before.mul_(2)
-        assert held.now() == 0 and held.peak == 800
+        assert live.now() == 0 and live.peak == 800
         d = torch.zeros(200)
         d.untyped_storage().resize_(0)
-        assert held.now() == 0 and held.peak == 800
+        assert live.now() == 0 and live.peak == 800
 
 
-def test_a_tracker_counts_what_the_backward_pass_makes() -> None:
+def test_live_bytes_counts_the_results_of_the_backward_pass() -> None:
     x = torch.ones(100, requires_grad=True)
-    with Tracker() as held:
+    with LiveBytes() as live:
         (x * 2).sum().backward()
-        assert held.now() == 400, "the gradient stays"
+        assert live.now() == 400, "the gradient stays"
 
 
 @pytest.mark.slow
@@ -58,9 +58,9 @@ def test_recorded_bubbles_and_every_ranks_state(tmp_path) -> None:
     file = tmp_path / "rows"
     only = ["--only", "bubble PP 2", "optimizer between steps DP 2", "peak of a step PP 2 interleaved"]
     assert main(["bench", "scaling", *only, "--json", str(file), "--check"]) == 0
-    found = {(r["name"], r["shape"]): r["ours"] for r in json.loads(file.read_text())}
-    assert found["bubble", "PP 2 1F1B, 8 microbatches"] == 1 / 8
-    assert found["bubble", "PP 2 zero bubble, 4 microbatches, 2 stages per rank"] == pytest.approx(1 / 24)
+    shares = {(r["name"], r["shape"]): r["ours"] for r in json.loads(file.read_text())}
+    assert shares["bubble", "PP 2 1F1B, 8 microbatches"] == 1 / 8
+    assert shares["bubble", "PP 2 zero bubble, 4 microbatches, 2 stages per rank"] == pytest.approx(1 / 24)
 
 
 @pytest.mark.slow
@@ -92,4 +92,4 @@ def test_only_the_train_suite_takes_a_layout(capsys) -> None:
         main(["bench", "scaling", "--tensor-model-parallel-size", "2"])
     assert "only `hal bench train` takes the options of hal train" in capsys.readouterr().err
     assert main(["bench", "train", "--tensor-model-parallel-size", "3", "--nproc-per-node", "2"]) == 2
-    assert "which do not divide a world of 2" in capsys.readouterr().err
+    assert "world size 2 is not divisible by" in capsys.readouterr().err

@@ -1,16 +1,17 @@
-"""Backends for the diagnostic commands: a healthy one, and one for each way to be ill."""
+"""Backends for the diagnostic commands: a working one, and one for each kind of failure."""
 
 import sys
 import types
 
 import pytest
 import torch
+from host_backend import HostBackend
 
 import hal
 from hal import ops
 
 
-class Healthy(hal.Backend):
+class Healthy(HostBackend):
     name = "healthy"
     calls = 0
 
@@ -19,15 +20,6 @@ class Healthy(hal.Backend):
 
     def probe(self):
         return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3", "kind": "one"})
-
-    def device(self, index=0):
-        return torch.device("cpu")
-
-    def synchronize(self):
-        pass
-
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
 
 
 def only_two_dimensions(x, weight, eps=1e-5):
@@ -85,8 +77,8 @@ def backends(monkeypatch):
     module = types.ModuleType("imaginary_backends")
     for cls in (Healthy, Wrong, Absent, Uncompiled, Moody):
         setattr(module, cls.__name__, cls)
-        monkeypatch.setitem(hal.registry.IN_TREE, cls.name, f"imaginary_backends:{cls.__name__}")
-    monkeypatch.setitem(hal.registry.IN_TREE, "broken", "no_such_module:Nothing")
+        monkeypatch.setitem(hal.core.registry.IN_TREE, cls.name, f"imaginary_backends:{cls.__name__}")
+    monkeypatch.setitem(hal.core.registry.IN_TREE, "broken", "no_such_module:Nothing")
     monkeypatch.setitem(sys.modules, "imaginary_backends", module)
     monkeypatch.setenv("HAL_BACKEND", "")
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""hal completion: scripts that a real shell takes, and what it then offers."""
+"""hal completion: scripts that a real shell accepts, and the completions that it then offers."""
 
 import importlib
 import shutil
@@ -54,13 +54,13 @@ def test_commands_options_backends_and_ops_are_offered(offered):
 
 
 def test_every_command_shows_its_options():
-    # What is not here has commands of its own, or is completed by name.
+    # Commands that are missing here have subcommands, or are completed by name.
     without = {name for name in COMMANDS if not hasattr(module_of(name), "parser")}
     assert without <= {"data", "config", "serve"}
 
 
 def test_choices_are_for_the_shell_only(run):
-    """The commands' own messages about an unknown name say more than argparse's would."""
+    """The commands' own messages about an unknown name are more informative than argparse's."""
     assert tree()
     assert "no op is called 'softmax'" in run("why", "softmax", "--backend", "healthy")[2]
     assert "Did you mean 'healthy'?" in run("parity", "--backend", "helthy")[2]

@@ -69,8 +69,8 @@ def test_a_backend_that_cannot_run_here_is_a_reason_and_not_a_crash(run):
 
 
 def test_without_a_name_every_backend_is_examined_and_none_fails_the_command(run, monkeypatch):
-    here = {n: v for n, v in hal.registry.IN_TREE.items() if "imaginary" in v or n == "broken"}
-    monkeypatch.setattr(hal.registry, "IN_TREE", here)
+    here = {n: v for n, v in hal.core.registry.IN_TREE.items() if "imaginary" in v or n == "broken"}
+    monkeypatch.setattr(hal.core.registry, "IN_TREE", here)
     code, out, _ = run("doctor")
     assert code == 0
     assert all(f"{name} (in-tree)" in out for name in ("healthy", "wrong", "absent", "uncompiled", "broken"))

@@ -1,4 +1,4 @@
-"""hal parity: what it prints, writes and returns. What it finds is tested in tests/testing."""
+"""hal parity: its output, files and exit codes. The checks themselves are tested in tests/hal/testing."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`hal plan`: text and JSON say the same, the accelerator's figures can be replaced, and wrong usage is one line."""
+"""`hal plan`: text and JSON agree, the device's figures can be replaced, and wrong usage gives a one-line error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_llama_70b_on_a_thousand_devices(capsys, tmp_path) -> None:
         == 0
     )
     text, record = capsys.readouterr().out, json.loads(file.read_text())
-    assert "68.98 billion parameters" in text and "NVIDIA H100" in text and "do not fit, least missing first" in text
+    assert "68.98 billion parameters" in text and "NVIDIA H100" in text and "do not fit, smallest excess first" in text
     assert record["parameters"] == 68_976_648_192 and record["devices"] == 1024
     for row in record["fits"]:
         assert row["tp"] == 8 and row["tp"] * row["cp"] * row["pp"] * row["dp"] == 1024
@@ -64,7 +64,7 @@ def test_figures_of_the_device_can_be_given(capsys) -> None:
     [
         (["--devices", "8"], "no backend was chosen"),
         (["--devices", "0", "--backend", "cuda"], "--devices must be 1 or more"),
-        (["--devices", "8", "--backend", "cuda", "--headroom", "1.5"], "--headroom is a share"),
+        (["--devices", "8", "--backend", "cuda", "--headroom", "1.5"], "--headroom is a fraction"),
         (["--devices", "8", "--backend", "cuda", "--accelerator", "tpu"], "it knows: h100, h200, a100, a100-40gb"),
         (["--devices", "8", "--backend", "cuda", "--network", "-1"], "--network must be above 0"),
         (["--devices", "8", "--backend", "cuda", "--device-memory", "0"], "--device-memory must be above 0"),
@@ -75,9 +75,9 @@ def test_figures_of_the_device_can_be_given(capsys) -> None:
         (["--devices", "8", "--backend", "cuda", "--device-flops", "inf"], "--device-flops must be above 0 and finite"),
         (["--devices", "8", "--backend", "cuda", "--devices-per-node", "0"], "--devices-per-node must be above 0"),
         (["--devices", "8", "--backend", "cuda", "--top", "0"], "--top must be 1 or more"),
-        (["--devices", "8", "--backend", "cuda", "--simulate"], "nothing to --simulate"),
+        (["--devices", "8", "--backend", "cuda", "--simulate"], "--simulate has no effect"),
         (["--devices", "8", "--backend", "cuda", "--hiden-size", "8"], "Did you mean --hidden-size?"),
-        (["--devices", "8", "--backend", "npu"], "no fp32 peak is known for 910b2"),
+        (["--devices", "8", "--backend", "npu"], "the fp32 peak of 910b2 is unknown"),
         (["--devices", "7", "--backend", "cuda", "--config", "llama-70b"], "no layout of this model on 7 devices"),
         (["--devices", "8", "--backend", "nobody"], "nobody"),
     ],

@@ -5,7 +5,7 @@ import torch
 
 import hal
 from hal.cli.arguments import Parser
-from hal.cli.calls import add_call, call
+from hal.cli.meta_calls import add_call, call
 
 
 def arguments(op, *options):
@@ -117,8 +117,8 @@ def test_any_parameter_can_be_given():
         (["rms_norm", "--arg", "scale=2"], "write NAME=VALUE with NAME among x, weight, eps"),
         (["rms_norm", "--arg", "x=2y3"], "a tensor is 2x16x64 or 4x4:bool"),
         (["rms_norm", "--arg", "x=2:float"], "a tensor is 2x16x64 or 4x4:bool"),
-        (["rms_norm", "--hidden-size", "-5"], "sizes must be 0 or more"),
-        (["rms_norm", "--seq-length", "9" * 20], "sizes must be 0 or more, in all below 2**63"),
+        (["rms_norm", "--hidden-size", "-5"], "sizes must be at least 0"),
+        (["rms_norm", "--seq-length", "9" * 20], "sizes must be at least 0, and the total below 2**63"),
         (["rms_norm", "--arg", "eps=small"], "rms_norm: expected eps: float; found str"),
         (["embedding", "--arg", "comm=3"], "embedding: expected comm: Comm | None; found int"),
         (["philox_uniform", "--arg", "shape=3"], "philox_uniform: expected shape: Sequence[int]; found int"),

@@ -1,20 +1,22 @@
-"""Comm: every transport agrees with the list-of-tensors meaning; failures name the ranks that are missing."""
+"""Comm: every transport agrees with the reference on a list of tensors; failures name the missing ranks."""
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from absence import noticed, stay_away
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hal
-from hal.comm import Comm, Message, average, run_meaning
-from hal.comm_threads import run_threads
-from hal.comm_torch import GLOO, Transport, torch_comm
+from hal.comm.contract import Comm, Message, average, run_reference
+from hal.comm.threads import run_threads
+from hal.comm.torch import GLOO, Transport, torch_comm
 from hal.testing.collectives import check_comm
 from hal.testing.processes import run_processes
 
@@ -32,11 +34,11 @@ def test_threads_agree_with_the_meaning(size: int) -> None:
 
 
 def test_solo_agrees_with_the_meaning() -> None:
-    assert problems(check_comm(hal.Solo(), CPU)) == []
+    assert problems(check_comm(hal.SingleRankComm(), CPU)) == []
 
 
 def test_a_barrier_waits_for_the_device() -> None:
-    """On one, what a collective returns may still be computing."""
+    """On such a device, the result of a collective may still be in computation."""
     read: list[str] = []
 
     class Late(torch.Tensor):
@@ -44,9 +46,9 @@ def test_a_barrier_waits_for_the_device() -> None:
             read.append("item")
             return 0.0
 
-    class Queued(hal.Solo):
-        def _start(self, collective: str, x: torch.Tensor, op: str, source: int) -> hal.Pending:
-            return hal.Pending(lambda: x.clone().as_subclass(Late))
+    class Queued(hal.SingleRankComm):
+        def _start(self, collective: str, x: torch.Tensor, op: str, source: int) -> hal.Work:
+            return hal.Work(lambda: x.clone().as_subclass(Late))
 
     Queued().barrier()
     assert read == ["item"]
@@ -55,17 +57,17 @@ def test_a_barrier_waits_for_the_device() -> None:
 @given(size=st.integers(1, 4), rows=st.integers(1, 3), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> None:
-    """What must hold whatever the meaning's text says: the collectives are related to each other."""
+    """Properties that hold independently of the references' code: relations between the collectives."""
     values = st.lists(st.integers(-50, 50), min_size=rows * size, max_size=rows * size)
     xs = [torch.tensor(data.draw(values)) for _ in range(size)]
-    scattered = run_meaning(xs, "reduce_scatter", op="sum")
-    assert torch.equal(run_meaning(scattered, "all_gather")[0], run_meaning(xs, "all_reduce", op="sum")[0])
-    once = run_meaning(xs, "all_to_all")
-    assert all(torch.equal(a, b) for a, b in zip(run_meaning(once, "all_to_all"), xs))
+    scattered = run_reference(xs, "reduce_scatter", op="sum")
+    assert torch.equal(run_reference(scattered, "all_gather")[0], run_reference(xs, "all_reduce", op="sum")[0])
+    once = run_reference(xs, "all_to_all")
+    assert all(torch.equal(a, b) for a, b in zip(run_reference(once, "all_to_all"), xs))
     assert torch.equal(
-        run_meaning([-x for x in xs], "all_reduce", op="min")[0], -run_meaning(xs, "all_reduce", op="max")[0]
+        run_reference([-x for x in xs], "all_reduce", op="min")[0], -run_reference(xs, "all_reduce", op="max")[0]
     )
-    assert torch.equal(torch.stack(xs).sum(0), run_meaning(xs, "all_reduce", op="sum")[0])
+    assert torch.equal(torch.stack(xs).sum(0), run_reference(xs, "all_reduce", op="sum")[0])
 
 
 def test_average_of_integers_rounds_towards_zero_exactly() -> None:
@@ -79,9 +81,16 @@ def test_average_of_integers_rounds_towards_zero_exactly() -> None:
         lambda c: c.reduce_scatter(torch.ones(3)),
         lambda c: c.all_to_all(torch.ones(())),
         lambda c: c.all_gather(torch.ones(())),
+        lambda c: c.all_reduce(torch.tensor([True]), "avg"),
+        lambda c: c.reduce_scatter(torch.tensor([True, False]), "avg"),
+        lambda c: c.reduce_scatter(torch.ones(())),
         lambda c: c.broadcast(torch.ones(2), 2),
+        lambda c: c.broadcast(torch.ones(2), -1),
         lambda c: c.start("gossip", torch.ones(2)),
         lambda c: c.exchange([Message(c.rank, torch.ones(1))]),
+        lambda c: c.exchange([], [Message(c.rank, torch.ones(1))]),
+        lambda c: c.exchange([Message(2, torch.ones(1))]),
+        lambda c: c.exchange([], [Message(-1, torch.ones(1))]),
     ],
 )
 def test_wrong_arguments_are_refused_on_every_rank(call) -> None:
@@ -91,6 +100,16 @@ def test_wrong_arguments_are_refused_on_every_rank(call) -> None:
         return True
 
     assert run_threads(2, refused) == [True, True]
+
+
+def test_truth_values_are_gathered_and_reduced_by_extremes() -> None:
+    x = torch.tensor([True, False])
+    assert hal.SingleRankComm().all_gather(x).tolist() == x.tolist()
+    assert (
+        run_threads(2, lambda c: c.all_reduce(torch.tensor([c.rank == 1, False]), "max").tolist())
+        == [[True, False]] * 2
+    )
+    assert run_threads(2, lambda c: c.start("all_gather", x, op="avg").wait().tolist()) == [x.tolist() * 2] * 2
 
 
 def test_ranks_that_call_different_collectives_are_told() -> None:
@@ -126,7 +145,7 @@ def test_a_world_without_a_launcher_is_one_process() -> None:
 
 
 def test_a_group_on_devices_is_made_by_its_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world that is bound to devices would be split for it, and NCCL waits there for ranks that never come."""
+    """Subgroups of a world that is bound to devices would be split from it, and NCCL would wait for absent ranks."""
     made: dict[str, dict] = {}
 
     class Stop(Exception):
@@ -173,30 +192,30 @@ def test_groups_of_some_ranks() -> None:
     assert r == [[0, 2, "ranks 0,2", 2.0], [0, 2, "ranks 1,3", 4.0], [1, 2, "ranks 0,2", 2.0], [1, 2, "ranks 1,3", 4.0]]
 
 
-def _one_sleeps() -> object:
+def _one_stays_away(folder: str) -> object:
     comm = torch_comm(GLOO, timeout=2)
     comm.all_reduce(torch.ones(1))
     if comm.rank == 2:
-        time.sleep(6)
+        stay_away(folder, 2)
         return None
-    began = time.monotonic()
     try:
         comm.all_gather(torch.ones(1))
     except hal.CollectiveTimeout as error:
         with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken, with the same explanation
             comm.all_reduce(torch.ones(1))
-        return error.group, error.rank, error.op, error.seq, error.absent, time.monotonic() - began < 5
+        noticed(folder, comm.rank)
+        return error.group, error.rank, error.op, error.seq, error.absent
     return "no timeout"
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_answering_is_named() -> None:
-    r = run_processes(3, _one_sleeps)
-    assert r[:2] == [("world", 0, "all_gather", 2, (2,), True), ("world", 1, "all_gather", 2, (2,), True)]
+def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
+    r = run_processes(3, _one_stays_away, str(tmp_path))
+    assert r[:2] == [("world", 0, "all_gather", 2, (2,)), ("world", 1, "all_gather", 2, (2,))]
 
 
 def _one_dies() -> object:
-    comm = torch_comm(GLOO, timeout=30)
+    comm = torch_comm(GLOO, timeout=300)
     comm.all_reduce(torch.ones(1))
     if comm.rank == 1:
         time.sleep(1.2)  # the survivor's wait begins first, and its count is published
@@ -209,7 +228,5 @@ def _one_dies() -> object:
 
 
 def test_a_rank_that_dies_is_named_at_once() -> None:
-    began = time.monotonic()
     message = run_processes(2, _one_dies, expect_exit=[1])[0]
     assert "all_reduce #2 on group 'world' failed on rank 0" in message and "did not arrive: 1" in message
-    assert time.monotonic() - began < 20

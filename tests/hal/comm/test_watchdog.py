@@ -1,4 +1,4 @@
-"""The thread that publishes what a rank has started: when it talks to the store, and how the process ends meanwhile."""
+"""The thread that publishes the collectives a rank has started: its store accesses, and process exit meanwhile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hal import comm_progress
+from hal.comm import watchdog
 
 ENDING = """
 import os, threading
 import torch.distributed as dist
 from types import SimpleNamespace
-from hal import comm_progress
+from hal.comm import watchdog
 
 asked = threading.Event()
 
@@ -31,15 +31,15 @@ class Slow:
 
 dist.PrefixStore = lambda prefix, store: store
 dist.distributed_c10d._get_default_store = Slow
-comm_progress.INTERVAL = 0.01
-group = comm_progress.Progress(None).group("world", 0, 2)
+watchdog.INTERVAL = 0.01
+group = watchdog.Progress(None).group("world", 0, 2)
 group.arrive("barrier")
 asked.wait()
 """
 
 
 def test_a_process_ends_when_the_store_has_answered() -> None:
-    """A thread that comes back from the store's C++ code after the interpreter has ended aborts the process."""
+    """A thread that returns from the store's C++ code after the interpreter has shut down aborts the process."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "world/0 = 1 barrier"), done.stderr
 
@@ -49,12 +49,12 @@ def test_a_process_that_ends_at_once_opens_no_connection_of_its_own(monkeypatch:
     store = SimpleNamespace(clone=lambda: clones.append(None) or SimpleNamespace(set=lambda key, value: None))
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, found: found)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    progress = comm_progress.Progress(None)
+    progress = watchdog.Progress(None)
     progress.group("world", 0, 2).arrive("barrier")
     progress._end()
     assert not clones
-    monkeypatch.setattr(comm_progress, "INTERVAL", 0.01)
-    progress = comm_progress.Progress(None)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    progress = watchdog.Progress(None)
     group = progress.group("world", 0, 2)
     group.arrive("barrier")
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""The wrapper around a forward and a backward: who gets which gradient, and what is skipped."""
+"""The wrapper around a forward and a backward function: which inputs get gradients, and what is skipped."""
 
 from collections.abc import Sequence
 
@@ -87,7 +87,7 @@ def test_a_second_derivative_is_refused_not_wrong(wrapped, power):
 @pytest.mark.parametrize("power", [2, 1])
 @pytest.mark.parametrize("asked", ["input", "leaf", "weight"])
 def test_a_second_derivative_is_refused_also_of_autograd_grad(wrapped, power, asked):
-    """autograd.grad runs only the nodes that lead to what was asked for, and gives None or a part without the rest."""
+    """autograd.grad runs only the nodes needed for the requested gradients, and passes None or a subset otherwise."""
     leaf, w = torch.full((3,), 2.0, requires_grad=True), torch.ones(3, requires_grad=True)
     x = leaf * 3.0
     y = (wrapped(x, w) ** power).sum()
@@ -112,7 +112,7 @@ def test_autograd_knows_what_an_op_has_written(isolated, make_backend):
     def fill(x: Tensor, more: Sequence[Tensor] | None = None) -> None:
         pass
 
-    op = hal.op(check=check, tol={}, samples=lambda: None, directed=list, mutates=("x", "more"))(fill)
+    op = hal.op(check=check, tol={}, samples=lambda: None, edge_cases=list, mutates=("x", "more"))(fill)
     backend = make_backend()
 
     @backend.impl(op, id="a")

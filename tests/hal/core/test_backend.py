@@ -1,4 +1,4 @@
-"""Registration: what is refused at once, and the honest defaults."""
+"""Registration: what is refused immediately, and the defaults."""
 
 import pytest
 import torch

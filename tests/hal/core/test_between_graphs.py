@@ -1,4 +1,4 @@
-"""torch.compile of code that calls HAL's ops: each runs as it is, between two graphs, and gradients pass through."""
+"""torch.compile of code that calls HAL's ops: each op is a graph break, and gradients pass through."""
 
 from __future__ import annotations
 

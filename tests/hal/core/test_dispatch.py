@@ -1,4 +1,4 @@
-"""Which implementation runs: pin, then order of registration, then (if allowed) the reference, else every reason."""
+"""Which implementation runs: pin, then order of registration, then (if allowed) the reference, else an error."""
 
 import decimal
 import os
@@ -14,7 +14,7 @@ from hal import ops
 
 @pytest.fixture
 def two(toy, make_backend):
-    """A backend with two implementations: "a" takes only scale 1, "b" no bias w."""
+    """A backend with two implementations: "a" accepts only scale 1, "b" no bias w."""
     backend = make_backend()
 
     def a_why(x, w=None, *, scale=1.0):
@@ -220,6 +220,39 @@ def test_why_tells_a_fallback_from_a_refusal(toy, make_backend):
         assert "reference: not allowed (fallback policy 'error')" in str(hal.why(toy, X))
 
 
+def test_why_in_words(toy, two):
+    def lines(*args, **kwargs):
+        return str(hal.why(toy, *args, **kwargs)).splitlines()
+
+    two.order_sources = {"toy": "measured"}
+    refused = ["  a: refuses: scale 2.0 (only 1)", "  b: refuses: w is given; w has a dtype"]
+    order = "  order: measured"
+    with hal.activated(two):
+        assert lines(X) == ["toy on backend 'cpu_toy':", "  a: chosen", "  b: accepts", order]
+        assert lines(X, W, scale=2.0)[1:] == [*refused, "  reference: not allowed (fallback policy 'error')", order]
+    with hal.activated(two, fallback="reference"):
+        assert lines(X, W, scale=2.0)[1:] == [*refused, "  reference: chosen (fallback policy)", order]
+        assert lines(X)[1:] == ["  a: chosen", "  b: accepts", order]
+    with hal.activated(two, pin={"toy": "reference"}, fallback="reference"):
+        assert lines(X) == ["toy on backend 'cpu_toy' (pinned to reference):", "  reference: chosen"]
+    with hal.activated(two, pin={"toy": "b"}):
+        assert lines(X) == ["toy on backend 'cpu_toy' (pinned to b):", "  b: chosen"], "one has no order"
+
+
+def test_what_is_activated_is_returned_and_stays_until_the_end_of_a_block(toy, two, make_backend):
+    other = make_backend("cpu_other")()
+    with hal.activated(two) as inner:
+        assert inner is two is hal.backend() and hal.device() == torch.device("cpu")
+        with pytest.raises(ZeroDivisionError), hal.activated(other):
+            assert hal.backend() is other
+            raise ZeroDivisionError
+        assert hal.backend() is two
+        assert hal.activate(other) is other is hal.backend()
+        with pytest.raises(hal.HalError, match="unknown fallback policy 'maybe'"):
+            hal.activate(two, fallback="maybe")
+        assert hal.backend() is other
+
+
 @pytest.mark.parametrize("answer, kind", [("no", "str"), (None, "NoneType"), (True, "bool")])
 def test_a_why_not_that_returns_no_reasons_is_a_plugin_error(toy, make_backend, answer, kind):
     backend = make_backend()
@@ -234,7 +267,7 @@ def test_a_why_not_that_returns_no_reasons_is_a_plugin_error(toy, make_backend, 
 
 @pytest.fixture
 def registered(isolated, make_backend, monkeypatch):
-    """The names "ready" and "unready" can be used."""
+    """Registers the backend names "ready" and "unready"."""
 
     class Ready(make_backend("ready")):
         built = 0
@@ -249,8 +282,8 @@ def registered(isolated, make_backend, monkeypatch):
     module = sys.modules[__name__]
     monkeypatch.setattr(module, "Ready", Ready, raising=False)
     monkeypatch.setattr(module, "Unready", Unready, raising=False)
-    monkeypatch.setitem(hal.registry.IN_TREE, "ready", f"{__name__}:Ready")
-    monkeypatch.setitem(hal.registry.IN_TREE, "unready", f"{__name__}:Unready")
+    monkeypatch.setitem(hal.core.registry.IN_TREE, "ready", f"{__name__}:Ready")
+    monkeypatch.setitem(hal.core.registry.IN_TREE, "unready", f"{__name__}:Unready")
     return Ready
 
 
@@ -274,7 +307,7 @@ def test_a_backend_that_cannot_run_here_says_why(registered):
 
 
 def test_there_is_no_default(registered, monkeypatch):
-    hal.dispatch._set(None)
+    hal.core.dispatch._set(None)
     with pytest.raises(hal.BackendNotFound, match=r"no backend was chosen; call hal.use\(name\).*cpu_ref"):
         hal.backend()
     monkeypatch.setenv("HAL_BACKEND", "ready")
@@ -282,7 +315,7 @@ def test_there_is_no_default(registered, monkeypatch):
 
 
 def test_an_op_called_before_any_choice_asks_for_one(toy):
-    hal.dispatch._set(None)
+    hal.core.dispatch._set(None)
     with pytest.raises(hal.BackendNotFound, match="no backend was chosen"):
         toy(X)
 

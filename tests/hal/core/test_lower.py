@@ -1,10 +1,12 @@
 """Lowered ops: schema, opcheck on every op, and a compiled function that equals the eager one."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 import hal
-import hal.comm_threads
+import hal.comm.threads
 from hal import Rng, ops
 from hal.testing import Reference, calls
 from hal.testing.comparison import equal_bits
@@ -40,7 +42,7 @@ def test_lowering_twice_gives_the_same_op():
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
 def test_opcheck(op):
     lowered = hal.lower(op)
-    for sample in op.directed()[:2]:
+    for sample in op.edge_cases()[:2]:
         flat = calls.invoke(op, lowered.flatten, leaves(op, sample))
         torch.library.opcheck(lowered.torch_op, tuple(flat))
 
@@ -48,7 +50,7 @@ def test_opcheck(op):
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
 def test_lowered_equals_eager_forward_and_backward_on_every_directed_call(op):
     lowered = hal.lower(op)
-    for sample in op.directed():
+    for sample in op.edge_cases():
         with_grad = bool(op.grads) and sample.grad
         eager = calls.run(op, op, leaves(op, sample), with_grad)
         through = calls.run(op, lowered, leaves(op, sample), with_grad)
@@ -100,24 +102,41 @@ def test_the_log_sum_exp_of_lowered_attention_carries_no_gradient():
 
 
 def test_a_communicator_is_refused():
-    comm = hal.comm_threads.threads(2)[0]
+    comm = hal.comm.threads.threads(2)[0]
     with pytest.raises(hal.ContractError, match="takes no communicator; found comm of 2 ranks"):
         hal.lower(ops.embedding)(torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), vocab_start=0, comm=comm)
 
 
-def test_a_parameter_that_torch_has_no_type_for_is_named():
-    def check(x: torch.Tensor, table: dict) -> None:
+def test_every_kind_of_parameter_has_a_type_in_torch():
+    def check(x, others=None, sizes=(1,), *, dtype=None, device=None, names=()):
         pass
 
-    def tabular(x: torch.Tensor, table: dict) -> torch.Tensor:
-        return x
+    def every_kind(
+        x: torch.Tensor,
+        others: Sequence[torch.Tensor | None] | None = None,
+        sizes: tuple[int, ...] = (1,),
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        names: list[str] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * len(sizes), torch.zeros(len(others or ()), dtype=dtype, device=device)
 
-    op = hal.op(check=check, tol={}, samples=lambda: None)(tabular)
+    op = hal.op(check=check, tol={}, samples=lambda: None)(every_kind)
     try:
-        with pytest.raises(hal.HalError, match="no type for its parameter 'table"):
-            hal.lower(op)
+        with hal.activated(Reference()):
+            lowered = hal.lower(op)
+            assert str(lowered.torch_op.default._schema) == (
+                "hal::every_kind(Tensor x, Tensor?[]? others, SymInt[] sizes, ScalarType? dtype, Device? device, "
+                "str[] names) -> Tensor[]"
+            )
+            x = torch.ones(2)
+            y, z = lowered(x, [x, None], (2, 3, 4), dtype=torch.int64, names=["a"])
+            assert torch.equal(y, torch.full((2,), 3.0))
+            assert z.shape == (2,)
+            assert z.dtype is torch.int64
     finally:
-        del hal.OPS["tabular"]
+        del hal.OPS["every_kind"]
 
 
 def test_it_runs_the_active_backend():

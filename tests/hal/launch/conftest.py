@@ -15,7 +15,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def two_hosts():
-    """Two network namespaces joined by a cable: hosts with addresses of their own."""
+    """Two network namespaces connected by a virtual cable: hosts with separate addresses."""
     if shutil.which("ip") is None:
         pytest.skip("two simulated hosts need the `ip` command (package iproute2)")
     a, b = (f"hal{os.getpid()}{side}" for side in "ab")

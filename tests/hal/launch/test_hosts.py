@@ -1,4 +1,4 @@
-"""Hostfiles and filters: DeepSpeed's format, and nothing that is not understood passes."""
+"""Hostfiles and filters: DeepSpeed's format; every line that cannot be parsed is an error."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_no_worker_could_run_is_one_line(argv: list[str], words: str, capsy
 
 def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(hal.HalError, match=r"--log-dir .*file cannot be made"):
+    with pytest.raises(hal.HalError, match=r"--log-dir .*file cannot be created"):
         run(Job(["x.py"], nproc=1, log_dir=tmp_path / "file"))
 
 

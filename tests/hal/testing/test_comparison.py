@@ -1,4 +1,4 @@
-"""The tolerance rule, on numbers worked out by hand."""
+"""The tolerance rule, on numbers computed by hand."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_a_tensor_may_lose_half_the_relative_part_or_twice_what_the_reference_lo
 
 
 def test_gradients_scale_the_absolute_part_with_their_size():
-    # Element 1 is tiny, but its tensor is not: cancellation costs it what its neighbours weigh.
+    # Element 1 is tiny, but its tensor is not: the rounding error of cancellation is relative to its neighbours.
     assert error([100.0, 0.05], [100.0, 0.0], tol=Tol(1e-3, 0.0)) == pytest.approx(50.0, rel=1e-4)
     assert error([100.0, 0.05], [100.0, 0.0], tol=Tol(1e-3, 0.0), gradient=True) == pytest.approx(0.5, rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""The golden loss: equal backends pass; errors that only training shows are caught at the step where they show."""
+"""The golden loss: equal backends pass; errors that are visible only in training are caught at the first bad step."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ F32 = torch.float32
 
 
 def with_op(op, function):
-    """The reference backend with another `op`."""
+    """The reference backend with one `op` replaced."""
     backend = Reference()
     (impl,) = backend.impls[op.name]
     backend.impls[op.name] = [dataclasses.replace(impl, call=function, forward=function)]
@@ -31,7 +31,7 @@ def test_the_references_agree_with_themselves_and_learn(shape):
 
 
 class Remasked(torch.autograd.Function):
-    """Dropout whose backward draws another mask."""
+    """Dropout whose backward pass uses a different mask."""
 
     @staticmethod
     def forward(ctx, x, residual, p, rng):
@@ -76,7 +76,7 @@ def unscaled_embedding_gradient(weight, ids, *, vocab_start=0, comm=None):
 def test_a_wrong_op_makes_the_losses_part(op, function):
     row = golden.golden_row(with_op(op, function), "gpt2", F32)
     assert row.status == "fail"
-    assert "the losses part at step" in row.message
+    assert "the losses diverge at step" in row.message
 
 
 def test_a_run_that_crashes_is_a_failure_with_its_code():

@@ -1,4 +1,4 @@
-"""The kit can fail: each backend here is wrong in one way, and the kit must say which."""
+"""The kit detects errors: each backend here has exactly one, and the kit must name it."""
 
 import dataclasses
 import math
@@ -133,7 +133,7 @@ PLANTED = [
     (ops.swiglu, loses_nan, "float64 says nan"),
     (ops.swiglu, noisy, "differs in bits in a second, equal call"),
     (ops.swiglu, of_another_shape, "the output is torch.float32"),
-    (ops.swiglu, keeps_its_input, "the memory of x is held when the call, its results and its graph are gone"),
+    (ops.swiglu, keeps_its_input, "the memory of x is not freed after the call, its results and its graph are deleted"),
     (ops.layer_norm, all_in_low_precision, "error of"),
     (ops.cross_entropy, wrong_dtype, "the reference gives torch.float32"),
     (ops.embedding, ignores_vocab_start, "sharded over 2 ranks"),
@@ -238,7 +238,7 @@ def linear_backward(residuals, dy, *, needs):
 
 
 def weight_by_the_way(residuals, dy, *, needs):
-    """Computes the weight's gradient only where x's is computed."""
+    """Computes the weight's gradient only if x's is computed."""
     dx, dweight, dbias = linear_backward(residuals, dy, needs=(needs[0], needs[0], needs[2]))
     return dx, dweight, dbias
 
@@ -247,7 +247,7 @@ def weight_by_the_way(residuals, dy, *, needs):
 def test_a_gradient_that_depends_on_which_others_are_wanted_is_caught(bwd, ok):
     report, messages = verdict(plant(ops.linear, linear_forward, bwd=bwd), ops.linear)
     assert ({r.status for r in report.rows if r.dtype == "float32"} == {"pass"}) is ok
-    assert ok or "the gradient of weight is another one when it is the only one wanted (needs)" in messages
+    assert ok or "the gradient of weight differs when it is the only one requested (needs)" in messages
 
 
 def test_a_hint_that_changes_a_gradient_is_caught():
@@ -262,7 +262,7 @@ def test_a_hint_that_changes_a_gradient_is_caught():
         return y * 2 - y.detach() if arguments["inplace_backward"] else y
 
     _, messages = verdict(plant(ops.cross_entropy, doubled), ops.cross_entropy)
-    assert "the gradient of logits is another one with inplace_backward=True, a hint" in messages
+    assert "the gradient of logits differs with inplace_backward=True, a hint" in messages
 
 
 def test_a_refusal_that_does_not_hold_is_caught():

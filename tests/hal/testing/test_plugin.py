@@ -1,26 +1,17 @@
-"""pytest --pyargs hal.testing --backend NAME, as a third party runs it: elsewhere, in a process of its own."""
+"""pytest --pyargs hal.testing --backend NAME, as a third party runs it: in another folder and a separate process."""
 
 import subprocess
 import sys
 
+import host_backend
 import pytest
 
-PACKAGE = """
-import torch, hal
-from hal import ops
+PACKAGE = f"""{host_backend.SOURCE}from hal import ops
 
-class Acme(hal.Backend):
+class Acme(HostBackend):
     name, api = "acme", 1
     def __init__(self, simulate=False):
         self.simulate = self.simulated = simulate
-    def probe(self):
-        return hal.Probe(True, 1, "an anvil")
-    def device(self, index=0):
-        return torch.device("cpu")
-    def synchronize(self):
-        pass
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
 
 @Acme.impl(ops.rms_norm, id="acme/right")
 def rms_norm(x, weight, eps=1e-5):
@@ -70,6 +61,7 @@ def test_every_implementation_is_a_test_and_the_wrong_one_fails_with_its_code(si
     assert "acme: 6 pass, 1 declined, 3 fail\nno implementation of: adamw" in result.stdout
 
 
+@pytest.mark.slow
 def test_simulate_reaches_the_backend(site):
     argv = ("--backend=acme", "--simulate", "--op", "rms_norm", "--max-examples", "0")
     result = pytest_run(site, "--pyargs", "hal.testing", *argv)
@@ -92,3 +84,11 @@ def test_other_peoples_sessions_and_options_are_left_alone(site):
     )
     result = pytest_run(site, str(tests), "--backend", "x")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_another_folder_of_that_name_is_not_the_kit(site):
+    folder = site / "mine" / "hal" / "testing"
+    folder.mkdir(parents=True)
+    (folder / "test_mine.py").write_text("def test_mine():\n    pass\n")
+    done = pytest_run(site, str(folder))
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout

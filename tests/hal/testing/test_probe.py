@@ -1,4 +1,4 @@
-"""check_probe: a probe answers, twice the same, raises nothing and touches no device."""
+"""check_probe: a probe returns the same facts twice, raises nothing and initialises no device."""
 
 import sys
 import types
@@ -16,7 +16,7 @@ def backend(monkeypatch, probe):
     module = types.ModuleType("probed_module")
     module.Probed = cls
     monkeypatch.setitem(sys.modules, "probed_module", module)
-    monkeypatch.setitem(hal.registry.IN_TREE, "probed", "probed_module:Probed")
+    monkeypatch.setitem(hal.core.registry.IN_TREE, "probed", "probed_module:Probed")
 
 
 def test_a_pure_probe_is_returned(monkeypatch):

@@ -1,4 +1,4 @@
-"""The reference backend: complete by construction, and itself within the kit's rules."""
+"""The reference backend: complete by construction, and conforming to the kit's rules."""
 
 import pytest
 import torch

@@ -1,30 +1,21 @@
-"""What a failing row shows can be pasted and run, and fails in the same way."""
+"""The code shown in a failing row can be pasted and run, and fails in the same way."""
 
 import math
 
+import host_backend
 import pytest
 import torch
 
 import hal
-from hal import Rng, Sample, T, ops
+from hal import Rng, Sample, TensorSpec, ops
 from hal.testing import Failure, calls, run_by_name
 
-WRONG = """
-import torch, hal
-from hal import ops
+WRONG = f"""{host_backend.SOURCE}from hal import ops
 
-class Wrong(hal.Backend):
+class Wrong(HostBackend):
     name = "wrong"
     def __init__(self, extra: float = 0.0):
         self.extra = extra
-    def probe(self):
-        return hal.Probe(True, 1, "the CPU")
-    def device(self, index=0):
-        return torch.device("cpu")
-    def synchronize(self):
-        pass
-    def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
 
 @Wrong.impl(ops.layer_norm, id="wrong/biased")
 def layer_norm(x, weight, bias, eps=1e-5):
@@ -41,7 +32,7 @@ def embedding(weight, ids, *, vocab_start=0, comm=None):
 def wrong(tmp_path, monkeypatch):
     (tmp_path / "wrong_backend.py").write_text(WRONG)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(hal.registry.IN_TREE, "wrong", "wrong_backend:Wrong")
+    monkeypatch.setitem(hal.core.registry.IN_TREE, "wrong", "wrong_backend:Wrong")
     monkeypatch.delenv("HAL_BACKEND", raising=False)
     with hal.activated(hal.testing.Reference()):
         yield "wrong"
@@ -63,31 +54,34 @@ def test_the_code_stops_failing_when_the_backend_is_right(wrong):
 
 
 def test_a_random_failing_call_is_shrunk(wrong):
-    # Directed samples with more than 20 columns fail first; without them hypothesis finds 21 columns, the smallest.
-    before = ops.layer_norm.directed
-    ops.layer_norm.directed = lambda: before()[:1]
+    # Edge cases with more than 20 columns fail first; without them hypothesis finds 21 columns, the smallest.
+    before = ops.layer_norm.edge_cases
+    ops.layer_norm.edge_cases = lambda: before()[:1]
     try:
         row = run_by_name(wrong, {"extra": 0.5}, ops=["layer_norm"], examples=60).failed[0]
     finally:
-        ops.layer_norm.directed = before
-    assert "sample = Sample((T((21,)), T((21,)), T((21,))), {'eps': 1e-05})" in row.code
+        ops.layer_norm.edge_cases = before
+    assert "sample = Sample((TensorSpec((21,)), TensorSpec((21,)), TensorSpec((21,))), {'eps': 1e-05})" in row.code
 
 
 @pytest.mark.parametrize(
     "sample",
     [
-        Sample((T((3, 4)), None, [T(()), T((2,), "int", high=5, dtype=torch.int64)])),
-        Sample((T((2,), "values", values=(math.inf, -math.inf)),), {"rng": Rng(7, 9), "p": 0.5}, grad=False),
-        Sample((T((4, 4), scale=20.0, strided="last"), T((4,), "bool", p=0.1)), {"layout": "TND", "x": None}),
-        Sample((T((2, 2)), Rng(1).block((4, 4), (2, 2)))),
-        *(s for op in hal.OPS.values() for s in op.directed() if "nan" not in repr(s)),
+        Sample((TensorSpec((3, 4)), None, [TensorSpec(()), TensorSpec((2,), "int", high=5, dtype=torch.int64)])),
+        Sample((TensorSpec((2,), "values", values=(math.inf, -math.inf)),), {"rng": Rng(7, 9), "p": 0.5}, grad=False),
+        Sample(
+            (TensorSpec((4, 4), scale=20.0, strided="last"), TensorSpec((4,), "bool", p=0.1)),
+            {"layout": "TND", "x": None},
+        ),
+        Sample((TensorSpec((2, 2)), Rng(1).block((4, 4), (2, 2)))),
+        *(s for op in hal.OPS.values() for s in op.edge_cases() if "nan" not in repr(s)),
     ],
 )
 def test_the_code_of_a_sample_makes_that_sample(sample):
-    scope = {"Sample": Sample, "T": T, "Rng": Rng, "torch": torch}
+    scope = {"Sample": Sample, "TensorSpec": TensorSpec, "Rng": Rng, "torch": torch}
     assert eval(calls.code(sample), scope) == sample
 
 
 def test_the_code_of_nan_is_python():
-    made = eval(calls.code(T((1,), "values", values=(math.nan,))), {"T": T})
+    made = eval(calls.code(TensorSpec((1,), "values", values=(math.nan,))), {"TensorSpec": TensorSpec})
     assert math.isnan(made.values[0])

@@ -1,4 +1,4 @@
-"""The spy: the exact set of ops that a training step of the GPT asks of a backend, without any device."""
+"""The spy: the exact set of ops that a training step of the GPT requests from a backend, without any device."""
 
 import inspect
 
@@ -27,7 +27,7 @@ def test_a_training_step_uses_exactly_these_ops(shape):
 
 
 def test_together_the_golden_shapes_use_every_op_of_a_training_step():
-    # unscale_and_check is fp16's; philox_uniform is what dropout is made of, and drawn alone only when generating.
+    # unscale_and_check is for fp16; dropout is built on philox_uniform, which is called directly only for generation.
     assert set().union(*USED.values()) == set(hal.OPS) - {"unscale_and_check", "philox_uniform"}
 
 

@@ -1,4 +1,4 @@
-"""hal parity --todo: the order of a training step, and shares that are really measured, forward and backward."""
+"""hal parity --todo: the order of a training step, and measured shares of the time, forward and backward."""
 
 import time
 
@@ -31,7 +31,7 @@ def test_the_order_is_that_of_a_step(needs):
 def test_calls_are_those_of_one_step(needs):
     linear = next(n for n in needs.needs if n.op == "linear")
     # Two micro-batches; two layers of four products each, and the output layer. Full recomputation runs layers twice.
-    # The second's input gradients are calls of their own, beside those that add to the weights' sums.
+    # The second microbatch's input gradients are separate calls, beside those that accumulate weight gradients.
     assert linear.calls == {"gpt2": 27, "llama": 43, "unfused": 27}
     sums = next(n for n in needs.needs if n.op == "linear_wgrad")
     assert sums.calls == dict.fromkeys(linear.calls, 9)
@@ -81,11 +81,11 @@ NEEDS = Needs("cpu_ref", (Need("linear", {"gpt2": 9}, {"gpt2": 0.5}), Need("rota
 
 def test_the_text_lists_what_is_missing_with_its_share():
     text = todo("acme", ["rotary"], NEEDS)
-    assert "acme has 1 of the 2 ops that training asks for." in text
+    assert "acme has 1 of the 2 ops that training needs." in text
     assert "measured on cpu_ref" in text
     assert "linear                   50.0%         -         -   9, -, -" in text
     assert "rotary  " not in text
-    assert "Missing and not asked for by these models: " in text
+    assert "Missing and not used by these models: " in text
     assert "hal train --backend acme --fallback reference" in text
 
 

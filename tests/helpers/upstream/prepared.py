@@ -1,4 +1,4 @@
-"""What Megatron-LM's own unit tests need beside a device: a world, compiled helpers, no downloads."""
+"""Requirements of Megatron-LM's own unit tests besides a device: a world, compiled helpers, no downloads."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from hal.model.megatron.scripts import _installed_helpers
 
 
 def environment():
-    """One process as a world of its own, for tests that read torchrun's variables."""
+    """A world of one process, for tests that read torchrun's variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,6 +36,6 @@ def prepare(view_of_torch):
 
 
 def finish(session):
-    """Ranks that end with an error take the others with them, before these have written what they found."""
+    """A rank that ends with an error also ends the others, before these have written their results."""
     if os.environ["WORLD_SIZE"] != "1":
         session.exitstatus = 0

@@ -6,8 +6,8 @@ import prepared
 import pytest
 
 import hal
-from hal.model.megatron.routing import CORE, hal_device
-from hal.model.megatron.scripts import SCRIPTS, _answering
+from hal.model.megatron.cuda_patches import CORE, hal_device
+from hal.model.megatron.scripts import SCRIPTS, _torch_with
 
 TESTS = {
     "torch.randn": lambda place, own: place.factory(own),
@@ -15,7 +15,7 @@ TESTS = {
     "torch.arange": lambda place, own: place.factory(own),
     "torch.full": lambda place, own: place.factory(own),
 }
-"""What the tests themselves ask of the device, and megatron-core does not."""
+"""Names that only the tests use, and megatron-core does not."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,7 +25,7 @@ def pytest_load_initial_conftests(early_config):
     routed = hal_device({**CORE, **SCRIPTS, **TESTS})
     routed.__enter__()
     early_config.add_cleanup(lambda: routed.__exit__(None, None, None))
-    prepared.prepare(_answering(device_count=lambda: int(os.environ["WORLD_SIZE"])))
+    prepared.prepare(_torch_with(device_count=lambda: int(os.environ["WORLD_SIZE"])))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,4 +1,4 @@
-"""pytest plugin: the same tests on the host, with torch's names replaced by hand: what HAL is compared with.
+"""pytest plugin: the same tests on the host, with torch's names replaced by hand, as the baseline for HAL.
 
 Nothing of HAL's routing is in here, and nothing is put back: the process ends with the tests.
 """
@@ -60,7 +60,7 @@ def over_gloo(own):
 
 
 class View(types.ModuleType):
-    """A module with some names answered otherwise."""
+    """A module with some names replaced."""
 
     def __init__(self, module, **answers):
         super().__init__(module.__name__)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from hal import HalError
-from hal.model import checkpoint
-from hal.model.config import Config
-from hal.model.conversion import convert, distributed, huggingface, legacy, own
-from hal.model.conversion.weights import Weights
-from hal.model.gpt import GPT
+from hal.model.apps.convert import convert, hal_format, huggingface, megatron_distributed, megatron_ranks
+from hal.model.apps.convert.weights import Weights
+from hal.model.checkpoint import reader
+from hal.model.config.schema import Config
+from hal.model.gpt.model import GPT
 
 COMMON = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
@@ -43,7 +43,7 @@ STACK = "decoder.layers.mlp.linear_fc1.weight"
 
 
 class Bomb:
-    """Makes a file if it is ever unpickled."""
+    """Creates a file if it is ever unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -61,12 +61,12 @@ def _weights(options: dict[str, Any]) -> Weights:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: Any) -> Path:
-    """A good checkpoint of every format, each in the folder of its name."""
+    """A valid checkpoint of every format, each in the folder of its name."""
     pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
     root = tmp_path_factory.mktemp("good")
-    own.write(_weights(GPT2), root / "hal", divisible_by=1)
-    legacy.write(_weights(LLAMA), root / "megatron", divisible_by=1)
-    distributed.write(_weights(GPT2), root / "megatron-core", divisible_by=1)
+    hal_format.write(_weights(GPT2), root / "hal", divisible_by=1)
+    megatron_ranks.write(_weights(LLAMA), root / "megatron", divisible_by=1)
+    megatron_distributed.write(_weights(GPT2), root / "megatron-core", divisible_by=1)
     huggingface.write(_weights(LLAMA), root / "huggingface")
     return root
 
@@ -81,16 +81,21 @@ def place(tmp_path: Path, good: Path) -> Any:
     return fresh
 
 
-READ = {"hal": own.read, "megatron": legacy.read, "megatron-core": distributed.read, "huggingface": huggingface.read}
+READ = {
+    "hal": hal_format.read,
+    "megatron": megatron_ranks.read,
+    "megatron-core": megatron_distributed.read,
+    "huggingface": huggingface.read,
+}
 
 
 def _agree(root: Path) -> None:
-    """Makes the checksums of one of HAL's own checkpoints those of its files, as whoever changed them could."""
+    """Updates the checksums of one of HAL's own checkpoints after a change, as an attacker could."""
     path = root / "release" / "hal.json"
     try:
         manifest = json.loads(path.read_text())
-        files = {p.name: checkpoint.file_checksum(p) for p in path.parent.iterdir() if p.name != "hal.json"}
-        manifest["sha256"] = {**files, "hal.json": checkpoint.state_checksum(manifest["state"])}
+        files = {p.name: reader.file_checksum(p) for p in path.parent.iterdir() if p.name != "hal.json"}
+        manifest["sha256"] = {**files, "hal.json": reader.state_checksum(manifest["state"])}
         path.write_text(json.dumps(manifest))
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -178,10 +183,10 @@ def test_any_value_in_the_state_of_our_own(draw: Any, place: Any) -> None:
     path.write_text(json.dumps(manifest))
     _agree(root)
     with contextlib.suppress(HalError):
-        own.read(root)
+        hal_format.read(root)
 
 
-# An index: of megatron-core's checkpoints and of HAL's own.
+# An index file: of megatron-core's checkpoints and of HAL's own.
 
 
 def _first(index: Any, word: str) -> Any:
@@ -215,11 +220,11 @@ INDEXES: dict[str, tuple[Any, str]] = {
     ),
     "a file that is not there": (lambda i: _set(_first(i, WORD), relative_path="__9_9.distcp"), "does not exist"),
     "a file elsewhere": (lambda i: _set(_first(i, WORD), relative_path="../x"), "outside its folder"),
-    "no file name": (lambda i: _set(_first(i, WORD), relative_path=5), "no place for"),
-    "an unknown coding": (lambda i: _set(_first(i, WORD), transform_descriptors=["zstd"]), "which is not read"),
-    "a huge size": (lambda i: _size(i, WORD, torch.Size([10**12, 8])), "numbers are there"),
-    "an overflowing size": (lambda i: _size(i, WORD, torch.Size([2**62, 2**62])), "numbers are there"),
-    "an endless stack": (lambda i: _size(i, WORD, torch.Size([2**40, 0])), "numbers are there|has a part"),
+    "no file name": (lambda i: _set(_first(i, WORD), relative_path=5), "no storage location for"),
+    "an unknown coding": (lambda i: _set(_first(i, WORD), transform_descriptors=["zstd"]), "which is not supported"),
+    "a huge size": (lambda i: _size(i, WORD, torch.Size([10**12, 8])), "elements are stored"),
+    "an overflowing size": (lambda i: _size(i, WORD, torch.Size([2**62, 2**62])), "elements are stored"),
+    "an endless stack": (lambda i: _size(i, WORD, torch.Size([2**40, 0])), "elements are stored|has a chunk"),
     "a size below 0": (lambda i: _size(i, WORD, torch.Size([-5, 8])), "has size"),
     "a size that is none": (lambda i: _size(i, WORD, ["x"]), "has size"),
     "a huge part": (
@@ -231,15 +236,15 @@ INDEXES: dict[str, tuple[Any, str]] = {
     ),
     "a part before the start": (
         lambda i: _parts(i, WORD, torch.Size([-1, 0]), torch.Size([12, 8])),
-        "has a part of size",
+        "has a chunk of size",
     ),
-    "a part past the end": (lambda i: _parts(i, WORD, torch.Size([1, 0]), torch.Size([12, 8])), "has a part of size"),
-    "parts that are none": (lambda i: _set(i.state_dict_metadata[WORD], chunks=[5]), "has a part of size"),
+    "a part past the end": (lambda i: _parts(i, WORD, torch.Size([1, 0]), torch.Size([12, 8])), "has a chunk of size"),
+    "parts that are none": (lambda i: _set(i.state_dict_metadata[WORD], chunks=[5]), "has a chunk of size"),
     "no type": (lambda i: _set(i.state_dict_metadata[WORD].properties, dtype=None), "type None"),
-    "places in a list": (lambda i: _set(i, storage_data=[1]), "is no index"),
-    "no places": (lambda i: _set(i, storage_data=None), "is no index"),
-    "tensors in a list": (lambda i: _set(i, state_dict_metadata=[1]), "is no index"),
-    "a number for a tensor": (lambda i: i.state_dict_metadata.update({WORD: 5}), "says nothing of"),
+    "places in a list": (lambda i: _set(i, storage_data=[1]), "is not an index"),
+    "no places": (lambda i: _set(i, storage_data=None), "is not an index"),
+    "tensors in a list": (lambda i: _set(i, state_dict_metadata=[1]), "is not an index"),
+    "a number for a tensor": (lambda i: i.state_dict_metadata.update({WORD: 5}), "does not describe"),
 }
 
 
@@ -259,7 +264,7 @@ def test_an_index_that_asks_for_what_is_not_there(name: str, kind: str, place: A
 
 @pytest.mark.parametrize("name", ["hal", "megatron-core"])
 def test_bytes_that_pass_for_a_tensor_are_not_unpickled(name: str, place: Any, tmp_path: Path) -> None:
-    """torch unpickles entries of bytes freely: one with a size must not be taken for a tensor."""
+    """torch unpickles entries of bytes without restriction: one with a size must not be mistaken for a tensor."""
     root = place(name)
     path = root / "release" / ".metadata"
     index = pickle.loads(path.read_bytes())
@@ -276,7 +281,7 @@ def test_bytes_that_pass_for_a_tensor_are_not_unpickled(name: str, place: Any, t
     _refused(root, WORD if name == "megatron-core" else f"{WORD}|places more")
     folder = root / "release"
     with pytest.raises(HalError):
-        checkpoint.load_tensors(folder, {WORD: torch.zeros(tensor.size)})
+        reader.load_tensors(folder, {WORD: torch.zeros(tensor.size)})
     assert not (tmp_path / "ran").exists()
 
 
@@ -299,7 +304,7 @@ def test_the_tensors_file_of_an_index(name: str, how: str, place: Any, tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-# Values of the wrong type, and what the error says.
+# Values of the wrong type, and the error message for each.
 
 
 @pytest.mark.parametrize(
@@ -329,18 +334,18 @@ def test_tensors_that_repeat_what_is_stored_are_refused(place: Any) -> None:
     state = torch.load(path, weights_only=False)
     for wrong in (torch.ones(1).expand(10**12, 8), torch.empty(10**12, 8, device="meta"), torch.ones(2, 2).to_sparse()):
         torch.save({**state, "model": {**state["model"], WORD: wrong}}, path)
-        _refused(root, "is no tensor|no file of torch.save|could run code")
+        _refused(root, "is not a (dense )?tensor|not a torch.save file|could run code")
 
 
 @pytest.mark.parametrize(
     "state, words",
     [
         ([1], "state should be an object"),
-        ({"config": {}}, "with the number of an iteration"),
-        ({"iteration": "x", "config": {}}, "with the number of an iteration"),
+        ({"config": {}}, "with an iteration number"),
+        ({"iteration": "x", "config": {}}, "with an iteration number"),
         ({"iteration": 1, "config": {"padded_vocab_size": "x"}}, "padded_vocab_size should be a count; found 'x'"),
-        ({"iteration": 1, "config": [1]}, "does not say what model"),
-        ({"iteration": 1}, "does not say what model"),
+        ({"iteration": 1, "config": [1]}, "does not contain the options of its model"),
+        ({"iteration": 1}, "does not contain the options of its model"),
     ],
 )
 def test_wrong_types_in_our_own_state(state: Any, words: str, place: Any) -> None:
@@ -356,7 +361,7 @@ def test_a_manifest_that_is_none(content: str, place: Any) -> None:
     root = place("hal")
     (root / "release" / "hal.json").write_text(content)
     with pytest.raises(HalError, match="cannot be read"):
-        own.read(root)
+        hal_format.read(root)
 
 
 @pytest.mark.parametrize("name", ["hal", "megatron", "megatron-core"])
@@ -364,5 +369,5 @@ def test_a_manifest_that_is_none(content: str, place: Any) -> None:
 def test_a_tracker_file_that_names_nothing(name: str, content: str, place: Any) -> None:
     root = place(name)
     (root / "latest_checkpointed_iteration.txt").write_text(content)
-    with pytest.raises(HalError, match="should hold an iteration number"):
+    with pytest.raises(HalError, match="should contain an iteration number"):
         READ[name](root)

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads under any other, and training goes on with the losses of one process."""
+"""A checkpoint of any layout loads under any other, and training continues with the losses of one process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import GPT2, LLAMA, on, trainer
-from test_layouts import DROPOUT, PP2, SP, TP2, TP4, ZBV, close
+from parallel_runs import DROPOUT, GPT2, LLAMA, PP2, SP, TP2, TP4, ZBV, close, on, trainer
 from torch.distributed.checkpoint import filesystem
 
 import hal
-from hal.model import checkpoint
-from hal.model.saving import SaveFailed
+from hal.model.checkpoint import reader
+from hal.model.checkpoint.writer import SaveFailed
 from hal.testing.processes import run_processes
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -102,13 +101,13 @@ def test_all_ranks_learn_that_one_could_not_write_in_the_background(tmp_path: Pa
     assert results[0] == results[1]
     text, names, iteration = results[0]
     assert "iter_0000002 could not be written" in text and "No space left on device (rank 1)" in text
-    assert names == ["iter_0000001", checkpoint.LATEST] and iteration == 1
+    assert names == ["iter_0000001", reader.LATEST] and iteration == 1
 
 
 @pytest.mark.slow
 def test_every_rank_refuses_a_damaged_checkpoint_with_the_reason(tmp_path: Path) -> None:
     _save(GPT2, str(tmp_path))
-    victim = next(checkpoint.folder_of(tmp_path, 2).glob("*.distcp"))
+    victim = next(reader.folder_of(tmp_path, 2).glob("*.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A checkpoint's index is data: whatever else it asks for is refused, and nothing of it runs, for HAL's own as well."""
+"""A checkpoint's index is data: other pickled classes are refused and not executed, also in HAL's own checkpoints."""
 
 import pickle
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model import checkpoint
-from hal.model.saving import save
-from hal.model.unpickle import Inert, UnsafeFile, load_state
+from hal.model.checkpoint import reader
+from hal.model.checkpoint.safe_unpickle import Inert, UnsafeFile, load_state
+from hal.model.checkpoint.writer import save
 
 
 class Bomb:
@@ -23,14 +23,14 @@ def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
     tensors = {"a": torch.arange(6.0).view(2, 3)}
     folder = save(tmp_path / "ck", 3, tensors, {"iteration": 3, "config": {}})
     mine = {"a": torch.zeros(2, 3)}
-    checkpoint.load_tensors(folder, mine)
+    reader.load_tensors(folder, mine)
     assert torch.equal(mine["a"], tensors["a"])
     (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    # The checksums tell first; whoever made the file could have made them too.
+    # The checksums detect it first, but the author of the file could have updated them too.
     with pytest.raises(HalError, match=r"\.metadata is damaged"):
-        checkpoint.read_state(tmp_path / "ck")
-    with pytest.raises(UnsafeFile, match=r"wants _?io\.open"):
-        checkpoint.load_tensors(folder, mine)
+        reader.read_state(tmp_path / "ck")
+    with pytest.raises(UnsafeFile, match=r"non-allowlisted global _?io\.open"):
+        reader.load_tensors(folder, mine)
     assert not (tmp_path / "ran").exists()
 
 
@@ -38,8 +38,8 @@ def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
 def test_an_index_may_name_only_what_an_index_needs(tmp_path, module, name):
     folder = save(tmp_path, 3, {"a": torch.zeros(2)}, {})
     (folder / ".metadata").write_bytes(f"c{module}\n{name}\n(S'1'\ntR.".encode())
-    with pytest.raises(UnsafeFile, match=rf"wants {module}\.{name}"):
-        checkpoint.load_tensors(folder, {"a": torch.zeros(2)})
+    with pytest.raises(UnsafeFile, match=rf"non-allowlisted global {module}\.{name}"):
+        reader.load_tensors(folder, {"a": torch.zeros(2)})
 
 
 def test_a_state_is_data_and_foreign_objects_are_inert(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_state_is_data_and_foreign_objects_are_inert(tmp_path, monkeypatch):
     path = tmp_path / "state.pt"
     state = {"args": argparse.Namespace(a=1, exit_signal=signal.SIGTERM), "x": torch.ones(3), "n": [1, "two", None]}
     torch.save(state, path)
-    # What another package has allowed in this process is not allowed here.
+    # Globals that another package has allowlisted in this process are not allowed here.
     monkeypatch.setattr(torch._weights_only_unpickler, "_marked_safe_globals_set", {signal.Signals, Bomb, open})
     read = load_state(path)
     assert read["args"].a == 1 and read["n"] == state["n"] and torch.equal(read["x"], state["x"])

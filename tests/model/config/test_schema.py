@@ -1,11 +1,13 @@
-"""Options come from three places in a fixed order, and what is wrong or would be ignored is one clear line."""
+"""Options come from three sources with a fixed precedence; invalid or unused options give a one-line error."""
 
 import dataclasses
+import types
+import typing
 
 import pytest
 
-from hal.model.arguments import parse, parser, read_yaml
-from hal.model.config import READY, Config, ConfigError, ready_configuration
+from hal.model.config.command_line import parse, parser, read_yaml
+from hal.model.config.schema import READY, Config, ConfigError, GivenOptions, ready_configuration, resolve
 
 DOCUMENTED = """
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups seq-length
@@ -86,10 +88,10 @@ def test_aliases_and_derived_values():
         ("--tokenizer-type GPT2BPETokenizer", "needs --vocab-file"),
         ("--tokenizer-type NullTokenizer --vocab-size 5", "cannot read text"),
         ("--pin linear", "OP=IMPLEMENTATION"),
-        ("--split 1,2", "three shares"),
+        ("--split 1,2", "three proportions"),
         ("--split 1,0,0 --eval-interval 5", "has none"),
         ("--pre-tokens -1", "no key visible"),
-        # given, but nothing would read it
+        # given, but without effect
         ("--rotary-base 500", "--rotary-base would be ignored: it needs --position-embedding-type rope"),
         ("--gelu-approximate fast --swiglu", "would be ignored"),
         ("--add-qkv-bias", "would be ignored"),
@@ -152,6 +154,36 @@ def test_every_option_has_help_and_a_known_kind():
     for option in dataclasses.fields(Config):
         if option.init:
             assert option.metadata["help"]
+
+
+def test_a_config_holds_none_only_where_absence_is_a_value():
+    """The type of every field that may be None says so, and the type of a derived field never does."""
+    hints = typing.get_type_hints(Config)
+    configs = [Config(), *(resolve(read_yaml(path.stem)) for path in READY.glob("*.yaml"))]
+    for option in dataclasses.fields(Config):
+        optional = isinstance(hints[option.name], types.UnionType)
+        assert optional or all(getattr(config, option.name) is not None for config in configs)
+        assert not (optional and option.metadata.get("rule"))
+
+
+def test_derived_defaults_do_not_depend_on_each_other():
+    """The order of evaluation does not matter: each rule gives the same value when all other options are given."""
+    derived = [option.name for option in dataclasses.fields(Config) if option.metadata.get("rule")]
+    for name in derived:
+        given = {other: 7 for other in derived if other != name}
+        assert getattr(Config(**given), name) == getattr(Config(), name)
+
+
+def test_resolving_keeps_what_was_given_and_where():
+    given = GivenOptions()
+    given.take({"num_layers": 2}, {"num_layers": "HAL_NUM_LAYERS"})
+    given.take({"num_layers": 3}, {"num_layers": "command line"})
+    given.notes.append("a note")
+    config = resolve(given)
+    assert (config.num_layers, config.given) == (3, {"num_layers"})
+    assert (config.origins, config.notes) == ({"num_layers": "command line"}, ("a note",))
+    given.notes.append("another")
+    assert config.notes == ("a note",) and resolve({"num_layers": 3}).origins == {}
 
 
 def test_the_vocabulary_is_padded_the_same_for_every_layout():

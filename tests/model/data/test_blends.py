@@ -1,4 +1,4 @@
-"""Data from several places: Megatron's blends sample for sample, maps made once, and other tokenizers' data refused."""
+"""Blended datasets: the samples equal Megatron's, index maps are built once, other tokenizers' data are refused."""
 
 import json
 import multiprocessing
@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from hal.cli import main
-from hal.model import data
-from hal.model.arguments import parse
-from hal.model.config import Config, ConfigError
-from hal.model.files import made_once
-from hal.model.indexed import note_path
-from hal.model.megatron import datasets
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.common.atomic_files import made_once
+from hal.model.config.command_line import parse
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data import gpt_dataset, megatron_datasets
+from hal.model.data.indexed_dataset import note_path
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 
 SIZES = {"a": 40, "b": 90, "c": 70}
 
@@ -28,11 +27,13 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def prefixes(tmp_path):
-    """Three datasets; the ids of each begin with its own hundred."""
+    """Three datasets; the ids of each begin at a different multiple of one hundred."""
     found = {}
     for n, (name, documents) in enumerate(SIZES.items()):
         draw = numpy.random.default_rng(n)
-        builder = datasets.indexed_dataset().IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=numpy.uint16)
+        builder = megatron_datasets.indexed_dataset().IndexedDatasetBuilder(
+            str(tmp_path / f"{name}.bin"), dtype=numpy.uint16
+        )
         for _ in range(documents):
             ids = draw.integers(100 * n, 100 * n + 100, draw.integers(5, 40))
             builder.add_document(ids, [len(ids)])
@@ -42,11 +43,11 @@ def prefixes(tmp_path):
 
 
 def theirs(blend, sizes, split="8,1,1", per_split=None):
-    """Megatron's own builder, which leaves its maps beside the data."""
+    """Megatron's own builder, which stores its index maps beside the data."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.utils import get_blend_from_list
 
-    module = datasets.gpt_dataset()
+    module = megatron_datasets.gpt_dataset()
     config = module.GPTDatasetConfig(
         random_seed=1234,
         sequence_length=16,
@@ -65,7 +66,7 @@ def theirs(blend, sizes, split="8,1,1", per_split=None):
 
 def ours(sizes, **options):
     config = Config(**{"seq_length": 16, "split": "8,1,1", **options})
-    return data.open_data(config, NullTokenizer(300), sizes)
+    return gpt_dataset.open_data(config, NullTokenizer(300), sizes)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,8 @@ def test_samples_are_those_of_megatrons_builder(prefixes, words, count):
     blend = [prefixes.get(word, word) for word in words.split()]
     sizes = [count, 10, 5]
     expected = theirs(blend, sizes)
-    splits = ours(dict(zip(data.SPLITS, sizes)), data_path=tuple(blend))
-    for name, dataset, size in zip(data.SPLITS, expected, sizes):
+    splits = ours(dict(zip(gpt_dataset.SPLITS, sizes)), data_path=tuple(blend))
+    for name, dataset, size in zip(gpt_dataset.SPLITS, expected, sizes):
         mine = splits[name].fetch(0, min(size, len(dataset)))[0]
         assert torch.equal(mine, torch.stack([dataset[n]["tokens"] for n in range(len(mine))]))
 
@@ -105,18 +106,18 @@ def test_a_path_per_split(prefixes):
     "words, message",
     [
         ("0.3 a b", "mixes weights and prefixes"),
-        ("0 a 1 b", "weight 0; use one > 0"),
-        ("-1 a 1 b", "use one > 0"),
+        ("0 a 1 b", "weight 0; weights must be > 0"),
+        ("-1 a 1 b", "weight -1; weights must be > 0"),
         ("nan a 1 b", "weight nan"),
         ("a inf", None),
     ],
 )
 def test_wrong_blends(words, message):
     if message is None:  # two prefixes with odd names, as in Megatron
-        assert [p.name for p in data.parse_blend(tuple(words.split()), "--data-path")[0]] == ["a", "inf"]
+        assert [p.name for p in gpt_dataset.parse_blend(tuple(words.split()), "--data-path")[0]] == ["a", "inf"]
         return
     with pytest.raises(ConfigError, match=message):
-        data.parse_blend(tuple(words.split()), "--data-path")
+        gpt_dataset.parse_blend(tuple(words.split()), "--data-path")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_wrong_blends(words, message):
         ("--train-data-path x --valid-data-path y", "needs --eval-interval"),
         ("--train-data-path x --eval-interval 2", "give --valid-data-path"),
         ("--reset-position-ids --position-embedding-type none", "would be ignored"),
-        ("--split 1,nan,1", "three shares"),
+        ("--split 1,nan,1", "three proportions"),
     ],
 )
 def test_wrong_combinations(line, words):
@@ -196,7 +197,7 @@ def test_a_pickle_in_place_of_an_index_map_is_not_opened(prefixes, tmp_path, kin
             numpy.save(path, numpy.array([Bomb()], dtype=object), allow_pickle=True)
         else:
             path.write_bytes(whole[:-5])
-        with pytest.raises(ConfigError, match="is no index map"):
+        with pytest.raises(ConfigError, match="is not an index map"):
             ours({"train": 20}, **options)
         path.write_bytes(whole)
     assert not (tmp_path / "exploded").exists()
@@ -219,17 +220,17 @@ def text_data(tmp_path):
 def test_data_of_another_tokenizer_is_noticed(text_data):
     prefix = text_data("--append-eod")
     config = Config(seq_length=16, split="8,1,1", data_path=prefix)
-    tokens = data.open_data(config, ByteTokenizer(), {"train": 4})["train"].fetch(0, 4)[0]
+    tokens = gpt_dataset.open_data(config, ByteTokenizer(), {"train": 4})["train"].fetch(0, 4)[0]
     assert "document" in ByteTokenizer().decode(tokens.flatten().tolist())
     with pytest.raises(ConfigError, match="was made with ByteTokenizer"):
-        data.open_data(config, NullTokenizer(400), {"train": 4})
-    data.open_data(config, NullTokenizer(256), {"train": 4})
-    note_path(data.Path(prefix)).unlink()  # as Megatron writes it: nothing to compare with
-    data.open_data(config, NullTokenizer(400), {"train": 4})
+        gpt_dataset.open_data(config, NullTokenizer(400), {"train": 4})
+    gpt_dataset.open_data(config, NullTokenizer(256), {"train": 4})
+    note_path(gpt_dataset.Path(prefix)).unlink()  # as Megatron writes it: nothing to compare with
+    gpt_dataset.open_data(config, NullTokenizer(400), {"train": 4})
 
 
 @pytest.mark.parametrize("option", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_documents_without_ends_cannot_be_told_apart(text_data, option):
     config = Config(seq_length=16, split="8,1,1", data_path=text_data(), **{option: True})
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} would do nothing.*--append-eod"):
-        data.open_data(config, ByteTokenizer(), {"train": 4})
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} would have no effect.*--append-eod"):
+        gpt_dataset.open_data(config, ByteTokenizer(), {"train": 4})

@@ -1,4 +1,4 @@
-"""The data: the built-in corpus, text files, indexed datasets, and an error for everything that is wrong with them."""
+"""The data: the built-in corpus, text files, indexed datasets, and an error for every kind of invalid input."""
 
 import struct
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model import corpus, data, indexed
-from hal.model.config import Config, ConfigError
-from hal.model.files import publish_folder
-from hal.model.indexed import read_index
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.common.atomic_files import publish_folder
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data import gpt_dataset, indexed_dataset, text_corpus
+from hal.model.data.indexed_dataset import read_index
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.gpt.document_mask import IGNORED
 
 
 @pytest.fixture(autouse=True)
@@ -40,28 +41,43 @@ def prefix(tmp_path):
 
 
 def test_samples_are_windows_of_the_documents_and_labels_the_next_token(prefix):
-    splits = data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30, "valid": 4})
+    splits = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30, "valid": 4})
     tokens, labels = splits["train"].fetch(0, 8)
     assert tokens.shape == labels.shape == (8, 16) and tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
     # 16 of the 20 documents are for training: ids of documents 16.. appear in no sample
     assert tokens.max() < 10 * 15 + 50
-    again = data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30})["train"]
+    again = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30})["train"]
     assert torch.equal(again.fetch(0, 8)[0], tokens) and torch.equal(again.fetch(4, 2)[0], tokens[4:6])
+
+
+def test_a_split_repeats_masks_the_ends_of_documents_and_refuses_alien_ids(prefix):
+    rows = [torch.tensor([1, 9, 2, 3]), torch.tensor([9, 4, 5, 9]), torch.tensor([6, 7, 8, 0])]
+    samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    tokens, labels = gpt_dataset.Split(samples, vocabulary=10, eod=9).fetch(2, 3)
+    assert tokens.tolist() == [[6, 7, 8], [1, 9, 2], [9, 4, 5]] and labels.tolist() == [[7, 8, 0], [9, 2, 3], [4, 5, 9]]
+    same, masked = gpt_dataset.Split(samples, 10, 9, mask_loss=True).fetch(2, 3)
+    assert same.tolist() == tokens.tolist()
+    # The token after the end of a document cannot be predicted; the end token itself can.
+    assert masked.tolist() == [[7, 8, 0], [9, IGNORED, 3], [IGNORED, 5, 9]]
+    with pytest.raises(ConfigError, match="token id 9: the tokenizer has 9 ids"):
+        gpt_dataset.Split(samples, vocabulary=9, eod=8).fetch(1, 1)
+    opened = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 9})["train"]
+    assert "attention_mask" not in opened.dataset[0], "which would be as large as a sequence squared"
 
 
 def test_index_maps_are_cached_never_beside_the_data_and_rebuilt_when_the_data_changes(prefix, tmp_path):
     before = set(tmp_path.iterdir())
     options = config(data_path=str(prefix))
-    first = data.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
+    first = gpt_dataset.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
     assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
     folders = list((tmp_path / "cache" / "index").iterdir())
-    data.open_data(options, NullTokenizer(300), {"train": 6})
+    gpt_dataset.open_data(options, NullTokenizer(300), {"train": 6})
     assert list((tmp_path / "cache" / "index").iterdir()) == folders
     assert all(f.stat().st_mode & 0o777 == 0o640 for f in folders[0].iterdir())
     assert folders[0].stat().st_mode & 0o777 == 0o750
     write(prefix, [[7] * 50 for _ in range(21)])
-    changed = data.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
+    changed = gpt_dataset.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
     assert torch.all(changed == 7) and not torch.equal(first, changed)
 
 
@@ -76,8 +92,8 @@ def edit(path, at, content):
     [
         (lambda p: (p.parent / "d.idx").unlink(), "does not exist"),
         (lambda p: (p.parent / "d.bin").unlink(), "does not exist"),
-        (lambda p: edit(p.parent / "d.idx", 0, b"XX"), "no Megatron index"),
-        (lambda p: (p.parent / "d.idx").write_bytes(b"MMID"), "no Megatron index"),
+        (lambda p: edit(p.parent / "d.idx", 0, b"XX"), "is not a Megatron index"),
+        (lambda p: (p.parent / "d.idx").write_bytes(b"MMID"), "is not a Megatron index"),
         (lambda p: edit(p.parent / "d.idx", 9, b"\x02"), "version 2"),
         (lambda p: edit(p.parent / "d.idx", 17, b"\x07"), "token type 7"),
         (lambda p: edit(p.parent / "d.idx", 18, b"\xff"), "is damaged"),
@@ -89,37 +105,39 @@ def edit(path, at, content):
 def test_damaged_data_is_refused(prefix, damage, words):
     damage(prefix)
     with pytest.raises(ConfigError, match=words):
-        data.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 5})
+        gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 5})
 
 
 def test_other_refusals(prefix, monkeypatch):
     with pytest.raises(ConfigError, match=r"without \.bin or \.idx"):
-        data.open_data(config(data_path=f"{prefix}.bin"), NullTokenizer(300), {"train": 5})
+        gpt_dataset.open_data(config(data_path=f"{prefix}.bin"), NullTokenizer(300), {"train": 5})
     with pytest.raises(ConfigError, match="fewer than one sample"):
-        data.open_data(config(data_path=str(prefix), seq_length=4000), NullTokenizer(300), {"train": 5})
+        gpt_dataset.open_data(config(data_path=str(prefix), seq_length=4000), NullTokenizer(300), {"train": 5})
     with pytest.raises(ConfigError, match="valid split"):
-        data.open_data(config(data_path=str(prefix), split="1,0,0"), NullTokenizer(300), {"valid": 5})
-    monkeypatch.setattr(indexed, "_SCAN_BYTES", 0)  # data too large to scan at the start is checked batch by batch
-    split = data.open_data(config(data_path=str(prefix)), NullTokenizer(100), {"train": 30})["train"]
+        gpt_dataset.open_data(config(data_path=str(prefix), split="1,0,0"), NullTokenizer(300), {"valid": 5})
+    monkeypatch.setattr(
+        indexed_dataset, "_SCAN_BYTES", 0
+    )  # data too large to scan at the start is checked batch by batch
+    split = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(100), {"train": 30})["train"]
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         split.fetch(0, 30)
 
 
 def test_the_built_in_corpus_is_the_standard_library_and_is_made_once(tmp_path, monkeypatch):
     tokenizer = ByteTokenizer()
-    prefix = corpus.standard_library(tokenizer)
+    prefix = text_corpus.standard_library(tokenizer)
     lengths = read_index(prefix).lengths
     tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16)
     assert len(lengths) > 300 and len(tokens) == lengths.sum() > 5_000_000
     assert (tokens == tokenizer.eod).sum() == len(lengths)
-    _, files = corpus.sources()
+    _, files = text_corpus.sources()
     assert len(files) == len(lengths)
     starts = numpy.cumsum(lengths) - lengths
     for n in (0, len(files) // 2, len(files) - 1):
         document = tokens[starts[n] : starts[n] + lengths[n]]
         assert document[-1] == tokenizer.eod and bytes(document[:-1].tolist()) == files[n].read_bytes()
-    monkeypatch.setattr(corpus, "indexed_dataset", lambda: pytest.fail("built twice"))
-    assert corpus.standard_library(tokenizer) == prefix
+    monkeypatch.setattr(text_corpus, "indexed_dataset", lambda: pytest.fail("built twice"))
+    assert text_corpus.standard_library(tokenizer) == prefix
     for path in prefix.parent.iterdir():
         assert path.stat().st_mode & 0o777 == 0o640
     assert prefix.parent.stat().st_mode & 0o777 == 0o750
@@ -129,7 +147,7 @@ def test_a_text_file_comes_back_whole(tmp_path):
     path = tmp_path / "t.txt"
     content = "".join(f"line {n} with é and 字\n" * 3 for n in range(500))
     path.write_text(content, encoding="utf-8")
-    prefix = corpus.text_file(str(path), ByteTokenizer())
+    prefix = text_corpus.text_file(str(path), ByteTokenizer())
     tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16).tolist()
     assert tokens[-1] == 256 and tokens.count(256) == 1
     assert ByteTokenizer().decode(tokens[:-1]) == content
@@ -138,21 +156,25 @@ def test_a_text_file_comes_back_whole(tmp_path):
 
 @pytest.mark.parametrize(
     "content, words",
-    [(b"ok\nbad \xff byte", r"byte 0xff at offset 7 \(line 2\)"), (b" \n", "holds no text"), (None, "cannot be read")],
+    [
+        (b"ok\nbad \xff byte", r"byte 0xff at offset 7 \(line 2\)"),
+        (b" \n", "contains no text"),
+        (None, "cannot be read"),
+    ],
 )
 def test_wrong_text_files(tmp_path, content, words):
     path = tmp_path / "t.txt"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
-        corpus.text_file(str(path), ByteTokenizer())
+        text_corpus.text_file(str(path), ByteTokenizer())
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_set(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(HalError, match="set HAL_CACHE_DIR"):
-        corpus.standard_library(ByteTokenizer())
+        text_corpus.standard_library(ByteTokenizer())
 
 
 def test_two_builders_at_once_and_a_crash_leave_one_whole_folder(tmp_path):

@@ -1,5 +1,5 @@
-"""Hostile files, most of them drawn at random: one line of error, nothing executed, nothing read out of bounds, nothing
-left behind. An input that happens to be whole may pass; it must then be usable."""
+"""Hostile files, most of them random: one line of error, nothing executed, nothing read out of bounds, no files
+left behind. An input that happens to be valid may pass; it must then be usable."""
 
 import gzip
 import json
@@ -14,15 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hal import HalError
-from hal.model import data
-from hal.model.arguments import parse
-from hal.model.config import Config, ConfigError
-from hal.model.configuration import deepspeed, mindspeed, tutorial
-from hal.model.indexed import read_index, read_note
-from hal.model.preprocess.encode import Encoding
-from hal.model.preprocess.inspect import describe
-from hal.model.preprocess.run import Job, preprocess
-from hal.model.tokenizer import KINDS, NullTokenizer, build_tokenizer
+from hal.model.config.command_line import parse
+from hal.model.config.formats import deepspeed, mindformers, mindspeed
+from hal.model.config.schema import Config, ConfigError
+from hal.model.config.tokenizer_options import KINDS
+from hal.model.data import gpt_dataset
+from hal.model.data.indexed_dataset import read_index, read_note
+from hal.model.data.preprocess.encode import Encoding
+from hal.model.data.preprocess.inspect import describe
+from hal.model.data.preprocess.preprocess import Job, preprocess
+from hal.model.data.tokenizers.build import build_tokenizer
+from hal.model.data.tokenizers.tokenizer import NullTokenizer
 
 COMMON = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
@@ -31,7 +33,7 @@ HEADER = b"MMIDIDX\x00\x00"
 
 
 class Bomb:
-    """Makes a file if it is ever unpickled."""
+    """Creates a file if it is ever unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -54,7 +56,7 @@ def index_bytes(lengths, pointers, documents, code=8, version=1, counts=None):
 
 
 def whole(folder, sequences=8):
-    """A good dataset of 20 tokens per sequence."""
+    """A valid dataset of 20 tokens per sequence."""
     (folder / "d.bin").write_bytes(numpy.arange(sequences * 20, dtype=numpy.uint16).tobytes())
     pointers = [40 * n for n in range(sequences)]
     (folder / "d.idx").write_bytes(index_bytes([20] * sequences, pointers, range(sequences + 1)))
@@ -62,7 +64,7 @@ def whole(folder, sequences=8):
 
 
 def use(prefix):
-    """Everything that reads an index: its check, the training data, and the summary."""
+    """All readers of an index: its check, the training data, and the summary."""
     index = read_index(prefix)
     size = (prefix.parent / "d.bin").stat().st_size
     for n in range(len(index.lengths)):
@@ -70,7 +72,7 @@ def use(prefix):
         assert len(index.tokens(n)) == index.lengths[n]
     list(describe(prefix, None, 3))
     config = Config(seq_length=4, split="8,1,1", data_path=str(prefix))
-    data.open_data(config, NullTokenizer(70000), {"train": 5})["train"].fetch(0, 5)
+    gpt_dataset.open_data(config, NullTokenizer(70000), {"train": 5})["train"].fetch(0, 5)
 
 
 def refused_or_usable(prefix):
@@ -89,7 +91,7 @@ def test_an_index_cut_off_anywhere(tmp_path, cut):
     content = (tmp_path / "d.idx").read_bytes()
     (tmp_path / "d.idx").write_bytes(content[:cut])
     if cut < len(content):
-        with pytest.raises(ConfigError, match=r"no Megatron index|is damaged"):
+        with pytest.raises(ConfigError, match=r"is not a Megatron index|is damaged"):
             use(prefix)
 
 
@@ -163,7 +165,7 @@ def test_negative_ids_are_refused(tmp_path):
     (tmp_path / "d.idx").write_bytes(index_bytes([60], [0], [0, 1], code=4))
     config = Config(seq_length=4, split="1,0,0", data_path=str(tmp_path / "d"))
     with pytest.raises(ConfigError, match="token id -7"):
-        data.open_data(config, NullTokenizer(100), {"train": 5})
+        gpt_dataset.open_data(config, NullTokenizer(100), {"train": 5})
 
 
 @pytest.mark.parametrize("which", ["d.idx", "d.bin", "d.json"])
@@ -251,7 +253,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = st.sampled_from([*mindspeed.SECTIONS, *tutorial.SECTIONS, *(f.name for f in fields(Config))])
+KEYS = st.sampled_from([*mindspeed.SECTIONS, *mindformers.SECTIONS, *(f.name for f in fields(Config))])
 
 
 @COMMON
@@ -264,7 +266,7 @@ def test_configurations_drawn_at_random(tmp_path, content, option):
         assert "Traceback" not in str(error)
 
 
-FRONTS = {"--config": {**mindspeed.RULES, **tutorial.RULES}, "--deepspeed-config": deepspeed.RULES}
+FRONTS = {"--config": {**mindspeed.rules(), **mindformers.rules()}, "--deepspeed-config": deepspeed.rules()}
 
 
 @COMMON
@@ -320,7 +322,7 @@ def test_text_drawn_at_random(tmp_path, content, format, suffix):
 
 
 def test_a_compressed_bomb_is_not_unpacked_into_memory(tmp_path, monkeypatch):
-    from hal.model.preprocess import sources
+    from hal.model.data.preprocess import sources
 
     monkeypatch.setattr(sources, "_LONGEST", 1 << 16)
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 22)))

@@ -1,4 +1,4 @@
-"""Documents within a sequence: Megatron's masks and positions, and a model for which they are separate."""
+"""Documents within a sequence: Megatron's masks and positions, and a model that keeps them separate."""
 
 import itertools
 
@@ -6,17 +6,17 @@ import numpy
 import pytest
 import torch
 
-from hal.model import documents
-from hal.model.arguments import build
-from hal.model.data import Split
-from hal.model.gpt import GPT
-from hal.model.trainer import Trainer
+from hal.model.config.command_line import build
+from hal.model.data.gpt_dataset import Split
+from hal.model.gpt import document_mask
+from hal.model.gpt.model import GPT
+from hal.model.training.trainer import make_trainer
 
 EOD, VOCABULARY = 9, 50
 
 
 def sequences(*shape):
-    """Random ids of which about one in six ends a document, also first, last and doubled."""
+    """Random ids of which about one in six ends a document, also at the start, at the end and twice in a row."""
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     ids[torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.17] = EOD
     ids[0, 0] = ids[0, -1] = ids[0, 5] = ids[0, 6] = EOD
@@ -24,17 +24,17 @@ def sequences(*shape):
 
 
 def test_positions_and_masks_are_megatrons():
-    from hal.model.megatron.datasets import gpt_dataset
+    from hal.model.data.megatron_datasets import gpt_dataset
 
     tokens = sequences(6, 23)
-    starts = documents.starts(tokens, EOD)
+    starts = document_mask.starts(tokens, EOD)
     causal = torch.ones(23, 23, dtype=torch.bool).triu(1)
     labels = Split([{"tokens": t, "labels": t} for t in tokens], VOCABULARY, EOD, mask_loss=True).fetch(0, 6)[1]
     for n, row in enumerate(tokens):
         mask, loss_mask, positions = gpt_dataset()._get_ltor_masks_and_position_ids(row, EOD, True, True, True, True)
-        assert torch.equal(documents.positions(starts)[n], positions)
-        assert torch.equal(documents.mask(starts)[n, 0] | causal, mask[0])
-        assert torch.equal(labels[n] != documents.IGNORED, loss_mask.bool())
+        assert torch.equal(document_mask.positions(starts)[n], positions)
+        assert torch.equal(document_mask.mask(starts)[n, 0] | causal, mask[0])
+        assert torch.equal(labels[n] != document_mask.IGNORED, loss_mask.bool())
 
 
 def model(references, **options):
@@ -59,7 +59,7 @@ def model(references, **options):
 def test_a_document_computes_what_it_would_alone(references, shape, path):
     made = model(references, reset_position_ids=True, reset_attention_mask=True, **shape, **path)
     tokens = sequences(2, 24)
-    starts = documents.starts(tokens, EOD)
+    starts = document_mask.starts(tokens, EOD)
     together = made(tokens, starts=starts)
     assert not torch.allclose(together, made(tokens), atol=1e-3)  # the test can fail
     for b in range(2):
@@ -76,7 +76,7 @@ def test_each_option_does_its_part_alone(references, given):
         model(references, reset_position_ids=True, reset_attention_mask=True),
     )
     tokens = sequences(1, 24)
-    starts = documents.starts(tokens, EOD)
+    starts = document_mask.starts(tokens, EOD)
     one, plain, all_ = made(tokens, starts=starts), made(tokens), both(tokens, starts=starts)
     assert not torch.allclose(one, plain, atol=1e-3) and not torch.allclose(one, all_, atol=1e-3)
 
@@ -91,12 +91,12 @@ def test_the_loss_is_the_mean_over_what_counts(references):
         logits[..., : VOCABULARY + 1 + 77].permute(1, 2, 0), labels, reduction="none"
     )
     expected = per_token[counted].mean()
-    torch.testing.assert_close(made.loss(logits, labels.masked_fill(~counted, documents.IGNORED)), expected)
-    assert made.loss(logits, torch.full_like(labels, documents.IGNORED)) == 0.0
+    torch.testing.assert_close(made.loss(logits, labels.masked_fill(~counted, document_mask.IGNORED)), expected)
+    assert made.loss(logits, torch.full_like(labels, document_mask.IGNORED)) == 0.0
 
 
-class Rows:
-    """A dataset in which the first sample of two is mostly ends of documents."""
+class Samples:
+    """A dataset in which the first of every two samples consists mostly of end-of-document ids."""
 
     def __len__(self):
         return 100
@@ -108,7 +108,7 @@ class Rows:
 
 
 def test_microbatches_with_few_tokens_that_count_weigh_less(references):
-    """The step is that of one large microbatch, although the means of the small ones have different numbers."""
+    """The step equals that of one large microbatch, although the small ones average over different token counts."""
     results = []
     for size in (1, 4):
         made = model(
@@ -119,8 +119,8 @@ def test_microbatches_with_few_tokens_that_count_weigh_less(references):
             hidden_dropout=0.0,
             attention_dropout=0.0,
         )
-        split = Split(Rows(), VOCABULARY, EOD, True)
-        trainer = Trainer(made.config, made, {"train": split, "valid": split})
+        split = Split(Samples(), VOCABULARY, EOD, True)
+        trainer = make_trainer(made.config, {"train": split, "valid": split})
         results.append((trainer.evaluate(), *[(s.loss, s.grad_norm) for s in (trainer.step(), trainer.step())]))
     assert numpy.allclose(results[0][0], results[1][0], rtol=1e-6)
     numpy.testing.assert_allclose(results[0][1:], results[1][1:], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The GPT against a model written independently in plain torch, and the equalities that its options promise."""
+"""The GPT against an independent model in plain torch, and the equalities that its options guarantee."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import hal
 from hal import ops
-from hal.model.arguments import build
-from hal.model.draws import Draws
-from hal.model.gpt import GPT
+from hal.model.config.command_line import build
+from hal.model.gpt.dropout_rng import DropoutRng
+from hal.model.gpt.model import GPT
 
 GPT2 = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 24}
 LLAMA = {
@@ -35,7 +35,7 @@ def batch(size=3, length=24, seed=0):
 
 
 def shaken(gpt):
-    """Moves norms and biases off their initial 1 and 0, where mistakes hide."""
+    """Changes norms and biases from their initial 1 and 0, which can hide errors."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -79,10 +79,10 @@ def plain_llama(p, tokens, heads, groups):
         return y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     frequency = 10000.0 ** (-torch.arange(d // 2, dtype=torch.float64) * 2 / d)
-    turn = torch.polar(torch.ones(s, d // 2, dtype=torch.float64), torch.arange(s)[:, None] * frequency)
+    rotary_cos_sin = torch.polar(torch.ones(s, d // 2, dtype=torch.float64), torch.arange(s)[:, None] * frequency)
 
     def rotate(y):  # [b, s, n, d] as complex numbers, channel i with i + d/2
-        z = torch.complex(y[..., : d // 2].double(), y[..., d // 2 :].double()) * turn[:, None]
+        z = torch.complex(y[..., : d // 2].double(), y[..., d // 2 :].double()) * rotary_cos_sin[:, None]
         return torch.cat((z.real, z.imag), -1).float()
 
     for n in range(2):
@@ -124,7 +124,7 @@ def run(seed=5, **options):
     """(loss, gradients by name) of one microbatch with dropout."""
     gpt = shaken(model(**options))
     tokens, labels = batch()
-    loss = gpt.loss(gpt(tokens, Draws(hal.Rng(seed), 0, 3)), labels)
+    loss = gpt.loss(gpt(tokens, DropoutRng(hal.Rng(seed), 0, 3)), labels)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in gpt.named_parameters()}
 
@@ -171,11 +171,11 @@ def test_recomputation_is_bit_equal_with_dropout_and_happens(cpu_ref, monkeypatc
 def test_a_microbatch_draws_its_block_of_the_global_batch(references):
     gpt = model(**GPT2, hidden_dropout=0.3)
     tokens, _ = batch(4)
-    draws = Draws(hal.Rng(3), 0, 4)
-    whole = gpt(tokens, draws)
-    parts = [gpt(tokens[i : i + 2], Draws(hal.Rng(3), i, 4)) for i in (0, 2)]
+    dropout_rng = DropoutRng(hal.Rng(3), 0, 4)
+    whole = gpt(tokens, dropout_rng)
+    parts = [gpt(tokens[i : i + 2], DropoutRng(hal.Rng(3), i, 4)) for i in (0, 2)]
     torch.testing.assert_close(whole, torch.cat(parts, dim=1), rtol=1e-5, atol=1e-6)
-    other = gpt(tokens, Draws(hal.Rng(4), 0, 4))
+    other = gpt(tokens, DropoutRng(hal.Rng(4), 0, 4))
     assert not torch.allclose(whole, other)
 
 

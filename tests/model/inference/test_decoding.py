@@ -1,4 +1,4 @@
-"""Generated text: a function of the seed, likeliest tokens at temperature 0, never an id outside the tokenizer; equal
+"""Generated text: a function of the seed, greedy at temperature 0, never an id outside the tokenizer; equal
 with and without the cache, alone and in a batch."""
 
 from dataclasses import replace
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import hal
-from hal.model.config import Config, ConfigError
-from hal.model.flops import flops_per_token, visible_pairs
-from hal.model.generate import complete, context_start, generate, stream
-from hal.model.gpt import GPT
-from hal.model.inference import Engine, NotFinite
-from hal.model.sampling import Sampling
-from hal.model.tokenizer import NullTokenizer
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data.tokenizers.tokenizer import NullTokenizer
+from hal.model.gpt.flops import flops_per_token, visible_pairs
+from hal.model.gpt.model import GPT
+from hal.model.inference.decoding import complete, context_start, generate, stream
+from hal.model.inference.engine import Engine, NotFinite
+from hal.model.inference.sampling import Sampling
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_the_seed_decides(model):
 
 
 def test_temperature_zero_takes_the_likeliest_of_the_real_vocabulary(model):
-    # Make a padding id (101 ids are padded to 128) the likeliest by far.
+    # Make a padding id (101 ids are padded to 128) by far the most likely.
     model.embedding.word_embeddings.weight[120] = model.embedding.word_embeddings.weight[:101].sum(0) * 10
     ids = [1, 2, 3]
     for got in generate(model, NullTokenizer(100), [1, 2, 3], 5, temperature=0.0, rng=hal.Rng(0)):
@@ -49,7 +49,7 @@ def test_sampling_has_the_models_distribution(model):
     for seed in range(1500):
         made = generate(model, NullTokenizer(100), [5], 1, temperature=5.0, rng=hal.Rng(seed))
         counts[made[0] if made else 100] += 1
-    # Chi-squared over the ids expected at least 8 times; its mean is the degrees of freedom.
+    # Chi-squared over the ids expected at least 8 times; its mean is the number of degrees of freedom.
     expected = probabilities * 1500
     often = expected >= 8
     statistic = ((counts - expected)[often] ** 2 / expected[often]).sum().item()
@@ -85,7 +85,7 @@ def continued(engine, prompts, count, sampling, *, cached=True, seed=3, **how):
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.3, top_k=30, top_p=0.95)], ids=["greedy", "drawn"])
 def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling):
     engine = an_engine(**options)
-    # 30 tokens: past the context of 12, several times.
+    # 30 tokens exceed the context of 12 several times.
     with_cache, without = (continued(engine, PROMPTS, 30, sampling, cached=c) for c in (True, False))
     assert [c.ids for c in with_cache] == [c.ids for c in without]
     assert max(len(c.ids) for c in with_cache) == 30
@@ -101,6 +101,12 @@ def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, option
         rng = hal.Rng(3).fork("prompt", n)
         (alone,) = complete(engine, [prompt], 20, sampling, [rng], eod=100)
         assert alone.ids == together[n].ids and alone.reason == together[n].reason
+
+
+def test_a_long_prompt_is_read_on_when_a_short_one_has_ended(references):
+    engine, prompts = an_engine(), [[4], [5, 6, 7, 8, 9]]
+    together = continued(engine, prompts, 1, Sampling(0.0))
+    assert [c.ids for c in together] == [continued(engine, [p], 1, Sampling(0.0))[0].ids for p in prompts]
 
 
 def test_what_is_seen_of_a_long_text():
@@ -134,9 +140,13 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(references):
 
 
 def test_prompts_that_cannot_be_continued_are_refused(references):
-    for prompts, text in (([[]], "prompt 0 is empty"), ([[1], [101]], "prompt 1 has the id 101")):
+    engine = an_engine()
+    for prompts, text in (([[]], "prompt 0 is empty"), ([[1], [101]], "prompt 1 has the id 101"), ([[-1]], "id -1")):
         with pytest.raises(ConfigError, match=text):
-            continued(an_engine(), prompts, 3, Sampling())
+            continued(engine, prompts, 3, Sampling())
+    (made,) = continued(engine, [[0, 100]], 1, Sampling())  # the first and the last id there is
+    assert len(made.tokens) == 1 or made.reason == "stop"
+    assert continued(engine, [[1]], 0, Sampling())[0].tokens == []
 
 
 @pytest.mark.parametrize("window", [(None, 0), (3, 0), (0, 0), (5, -2), (None, -4)])

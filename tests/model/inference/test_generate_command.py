@@ -1,4 +1,4 @@
-"""`hal generate`: prompts from wherever, texts to wherever, contradictions refused."""
+"""`hal generate`: sources of prompts, destinations of texts, and contradictory options, which are refused."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_pretrained import written
+from test_load import written
 
 from hal.cli import main as hal_command
 from hal.cli.generate import main
 from hal.errors import HalError
-from hal.model.files import write_text
-from hal.model.prompting import read_prompts
+from hal.model.common.atomic_files import write_text
+from hal.model.inference.text_generation import read_prompts
 
 
 @pytest.fixture
 def run(tmp_path: Path, cpu_ref: Any, capsys: Any) -> Any:
-    """Runs the command on a random model; gives its exit code and what it printed."""
+    """Runs the command on a random model; returns its exit code and output."""
     written(tmp_path / "model", init_method_std=0.3)
 
     def command(*argv: str) -> tuple[int, str]:
@@ -91,8 +91,8 @@ def test_texts_to_a_file_with_samples_and_a_seed(run: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "argv, reason",
     [
-        (["--greedy", "--top-p", "0.5"], "--greedy takes the likeliest token"),
-        (["--greedy", "--temperature", "0.5"], "--greedy takes the likeliest token"),
+        (["--greedy", "--top-p", "0.5"], "--greedy takes the most likely token"),
+        (["--greedy", "--temperature", "0.5"], "--greedy takes the most likely token"),
         (["--num-samples", "0"], "must be at least 1"),
         (["--prompt", "a", "--prompt-file", "b"], "contradict"),
         (["--data-path", "x"], "unrecognized arguments: --data-path"),

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: it says what the model is, the command line where it runs; what does not fit is refused before
+"""Opening a checkpoint: it defines the model, the command line the layout; mismatches are refused before
 anything is allocated."""
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import hal
-from hal.model import checkpoint
-from hal.model.config import Config
-from hal.model.gpt import GPT
-from hal.model.pretrained import open_pretrained
-from hal.model.saving import save
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
-from hal.model.trainer import options
+from hal.model.checkpoint import reader
+from hal.model.checkpoint.writer import save
+from hal.model.config.schema import Config
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.gpt.model import GPT
+from hal.model.inference.load import open_pretrained
+from hal.model.training.trainer_state import options
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 
 
 def written(root: Path, iteration: Any = 3, **more: Any) -> Path:
-    """A checkpoint of a random model; `more` are options, and what its manifest says beside them."""
+    """A checkpoint of a random model; `more` are options and additional entries of its manifest."""
     config = Config(**SIZES, **more)
     config.set_vocabulary(257)
     tensors = {n: p.detach() for n, p in GPT(config, torch.device("cpu")).named_parameters()}
@@ -36,11 +36,11 @@ def opened(root: Path, dtype: str | None = None, **given: Any) -> Any:
 
 
 def altered(root: Path, **change: Any) -> None:
-    """Changes the options that the manifest says, with the checksum that whoever changes them would make."""
-    path = checkpoint.folder_of(root, 3) / checkpoint.MANIFEST
+    """Changes the options in the manifest and updates its checksum, as a user who edits it could."""
+    path = reader.folder_of(root, 3) / reader.MANIFEST
     manifest = json.loads(path.read_text())
     manifest["state"]["config"].update(change)
-    manifest["sha256"][checkpoint.MANIFEST] = checkpoint.state_checksum(manifest["state"])
+    manifest["sha256"][reader.MANIFEST] = reader.state_checksum(manifest["state"])
     path.write_text(json.dumps(manifest))
 
 
@@ -66,7 +66,7 @@ def test_precision_tokenizer_and_attention_can_be_chosen(tmp_path: Path, cpu_ref
     "change, reason",
     [
         ({"num_layers": 10**12}, "says it has 1000000000000 layers; it holds"),
-        ({"num_layers": 3}, "has nothing for decoder.layers.2"),
+        ({"num_layers": 3}, "has no tensor for decoder.layers.2"),
         ({"hidden_size": 1 << 40}, "has shape .* the model of its options has"),
         ({"padded_vocab_size": 1 << 40}, "has shape .* for embedding"),
         ({"hidden_size": "wide"}, "--hidden-size: expected int, found 'wide'"),
@@ -87,9 +87,9 @@ def test_a_manifest_that_does_not_fit_its_tensors_is_refused(
 
 def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, cpu_ref: Any) -> None:
     save(tmp_path, 3, {"a": torch.zeros(2)}, {"iteration": 3})
-    with pytest.raises(hal.HalError, match="does not say what model it holds"):
+    with pytest.raises(hal.HalError, match="does not contain the options of its model"):
         opened(tmp_path)
 
 
 def test_a_release_opens(tmp_path: Path, cpu_ref: Any) -> None:
-    assert opened(written(tmp_path, checkpoint.RELEASE)).iteration == 3
+    assert opened(written(tmp_path, reader.RELEASE)).iteration == 3

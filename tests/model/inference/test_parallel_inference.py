@@ -1,22 +1,23 @@
-"""Forward passes under any layout: the text and the scores of one process; what a layout cannot do is refused."""
+"""Forward passes under any layout give the text and scores of one process; unsupported layouts are refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import GPT2, LLAMA
-from test_layouts import CP2, PP2, TP2, ULYSSES
+from parallel_runs import CP2, GPT2, LLAMA, PP2, TP2, ULYSSES, trainer
 
 import hal
 from hal.mesh import Mesh
-from hal.model.arguments import build
-from hal.model.checks import world_size
-from hal.model.generate import complete
-from hal.model.inference import Engine
-from hal.model.parallel.plan import make_plan
-from hal.model.sampling import Sampling
+from hal.model.checkpoint import reader
+from hal.model.config.command_line import build
+from hal.model.config.parallel_layout import make_parallel_layout
+from hal.model.config.validation import world_size
+from hal.model.inference.decoding import complete
+from hal.model.inference.engine import Engine
+from hal.model.inference.sampling import Sampling
 from hal.testing.processes import run_processes
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -26,9 +27,31 @@ def engine(options: dict[str, Any]) -> Engine:
     hal.use("cpu_ref")
     config = build(options)
     config.set_vocabulary(121)
-    plan = make_plan(config, world_size(config))
-    mesh = Mesh(plan.layout, hal.backend(), timeout=60.0) if plan.layout.world > 1 else None
-    return Engine.build(config, 121, hal.device(), mesh, plan)
+    layout = make_parallel_layout(config, world_size(config))
+    mesh = Mesh(layout.layout, hal.backend(), timeout=60.0)
+    return Engine.build(config, 121, mesh, layout)
+
+
+def _save(options: dict[str, Any], root: str) -> None:
+    run = trainer(options)
+    run.save(Path(root))
+
+
+def _loaded(options: dict[str, Any], root: str) -> list[float]:
+    """Logits after a prompt, of the checkpoint in `root`, on the leader of the last stage."""
+    model = engine({**options, "seed": 99})  # so that the weights come from the checkpoint
+    model.load(reader.folder_of(Path(root), 0))
+    logits = model.next_logits(torch.tensor([PROMPTS[0]]), None)
+    return model.broadcast_from_last_stage(logits, torch.zeros(1, 121)).flatten().tolist()
+
+
+@pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["tied", "untied"])
+def test_every_rank_loads_its_part_of_a_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
+    """The last stage's copy of a tied weight is sharded, too, and stored under the first stage's name."""
+    _save(base, str(tmp_path))
+    one = _loaded(base, str(tmp_path))
+    for logits in run_processes(4, _loaded, {**base, **TP2, **PP2}, str(tmp_path)):
+        assert logits == pytest.approx(one, abs=1e-4)
 
 
 def texts(options: dict[str, Any]) -> list[Any]:

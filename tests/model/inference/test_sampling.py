@@ -1,12 +1,12 @@
-"""Sampling filters as defined: temperature, then top-k, then top-p on what is left; contradictions are refused."""
+"""Sampling filters as defined: temperature, then top-k, then top-p on the rest; contradictions are refused."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hal.model.config import ConfigError
-from hal.model.sampling import Sampling
+from hal.model.config.schema import ConfigError
+from hal.model.inference.sampling import Sampling
 
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 2.0, 1.0])
 
@@ -26,8 +26,21 @@ def test_each_filter():
     assert kept(Sampling(top_p=0.5)) == [1, 3]
     assert kept(Sampling(top_p=0.85)) == [1, 3, 4]
     assert kept(Sampling(top_p=1.0)) == [0, 1, 2, 3, 4]
-    # top-p counts in what top-k has left: 0.42, 0.42, 0.16.
+    # top-p is computed over the ids that top-k kept: 0.42, 0.42, 0.16.
     assert kept(Sampling(top_k=3, top_p=0.8)) == [1, 3]
+
+
+def test_at_the_edges_of_the_filters():
+    # The smallest set whose probabilities sum to at least top_p: with four of a quarter each, two reach exactly a half.
+    assert kept(Sampling(top_p=0.5), torch.zeros(4)) == [0, 1]
+    # The first of these has the whole sum that float64 can represent; without top-p nothing is cut off.
+    assert kept(Sampling(top_k=2, top_p=1.0), torch.tensor([0.0, -40.0])) == [0, 1]
+    # Of many equal probabilities the lower ids are kept, which requires a stable sort.
+    assert kept(Sampling(top_k=3), torch.zeros(1000)) == kept(Sampling(top_p=0.0025), torch.zeros(1000)) == [0, 1, 2]
+    assert Sampling(top_k=1).probabilities(LOGITS).tolist() == [0, 1, 0, 0, 0]
+    assert Sampling(0.0, top_p=1.0).greedy and not Sampling(top_k=2).greedy and not Sampling(top_p=0.1).greedy
+    # The first id whose cumulative probability exceeds the number; equality is not sufficient.
+    assert [Sampling().choose(torch.zeros(4), u) for u in (0.0, 0.24, 0.25, 0.5, 0.75)] == [0, 0, 1, 2, 3]
 
 
 def test_temperature_divides_the_logits_and_what_is_kept_keeps_its_ratios():
@@ -53,13 +66,21 @@ def test_the_choice_is_inverse_transform_sampling(values, uniform, temperature, 
 
 
 def test_never_an_id_without_probability():
-    # The largest uniform number, where rounding could step past the end.
+    # The largest uniform number, where rounding could select an id past the end.
     assert Sampling(top_k=2).choose(LOGITS, 1 - 2**-24) == 3
     assert Sampling().choose(torch.tensor([0.0, -1e9]), 1 - 2**-24) == 0
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
 )
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="must be"):
@@ -69,11 +90,13 @@ def test_numbers_out_of_range_are_refused(wrong):
 def test_what_would_be_ignored_is_refused():
     with pytest.raises(ConfigError, match="would be ignored"):
         Sampling(temperature=0.0, top_k=5)
+    with pytest.raises(ConfigError, match="would be ignored"):
+        Sampling(temperature=0.0, top_p=0.9)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-38, 9e-5])
 def test_a_temperature_too_low_to_divide_by_says_what_to_do(temperature):
-    with pytest.raises(ConfigError, match=r"at least 0\.0001, or 0, which takes the likeliest token"):
+    with pytest.raises(ConfigError, match=r"at least 0\.0001, or 0 for the most likely token"):
         Sampling(temperature)
     far = torch.tensor([-1e30, 3e38, -3e38])  # about the largest logits of float32
     assert Sampling(1e-4).choose(far, 1 - 2**-24) == 1

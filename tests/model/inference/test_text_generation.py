@@ -1,22 +1,30 @@
-"""Prompts and continuations as text: what comes piece by piece is what comes at once; batches change nothing."""
+"""Prompts and continuations as text: the streamed text equals the complete text; batching does not change it."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hal.model.config import Config, ConfigError
-from hal.model.gpt import GPT
-from hal.model.inference import Engine
-from hal.model.prompting import Pieces, Request, answer, converse, cut, encode_prompt, read_prompts
-from hal.model.sampling import Sampling
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.gpt.model import GPT
+from hal.model.inference.engine import Engine
+from hal.model.inference.sampling import Sampling
+from hal.model.inference.text_generation import (
+    IncrementalDetokenizer,
+    Request,
+    answer,
+    cut,
+    encode_prompt,
+    read_prompts,
+    stream_text,
+)
 
 BYTES = ByteTokenizer()
 
 
 def in_pieces(ids, stop=(), tokenizer=BYTES):
-    pieces = Pieces(tokenizer, stop)
+    pieces = IncrementalDetokenizer(tokenizer, stop)
     parts = []
     for i in ids:
         parts.append(pieces.add(i))
@@ -31,7 +39,7 @@ def test_pieces_make_the_text_before_the_first_stop(text, stop):
     parts, stopped = in_pieces(BYTES.encode(text), stop)
     joined = "".join(parts)
     expected, met = cut(text, stop)
-    # Of two stop texts that overlap, the one that is complete first ends the text.
+    # Of two overlapping stop texts, the one that is completed first ends the text.
     ends = [at + len(s) for s in stop if (at := text.find(s)) >= 0]
     first = cut(text[: min(ends)], stop)[0] if ends else text
     assert joined == first and stopped == met
@@ -75,7 +83,7 @@ def test_a_conversation_says_what_an_answer_says(engine):
     for stop in ((), ("e",)):
         request = Request(15, Sampling(0.8), seed=1, stop=stop)
         ((whole,),) = answer(engine, BYTES, [prompt], request, batch=1)
-        assert "".join(piece for piece, _ in converse(engine, BYTES, prompt, request, 0)) == whole.text
+        assert "".join(piece for piece, _ in stream_text(engine, BYTES, prompt, request, 0)) == whole.text
 
 
 def test_prompts_of_a_file(tmp_path):
@@ -85,10 +93,10 @@ def test_prompts_of_a_file(tmp_path):
     lines.write_text('{"prompt": "one"}\n{"text": "two", "id": 3}\n')
     assert read_prompts(lines) == ["one", "two"]
     for content, message in (
-        ('{"prompt": "one"}\n{', "line 2 is no JSON"),
-        ('["x"]\n', 'line 1: expected an object with a text "prompt"'),
+        ('{"prompt": "one"}\n{', "line 2 is not valid JSON"),
+        ('["x"]\n', 'line 1: expected an object with a string "prompt"'),
         ('{"prompt": 3}\n', "line 1: expected"),
-        ("[" * 100_000, "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
     ):
         lines.write_text(content)
         with pytest.raises(ConfigError, match=message):

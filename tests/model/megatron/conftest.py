@@ -1,4 +1,4 @@
-"""One process as a world of its own, with megatron-core's groups, on the cpu_ref backend."""
+"""A world of one process, with megatron-core's groups, on the cpu_ref backend."""
 
 import pytest
 import torch

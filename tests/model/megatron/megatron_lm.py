@@ -10,16 +10,16 @@ import pytest
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM", ""))
 TRAINER = ("triton", "six", "regex", "yaml", "pydantic")
-"""What megatron.training imports and no package asks for."""
+"""Packages that megatron.training imports and no package declares as dependencies."""
 
 
 def needs_checkout(*modules):
     """The marks of a test that needs the checkout, of the installed megatron-core's version, and these modules."""
-    return [pytest.mark.slow, pytest.mark.skipif(bool(reason := lacking(*modules)), reason=reason)]
+    return [pytest.mark.nightly, pytest.mark.skipif(bool(reason := lacking(*modules)), reason=reason)]
 
 
 def lacking(*modules):
-    """Why such a test cannot run; nothing if it can."""
+    """Reasons why such a test cannot run; empty if it can."""
     if "MEGATRON_LM" not in os.environ:
         return "MEGATRON_LM does not name a checkout of Megatron-LM"
     about = CHECKOUT / "megatron" / "core" / "package_info.py"

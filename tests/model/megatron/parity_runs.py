@@ -1,4 +1,4 @@
-"""The same training by HAL's thin GPT, in one process, and by megatron-core's GPTModel at any layout.
+"""The same training run by HAL's thin GPT, in one process, and by megatron-core's GPTModel at any layout.
 
 Both start from the thin model's weights and see the same tokens; each step's losses, gradients and gradient norm are
 compared where megatron-core has them: every rank holds its own shards against those of the whole thin model.
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 import hal
-from hal.model.arguments import build
-from hal.model.conversion.megatron_core import to_megatron_core
-from hal.model.gpt import GPT
-from hal.model.layers import Shard
-from hal.model.optimizer import Optimizer
+from hal.model.apps.convert.megatron_core import to_megatron_core
+from hal.model.config.command_line import build
+from hal.model.gpt.model import GPT
+from hal.model.parallel.tensor_sharding import Shard
+from hal.model.training.optimizer import Optimizer
 
 VOCABULARY, LAYERS, LENGTH, MICROBATCHES, LR = 128, 4, 16, 2, 1e-2
 EPS = 1e-2  # Adam divides by |gradient| + eps: with a smaller one, rounding errors of zero gradients become steps
@@ -92,7 +92,7 @@ class Thin:
         self.optimizer = Optimizer(self.config, dict(self.model.named_parameters()))
 
     def step(self, step):
-        """(losses of the microbatches, gradients by name, gradient norm); the weights have moved after it."""
+        """Runs one step. Returns (losses of the microbatches, gradients by name, gradient norm)."""
         self.optimizer.zero_grad()
         losses = []
         for number in range(MICROBATCHES):
@@ -183,7 +183,7 @@ class Core:
         )
         self.optimizer = get_megatron_optimizer(options, [self.model], get_standard_config_overrides(options))
         for group in self.optimizer.param_groups:
-            # As its OptimizerParamScheduler would; without one, every parameter decays.
+            # As its OptimizerParamScheduler does; without one, weight decay applies to every parameter.
             group["lr"], group["weight_decay"] = LR, options.weight_decay * group["wd_mult"]
 
     def mine(self, tensors, shards):
@@ -209,9 +209,9 @@ class Core:
 
         rows = slice(None)
         if self.case.cp > 1:
-            from hal.model.parallel.rows import Rows
+            from hal.model.parallel.sequence_shard import SequenceShard
 
-            rows = Rows.balanced(LENGTH, parallel_state.get_context_parallel_rank(), self.case.cp).positions()
+            rows = SequenceShard.zigzag(LENGTH, parallel_state.get_context_parallel_rank(), self.case.cp).positions()
 
         def forward(numbers, model):
             tokens, labels = (x[:, rows] for x in batch(step, next(numbers)))
@@ -268,7 +268,7 @@ def compare(case, pass_on=None):
                 worst["loss"] = worse(worst["loss"], abs(a - b) / abs(b))
                 worst["losses"] += 1
             for name, grad in core_grads.items():
-                # Relative to the whole gradient: a key's bias, for one, has none but rounding errors.
+                # Relative to the whole gradient: the gradient of a key bias, for one, is only rounding error.
                 worst["grad"] = worse(worst["grad"], (grad - expected[name]).norm().item() / norm)
             worst["norm"] = worse(worst["norm"], abs(core_norm - norm) / norm)
         parallel_state.destroy_model_parallel()
@@ -276,7 +276,7 @@ def compare(case, pass_on=None):
 
 
 def worse(worst, error):
-    """The larger of the two; what is no number is infinitely wrong."""
+    """The larger of the two; NaN counts as infinitely large."""
     return max(worst, error) if math.isfinite(error) else math.inf
 
 

@@ -1,4 +1,4 @@
-"""What each routed name is for: a piece of megatron-core that needs it, checking what it does with it."""
+"""The use of each routed name: code of megatron-core that needs it, with a check of the result."""
 
 from unittest import mock
 

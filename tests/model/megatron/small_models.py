@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel, small, on its own layers, in as many pieces as there are pipeline stages."""
+"""megatron-core's GPTModel, small, on its own layers, split into the pipeline stages of the layout."""
 
 import zlib
 
@@ -26,7 +26,7 @@ def config(**given):
 
 
 def chunks(made):
-    """This stage's GPTModels, of weights that follow from their names and layers alone."""
+    """This stage's GPTModels, with weights that depend only on parameter names and layers."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -50,7 +50,7 @@ def chunks(made):
 
 
 def named(model):
-    """Parameters by the names that they have in a model of one piece."""
+    """Parameters by the names that they have in an unsplit model."""
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):
             head, layers, local, rest = name.split(".", 3)

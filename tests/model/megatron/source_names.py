@@ -1,4 +1,4 @@
-"""Every name of an NVIDIA device in megatron-core's source, and what it means for HAL.
+"""Every reference to an NVIDIA device in megatron-core's source, and how HAL handles it.
 
 All of the installed package is read but `OUT_OF_REACH`; each name found is routed (`CORE`) or listed in `HARMLESS`, for
 the one file it stands in. What is neither, or no longer there, is a complaint.
@@ -49,7 +49,7 @@ OUT_OF_REACH = {
     "transformer/fsdp_dtensor_checkpoint.py": "Megatron's FSDP",
     "transformer/moe": "mixture of experts, which needs Transformer Engine",
 }
-"""Files and folders of megatron-core that no GPT on HAL runs through, and what they are for."""
+"""Files and folders of megatron-core that a GPT on HAL does not use, and their purpose."""
 
 HARMLESS = {
     "datasets/blended_megatron_dataset_builder.py": {
@@ -122,14 +122,14 @@ HARMLESS = {
         "torch.distributed._symmetric_memory.empty": "a buffer of the inference engines",
     },
 }
-"""File -> name -> why nothing is routed for it."""
+"""File -> name -> why it is not routed."""
 
 _OTHER = ("torch.distributed.all_gather_into_tensor",)
-"""Names without a device in them that are routed nevertheless."""
+"""Names without a device in them that are nevertheless routed."""
 
 
 def complaints(core: Path) -> list[str]:
-    """What stands between the package at `core` and a complete routing, a line for each; none when all is told."""
+    """What is missing for a complete routing of the package at `core`, one line each; empty if it is complete."""
     found: dict[str, dict[str, list[int]]] = {}
     for file in sorted(core.rglob("*.py")):
         where = file.relative_to(core).as_posix()
@@ -137,7 +137,7 @@ def complaints(core: Path) -> list[str]:
             for line, name in names_in(file.read_text(encoding="utf-8")):
                 found.setdefault(where, {}).setdefault(name, []).append(line)
     lines = [
-        f"{where}:{at[0]} uses {name}, which is new: route it (CORE in hal.model.megatron.routing), or say in "
+        f"{where}:{at[0]} uses {name}, which is new: route it (CORE in hal.model.megatron.cuda_patches), or say in "
         "tests/model/megatron/source_names.py why a GPT does not need it"
         for where, names in found.items()
         for name, at in names.items()
@@ -155,7 +155,7 @@ def complaints(core: Path) -> list[str]:
 
 
 def names_in(source: str) -> list[tuple[int, str]]:
-    """(line, name) of all that `source` says of an NVIDIA device or its transport.
+    """(line, name) of all references in `source` to an NVIDIA device or its transport.
 
     Attributes and imports by their full name, whatever they are called there; a device given to a call by the name of
     what is called; other words for the device ("cuda", "cuda:0", "nccl") in quotes.
@@ -165,7 +165,7 @@ def names_in(source: str) -> list[tuple[int, str]]:
 
 
 def _imported(tree):
-    """Imports of everything, whose names nobody can follow."""
+    """Star imports, whose names cannot be resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and _device(node.module or "") and node.names[0].name == "*":
             yield node.lineno, f"{node.module}.*"
@@ -195,7 +195,7 @@ def _words(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in said:
             continue
         if node.value.startswith("torch.cuda"):
-            # What Tensor.type answers is compared with such words.
+            # The result of Tensor.type is compared with such strings.
             yield node.lineno, "torch.Tensor.type" if "Tensor" in node.value else repr(node.value)
         elif re.fullmatch(r"cuda(:\d*)?|nccl", node.value):
             called = calls.get(id(node))
@@ -207,7 +207,7 @@ def _words(tree):
 
 
 def _torch_names(tree):
-    """Name in this module -> full name, for whatever is imported from torch."""
+    """Name in this module -> full name, for every name imported from torch."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -220,7 +220,7 @@ def _torch_names(tree):
 
 
 def _full(node, names):
-    """torch.a.b of an expression that starts with something imported from torch; else nothing."""
+    """torch.a.b for an expression that starts with a name imported from torch; otherwise None."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -1,4 +1,4 @@
-"""What megatron-core would do wrong or leave unexplained is refused, on its own objects, with what to do instead."""
+"""Settings with which megatron-core fails or gives wrong results are refused, and the message says what to do."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def train(made, schedule):
 
 
 def interleaved():
-    """On each of two stages: the refusal's text, and the worst relative error of gradients and losses against one
-    process, with the flags that are refused and with those that the refusal names."""
+    """On each of two stages: the text of the error, and the worst relative error of gradients and losses against one
+    process, with the refused flags and with the flags that the error recommends."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -86,9 +86,9 @@ def test_only_crossed_messages_are_refused():
 
 
 def late():
-    """Rank 0 sends an output and frees it at once, as the interleaved schedule does; rank 1 receives it later.
+    """Rank 0 sends an output and frees it immediately, as the interleaved schedule does; rank 1 receives it later.
 
-    Returns what arrived, as (smallest, largest)."""
+    Returns the received values, as (smallest, largest)."""
     from megatron.core.pipeline_parallel import schedules
 
     hal.use("cpu_ref")
@@ -163,7 +163,7 @@ def test_a_writer_that_would_hang_is_refused(cpu_ref):
     ids=["context", "sequence"],
 )
 def test_what_only_hals_layers_have_is_refused_by_the_name_of_the_option_that_helps(asked, routed):
-    """The sizes are the configuration's; the layers are built in one process."""
+    """The sizes come from the configuration; the layers are built in one process."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

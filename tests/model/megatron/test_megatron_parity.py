@@ -1,4 +1,4 @@
-"""HAL's thin GPT and megatron-core's GPTModel train alike: losses, gradients and gradient norms, step by step."""
+"""HAL's thin GPT and megatron-core's GPTModel train identically: losses, gradients and gradient norms, by step."""
 
 import pytest
 from parity_runs import Case, compare, rank_of

@@ -43,7 +43,7 @@ def test_the_quickstart(backend, tmp_path):
     require(backend[0])
     losses, said = launch(backend, 2, "--save", tmp_path / "two")
     assert len(losses) == 5 and losses[-1] < losses[0] and "saved and loaded: the same" in said
-    # Evaluated at the checkpoint, the layout changes nothing, nor do HAL's ops.
+    # At the checkpoint, the evaluation loss depends neither on the layout nor on the use of HAL's ops.
     at_two, _ = launch(backend, 2, "--load", tmp_path / "two")
     at_four, _ = launch(backend, 4, "--load", tmp_path / "two")
     with_hal, _ = launch(backend, 4, "--load", tmp_path / "two", "--spec", "hal")
@@ -52,7 +52,7 @@ def test_the_quickstart(backend, tmp_path):
 
 
 def notebook_checks(backend, options):
-    """broadcast_data and the copy, reduce and gather pairs, as the tensor-parallel notebook checks them."""
+    """broadcast_data and the copy, reduce and gather pairs, checked as in the tensor-parallel notebook."""
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import mappings, utils
     from megatron.core.tensor_parallel.data import broadcast_data

@@ -1,4 +1,4 @@
-"""hal_device(): exactly the names megatron-core needs, only while active, and never over someone else's patch."""
+"""hal_device() replaces exactly the names megatron-core needs, only while active, and never over another patch."""
 
 import functools
 import json
@@ -81,7 +81,7 @@ def test_someone_elses_patch_is_refused_by_name_and_left_alone(name, cpu_ref, mo
 
 
 def current_device():
-    """By its name torch's own, and below in a wrapper from one of torch's own files."""
+    """Its name is torch's, but it wraps a function from one of torch's own files."""
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_patch_put_over_ours_is_reported_and_left(cpu_ref):
     def mine(*args):
         return None
 
-    found = r"replaced by others while routed.*torch.zeros by .*test_routing.py"
+    found = r"replaced by others in the meantime.*torch.zeros by .*test_routing.py"
     try:
         with pytest.raises(HalError, match=found), hal_device():
             torch.zeros = mine
@@ -187,7 +187,7 @@ def test_nothing_is_routed_when_a_guard_refuses(cpu_ref, monkeypatch):
 
 
 class Nvidia(hal.Backend):
-    """A backend on an NVIDIA device, as far as names go."""
+    """A backend that reports an NVIDIA device."""
 
     name = "cuda"
 
@@ -201,7 +201,7 @@ class Nvidia(hal.Backend):
         pass
 
     def comm(self, ranks=None, *, timeout=600.0):
-        return hal.Solo()
+        return hal.SingleRankComm()
 
 
 def test_on_an_nvidia_device_nothing_is_routed():
@@ -233,7 +233,7 @@ def test_float16_module_sees_tensors_of_any_device_by_dtype(cpu_ref):
 
 
 def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch):
-    """On megatron-core's model in its own wrapper; that there are two stages is all that is pretended."""
+    """On megatron-core's model in its own wrapper; only the number of stages, two, is simulated."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import schedules

@@ -1,13 +1,15 @@
-"""Megatron-LM's training scripts: what is answered to them, and how the official one trains and resumes.
+"""Megatron-LM's training scripts: the routing they see, and how the official script trains and resumes.
 
 The official script is not in megatron-core's wheel; name a checkout of its tag in MEGATRON_LM to run those tests.
 """
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +18,11 @@ from megatron_lm import CHECKOUT, TRAINER, needs_checkout
 
 import hal
 from hal.cli.launch import job_of
-from hal.launch.megatron import mark_path
+from hal.launch.megatron import hint, mark_path
 from hal.launch.worker import _run
 from hal.model.megatron import CORE, hal_device
-from hal.model.megatron.place import Place
-from hal.model.megatron.scripts import SCRIPTS, _answering, _reported
+from hal.model.megatron.device_proxy import DeviceProxy
+from hal.model.megatron.scripts import SCRIPTS, _padding_warning, _torch_with
 
 TRAINING = {
     "megatron/training/__init__.py": "from .initialize import initialize_megatron",
@@ -63,7 +65,7 @@ except ImportError:
     "plain.py": "import torch\nprint(torch.zeros)",
     "core_alone.py": "import torch, megatron.core\ntorch.zeros(1, device='cuda')",
 }
-"""As much of Megatron-LM's training package as is looked at, and scripts that come to it on different ways."""
+"""The parts of Megatron-LM's training package that the launcher reads, and scripts that import it in several ways."""
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_a_script_runs_under_the_routing_and_leaves_no_trace(command, tree, cpu_
     assert _run([*command.split(), "--an-option"], tree / "job") == 0
     said = capsys.readouterr()
     assert json.loads(said.out) == [0, "cpu", True, 1, ["--an-option"]]
-    assert "imports megatron.training: torch.cuda means cpu in it" in said.err
+    assert "imports megatron.training: torch.cuda is redirected to cpu" in said.err
     assert mark_path(tree / "job").exists()
     assert (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count) == before and sys.meta_path == finders
     assert torch.cuda.is_available() is sys.modules["megatron.training.initialize"].torch.cuda.is_available()
@@ -147,7 +149,7 @@ def test_launched_through_a_wrapper_the_last_rank_is_seen_and_without_routing_a_
 
 def test_answers_are_for_one_module_alone(cpu_ref):
     before = torch.cuda.is_available(), torch.cuda.device_count()
-    view = _answering(is_available=lambda: True, device_count=lambda: 3)
+    view = _torch_with(is_available=lambda: True, device_count=lambda: 3)
     assert (view.cuda.is_available(), view.cuda.device_count()) == (True, 3)
     assert view.zeros is torch.zeros and view.cuda.synchronize is torch.cuda.synchronize
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == before
@@ -163,7 +165,7 @@ def test_what_is_drawn_on_the_device_follows_its_generator(cpu_ref):
 
 
 def test_what_warms_up_the_device_leaves_the_hosts_stream_alone(tree, cpu_ref, capsys):
-    """Else initial weights would depend on how much a tensor-parallel size makes Megatron draw before them."""
+    """Otherwise initial weights would depend on how many random numbers Megatron consumes before that."""
     (tree / "train.py").write_text("""
 import torch
 from megatron.training import initialize
@@ -195,7 +197,7 @@ def test_streams_of_the_host_are_its_only_one(cpu_ref):
 
 def test_modules_move_to_the_backends_device(cpu_ref):
     with hal_device(SCRIPTS):
-        assert torch.nn.Linear(2, 2).cuda(0).weight.device == Place(hal.backend()).current()
+        assert torch.nn.Linear(2, 2).cuda(0).weight.device == DeviceProxy(hal.backend()).current()
 
 
 def test_nvidias_transport_means_the_backends(cpu_ref):
@@ -209,14 +211,14 @@ def test_nvidias_transport_means_the_backends(cpu_ref):
 
 def test_a_padded_vocabulary_is_reported():
     args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, rank=0)
-    pad = _reported(lambda size, args: -(-size // 256) * 256)
+    pad = _padding_warning(lambda size, args: -(-size // 256) * 256)
     with pytest.warns(UserWarning, match=r"vocabulary of 100 is padded to 256 .*takes part in the softmax"):
         assert pad(100, args) == 256
 
 
 def test_an_exact_vocabulary_is_not_reported(recwarn):
     args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, rank=0)
-    assert _reported(lambda size, args: size)(256, args) == 256
+    assert _padding_warning(lambda size, args: size)(256, args) == 256
     assert not recwarn.list
 
 
@@ -254,7 +256,7 @@ class TestTheOfficialScript:
         first = losses(1, "--save", tmp_path, "--save-interval", 3, "--exit-interval", 3)
         assert first == whole[:3]
         parallel = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
-        # What Megatron prints as the second loss after a resume is the mean of the first two.
+        # The second loss that Megatron prints after a resume is the mean of the first two.
         resumed = [whole[3], (whole[3] + whole[4]) / 2, whole[5]]
         assert losses(4, "--load", tmp_path, *parallel, divisor=64) == pytest.approx(resumed, abs=2e-6)
         assert losses(4, "--load", tmp_path, *parallel, *HAL, divisor=64) == pytest.approx(resumed, abs=2e-6)
@@ -285,3 +287,13 @@ class TestTheOfficialScript:
     def test_context_parallelism_without_hals_layers_says_what_helps(self):
         with pytest.raises(AssertionError, match=r"--spec hal\.model\.megatron gpt_layer_spec"):
             losses(2, "--context-parallel-size", 2, "--no-create-attention-mask-in-dataloader")
+
+
+def test_a_script_that_was_routed_gets_no_hint(monkeypatch):
+    monkeypatch.setenv("HAL_BACKEND", "cpu_ref")
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    monkeypatch.delitem(sys.modules, "hal.model.megatron.cuda_patches", raising=False)
+    assert "hal_device()" in hint()
+    assert importlib.util.find_spec("hal.model.megatron.cuda_patches") is not None
+    monkeypatch.setitem(sys.modules, "hal.model.megatron.cuda_patches", types.ModuleType("cuda_patches"))
+    assert hint() == ""

@@ -1,4 +1,4 @@
-"""megatron-core's source is read whole: a name that a new version brings is found, wherever it is, however written."""
+"""All of megatron-core's source is parsed: new references to a device are found in any file and any spelling."""
 
 from pathlib import Path
 
@@ -75,9 +75,9 @@ def test_what_is_no_name_of_a_device_is_left_alone(source):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A package in which every routed name is used, once, and a folder lies out of reach."""
+    """A package that uses every routed name once, with one folder that is excluded."""
     lines = [f"{name}()" for name in CORE if name not in ("torch.Tensor.cuda", "torch.Tensor.type")]
-    # The factories are found by the device that they are asked for.
+    # The factories are recognised by their device argument.
     lines = [line.replace("()", "(1, device='cuda')") if line.count(".") == 1 else line for line in lines]
     (tmp_path / "used.py").write_text(
         "\n".join(["import torch", *lines, "x.cuda().type() == 'torch.cuda.FloatTensor'"])

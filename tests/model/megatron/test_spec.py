@@ -1,4 +1,4 @@
-"""megatron-core's layers on HAL's ops, against its own: values, gradients, checkpoints, and what is refused."""
+"""megatron-core's layers on HAL's ops against its own: values, gradients, checkpoints, and refused options."""
 
 import types
 
@@ -46,7 +46,7 @@ def test_the_spec_option_finds_a_module_spec():
 def attention(**given):
     from megatron.core.transformer.enums import AttnMaskType
 
-    from hal.model.megatron.attention import HalCoreAttention
+    from hal.model.megatron.core_attention import HalCoreAttention
 
     mask_type = given.pop("mask_type", AttnMaskType.causal)
     return HalCoreAttention(config(**given), 1, mask_type, "self")
@@ -128,7 +128,7 @@ def test_what_attention_lacks_is_refused(routed):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_are_torchs_and_mark_sequence_parallel_parameters(kind, routed):
-    from hal.model.megatron.layers import HalNorm
+    from hal.model.megatron.core_layers import HalNorm
 
     x = torch.randn(3, 2, 16)
     torch.testing.assert_close(HalNorm(config(normalization=kind), 16)(x), getattr(torch.nn, kind)(16, eps=1e-5)(x))
@@ -144,7 +144,7 @@ def test_the_mlp_is_megatron_cores(activation, gated, routed):
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from hal.model.megatron.layers import HalMLP
+    from hal.model.megatron.core_layers import HalMLP
 
     made = config(activation_func=getattr(torch.nn.functional, activation), gated_linear_unit=gated)
     local = LocalSpecProvider()
@@ -156,7 +156,7 @@ def test_the_mlp_is_megatron_cores(activation, gated, routed):
 
 
 def test_an_activation_hal_has_not_is_refused(routed):
-    from hal.model.megatron.layers import _activation
+    from hal.model.megatron.core_layers import _activation
 
     with pytest.raises(HalError, match="not relu"):
         _activation(config(activation_func=torch.nn.functional.relu))
@@ -166,7 +166,7 @@ def test_an_activation_hal_has_not_is_refused(routed):
 
 @pytest.mark.parametrize("name", ["num_moe_experts", "multi_latent_attention"])
 def test_what_the_layers_do_not_carry_is_refused(name, routed):
-    from hal.model.megatron.layers import HalMLP
+    from hal.model.megatron.core_layers import HalMLP
 
     asked = config()
     setattr(asked, name, 4)
@@ -175,7 +175,7 @@ def test_what_the_layers_do_not_carry_is_refused(name, routed):
 
 
 def test_bias_dropout_add_drops_while_training_only(routed):
-    from hal.model.megatron.layers import get_bias_dropout_add
+    from hal.model.megatron.core_layers import get_bias_dropout_add
 
     x, bias, residual = torch.randn(4, 2, 16), torch.randn(16), torch.randn(4, 2, 16)
     torch.testing.assert_close(get_bias_dropout_add(False, True)((x, bias), residual, 0.5), residual + x + bias)
@@ -199,7 +199,7 @@ def test_hal_ops_stand_only_inside(routed):
 
 @pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_added_to_main_gradients(routed, sums):
-    """megatron-core's own layer with gradient_accumulation_fusion, which needs Apex elsewhere."""
+    """megatron-core's own layer with gradient_accumulation_fusion, which otherwise needs Apex."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     asked = config(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16)
@@ -211,7 +211,7 @@ def test_weight_gradients_are_added_to_main_gradients(routed, sums):
         (layer(x)[0] * dy).sum().backward()
     product = dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float()
     assert layer.weight.grad is None
-    # A small product is rounded to bfloat16 before it is added, and the sum, if it is kept in bfloat16, after.
+    # A small product is rounded to bfloat16 before it is added; a sum stored in bfloat16 is rounded afterwards.
     error = 2**-8 * (1 if sums == torch.float32 else 2) * float(product.abs().max())
     torch.testing.assert_close(layer.weight.main_grad.float(), start.float() + product, rtol=0, atol=error)
 
@@ -219,14 +219,14 @@ def test_weight_gradients_are_added_to_main_gradients(routed, sums):
 def test_the_loss_is_megatron_cores(routed):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from hal.model.megatron.placing import cross_entropy
+    from hal.model.megatron.op_patches import cross_entropy
 
     logits, target = torch.randn(5, 2, 32), torch.randint(0, 32, (5, 2))
     torch.testing.assert_close(cross_entropy(logits.clone(), target), vocab_parallel_cross_entropy(logits, target))
 
 
 def test_adamw_steps_as_torchs_and_its_state_is_interchangeable(cpu_ref):
-    from hal.model.megatron.placing import HalAdam
+    from hal.model.megatron.op_patches import HalAdam
 
     start = torch.randn(7, generator=torch.Generator().manual_seed(0))
     a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -244,5 +244,5 @@ def test_adamw_steps_as_torchs_and_its_state_is_interchangeable(cpu_ref):
     with pytest.raises(HalError, match="coupled weight decay"):
         HalAdam([a], adam_w_mode=False)
     for name in ("amsgrad", "maximize"):
-        with pytest.raises(HalError, match=f"has no {name}"):
+        with pytest.raises(HalError, match=f"does not support {name}"):
             HalAdam([a], **{name: True})

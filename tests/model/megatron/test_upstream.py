@@ -1,4 +1,4 @@
-"""Megatron-LM's own unit tests: what passes on the host with torch's names replaced by hand passes under HAL, too."""
+"""Megatron-LM's own unit tests: those that pass on the host with a hand-written shim also pass under HAL."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from megatron_lm import CHECKOUT, TRAINER, needs_checkout
 
 import hal
 
-PLUGINS = Path(__file__).parent / "upstream"
+PLUGINS = Path(__file__).resolve().parents[2] / "helpers" / "upstream"
 PARTS = {
     1: (
         "data/test_builder.py",
@@ -47,9 +47,9 @@ PARTS = {
     ),
     8: ("tensor_parallel",),
 }
-"""Processes -> the parts of tests/unit_tests that are run on so many."""
+"""Number of processes -> the parts of tests/unit_tests that run on that many."""
 AT_LEAST = {1: 380, 8: 17}
-"""Tests that passed when this was written, nearly: fewer means that something else is missing."""
+"""Approximate number of tests that passed when this was written: fewer indicate another missing requirement."""
 
 
 def passed(processes, plugin, folder):

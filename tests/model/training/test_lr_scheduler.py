@@ -1,11 +1,11 @@
-"""Learning-rate schedules against their formulas, and the loss scaler against its rules."""
+"""Learning-rate schedules against their formulas."""
 
 import math
 
 import pytest
 
-from hal.model.optimizer import LossScaler
-from hal.model.schedule import Schedule
+from hal.model.config.schema import Config
+from hal.model.training.lr_scheduler import LRScheduler
 
 P, F, W, D = 1.0, 0.1, 10, 110
 
@@ -20,7 +20,7 @@ P, F, W, D = 1.0, 0.1, 10, 110
     ],
 )
 def test_decays(style, formula):
-    schedule = Schedule(P, F, style, W, D)
+    schedule = LRScheduler(P, F, style, W, D)
     for t in range(W + 1, D + 1):
         assert schedule.lr(t) == pytest.approx(formula(t), abs=1e-12)
     if style in ("linear", "cosine"):
@@ -28,7 +28,7 @@ def test_decays(style, formula):
 
 
 def test_warm_up_is_linear_and_meets_the_decay():
-    schedule = Schedule(P, F, "cosine", W, D, initial=0.2)
+    schedule = LRScheduler(P, F, "cosine", W, D, initial=0.2)
     assert [schedule.lr(t) for t in (0, 5, 10)] == pytest.approx([0.2, 0.6, 1.0])
     assert schedule.lr(W + 1) < P
 
@@ -43,10 +43,38 @@ def test_warm_up_is_linear_and_meets_the_decay():
     ],
 )
 def test_wsd_is_flat_then_falls(style, left):
-    schedule = Schedule(P, F, "WSD", W, D, wsd_style=style, wsd_decay=20)
+    schedule = LRScheduler(P, F, "WSD", W, D, wsd_style=style, wsd_decay=20)
     assert {schedule.lr(t) for t in range(W, D - 20 + 1)} == {P}
     for t in range(D - 20, D + 1):
         assert schedule.lr(t) == pytest.approx(F + (P - F) * left((t - (D - 20)) / 20))
+
+
+def test_a_warm_up_of_one_step_and_none():
+    assert [LRScheduler(P, F, "linear", 1, D, initial=0.2).lr(t) for t in (0, 1)] == [0.2, P]
+    for style in ("constant", "linear", "cosine", "inverse-square-root", "WSD"):
+        assert LRScheduler(P, F, style, 0, D, wsd_decay=20).lr(0) == pytest.approx(P), style
+    # Counted from the first step, which has the peak rate, as has the second; there is no division by sqrt(0).
+    assert [LRScheduler(P, F, "inverse-square-root", 0, D).lr(t) for t in (1, 4, 25)] == pytest.approx(
+        [P, P / 2, P / 5]
+    )
+
+
+def test_after_the_decay():
+    assert [LRScheduler(P, F, "cosine", W, W).lr(t) for t in (W, W + 1)] == [P, F], "a warm-up and no decay"
+    for style in ("linear", "cosine", "inverse-square-root", "WSD"):
+        assert LRScheduler(P, F, style, W, D, wsd_decay=20).lr(D + 1) == F
+    assert LRScheduler(P, F, "constant", W, D).lr(D + 1) == P
+    assert LRScheduler(P, F, "inverse-square-root", W, 10**6).lr(10**5) == F, "never below"
+    assert [LRScheduler(P, F, "WSD", W, D).lr(t) for t in (D, D + 1)] == [P, F], "no steps to fall in"
+
+
+def test_a_config_gives_each_number_its_place():
+    options = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 30}
+    config = Config(lr=3e-3, min_lr=2e-4, lr_decay_iters=90, lr_warmup_iters=7, lr_warmup_init=1e-5, **options)
+    assert LRScheduler.of(config) == LRScheduler(3e-3, 2e-4, "WSD", 7, 90, 1e-5, "minus_sqrt", 30)
+    plain = LRScheduler.of(Config(lr=3e-3, lr_decay_iters=90))
+    assert plain == LRScheduler(3e-3, 0.0, plain.style, 0, 90, initial=0.0, wsd_decay=0)
+    assert (LRScheduler(P, F, "WSD", W, D).initial, LRScheduler(P, F, "WSD", W, D).wsd_decay) == (0.0, 0)
 
 
 MEGATRON = [(style, "linear") for style in ("constant", "linear", "cosine", "inverse-square-root")]
@@ -63,17 +91,7 @@ def test_every_step_has_megatrons_rate(style, wsd, warmup):
     theirs = module.OptimizerParamScheduler(
         optimizer, 0.05, P, F, warmup, D, style, 0.0, 0.0, 1, "constant", wsd_decay_steps=20, lr_wsd_decay_style=wsd
     )
-    ours = Schedule(P, F, style, warmup, D, 0.05, wsd, 20)
+    ours = LRScheduler(P, F, style, warmup, D, 0.05, wsd, 20)
     for step in range(D + 10):
         assert ours.lr(step) == pytest.approx(theirs.get_lr(group), rel=1e-12), step
         theirs.step(1)
-
-
-def test_the_loss_scale_halves_after_hysteresis_and_doubles_after_the_window():
-    scaler = LossScaler(64.0, True, minimum=16.0, window=3, hysteresis=2, hysteresis_left=2)
-    scales = []
-    for overflow in [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0]:
-        scaler.update(bool(overflow))
-        scales.append(scaler.scale)
-    # two overflows to the first halving, then each one, never below 16; three good steps double and restore patience
-    assert scales == [64, 32, 16, 16, 16, 16, 32, 32, 32, 32, 64]

@@ -1,4 +1,4 @@
-"""What parallelism is for: each rank holds less. Counted in elements, not read from an allocator."""
+"""Parallelism reduces the memory of each rank. Counted in elements, not read from an allocator."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import GPT2, trainer
-from test_layouts import PP2, RECOMPUTE, SP, TP2
+from parallel_runs import GPT2, PP2, RECOMPUTE, SP, TP2, trainer
 
-from hal.model.optimizer import local
+from hal.model.training.optimizer import local
 from hal.testing.processes import run_processes
 
 
 def _held(options: dict[str, Any]) -> dict[str, int]:
-    """Elements this rank holds: weights and optimizer state between steps, activations kept for one backward pass."""
+    """Elements on this rank: weights and optimizer state between steps, activations stored for one backward pass."""
     run = trainer(options)
     kept: dict[int, int] = {}
     weights = {local(p).untyped_storage().data_ptr() for p in run.optimizer.model.values()}
@@ -40,7 +39,7 @@ def _held(options: dict[str, Any]) -> dict[str, int]:
 
 
 def held(world: int, **options: Any) -> list[dict[str, int]]:
-    """What each rank of the first pipeline stage holds."""
+    """The elements on each rank of the first pipeline stage."""
     return run_processes(world, _held, {**GPT2, "seq_length": 64, **options})
 
 
@@ -58,7 +57,7 @@ def test_zero_divides_the_optimizer_state_by_the_replicas() -> None:
 def test_sequence_parallelism_and_recomputation_shrink_activations() -> None:
     tensor, sequence = held(2, **TP2)[0]["activations"], held(2, **TP2, **SP)[0]["activations"]
     again = held(2, **TP2, **SP, **RECOMPUTE)[0]["activations"]
-    # Without it each rank keeps all of what enters and leaves two norms per layer and the last one (Korthikanti et
+    # Without it each rank stores the whole inputs and outputs of two norms per layer and the last one (Korthikanti et
     # al., arXiv 2205.05198, section 4.2.1, without dropout); with it, half.
     repeated = (4 * GPT2["num_layers"] + 2) * 64 * GPT2["hidden_size"]
     assert tensor - sequence >= repeated / 2, (tensor, sequence)

@@ -1,16 +1,16 @@
-"""Gradients over several microbatches: linear layers add theirs to the float32 sums themselves (linear_wgrad)."""
+"""Gradients over several microbatches: linear layers accumulate into the float32 sums with linear_wgrad."""
 
 import pytest
 import torch
 
 import hal
-from hal.model import train as command
-from hal.model.layers import linear
+from hal.model.gpt.layers import linear
+from hal.model.training import run as command
 from hal.testing import Spy
 
 LAYERS, COUNT = 2, 3
 LARGE = {"hidden_size": 128, "seq_length": 256, "max_position_embeddings": 256, "add_qkv_bias": True}
-"""Products of a size that cpu_ref's own kernel takes."""
+"""Sizes of products that cpu_ref's own kernel handles."""
 SHAPES = {
     "tied": {},
     "one biased": {"add_qkv_bias": True, "disable_bias_linear": True},
@@ -27,7 +27,7 @@ def backend(cpu_ref):
 
 
 def backend_of(*, summed):
-    """The backend under a spy, with or without linear_wgrad."""
+    """The backend wrapped by a spy, with or without linear_wgrad."""
     spy = Spy(hal.backend())
     if not summed:
         spy.impls = {name: impls for name, impls in spy.impls.items() if name != "linear_wgrad"}
@@ -56,7 +56,7 @@ def test_they_are_those_that_autograd_adds_up(tiny, shape, dtype):
     for name, grad in ours.items():
         assert grad.dtype == torch.float32
         scale = float(plain[name].abs().max())
-        # Without it, every microbatch's product is rounded to the model's dtype before it is added.
+        # Without linear_wgrad, every microbatch's product is rounded to the model's dtype before it is added.
         error = {"fp32": 2e-6, "bf16": 2**-8 * COUNT, "fp16": 2**-11 * COUNT}[dtype]
         torch.testing.assert_close(grad, plain[name], rtol=0, atol=error * scale, msg=lambda m, n=name: f"{n}: {m}")
 

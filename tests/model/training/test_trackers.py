@@ -1,4 +1,4 @@
-"""A run's numbers reach Weights & Biases where that is asked for, and only there; nothing else needs its package."""
+"""A run's metrics are sent to Weights & Biases only on request; nothing else needs its package."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 import hal
-from hal.model.train import train
+from hal.model.training.run import train
 
 
 class Fake:
-    """Stands for the wandb package: keeps what it is given."""
+    """Replaces the wandb package: stores what it receives."""
 
     class Error(Exception):
         pass

@@ -1,4 +1,4 @@
-"""The trainer: determinism, accumulation, resuming, precision, and what a run leaves behind."""
+"""The trainer: determinism, accumulation, resuming, precision, and the files of a run."""
 
 import json
 import math
@@ -6,14 +6,15 @@ import re
 
 import pytest
 import torch
+from parallel_runs import stored_values
 
 import hal
-from hal.model import train as command
-from hal.model import trainer as trainer_module
-from hal.model.config import ConfigError
-from hal.model.optimizer import Optimizer, no_decay
-from hal.model.report import Report
-from hal.model.trainer import TrainingFailed
+from hal.model.config.schema import ConfigError
+from hal.model.training import run as command
+from hal.model.training import trainer as trainer_module
+from hal.model.training.optimizer import Optimizer, no_decay
+from hal.model.training.run_log import RunLog
+from hal.model.training.trainer import TrainingFailed
 
 BF16, FP16 = {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1}
 
@@ -45,7 +46,7 @@ def test_a_run_that_is_killed_leaves_its_record_up_to_the_last_checkpoint(tiny, 
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "save", dying)
-        patch.setattr(Report, "__exit__", lambda *error: None)  # nothing more is done
+        patch.setattr(RunLog, "__exit__", lambda *error: None)  # nothing more is done
         with pytest.raises(Killed):
             command.train(config)
     command.train(tiny(load=config.save, save=config.save, train_iters=5, sample_tokens=0))
@@ -128,8 +129,10 @@ def test_a_resumed_run_is_bit_equal_at_every_step(tiny, tmp_path, precision, sto
     after.load(tmp_path)
     assert (after.iteration, after.consumed) == (stop, 4 * stop)
     assert steps(after, 6 - stop) == expected[stop:]
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(tensor, after.tensors()[name]), name
+    expected_values, values = stored_values(whole), stored_values(after)
+    assert expected_values.keys() == values.keys()
+    for name, tensor in expected_values.items():
+        assert torch.equal(tensor, values[name]), name
     if precision is FP16:
         assert whole.skipped > 0  # the scale started too high, so the test covers skipped steps
 
@@ -147,7 +150,7 @@ def test_low_precision_follows_float32_and_keeps_masters(tiny, low):
 
 
 def test_low_precision_sums_microbatches_in_float32(tiny):
-    # The sum of four bf16 gradients differs from the one rounded after each addition.
+    # The float32 sum of four bf16 gradients differs from a sum that is rounded after each addition.
     trainer = start(tiny(micro_batch_size=1, **BF16))
     trainer.forward_backward()
     grads = trainer.optimizer.grads()
@@ -157,10 +160,10 @@ def test_low_precision_sums_microbatches_in_float32(tiny):
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale(tiny):
     trainer = start(tiny(fp16=True, initial_loss_scale=2.0**40, hysteresis=1, lr_warmup_iters=2))
-    before = {n: t.clone() for n, t in trainer.tensors().items()}
+    before = stored_values(trainer)
     result = trainer.step()
     assert result.skipped and result.grad_norm is None and math.isfinite(result.loss)
-    assert all(torch.equal(before[n], t) for n, t in trainer.tensors().items())
+    assert all(torch.equal(before[n], t) for n, t in stored_values(trainer).items())
     assert trainer.optimizer.steps == 0 and trainer.optimizer.scaler.scale == 2.0**39
     assert (trainer.iteration, trainer.consumed) == (1, 4)  # the data moves on
 

@@ -1,4 +1,4 @@
-"""megatron-core's own GPTModel on the CPU, for tests: made, filled, run, and saved in its own formats."""
+"""megatron-core's own GPTModel on the CPU, for tests: created, initialised, run, and saved in its own formats."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hal.model.config import Config
+from hal.model.config.schema import Config
 
 
 def core_model(config: Config, *, tp: int = 1, pp: int = 1) -> Any:
-    """The GPTModel (local layers) that `config` describes; this process's share of it. Needs an initialised world."""
+    """This process's part of the GPTModel (local layers) that `config` describes. Needs an initialised world."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -60,7 +60,7 @@ def core_model(config: Config, *, tp: int = 1, pp: int = 1) -> Any:
 
 
 def without_a_gpu() -> None:
-    """Makes this process, which must be a test's own, good enough for megatron-core's forward pass and saving."""
+    """Prepares this process, which must belong to one test, for megatron-core's forward pass and saving."""
     from megatron.core.tensor_parallel import random as core_random
 
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -70,7 +70,7 @@ def without_a_gpu() -> None:
 
 
 def randomize(model: Any) -> None:
-    """Every parameter random, biases and norms too; the same for equal shapes and order."""
+    """Initialises all parameters randomly, also biases and norms; equal shapes in equal order give equal values."""
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -88,7 +88,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def args_of(config: Config, *, tp: int, pp: int, **more: Any) -> argparse.Namespace:
-    """What Megatron's own command line would have left in a checkpoint, as far as a model depends on it."""
+    """The arguments that Megatron's command line would have stored in a checkpoint, as far as the model needs them."""
     from megatron.core.transformer.enums import AttnBackend
 
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")

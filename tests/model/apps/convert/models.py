@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.model.config import Config
-from hal.model.conversion.weights import Weights
-from hal.model.gpt import GPT
-from hal.model.pretrained import open_pretrained
+from hal.model.apps.convert.weights import Weights
+from hal.model.config.schema import Config
+from hal.model.gpt.model import GPT
+from hal.model.inference.load import open_pretrained
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "init_method_std": 0.2}
 GPT2: dict[str, Any] = {**SIZES}

@@ -1,4 +1,4 @@
-"""`hal convert` from any format to any other: the same model comes back; nothing is overwritten or ignored silently."""
+"""`hal convert` between all formats preserves the model; nothing is overwritten or ignored silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from models import GPT2, LLAMA, hal_logits, random_weights, same
 
 from hal.cli.convert import main
-from hal.model.conversion import convert, own
+from hal.model.apps.convert import convert, hal_format
 
 pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
 VIA = ["huggingface", "megatron", "megatron-core", "hal"]
@@ -20,25 +20,25 @@ VIA = ["huggingface", "megatron", "megatron-core", "hal"]
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cpu_ref: Any, capsys: Any) -> None:
     here, there, back = (tmp_path / n for n in ("here", "there", "back"))
-    own.write(random_weights(options), here)
+    hal_format.write(random_weights(options), here)
     layout = ["--target-tensor-parallel-size", "2"] if via == "megatron" else []
     assert main(["--load", str(here), "--save", str(there), "--saver", via, *layout]) == 0
     assert convert.detect(there) == via
     true_size = [] if via in ("huggingface", "hal") else ["--true-vocab-size", "101"]
     assert main(["--load", str(there), "--save", str(back), "--saver", "hal", *true_size]) == 0
     assert f"{via} -> hal: " in capsys.readouterr().out
-    same(own.read(here), own.read(back))
+    same(hal_format.read(here), hal_format.read(back))
     assert torch.equal(hal_logits(here), hal_logits(back))
-    # The files of a converted model are whole and private, as any others.
+    # The files of a converted model are complete and private, like those of any other checkpoint.
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_precision_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    own.write(random_weights(GPT2, vocabulary=257), here)
+    hal_format.write(random_weights(GPT2, vocabulary=257), here)
     chosen = ["--dtype", "bf16", "--tokenizer-type", "ByteTokenizer", "--make-vocab-size-divisible-by", "8"]
     assert main(["--load", str(here), "--save", str(there), "--saver", "hal", *chosen]) == 0
-    weights = own.read(there)
+    weights = hal_format.read(there)
     assert weights.dtype == torch.bfloat16 and weights.tokenizer == {} and weights.vocabulary == 257
 
 
@@ -61,11 +61,11 @@ def test_what_would_be_ignored_is_refused(argv: list[str], reason: str, tmp_path
 def test_folders_that_hold_nothing_or_something_else(tmp_path: Path) -> None:
     import hal
 
-    with pytest.raises(hal.HalError, match="holds no checkpoint"):
+    with pytest.raises(hal.HalError, match="contains no checkpoint"):
         main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), "--saver", "hal"])
-    with pytest.raises(hal.HalError, match="is no folder"):
+    with pytest.raises(hal.HalError, match="is not a folder"):
         main(["--load", str(tmp_path / "nothing"), "--save", str(tmp_path / "x"), "--saver", "hal"])
-    own.write(random_weights(GPT2), tmp_path / "here")
+    hal_format.write(random_weights(GPT2), tmp_path / "here")
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
@@ -76,12 +76,12 @@ def test_folders_that_hold_nothing_or_something_else(tmp_path: Path) -> None:
 
 
 def test_training_starts_from_a_converted_model(tmp_path: Path, cpu_ref: Any, text: Path, monkeypatch: Any) -> None:
-    from hal.model.arguments import build as build_config
-    from hal.model.train import build
+    from hal.model.config.command_line import build as build_config
+    from hal.model.training.run import build
 
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
     weights = random_weights(GPT2, vocabulary=257)
-    own.write(weights, tmp_path / "here")
+    hal_format.write(weights, tmp_path / "here")
     given = {"backend": "cpu_ref", "text_file": str(text), "load": str(tmp_path / "here"), "split": "8,1,1"}
     trainer, _ = build(build_config({**GPT2, **given, "train_iters": 2, "micro_batch_size": 2}))
     trainer.load(tmp_path / "here")

@@ -1,4 +1,4 @@
-"""A converted model's logits are those of transformers' own GPT-2 and Llama; what has no counterpart is refused."""
+"""A converted model has the logits of transformers' GPT-2 and Llama; options without a counterpart are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from models import GPT2, LLAMA, TOKENS, VOCABULARY, hal_logits, random_weights, same
 
 from hal import HalError
-from hal.model.conversion import huggingface, own
+from hal.model.apps.convert import hal_format, huggingface
 
 pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
 transformers = pytest.importorskip("transformers", reason="needs transformers (extra: convert)")
@@ -63,10 +63,10 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path, c
     model = theirs(kind, **more)
     model.save_pretrained(tmp_path / "theirs")
     weights = huggingface.read(tmp_path / "theirs")
-    own.write(weights, tmp_path / "ours")
+    hal_format.write(weights, tmp_path / "ours")
     torch.testing.assert_close(hal_logits(tmp_path / "ours"), logits_of(model), rtol=2e-5, atol=2e-5)
-    # And back: transformers loads it, without a missing or an unexpected name, and agrees.
-    back = own.read(tmp_path / "ours")
+    # In the other direction, transformers loads it without missing or unexpected names and gives the same logits.
+    back = hal_format.read(tmp_path / "ours")
     same(weights, back)
     huggingface.write(back, tmp_path / "back")
     again, report = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -76,7 +76,7 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path, c
 
 def test_interleaved_rotary_pairs_are_reordered(tmp_path: Path, cpu_ref: Any) -> None:
     weights = random_weights({**LLAMA, "rotary_interleaved": True})
-    own.write(weights, tmp_path / "ours")
+    hal_format.write(weights, tmp_path / "ours")
     huggingface.write(weights, tmp_path / "theirs")
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     torch.testing.assert_close(hal_logits(tmp_path / "ours"), logits_of(model), rtol=2e-5, atol=2e-5)
@@ -84,8 +84,8 @@ def test_interleaved_rotary_pairs_are_reordered(tmp_path: Path, cpu_ref: Any) ->
 
 def test_precision_is_kept(tmp_path: Path, cpu_ref: Any) -> None:
     weights = random_weights(GPT2, dtype=torch.bfloat16)
-    own.write(weights, tmp_path / "ours")
-    back = own.read(tmp_path / "ours")
+    hal_format.write(weights, tmp_path / "ours")
+    back = hal_format.read(tmp_path / "ours")
     assert back.dtype == torch.bfloat16
     huggingface.write(back, tmp_path / "theirs")
     same(huggingface.read(tmp_path / "theirs"), weights)
@@ -95,10 +95,10 @@ def test_precision_is_kept(tmp_path: Path, cpu_ref: Any) -> None:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({**GPT2, "normalization": "RMSNorm"}, "no gpt2, because of --normalization RMSNorm"),
-        ({**LLAMA, "pre_tokens": 4}, "no llama, because of --pre-tokens"),
-        ({**LLAMA, "rotary_percent": 0.5}, "no llama, because of --rotary-percent 0.5"),
-        ({**LLAMA, "add_qkv_bias": True}, "no llama, because of --add-qkv-bias"),
+        ({**GPT2, "normalization": "RMSNorm"}, "not gpt2, because of --normalization RMSNorm"),
+        ({**LLAMA, "pre_tokens": 4}, "not llama, because of --pre-tokens"),
+        ({**LLAMA, "rotary_percent": 0.5}, "not llama, because of --rotary-percent 0.5"),
+        ({**LLAMA, "add_qkv_bias": True}, "not llama, because of --add-qkv-bias"),
         ({**GPT2, "use_sandwich_norm": True}, "--use-sandwich-norm"),
         ({**GPT2, "gelu_approximate": "fast"}, "--gelu-approximate fast"),
     ],
@@ -120,7 +120,7 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"model_type": "bert"}, "a model of type 'bert'"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "scaled by 'yarn'"),
-        # What older files say beside, or in place of, rope_parameters.
+        # Older files have these keys beside, or instead of, rope_parameters.
         ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled by 'linear'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "scaled by 'linear'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled by 'llama3'"),
@@ -138,11 +138,11 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"attention_bias": "no"}, "attention_bias should be true or false"),
         ("llama", {"model_type": []}, r"a model of type \[\]"),
-        ("llama", {"attention_bias": True}, "biases in attention"),
+        ("llama", {"attention_bias": True}, "biases only in attention"),
         ("llama", {"num_hidden_layers": "two"}, "num_hidden_layers should be a number"),
         ("llama", {"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
         ("llama", {"num_hidden_layers": 10**12}, "no tensor"),
-        ("llama", {"num_hidden_layers": 1}, "tensors that a llama has no place for"),
+        ("llama", {"num_hidden_layers": 1}, "tensors that do not belong to a llama model"),
         ("llama", {"intermediate_size": 49}, "linear_fc1.weight has shape"),
         ("llama", {"num_attention_heads": 3}, "shape|divisible"),
         ("llama", {"num_key_value_heads": 3}, "shape|divisible"),
@@ -175,14 +175,14 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", whole[:7], whole[:200], whole[:-5], b"\xff" * 8 + whole[8:], b"\x80\x02}q\x00." * 50):
         path.write_bytes(content)
-        with pytest.raises(HalError, match=r"model.safetensors is no safetensors file"):
+        with pytest.raises(HalError, match=r"model.safetensors is not a safetensors file"):
             huggingface.read(folder)
     path.unlink()
     with pytest.raises(HalError, match="does not exist"):
         huggingface.read(folder)
     for config in ("", "[1]", "[" * 100_000, '{"model_type": "llama"'):
         (folder / "config.json").write_text(config)
-        with pytest.raises(HalError, match=r"config.json (cannot be read|holds no JSON object)"):
+        with pytest.raises(HalError, match=r"config.json (cannot be read|is not a JSON object)"):
             huggingface.read(folder)
 
 
@@ -194,12 +194,15 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
     names = json.dumps({"weight_map": dict.fromkeys(["lm_head.weight"], "part-1.safetensors")})
     index.write_text(names)
     assert set(huggingface.read(folder).tensors) == set(whole)
-    for name, reason in (("../x.safetensors", "no safetensors files of its folder"), ("x.bin", "no safetensors files")):
+    for name, reason in (
+        ("../x.safetensors", "not safetensors files in its folder"),
+        ("x.bin", "not safetensors files"),
+    ):
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(HalError, match=reason):
             huggingface.read(folder)
     index.write_text(json.dumps({"weight_map": {"another": "part-1.safetensors"}}))
-    with pytest.raises(HalError, match="lists 1 tensors that no file holds"):
+    with pytest.raises(HalError, match="lists 1 tensors that no file contains"):
         huggingface.read(folder)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron load with the logits of megatron-core's own model, and ours load in it, at any layout."""
+"""Megatron checkpoints load with the logits of megatron-core's model, and it loads HAL's checkpoints, at any layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from models import GPT2, LLAMA, TOKENS, VOCABULARY, hal_logits, random_weights, 
 import hal
 from hal import HalError
 from hal.mesh import Layout, Mesh
-from hal.model.config import Config
-from hal.model.conversion import distributed, legacy, own
-from hal.model.conversion.layout import group_qkv, halves_to_pairs, pairs_to_halves, reorder_legacy_qkv, ungroup_qkv
+from hal.model.apps.convert import hal_format, megatron_distributed, megatron_ranks
+from hal.model.apps.convert.qkv_layout import (
+    group_qkv,
+    halves_to_pairs,
+    pairs_to_halves,
+    reorder_legacy_qkv,
+    ungroup_qkv,
+)
+from hal.model.config.schema import Config
 from hal.testing.processes import run_processes
 
 PADDED = 128
@@ -84,11 +90,10 @@ def _load_ours(options: dict[str, Any], root: str, tp: int, pp: int) -> list[Any
 def test_what_megatron_wrote_has_its_logits_here(options: dict[str, Any], tmp_path: Path, cpu_ref: Any) -> None:
     (logits,) = run_processes(1, _save_theirs, options, str(tmp_path))
     wanted = torch.tensor(logits)[..., :VOCABULARY]
-    for module in (legacy, distributed):
-        name = module.__name__.rsplit(".", 1)[-1]
+    for name, module in (("legacy", megatron_ranks), ("distributed", megatron_distributed)):
         weights = module.read(tmp_path / name, vocabulary=VOCABULARY)
         assert weights.iteration == 12 and weights.tokenizer == {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
-        own.write(weights, tmp_path / f"{name}-here")
+        hal_format.write(weights, tmp_path / f"{name}-here")
         torch.testing.assert_close(hal_logits(tmp_path / f"{name}-here"), wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -98,9 +103,9 @@ def test_what_is_written_here_loads_in_megatron_core(
     options: dict[str, Any], tp: int, pp: int, tmp_path: Path, cpu_ref: Any
 ) -> None:
     weights = random_weights(options)
-    own.write(weights, tmp_path / "ours")
-    legacy.write(weights, tmp_path / "legacy", tp=tp, pp=pp, divisible_by=PADDED // tp)
-    distributed.write(weights, tmp_path / "distributed", divisible_by=PADDED)
+    hal_format.write(weights, tmp_path / "ours")
+    megatron_ranks.write(weights, tmp_path / "legacy", tp=tp, pp=pp, divisible_by=PADDED // tp)
+    megatron_distributed.write(weights, tmp_path / "distributed", divisible_by=PADDED)
     for answer, different in run_processes(tp * pp, _load_ours, options, str(tmp_path), tp, pp):
         assert different == []
         if answer is not None:
@@ -112,22 +117,22 @@ def test_what_is_written_here_loads_in_megatron_core(
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_layout_of_files_holds_the_same_model(options: Any, tp: int, pp: int, tmp_path: Path) -> None:
     weights = random_weights({**options, "num_layers": 4})
-    folder = legacy.write(weights, tmp_path, tp=tp, pp=pp, divisible_by=8)
+    folder = megatron_ranks.write(weights, tmp_path, tp=tp, pp=pp, divisible_by=8)
     assert len(list(folder.glob("mp_rank_*/model_optim_rng.pt"))) == tp * pp
-    same(legacy.read(tmp_path, vocabulary=VOCABULARY), weights)
-    # The folder itself can be named as well, and without a word on padding nothing is cut.
-    assert legacy.read(folder).vocabulary == -(-VOCABULARY // (8 * tp)) * 8 * tp
+    same(megatron_ranks.read(tmp_path, vocabulary=VOCABULARY), weights)
+    # The folder itself can also be given as the path. Without an option about padding, no padding is removed.
+    assert megatron_ranks.read(folder).vocabulary == -(-VOCABULARY // (8 * tp)) * 8 * tp
 
 
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_distributed_checkpoint_holds_the_same_model(options: Any, tmp_path: Path) -> None:
     weights = random_weights(options)
-    distributed.write(weights, tmp_path)
-    same(distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
+    megatron_distributed.write(weights, tmp_path)
+    same(megatron_distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
 
 
 def _as_before_core(weights: Any, version: float, tp: int) -> list[dict[str, Any]]:
-    """The ranks' states as Megatron-LM had them before megatron-core, under the names and orders of `version`."""
+    """The ranks' states as Megatron-LM stored them before megatron-core, under the names and orders of `version`."""
     old = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     old |= {"self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense"}
     old |= {"mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
@@ -136,7 +141,7 @@ def _as_before_core(weights: Any, version: float, tp: int) -> list[dict[str, Any
         embedding: dict[str, Any] = {}
         layers: dict[str, Any] = {}
         for name, whole in weights.tensors.items():
-            t = legacy._share(whole, legacy.shard_of(name, False), rank, tp)
+            t = megatron_ranks._share(whole, megatron_ranks.shard_of(name, False), rank, tp)
             if name.startswith("embedding."):
                 embedding[name.split(".")[1]] = {"weight": t}
             elif name.startswith("decoder.final"):
@@ -166,10 +171,10 @@ def test_checkpoints_of_before_megatron_core(version: float, tp: int, tmp_path: 
     weights = random_weights(GPT2, vocabulary=104)
     for rank, state in enumerate(_as_before_core(weights, version, tp)):
         (tmp_path / f"mp_rank_{rank:02d}").mkdir()
-        # The older of torch's two file formats, as those files have.
+        # Such files use the older of torch's two file formats.
         path = tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         torch.save(state, path, _use_new_zipfile_serialization=version >= 2)
-    read = legacy.read(tmp_path)
+    read = megatron_ranks.read(tmp_path)
     assert read.iteration == 5
     for name, tensor in weights.tensors.items():
         assert torch.equal(read.tensors[name], tensor), name
@@ -186,13 +191,13 @@ class _Bomb:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_that_would_run_something_is_not_run(zipped: bool, tmp_path: Path) -> None:
     weights = random_weights(GPT2)
-    folder, bomb = legacy.write(weights, tmp_path), tmp_path / "ran"
+    folder, bomb = megatron_ranks.write(weights, tmp_path), tmp_path / "ran"
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
     for place in ("model", "opt_param_scheduler"):
         torch.save({**state, place: _Bomb(bomb)}, path, _use_new_zipfile_serialization=zipped)
         with pytest.raises(HalError, match=r"could run code: .*open"):
-            legacy.read(tmp_path)
+            megatron_ranks.read(tmp_path)
         assert not bomb.exists()
 
 
@@ -203,54 +208,56 @@ class _Shell:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_the_refusal_of_a_pickle_names_what_it_wants(zipped: bool, tmp_path: Path, recwarn: Any) -> None:
-    path = legacy.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
+    path = megatron_ranks.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
     torch.save({**state, "rerun": _Shell()}, path, _use_new_zipfile_serialization=zipped)
     recwarn.clear()
-    with pytest.raises(HalError, match=rf"could run code: it wants {os.system.__module__}\.system\. It was not read"):
-        legacy.read(tmp_path)
+    with pytest.raises(
+        HalError, match=rf"could run code: it references non-allowlisted global {os.system.__module__}\.system\. Save"
+    ):
+        megatron_ranks.read(tmp_path)
     assert not recwarn.list
 
 
 def test_an_index_that_would_run_something_is_not_run(tmp_path: Path) -> None:
     import pickle
 
-    folder, bomb = distributed.write(random_weights(GPT2), tmp_path), tmp_path / "ran"
+    folder, bomb = megatron_distributed.write(random_weights(GPT2), tmp_path), tmp_path / "ran"
     metadata = folder / ".metadata"
     whole = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(_Bomb(bomb)))
-    with pytest.raises(HalError, match=r"wants _?io\.open"):
-        distributed.read(tmp_path)
+    with pytest.raises(HalError, match=r"non-allowlisted global _?io\.open"):
+        megatron_distributed.read(tmp_path)
     assert not bomb.exists()
     for content in (b"", whole[: len(whole) // 2], b"text", pickle.dumps([1, 2])):
         metadata.write_bytes(content)
-        with pytest.raises(HalError, match="is no index of a distributed checkpoint"):
-            distributed.read(tmp_path)
+        with pytest.raises(HalError, match="is not an index of a distributed checkpoint"):
+            megatron_distributed.read(tmp_path)
     index = pickle.loads(whole)
     for info in index.storage_data.values():
         object.__setattr__(info, "relative_path", "../../elsewhere")
     metadata.write_bytes(pickle.dumps(index))
     with pytest.raises(HalError, match="outside its folder"):
-        distributed.read(tmp_path)
+        megatron_distributed.read(tmp_path)
 
 
 def test_incomplete_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    folder = legacy.write(random_weights(GPT2), tmp_path, tp=2, divisible_by=8)
+    folder = megatron_ranks.write(random_weights(GPT2), tmp_path, tp=2, divisible_by=8)
     path = folder / "mp_rank_01" / "model_optim_rng.pt"
     whole = path.read_bytes()
     for content in (b"", whole[:100], whole[:-500], b"\x80\x02."):
         path.write_bytes(content)
-        with pytest.raises(HalError, match=r"no file of torch\.save|holds no model"):
-            legacy.read(tmp_path)
+        with pytest.raises(HalError, match=r"not a torch\.save file|contains no model"):
+            megatron_ranks.read(tmp_path)
     path.unlink()
     with pytest.raises(HalError, match=r"lacks the files of .* ranks \[\(1, 0\)\]"):
-        legacy.read(tmp_path)
+        megatron_ranks.read(tmp_path)
     path.parent.rmdir()
-    with pytest.raises(HalError, match="has the files of 1 ranks; its args say"):
-        legacy.read(tmp_path)
+    with pytest.raises(HalError, match="has the files of 1 ranks, but its args have"):
+        megatron_ranks.read(tmp_path)
     (folder / "mp_rank_00_000_001").mkdir()
     with pytest.raises(HalError, match="experts"):
-        legacy.read(tmp_path)
+        megatron_ranks.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -258,33 +265,33 @@ def test_incomplete_and_damaged_files_are_refused(tmp_path: Path) -> None:
     [
         ({"num_experts": 8}, "the model has experts"),
         ({"qk_layernorm": True}, "norms of queries and keys"),
-        ({"softmax_scale": 1.0}, "a scale of its own in attention"),
-        ({"softmax_type": "learnable"}, "softmax is of type 'learnable'"),
+        ({"softmax_scale": 1.0}, "a custom attention scale"),
+        ({"softmax_type": "learnable"}, "softmax of attention is of type 'learnable'"),
         ({"rope_type": "yarn"}, "of type 'yarn'"),
         ({"glu_linear_offset": 1.0}, "an offset in the gated MLP"),
         ({"position_embedding_type": "relative"}, "position_embedding_type: choose one of"),
         ({"norm_epsilon": "small"}, "norm_epsilon: expected float, found 'small'"),
-        ({"num_layers": None}, "no num_layers"),
-        ({"num_layers": "many"}, "no num_layers"),
+        ({"num_layers": None}, "no valid num_layers"),
+        ({"num_layers": "many"}, "no valid num_layers"),
         ({"num_layers": 10**12}, "fewer than 1000000000000 layers"),
         ({"hidden_size": 48}, "shape"),
         ({"swiglu": True}, "shape"),
-        ({"normalization": "RMSNorm"}, "have no place"),
+        ({"normalization": "RMSNorm"}, "are unexpected"),
     ],
 )
 def test_models_that_are_not_hals_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = legacy.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
+    path = megatron_ranks.write(random_weights(GPT2), tmp_path) / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
     vars(state["args"]).update(change)
     torch.save(state, path)
     with pytest.raises(HalError, match=reason):
-        legacy.read(tmp_path)
+        megatron_ranks.read(tmp_path)
 
 
 def test_layouts_that_do_not_divide_the_model_are_refused(tmp_path: Path) -> None:
     for layout, what in (({"tp": 4}, "query groups"), ({"pp": 3}, "layers")):
         with pytest.raises(HalError, match=what):
-            legacy.write(random_weights(LLAMA), tmp_path, **layout)
+            megatron_ranks.write(random_weights(LLAMA), tmp_path, **layout)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Names and shapes are those of megatron-core's own GPTModel: plain, in its sharded state dicts, and on a stage."""
+"""Names and shapes match megatron-core's own GPTModel: plain, in its sharded state dicts, and on a stage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 import hal
 from hal import HalError
-from hal.model.config import Config
-from hal.model.conversion.megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
+from hal.model.apps.convert.megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
+from hal.model.config.schema import Config
 from hal.testing.processes import run_processes
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 100}
@@ -35,8 +35,8 @@ def _both(options: dict[str, Any], tp: int, pp: int) -> list[Any]:
     from megatron_models import core_model
 
     from hal.mesh import Layout, Mesh
-    from hal.model.gpt import GPT
-    from hal.model.layers import Parallel
+    from hal.model.gpt.model import GPT
+    from hal.model.parallel.tensor_sharding import Parallel
 
     hal.use("cpu_ref")
     mesh = Mesh(Layout(tp=tp, pp=pp), hal.backend(), timeout=60.0)
@@ -78,7 +78,7 @@ def _sharded_tensors(tree: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_names_and_shapes_are_those_of_megatron_cores_model(options: dict[str, Any]) -> None:
-    # Tied weights over stages make megatron-core call for a CUDA device already when the model is built.
+    # With weights tied across stages, megatron-core requires a CUDA device when the model is built.
     stages = 2 if "untie_embeddings_and_output_weights" in options else 1
     for tp, pp in ((1, 1), (2, stages)):
         for rank, (plain, back, (sharded, ours)) in enumerate(run_processes(tp * pp, _both, options, tp, pp)):
@@ -91,7 +91,7 @@ def test_names_and_shapes_are_those_of_megatron_cores_model(options: dict[str, A
 
 
 def test_there_and_back_gives_the_same_tensors() -> None:
-    from hal.model.gpt import GPT
+    from hal.model.gpt.model import GPT
 
     with torch.no_grad():
         ours = dict(GPT(Config(**LLAMA), torch.device("cpu")).state_dict())

@@ -1,4 +1,4 @@
-"""`hal eval`: the validation loss is the one the run reported, on any layout; what nothing reads is refused."""
+"""`hal eval` reports the validation loss of the training run, on any layout; options without effect are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import hal
 from hal.cli.eval import main
-from hal.model.train import train
+from hal.model.training.run import train
 from hal.testing.processes import run_processes
 
 RESET = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
@@ -19,7 +19,7 @@ RESET = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_los
 
 @pytest.fixture
 def run(tiny: Any, cpu_ref: Any, tmp_path: Path) -> Any:
-    """Trains two layers for four steps and gives (folder of checkpoints, validation loss at the end)."""
+    """Trains two layers for four steps. Returns (folder of checkpoints, final validation loss)."""
 
     def make(**more: Any) -> tuple[str, float]:
         save = str(tmp_path / "checkpoints")
@@ -33,7 +33,7 @@ def run(tiny: Any, cpu_ref: Any, tmp_path: Path) -> Any:
 
 def _evaluate(argv: list[str], file: str) -> Any:
     code = main([*argv, "--backend", "cpu_ref", "--output-file", file])
-    # Only the first rank writes the file, and not before the others end.
+    # Only the first rank writes the file, after all other ranks have finished.
     lead = os.environ.get("RANK", "0") == "0"
     return code, json.loads(Path(file).read_text()) if lead else None
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's questions: answered as an independent computation does, and its own tasks run."""
+"""Requests of lm-evaluation-harness give the results of an independent computation, and its own tasks run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model.config import Config, ConfigError
-from hal.model.evaluation import harness
-from hal.model.evaluation.harness import Answers
-from hal.model.generate import generate
-from hal.model.gpt import GPT
-from hal.model.inference import Engine
-from hal.model.pretrained import Pretrained
-from hal.model.tokenizer import ByteTokenizer
+from hal.model.apps.evaluation import harness
+from hal.model.apps.evaluation.harness import RequestHandler
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer
+from hal.model.gpt.model import GPT
+from hal.model.inference.decoding import generate
+from hal.model.inference.engine import Engine
+from hal.model.inference.load import Pretrained
 
 BYTES, LENGTH = ByteTokenizer(), 16
 
@@ -40,7 +40,7 @@ def log_probability(model, ids, first):
 
 def test_loglikelihood(model):
     pairs = [("the ", "cat"), ("the", " cat"), ("", "cat"), ("a context that is longer than it", " all"), ("x", "")]
-    got = Answers(model).loglikelihood(asked(*pairs))
+    got = RequestHandler(model).loglikelihood(asked(*pairs))
     eod = BYTES.eod
     for (context, continuation), (value, greedy) in zip(pairs[:3], got):
         ids = [*([] if context else [eod]), *(context + continuation).encode()]
@@ -51,9 +51,9 @@ def test_loglikelihood(model):
     assert got[3][0] == pytest.approx(log_probability(model, ids, len(ids) - 4), rel=1e-5)
     assert got[4] == (0.0, True)
     best = int(model.engine.model(torch.tensor([[120]]))[-1, 0, :128].argmax())
-    assert Answers(model).loglikelihood(asked(("x", chr(best))))[0][1]
+    assert RequestHandler(model).loglikelihood(asked(("x", chr(best))))[0][1]
     with pytest.raises(ConfigError, match="longer than --seq-length"):
-        Answers(model).loglikelihood(asked(("x", "y" * 99)))
+        RequestHandler(model).loglikelihood(asked(("x", "y" * 99)))
 
 
 def test_rolling_windows_are_the_harnesss(model):
@@ -68,24 +68,26 @@ def test_rolling_windows_are_the_harnesss(model):
         begin = max(0, last - LENGTH - 1)
         want += log_probability(model, ids[begin:last], end - begin)
         end = last
-    got = Answers(model).loglikelihood_rolling(asked((text,), ("",), ("ab",)))
+    got = RequestHandler(model).loglikelihood_rolling(asked((text,), ("",), ("ab",)))
     assert got[0] == pytest.approx(want, rel=1e-5) and got[1] == 0.0
     assert got[2] == pytest.approx(log_probability(model, [BYTES.eod, 97, 98], 1), rel=1e-5)
 
 
 def test_generate_until(model):
     greedy = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.0}
-    (text,) = Answers(model).generate_until(asked(("to be", greedy)))
+    (text,) = RequestHandler(model).generate_until(asked(("to be", greedy)))
     from hal import Rng
 
     want = generate(model.engine.model, BYTES, list(b"to be"), 6, temperature=0.0, rng=Rng(0))
     assert text == BYTES.decode(want)
-    stopped = Answers(model).generate_until(asked(("to be", {**greedy, "until": text[2]})))
+    stopped = RequestHandler(model).generate_until(asked(("to be", {**greedy, "until": text[2]})))
     assert stopped == [text[: text.index(text[2])]]
     drawn = {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 0.9, "top_p": 0.9}
-    assert Answers(model).generate_until(asked(("a", drawn))) == Answers(model).generate_until(asked(("a", drawn)))
+    assert RequestHandler(model).generate_until(asked(("a", drawn))) == RequestHandler(model).generate_until(
+        asked(("a", drawn))
+    )
     with pytest.raises(ConfigError, match="num_beams"):
-        Answers(model).generate_until(asked(("a", {**drawn, "num_beams": 3})))
+        RequestHandler(model).generate_until(asked(("a", {**drawn, "num_beams": 3})))
 
 
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch, model):

@@ -7,13 +7,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hal.model.config import Config, ConfigError
-from hal.model.evaluation.scoring import Example, Measured, mean, per_token, perplexity, score
-from hal.model.evaluation.tasks import detokenise_wikitext, lambada, wikitext
-from hal.model.gpt import GPT
-from hal.model.inference import Engine, NotFinite
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.apps.evaluation.scoring import Example, Measured, mean, per_token, perplexity, score
+from hal.model.apps.evaluation.tasks import detokenise_wikitext, lambada, wikitext
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.gpt.model import GPT
+from hal.model.inference.engine import Engine, NotFinite
 
 BYTES, LENGTH = ByteTokenizer(), 24
 TEXTS = [
@@ -34,7 +36,7 @@ def engine(cpu_ref):
 
 def alone(engine, ids, first):
     """Independent of batches, padding and cross entropy: one sequence, log-softmax over the real ids in float64.
-    (negative log-likelihood, whether all are likeliest) of ids[first:]."""
+    (negative log-likelihood, whether every token is the most likely) of ids[first:]."""
     logits = engine.model(torch.tensor([ids[:-1]]))[:, 0, :257].double()
     known = torch.log_softmax(logits, -1)
     labels = ids[1:]
@@ -45,7 +47,7 @@ def alone(engine, ids, first):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_lambada_is_scored_as_defined(engine, tmp_path, strict, batch):
-    # Make one of the answers the model's own, so that not all are wrong.
+    # Use the model's own prediction as one of the answers, so that not all are wrong.
     with torch.no_grad():
         made = list(BYTES.encode("a dog"))
         made[-1] = int(engine.model(torch.tensor([made[:-1]]))[-1, 0, :128].argmax())
@@ -79,7 +81,7 @@ def test_wikitext_is_scored_as_defined(engine, tmp_path, move):
     task = wikitext(path, BYTES, LENGTH, overlapping_eval=move)
     got = task.results(score(engine, task.examples, batch=4))
     ids, step = list(detokenise_wikitext(raw).encode()), move or LENGTH
-    # Megatron's windows: start every `step`, all labels of the first count, the last `step` of the others.
+    # Megatron's windows start every `step` tokens; the first counts all its labels, the others only their last `step`.
     seen = {}
     for start in range(0, len(ids) - 1, step):
         window = ids[start : start + LENGTH + 1]
@@ -94,6 +96,56 @@ def test_wikitext_is_scored_as_defined(engine, tmp_path, move):
     assert got["tokens"] == len(ids) - 1
 
 
+@given(tokens=st.integers(2, 60), length=st.integers(1, 12), move=st.integers(1, 12))
+def test_wikitexts_windows_are_megatrons(tmp_path_factory, tokens, length, move):
+    """Token n of the text is n. Windows start every `move` tokens and count labels that no earlier window counted."""
+    move = min(move, length)
+    path = tmp_path_factory.mktemp("text") / "numbers"
+    path.write_text(" ".join(map(str, range(tokens))))
+    task = wikitext(path, NullTokenizer(100), length, overlapping_eval=move)
+    counted = 1
+    for number, example in enumerate(task.examples):
+        window = range(tokens)[number * move : number * move + length + 1]
+        assert example.tokens == tuple(window) and example.count == window.stop - counted
+        counted = window.stop
+    assert counted == tokens
+    results = task.results(torch.ones(len(task.examples), 3, dtype=torch.float64))
+    assert (results["tokens"], results["windows"], results["token ratio"]) == (tokens - 1, len(task.examples), 1.0)
+
+
+def test_wikitexts_windows_move_by_32_or_a_short_sequence(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_text(" ".join(map(str, range(200))))
+    for length, move in ((40, 32), (32, 32), (8, 8)):
+        examples = wikitext(path, NullTokenizer(200), length, overlapping_eval=None).examples
+        assert examples == wikitext(path, NullTokenizer(200), length, overlapping_eval=move).examples
+
+
+@pytest.mark.parametrize("words, length, kept, shortened", [(3, 2, 3, 0), (3, 3, 3, 0), (4, 2, 3, 1), (9, 4, 5, 1)])
+def test_lambada_keeps_the_end_of_a_context_that_is_too_long(tmp_path, words, length, kept, shortened):
+    """A sequence has `length` tokens and an additional last label."""
+    path = tmp_path / "data"
+    path.write_text(json.dumps({"text": " ".join(map(str, range(words)))}) + "\n")
+    for strict in (False, True):
+        task = lambada(path, NullTokenizer(100), length, strict=strict)
+        assert task.examples == [Example(tuple(range(words - kept, words)), 1)]
+        assert task.results(torch.zeros(1, 3, dtype=torch.float64))["shortened contexts"] == shortened
+
+
+def test_lambadas_last_word_may_fill_the_sequence(tmp_path):
+    path = tmp_path / "data"
+    path.write_text('{"text": "some abc"}\n')
+    (example,) = lambada(path, BYTES, 4, strict=True).examples
+    assert (bytes(example.tokens), example.count) == (b"e abc", 4)
+    with pytest.raises(ConfigError, match="line 1: the last word has 4 tokens, more than --seq-length 3"):
+        lambada(path, BYTES, 3, strict=True)
+    # Two tokens are enough, or two words where words are counted; all tokens of the last word count, and no others.
+    path.write_text('{"text": "a b"}\n{"text": "yyb b"}')
+    assert [bytes(e.tokens) for e in lambada(path, BYTES, 9, strict=True).examples] == [b"a b", b"yyb b"]
+    path.write_text('{"text": "ab"}')
+    assert lambada(path, BYTES, 9, strict=False).examples == [Example(tuple(b"ab"), 1)]
+
+
 @pytest.mark.parametrize(
     "text, want",
     [
@@ -104,6 +156,8 @@ def test_wikitext_is_scored_as_defined(engine, tmp_path, move):
         ),
         ('It \'s " so " , N x ? y\n', 'It\'s "so", 1 x? y\n'),
         ("an ' odd ' N one", "an 'odd' 1 one"),
+        ("not @x@ a mark", "not @x@ a mark"),
+        ("a/' 5/b", "a/'[0-9]/b"),  # Megatron's own
     ],
 )
 def test_detokenisation_is_megatrons(text, want):
@@ -121,14 +175,14 @@ def test_padding_gets_no_probability(engine):
 @pytest.mark.parametrize(
     "content, reason",
     [
-        ('{"text": "two words"}\n{"text": ', "line 2 is no JSON"),
+        ('{"text": "two words"}\n{"text": ', "line 2 is not valid JSON"),
         ('\n\n{"txt": "two words"}', 'line 3: expected an object with a "text"'),
         ('["text"]', 'line 1: expected an object with a "text"'),
         ('{"text": ""}', "line 1: a text needs at least two"),
         ('{"text": "x"}', "line 1: a text needs at least two"),
         ("", "has no texts"),
         (f'{{"text": "a {"b" * 99}"}}', "the last word has 100 tokens"),
-        ("[" * 100_000, "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
         (b"\xff\xfe", "is not UTF-8"),
     ],
 )
@@ -142,8 +196,14 @@ def test_broken_data_is_refused_with_its_line(tmp_path, content, reason):
 def test_texts_that_cannot_be_measured_are_refused(tmp_path):
     path = tmp_path / "data"
     path.write_text("x")
-    with pytest.raises(ConfigError, match="nothing to measure"):
+    with pytest.raises(ConfigError, match="too little to measure"):
         wikitext(path, BYTES, LENGTH, overlapping_eval=4)
+    for few in ("word", "7"):
+        path.write_text(few)
+        with pytest.raises(ConfigError, match="in 1 words, which is too little to measure"):
+            wikitext(path, BYTES if few == "word" else NullTokenizer(9), LENGTH, overlapping_eval=4)
+    path.write_text("7 8")
+    assert [e.tokens for e in wikitext(path, NullTokenizer(9), LENGTH, overlapping_eval=4).examples] == [(7, 8)]
     path.write_text("some words")
     with pytest.raises(ConfigError, match="the tokenizer cannot encode"):
         wikitext(path, NullTokenizer(5), LENGTH, overlapping_eval=4)

@@ -1,4 +1,4 @@
-"""The orders the planner reckons with: what they hold, and the bubble they leave against the published formulas."""
+"""The planner's pipeline orders: microbatches in flight, and bubbles compared with the published formulas."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
-from hal.bench import held, scaling
-from hal.bench.layout import config_of
-from hal.model.parallel.plan import make_plan
-from hal.model.planning.schedules import Action, bubble, bubble_formula, in_flight, order
+from hal.bench.parallel import tensor_bytes
+from hal.bench.parallel.layout import config_of
+from hal.bench.suites import scaling
+from hal.model.apps.planning.schedules import Action, bubble, bubble_formula, in_flight, order
+from hal.model.config.parallel_layout import make_parallel_layout
 from hal.testing.processes import run_processes
 
 CASES = [
@@ -45,15 +46,15 @@ def test_more_microbatches_and_more_stages_per_rank_shrink_the_bubble() -> None:
 
 
 def test_a_rank_holds_no_more_microbatches_than_stages_follow() -> None:
-    # Narayanan et al., section 2.2.1: at most p in flight, whatever m; the last rank holds one.
+    # Narayanan et al., section 2.2.1: at most p microbatches in flight for any m; the last rank has one.
     assert [in_flight(a) for a in orders("1f1b", 4, 1, 32)] == [[{r: 4 - r}] for r in range(4)]
-    # Zero bubble in V shape holds p microbatches of two half-sized stages on every rank, in whichever of them.
+    # Zero bubble in V shape has p microbatches of its two half-sized stages on every rank, in any combination.
     for actions in orders("zbv", 4, 2, 32):
         assert {sum(held.values()) for held in in_flight(actions)} == {8}
 
 
 def test_orders_that_wait_for_each_other_are_an_error() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
+    with pytest.raises(ValueError, match="deadlock"):
         bubble([[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]])
 
 
@@ -68,7 +69,7 @@ RECORDED = {
 @pytest.mark.parametrize("schedule", RECORDED)
 def test_the_trainer_works_in_this_order(schedule) -> None:
     options = {**scaling.GPT, **scaling.PP2, "hidden_size": 16, "seq_length": 16, **RECORDED[schedule]}
-    plan = make_plan(config_of(options), 2)
+    plan = make_parallel_layout(config_of(options), 2)
     recorded = run_processes(2, _recorded, options)
     assert plan.schedule == schedule
     assert recorded == [list(order(schedule, 2, plan.stages // 2, plan.microbatches, rank)) for rank in range(2)]
@@ -78,4 +79,4 @@ def _recorded(options: dict) -> list[Action]:
     import hal
 
     hal.use("cpu_ref")
-    return held.recorded_order(options)
+    return tensor_bytes.recorded_order(options)

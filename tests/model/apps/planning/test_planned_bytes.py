@@ -1,4 +1,4 @@
-"""The bytes the planner foresees are those the trainer holds: parameters to the element, the rest within a few percent.
+"""The planner's byte counts match the trainer's: parameters to the element, the rest within a few percent.
 
 In one process here; `hal bench scaling --check` does the same for every kind of layout.
 """
@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import hal
-from hal.bench import held, scaling
-from hal.bench.scaling import BF16, GPT, LLAMA, SP, TP2, UNIFORM, plan_of
-from hal.model.gpt import GPT as Model
-from hal.model.planning.activations import stage_bytes
-from hal.model.planning.memory import memory, rank_memory, states
-from hal.model.planning.shape import Shape, total_parameters
+from hal.bench.parallel import tensor_bytes
+from hal.bench.suites import scaling
+from hal.bench.suites.scaling import BF16, GPT, LLAMA, SP, TP2, UNIFORM, plan_of
+from hal.model.apps.planning.activations import stage_bytes
+from hal.model.apps.planning.memory import memory, rank_memory, states
+from hal.model.apps.planning.shape import Shape, total_parameters
+from hal.model.gpt.model import GPT as Model
 from hal.testing.processes import run_processes
 
 SANDWICH = {"use_sandwich_norm": True}
@@ -75,47 +76,51 @@ def test_parameters_of_every_stage(options) -> None:
 )
 def test_activations_of_a_microbatch(options) -> None:
     config, plan = plan_of(options, 1)
-    assert held.activation_bytes(options) == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
+    assert tensor_bytes.activation_bytes(options) == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
 
 
 def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out() -> None:
     options = {**GPT, **BF16}
     config, plan = plan_of(options, 1)
     rest = 4 * 64 * 64 * 2  # layers, positions, channels, bytes
-    assert held.activation_bytes(options) - rest == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
+    assert tensor_bytes.activation_bytes(options) - rest == pytest.approx(
+        stage_bytes(Shape.of(config, plan), 0), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}, {**GPT, **BF16, "global_batch_size": 1}])
 def test_state_between_steps(options) -> None:
     config, plan = plan_of(options, 1)
-    assert held.state_bytes(options) == states(Shape.of(config, plan), 0)
+    assert tensor_bytes.state_bytes(options) == states(Shape.of(config, plan), 0)
 
 
 @pytest.mark.parametrize("options", [GPT, LLAMA, {**GPT, **BF16}, {**LLAMA, **UNIFORM}, {**GPT, **NAIVE}])
 def test_the_most_that_a_step_ever_holds(options) -> None:
     config, plan = plan_of(options, 1)
-    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
+    assert tensor_bytes.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
 
 
 def test_gradients_become_float32_one_by_one() -> None:
     wide = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 16, "vocab_size": 512}
     options = {**GPT, **BF16, **wide, "global_batch_size": 2}
     config, plan = plan_of(options, 1)
-    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.02)
+    assert tensor_bytes.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.02)
 
 
 @pytest.mark.parametrize("options", [GPT, {**GPT, "global_batch_size": 1}, LLAMA, {**GPT, **BF16}, {**LLAMA, **BF16}])
 def test_the_most_with_a_large_vocabulary(options) -> None:
-    """Most of the memory is the table's, its gradients', and the logits'."""
+    """Most of the memory is used by the embedding table, its gradients, and the logits."""
     options = {**options, "vocab_size": 8192}
     config, plan = plan_of(options, 1)
-    assert held.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.01)
+    assert tensor_bytes.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.01)
 
 
 def _measured(options: dict[str, Any]) -> tuple[float | None, float]:
     hal.use("cpu_ref")
-    # What fully_shard gathers lives within its own forward pass, so activations cannot be looked at alone.
-    return None if options.get("zero_stage") else held.activation_bytes(options), held.peak_bytes(options)
+    # Weights gathered by fully_shard are live in its forward pass, so activations cannot be measured separately.
+    return None if options.get("zero_stage") else tensor_bytes.activation_bytes(options), tensor_bytes.peak_bytes(
+        options
+    )
 
 
 @pytest.mark.slow
@@ -154,7 +159,7 @@ def test_optimizer_state_falls_as_one_over_the_replicas() -> None:
 
 
 def test_sequence_parallelism_divides_all_that_tensor_parallelism_leaves_whole() -> None:
-    # Korthikanti et al., section 4.2.2: with both, what a layer keeps is divided by t throughout.
+    # Korthikanti et al., section 4.2.2: with both, the activations of a layer are all divided by t.
     def layers(options: dict[str, Any], world: int) -> float:
         one, two = ({**options, "num_layers": n} for n in (4, 8))
         (c1, p1), (c2, p2) = plan_of(one, world), plan_of(two, world)

@@ -1,4 +1,4 @@
-"""The planner against runs that others have published: parameters, step times, model FLOP/s, and ZeRO's bytes.
+"""The planner against published runs: parameters, step times, model FLOP/s, and ZeRO's bytes.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv
 2104.04473, table 1. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from hal.model.config import Config
-from hal.model.parallel.plan import make_plan
-from hal.model.planning.memory import memory
-from hal.model.planning.shape import Shape, total_parameters
-from hal.model.planning.speed import Estimate, estimate
-from hal.registry import load
+from hal.core.registry import load
+from hal.model.apps.planning.memory import memory
+from hal.model.apps.planning.shape import Shape, total_parameters
+from hal.model.apps.planning.speed import Estimate, estimate
+from hal.model.config.parallel_layout import make_parallel_layout
+from hal.model.config.schema import Config
 
-A100 = next(a for a in load("cuda").accelerators if a.name == "a100")
+A100 = next(a for a in load("cuda").device_specs if a.name == "a100")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SELECTIVE = {"recompute_granularity": "selective"}
 
@@ -47,7 +47,7 @@ KORTHIKANTI = [
 
 def megatron(heads: int, hidden: int, layers: int, tp: int, pp: int, batch: int, **options: Any) -> Config:
     """GPT-3's shape without flash attention. Sequence parallelism stands in for Megatron's scatter and gather between
-    stages, which sends as little."""
+    stages, which sends the same number of bytes."""
     config = Config(
         num_layers=layers,
         hidden_size=hidden,
@@ -66,7 +66,7 @@ def megatron(heads: int, hidden: int, layers: int, tp: int, pp: int, batch: int,
 
 
 def run(config: Config, gpus: int) -> Estimate:
-    return estimate(Shape.of(config, make_plan(config, gpus)), A100)
+    return estimate(Shape.of(config, make_parallel_layout(config, gpus)), A100)
 
 
 @pytest.mark.parametrize("row", NARAYANAN, ids=lambda row: f"{row[0]}B")
@@ -74,7 +74,7 @@ def test_megatrons_weak_scaling(row) -> None:
     billions, heads, hidden, layers, tp, pp, gpus, batch, teraflops = row
     config = megatron(heads, hidden, layers, tp, pp, batch, **FULL)
     assert total_parameters(config) / 1e9 == pytest.approx(billions, rel=0.03)
-    # Their equation 3, which counts recomputation: what the table's teraFLOP/s are made of.
+    # Equation 3 of the paper, which counts recomputation and defines the teraFLOP/s in its table.
     work = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
     assert work / run(config, gpus).seconds / gpus / 1e12 == pytest.approx(teraflops, rel=0.08)
 
@@ -89,15 +89,15 @@ def test_selective_recomputation(row) -> None:
     found, slow = run(config, gpus), run(megatron(heads, hidden, layers, 8, pp, batch, **how, **FULL), gpus)
     assert found.seconds == pytest.approx(selective, rel=0.09)
     assert slow.seconds == pytest.approx(full, rel=0.09)
-    # They count hidden pairs of causal attention as well, and the trainer does not.
+    # The paper also counts the masked pairs of causal attention; the trainer does not.
     assert found.mfu == pytest.approx(utilisation, abs=0.06)
 
 
 @pytest.mark.parametrize("zero, gigabytes", [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zeros_figure(zero, gigabytes) -> None:
-    """7.5 billion parameters on 64 ranks. Theirs has 16-bit gradients and counts no weights gathered for a layer."""
+    """7.5 billion parameters on 64 ranks. The paper has 16-bit gradients and counts no weights gathered for a layer."""
     config = megatron(32, 4096, 36, 1, 1, 128, zero_stage=zero)
-    plan, count = make_plan(config, 64), total_parameters(config)
+    plan, count = make_parallel_layout(config, 64), total_parameters(config)
     held = memory(config, plan)
     gradients = held.gradients / 2
     weights = held.weights if zero < 3 else 2 * count / 64

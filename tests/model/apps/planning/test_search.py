@@ -1,4 +1,4 @@
-"""The planner never offers what the trainer refuses, and what it offers is what the trainer would run."""
+"""The planner never offers a layout that the trainer refuses, and its options give the layout that the trainer runs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import shlex
 
 import pytest
 
-from hal.model.arguments import build, read
-from hal.model.checks import check_model
-from hal.model.config import Config, ConfigError
-from hal.model.parallel.plan import make_plan, problems
-from hal.model.planning import report
-from hal.model.planning.memory import memory
-from hal.model.planning.search import Found, best_of_each, require_some, search, set_vocabulary
-from hal.model.planning.shape import Shape
-from hal.model.planning.traffic import traffic
-from hal.registry import load
+from hal.core.registry import load
+from hal.model.apps.planning import plan_report
+from hal.model.apps.planning.memory import memory
+from hal.model.apps.planning.search import SearchResult, best_of_each, require_some, search, set_vocabulary
+from hal.model.apps.planning.shape import Shape
+from hal.model.apps.planning.traffic import traffic
+from hal.model.config.command_line import build, read
+from hal.model.config.parallel_layout import make_parallel_layout, problems
+from hal.model.config.schema import Config, ConfigError
+from hal.model.config.validation import check_model
 
-H100 = load("cuda").accelerators[0]
+H100 = load("cuda").device_specs[0]
 MODEL = "--config llama-70b --seq-length 2048 --global-batch-size 256"
 
 
-def found(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, Found]:
+def found(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, SearchResult]:
     config = build(read(shlex.split(options), {}), check_model)
     set_vocabulary(config)
     return config, search(config, devices, H100, limit)
@@ -33,9 +33,9 @@ def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "64")
     for option in best_of_each(result.fits + result.too_large):
         assert not list(problems(option.config, 64))
-        again = build(read(shlex.split(f"{MODEL} --data-path tokens {report.flags(option)}"), {}))
+        again = build(read(shlex.split(f"{MODEL} --data-path tokens {plan_report.flags(option)}"), {}))
         set_vocabulary(again)
-        plan = make_plan(again, 64)
+        plan = make_parallel_layout(again, 64)
         assert plan == option.plan
         assert memory(again, plan) == option.memory
 
@@ -53,11 +53,11 @@ def test_options_that_are_given_are_kept() -> None:
     _, result = found(64, given)
     for o in result.fits + result.too_large:
         assert (o.plan.layout.tp, o.plan.zero, o.config.micro_batch_size) == (4, 1, 2)
-        assert report.recomputation(o.config) == "all"
+        assert plan_report.recomputation(o.config) == "all"
 
 
 def test_more_memory_never_takes_a_layout_away() -> None:
-    names = [{report.name(o) for o in found(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
+    names = [{plan_report.name(o) for o in found(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
     assert names[0] < names[1] < names[2]
 
 
@@ -76,7 +76,7 @@ def test_a_vocabulary_that_cannot_be_known_says_what_to_give() -> None:
 def sent(options: str, devices: int):
     config = build(read(shlex.split(f"{MODEL} {options}"), {}), check_model)
     set_vocabulary(config)
-    return traffic(Shape.of(config, make_plan(config, devices)))
+    return traffic(Shape.of(config, make_parallel_layout(config, devices)))
 
 
 def test_traffic_by_hand() -> None:
@@ -85,12 +85,12 @@ def test_traffic_by_hand() -> None:
     # Four all-reduces per layer and microbatch, and one at each end of the model; each sends 2 * 7/8 of its bytes.
     assert alone.tensor == 256 * (4 * 80 + 2) * 2 * 7 / 8 * hidden
     assert (alone.data, alone.pipeline, alone.context, alone.tied) == (0, 0, 0, 0)
-    # A middle stage of four sends every microbatch's hidden state on, and its gradient back.
+    # A middle stage of four forwards the hidden state of every microbatch, and sends its gradient back.
     assert sent("--pipeline-model-parallel-size 4", 4).pipeline == 2 * 256 * hidden
     parameters = 68_976_648_192
     assert sent("", 4).data == 2 * 3 / 4 * 4 * parameters
     assert sent("--zero-stage 1", 4).data == 3 / 4 * (4 + 2) * parameters
     ring = sent("--context-parallel-size 2", 2)
     keys = 1024 * 8 * 128 * 2 * 2  # a rank's keys and values, in bytes
-    # They go one step forward, one step backward, and their float32 gradients two steps.
+    # They are sent one step in the forward and one in the backward pass, and their float32 gradients two steps.
     assert ring.context == 256 * 80 * (2 * keys + 2 * 2 * keys)

@@ -1,15 +1,17 @@
-"""Other systems' files become options of ours, key by key; what cannot be followed is refused, never dropped."""
+"""Files of other systems are converted to HAL's options key by key; unsupported keys are refused, never dropped."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from hal.cli import main
-from hal.model.arguments import parse, read_config
-from hal.model.config import READY, ConfigError
-from hal.model.configuration import deepspeed, elsewhere, mindspeed, tutorial
-from hal.model.gpt import GPT
+from hal.model.config.command_line import parse, read_config
+from hal.model.config.formats import deepspeed, mindformers, mindspeed, renamed_options
+from hal.model.config.schema import READY, ConfigError
+from hal.model.gpt.model import GPT
 
 
 def nested(keys):
@@ -26,7 +28,7 @@ def nested(keys):
 
 @pytest.fixture
 def from_file(tmp_path):
-    """The Config of a file of the given dotted keys, with more options."""
+    """The Config of a file with the given dotted keys, and more options."""
 
     def make(keys, *argv, option="--config", environ=None):
         path = tmp_path / ("c.yaml" if option == "--config" else "ds.json")
@@ -50,11 +52,25 @@ def problem(from_file):
 # MindSpeed-Core-MS
 
 
+def megatron_arguments():
+    """(key, names of Megatron's arguments) of every entry; mindspeed.yaml says where the names are."""
+    for key, entry in yaml.safe_load(mindspeed.TABLE.read_text()).items():
+        name = entry if isinstance(entry, str) else entry.get("megatron", key.rsplit(".", 1)[-1])
+        yield key, name if isinstance(name, list) else [name]
+
+
 def test_the_mapping_has_all_126_arguments_and_each_has_a_rule():
-    arguments = [argument for argument, _, _ in mindspeed.TABLE]
+    arguments = [argument for _, names in megatron_arguments() for argument in names]
     assert len(arguments) == len(set(arguments)) == 126
-    assert {key.split(".")[0] for key in mindspeed.RULES} == set(mindspeed.SECTIONS)
-    assert len(mindspeed.RULES) == 125  # both betas are one list
+    assert {key.split(".")[0] for key in mindspeed.rules()} == set(mindspeed.SECTIONS)
+    assert len(mindspeed.rules()) == 125  # both betas are one list
+
+
+@pytest.mark.parametrize("front", [mindspeed, mindformers, deepspeed])
+def test_no_key_of_a_table_is_there_twice(front):
+    """YAML itself would silently keep the last rule."""
+    table = Path(front.__file__).with_suffix(".yaml").read_text()
+    assert len(re.findall(r"^[\w.-]+:", table, re.MULTILINE)) == len(front.rules())
 
 
 DIRECT = {
@@ -90,10 +106,10 @@ def test_a_key_of_mindspeed_is_an_option(from_file, key):
 
 
 def test_every_key_of_mindspeed_is_taken_or_refused_with_a_reason(tmp_path):
-    """No key of the table is unknown, and none is dropped: what it says makes a difference, a note, or an error."""
+    """No key of the table is unknown or dropped: its value changes an option, adds a note, or is an error."""
     words = {"shape_order": "SBH", "lr_decay_style": "cosine", "recompute_granularity": "full"}
     usual = ["adamw", "rope", "RMSNorm", "swiglu", "float32", "ulysses_cp_algo", "constant", 1, True, False, [0.9, 0.9]]
-    for argument, key, _ in mindspeed.TABLE:
+    for key, (argument, *_) in megatron_arguments():
         outcomes = set()
         for value in [words.get(argument), *usual]:
             (tmp_path / "c.yaml").write_text(yaml.safe_dump(nested({key: value})))
@@ -183,7 +199,10 @@ def test_layers_of_stages(from_file, problem, keys, expected):
         ({"optimizer_config.no_weight_decay_params": ["norm"]}, "cannot be followed"),
         ({"optimizer_config.betas": 0.9}, "two numbers"),
         ({"dataset_config.eos_token_id": 5}, "the tokenizer says"),
-        ({"dataset_config.batch_size": 2, "dataset_config.micro_batch_num": 3, "global-batch-size": 4}, "is 6 and not"),
+        (
+            {"dataset_config.batch_size": 2, "dataset_config.micro_batch_num": 3, "global-batch-size": 4},
+            "a global batch of 6, but",
+        ),
         ({"training_config.profile": True}, "no profiler option"),
         ({"training_config": 5}, "holds keys; found 5"),
         ({"training_config.resume_training": True}, "needs training_config.load_checkpoint"),
@@ -208,7 +227,7 @@ def test_buckets_that_a_file_brings_along_are_notes_and_on_the_command_line_erro
     config = from_file(keys, *two)
     assert config.ddp_bucket_size == 100 and config.overlap_grad_reduce and not config.notes
     sharded = from_file({**keys, "training_config.use_distributed_optimizer": True}, *two)
-    assert not sharded.overlap_grad_reduce and "with ZeRO stage 1 a layer is a message" in sharded.notes[0]
+    assert not sharded.overlap_grad_reduce and "with ZeRO stage 1 every layer is one bucket" in sharded.notes[0]
     assert "would be ignored" in problem(keys, "--ddp-bucket-size", "5")
 
 
@@ -218,13 +237,13 @@ def test_buckets_that_a_file_brings_along_are_notes_and_on_the_command_line_erro
 def test_the_tutorials_model(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "32")
     config = parse(["--config", "mindformers-38b", "--data-path", "x"], {})
-    # 62 layers on 4 x 4 virtual stages of 4: two places stay empty
+    # 62 layers on 4 x 4 virtual stages of 4: two slots stay empty
     assert config.num_layers == 64 and config.noop_layers == ("62", "63")
     assert config.num_layers_per_virtual_pipeline_stage == 4 and config.padded_vocab_size == 165664
     assert (config.embedding_init_method_std, config.init_method_std) == (0.5, 0.00884)
     assert (config.num_query_groups, config.attn_post_norm_scale, config.bf16) == (8, 0.0447, True)
     assert any("not as heads per group" in note for note in config.notes)
-    assert {key.split(".")[0] for key in tutorial.RULES} == set(tutorial.SECTIONS)
+    assert {key.split(".")[0] for key in mindformers.rules()} == set(mindformers.SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +335,11 @@ def test_buckets_of_replicated_gradients(from_file):
         (ds(zero_optimization__stage=2), "--zero-stage 0", "zero_optimization.stage and command line contradict"),
         (ds(train_batch_size=2048), "--global-batch-size 64", "contradict each other about --global-batch-size"),
         (ds(optimizer__params__lr=1e-3), "--lr 2e-3", "contradict each other about --lr"),
-        (ds(train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4), "", "is 8 and not"),
+        (
+            ds(train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4),
+            "",
+            "a global batch of 8, but",
+        ),
         (ds(fp16__enabled=True), "--bf16", "--fp16 and --bf16 contradict"),
         (ds(zero_optimisation__stage=2), "", "there is no such key"),
         (ds(zero_optimization__stag=2), "", "Did you mean zero_optimization.stage?"),
@@ -354,7 +377,7 @@ def test_the_environment_gives_way_to_every_file(from_file):
     assert config.lr == 1e-3
 
 
-# What they share
+# Tests that apply to all front ends
 
 
 def test_show_prints_every_value_with_its_origin_and_reads_back(tmp_path, capsys, monkeypatch):
@@ -385,9 +408,9 @@ def test_show_needs_no_data_and_says_what_a_run_would(name, capsys, monkeypatch,
     if name != "tiny":
         with pytest.raises(ConfigError, match="give --data-path"):
             parse(["--config", name], {})
-    # What is wrong is refused all the same.
+    # Errors are reported nevertheless.
     assert main(["config", "show", "--config", name, "--split", "1"]) == 2
-    # And with what it asked for, the text that was shown is a configuration.
+    # With the requested option, the printed text is a valid configuration.
     (tmp_path / "shown.yaml").write_text(out)
     if name == "mindformers-38b":
         monkeypatch.setenv("WORLD_SIZE", "32")
@@ -421,20 +444,20 @@ def test_the_command_lines_tokenizer_replaces_that_of_a_file():
     assert config.tokenizer_model == "m" and config.vocab_size is None
 
 
-@pytest.mark.parametrize("name", elsewhere.ELSEWHERE)
+@pytest.mark.parametrize("name", renamed_options.ELSEWHERE)
 def test_names_of_other_systems_are_answered(name):
     with pytest.raises(ConfigError) as caught:
         parse([f"--{name}", "1"], {})
-    assert elsewhere.ELSEWHERE[name] in str(caught.value)
+    assert renamed_options.ELSEWHERE[name] in str(caught.value)
 
 
 def test_what_elsewhere_points_to_exists():
-    from hal.model.arguments import parser
+    from hal.model.config.command_line import parser
 
     flags = {flag for action in parser()._actions for flag in action.option_strings}
-    words = {w.strip(".:") for text in elsewhere.ELSEWHERE.values() for w in text.split() if w.startswith("--")}
-    assert words <= flags and not {f"--{name}" for name in elsewhere.ELSEWHERE} & flags
-    assert set(deepspeed.RULES) & {"zero_optimization.stage", "optimizer.params.lr"}
+    words = {w.strip(".:") for text in renamed_options.ELSEWHERE.values() for w in text.split() if w.startswith("--")}
+    assert words <= flags and not {f"--{name}" for name in renamed_options.ELSEWHERE} & flags
+    assert set(deepspeed.rules()) & {"zero_optimization.stage", "optimizer.params.lr"}
 
 
 def test_new_options_do_what_they_say(references):
@@ -445,7 +468,7 @@ def test_new_options_do_what_they_say(references):
     model = GPT(config, torch.device("cpu"))
     assert model.embedding.word_embeddings.weight.shape[0] == 512
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(0.5, rel=0.05)
-    with pytest.raises(ConfigError, match="less than the 600 ids"):
+    with pytest.raises(ConfigError, match="less than the vocabulary size 600"):
         config.set_vocabulary(600)
     assert parse(["--lr-warmup-fraction", "0.1", "--lr-decay-iters", "50"], {}).lr_warmup_iters == 5
     assert parse(["--warmup", ".01"], {}).lr_warmup_iters == 1

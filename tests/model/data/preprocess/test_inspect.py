@@ -1,4 +1,4 @@
-"""What `hal data inspect` shows, and what it refuses."""
+"""The output of `hal data inspect`, and the inputs it refuses."""
 
 import json
 
@@ -6,10 +6,10 @@ import numpy
 import pytest
 
 from hal.cli import main
-from hal.model.config import ConfigError
-from hal.model.indexed import note_path, read_index, require_match
-from hal.model.preprocess.inspect import describe, histogram
-from hal.model.tokenizer import ByteTokenizer, NullTokenizer
+from hal.model.config.schema import ConfigError
+from hal.model.data.indexed_dataset import note_path, read_index, require_match
+from hal.model.data.preprocess.inspect import describe, histogram
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_another_tokenizer_is_noticed(prefix):
 @pytest.mark.parametrize("content", ["{", "[]", '{"tokenizer": 3}', "\x00", "[" * 100000, '{"tokenizer": {"type": 1}}'])
 def test_a_damaged_note_is_refused(prefix, content):
     note_path(prefix).write_text(content)
-    with pytest.raises(ConfigError, match="is no note"):
+    with pytest.raises(ConfigError, match="is not a valid note"):
         list(describe(prefix, None, 1))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, and every id fits the vocabulary."""
+"""Tokenizers: decoding returns the encoded text, and every id is inside the vocabulary."""
 
 import io
 import json
@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hal.model import corpus
-from hal.model.config import Config, ConfigError
-from hal.model.indexed import read_index
-from hal.model.tokenizer import KINDS, ByteTokenizer, NullTokenizer, WhitespaceTokenizer, build_tokenizer
-from hal.model.vocabularies import GPT2BPETokenizer
+from hal.model.config.schema import Config, ConfigError
+from hal.model.config.tokenizer_options import KINDS
+from hal.model.data import text_corpus
+from hal.model.data.indexed_dataset import read_index
+from hal.model.data.tokenizers.build import build_tokenizer
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, WhitespaceTokenizer
+from hal.model.data.tokenizers.vocabularies import GPT2BPETokenizer
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,9 @@ def test_a_text_file_in_bpe(bpe_files, tmp_path, monkeypatch):
     path = tmp_path / "t.txt"
     path.write_text("the cat sat on the mat\n" * 50)
     tokenizer = GPT2BPETokenizer(*bpe_files)
-    prefix = corpus.text_file(str(path), tokenizer)
+    prefix = text_corpus.text_file(str(path), tokenizer)
     assert read_index(prefix).lengths.sum() == len(tokenizer.encode(path.read_text())) + 1
-    assert corpus.text_file(str(path), ByteTokenizer()) != prefix  # another tokenizer, another cache entry
+    assert text_corpus.text_file(str(path), ByteTokenizer()) != prefix  # another tokenizer, another cache entry
 
 
 def test_wrong_files_are_named(bpe_files, tmp_path):
@@ -64,7 +66,7 @@ def test_wrong_files_are_named(bpe_files, tmp_path):
         GPT2BPETokenizer("absent", bpe_files[1])
     broken = tmp_path / "vocab.json"
     broken.write_text("{")
-    with pytest.raises(ConfigError, match="no GPT-2 vocabulary"):
+    with pytest.raises(ConfigError, match="not a GPT-2 vocabulary"):
         GPT2BPETokenizer(str(broken), bpe_files[1])
     broken.write_text('{"a": 0}')
     empty = tmp_path / "merges.txt"
@@ -85,7 +87,7 @@ LINES = [f"the quick brown fox {n} jumps over the lazy dog {n % 9}" for n in ran
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, bpe_files):
-    """Options of every kind of tokenizer, with small files made here."""
+    """Options of every kind of tokenizer, with small files created here."""
     import sentencepiece
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE

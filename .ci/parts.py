@@ -1,0 +1,170 @@
+"""Runs the parts of a CI or nightly run, which are make targets, and ends with the seconds and tests of each.
+
+    .ci/parts.py ci          what .ci/run runs
+    .ci/parts.py nightly     what takes too long for that; writes docs/verified/nightly.md
+
+Stages run in order, quick ones first; the parts of a stage run beside each other. A part that fails stops no other. The
+last line counts tests; a part that fails without a failed test counts as one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = {
+    "ci": (
+        ("lint", "docs", ".venv-sim/.ready"),
+        ("test",),
+        ("test-slow",),
+        ("test-simulators",),
+        ("sanitize", "test-opencl"),
+        ("nightly-sample",),
+    ),
+    "nightly": (
+        (".venv-sim/.ready",),
+        ("nightly-tests",),
+        ("test-opencl", "test-aarch64"),
+        ("mutation",),
+    ),
+}
+PAGE = ROOT / "docs" / "verified" / "nightly.md"
+
+_COUNT = r"\d+ (?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
+_SUMMARY = re.compile(rf"=*\s*((?:{_COUNT}, )*{_COUNT}) in \d[\d.:]*s")
+
+
+@dataclass
+class Result:
+    """The result of one part. counts: number of tests by outcome; empty for a part that runs no tests."""
+
+    part: str
+    code: int = 0
+    seconds: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def read(self, line: str) -> None:
+        """Adds the counts of the summary line of a pytest session."""
+        match = _SUMMARY.match(line.strip())
+        for count in match[1].split(", ") if match else ():
+            number, outcome = count.split()
+            self.counts["failed" if outcome.startswith("error") else outcome] += int(number)
+
+    @property
+    def failed(self) -> int:
+        return max(self.counts["failed"], int(self.code != 0))
+
+    def cells(self) -> list[str]:
+        tests = [self.counts["passed"], self.failed, self.counts["skipped"]]
+        return [self.part, f"{self.seconds:.0f}", *(str(n) if self.counts or self.code else "-" for n in tests)]
+
+
+HEAD = ["part", "seconds", "passed", "failed", "skipped"]
+
+
+def run_part(part: str, command: Sequence[str], say: Callable[[str], None]) -> Result:
+    """Runs a command, passes every line of its output to `say`, and counts the tests it reports."""
+    result, began = Result(part), time.monotonic()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            say(line)
+            result.read(line)
+    result.code, result.seconds = process.returncode, time.monotonic() - began
+    return result
+
+
+def run_stages(stages: Sequence[Sequence[str]], command: Callable[[str], Sequence[str]]) -> list[Result]:
+    """The results of all parts in order; output lines of parts that run in parallel begin with the part's name."""
+
+    def run(alone: bool, part: str) -> Result:
+        def say(line: str) -> None:
+            sys.stdout.write(line if alone else f"[{part}] {line}")
+            sys.stdout.flush()
+
+        say(f"=== {part}\n")
+        return run_part(part, command(part), say)
+
+    results: list[Result] = []
+    for stage in stages:
+        with ThreadPoolExecutor(len(stage)) as pool:
+            results += pool.map(partial(run, len(stage) == 1), stage)
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    rows = [HEAD, *(r.cells() for r in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return "\n".join(
+        " ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    )
+
+
+def total(results: Sequence[Result]) -> str:
+    return f"{sum(r.counts['passed'] for r in results)} passed, {sum(r.failed for r in results)} failed"
+
+
+def machine() -> str:
+    """The machine's class, in words."""
+    cpu = re.search(r"(?m)^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"(?m)^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    cores, gib = os.cpu_count(), round(int(memory[1]) / 2**20) if memory else 0
+    return f"{cpu[1].strip() if cpu else os.uname().machine}, {cores} cores, {gib} GiB"
+
+
+def commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "HEAD") or "unknown") + (" with local changes" if changed else "")
+
+
+def page(results: Sequence[Result], date: str, commit: str, machine: str) -> str:
+    """docs/verified/nightly.md."""
+    rows = "\n".join(f"| {' | '.join(r.cells())} |" for r in results)
+    return f"""# The nightly run
+
+What takes too long for CI, as `make nightly` ran it last and wrote it down here: it holds for the commit named below,
+which may be older than this page.
+
+- date: {date}
+- commit: {commit}
+- machine: {machine}
+- result: {total(results)}
+
+| {" | ".join(HEAD)} |
+|{"---|" * len(HEAD)}
+{rows}
+
+The parts are targets of the Makefile; `nightly-tests` are the tests marked `nightly`.
+"""
+
+
+def main(which: str) -> int:
+    at, here, date = commit(), machine(), datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    results = run_stages(STAGES[which], lambda part: ["make", "--no-print-directory", part])
+    if which == "nightly":
+        PAGE.write_text(page(results, date, at, here))
+        print(f"wrote {PAGE.relative_to(ROOT)}; commit it by hand")
+    print(f"\n{table(results)}\n\n{total(results)}")
+    return int(any(r.failed for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

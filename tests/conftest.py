@@ -1,0 +1,3 @@
+"""Settings for the whole test suite."""
+
+pytest_plugins = ["seeded_sample"]

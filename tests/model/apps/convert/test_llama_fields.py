@@ -1,0 +1,139 @@
+"""config.json of a Llama, field by field: transformers' defaults; fields that would change results are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hal import HalError
+from hal.model.apps.convert import llama
+from hal.model.apps.convert.hf_config import Fields
+from hal.model.config.schema import Config
+
+SIZES = {
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+}
+
+
+def tensors(tied: bool = False, bias: bool = False) -> dict[str, torch.Tensor]:
+    sizes = {f"self_attn.{n}_proj": (8, 8) for n in "qkvo"}
+    sizes.update({"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)})
+    found = {f"model.layers.0.{n}.weight": torch.zeros(size) for n, size in sizes.items()}
+    if bias:
+        found.update({f"model.layers.0.{n}.bias": torch.zeros(size[0]) for n, size in sizes.items()})
+    norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+    found.update({f"model.{n}.weight": torch.zeros(8) for n in norms})
+    found["model.embed_tokens.weight"] = torch.zeros(32, 8)
+    return found if tied else {**found, "lm_head.weight": torch.zeros(32, 8)}
+
+
+def options(**fields: Any) -> dict[str, Any]:
+    tied, bias = fields.get("tie_word_embeddings", False), fields.get("attention_bias", False)
+    given = tensors(tied, bias)
+    read = llama.read(Fields({**SIZES, **fields}, "config.json"), given).options
+    assert given == {}, "every tensor has its place"
+    return read
+
+
+def test_what_a_file_leaves_out_is_transformers_default() -> None:
+    config = pytest.importorskip("transformers", reason="needs transformers (extra: convert)").LlamaConfig
+    assert options() == options(**config(**SIZES).to_dict())
+    assert options() == {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "ffn_hidden_size": 12,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 2,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000.0,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-6,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": 0.02,
+    }
+
+
+def test_what_a_file_says_is_taken() -> None:
+    assert options(attention_bias=True, mlp_bias=True)["disable_bias_linear"] is False
+    assert options(tie_word_embeddings=True)["untie_embeddings_and_output_weights"] is False
+    assert options(rope_theta=500.0)["rotary_base"] == 500.0
+    assert options(rope_theta=500.0, rope_parameters={"rope_theta": 7.0})["rotary_base"] == 7.0
+    assert options(head_dim=6)["kv_channels"] == 6
+
+
+NEUTRAL: list[tuple[str, list[Any], Any]] = [
+    ("hidden_act", ["silu"], "gelu"),
+    ("attention_multiplier", [None], 1),
+    ("embedding_multiplier", [None, 1, 1.0], 2),
+    ("residual_multiplier", [None, 1, 1.0], 2),
+    ("logits_scaling", [None, 1, 1.0], 2),
+    ("logit_scale", [None, 1, 1.0], 2),
+    ("attn_logit_softcapping", [None], 1),
+    ("final_logit_softcapping", [None], 1),
+    ("partial_rotary_factor", [None, 1, 1.0], 2),
+    ("clip_qkv", [None], 1),
+    ("use_qk_norm", [None, False], True),
+    ("qk_layernorm", [None, False], True),
+    ("num_experts", [None, 0, 1], 2),
+    ("num_local_experts", [None, 0, 1], 2),
+    ("no_rope_layers", [None, []], [1]),
+    ("quantization_config", [None], {}),
+    ("rope_scaling", [None, {}, {"rope_type": "default"}, {"type": "default", "factor": 1.0}], {"type": "linear"}),
+    ("rope_scaling", [{"factor": 1, "partial_rotary_factor": 1}], {"factor": 2}),
+    ("rope_parameters", [{"rope_type": "default"}, {"partial_rotary_factor": None}], {"partial_rotary_factor": 2}),
+    ("sliding_window", [None, 16, 17], 15),
+    ("mlp_bias", [None, False], True),
+]
+
+
+@pytest.mark.parametrize("name, neutral, other", NEUTRAL, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(NEUTRAL)])
+def test_fields_of_relatives_pass_only_where_they_change_nothing(name: str, neutral: list[Any], other: Any) -> None:
+    for value in neutral:
+        assert options(**{name: value}) == options()
+    with pytest.raises(HalError, match=r"counterpart in HAL's model|is not converted"):
+        options(**{name: other})
+
+
+def test_a_window_counts_only_where_it_is_used() -> None:
+    assert options(sliding_window=4, use_sliding_window=False) == options()
+
+
+HAL = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+}
+
+
+@pytest.mark.parametrize(
+    "option, reason",
+    [
+        ({}, None),
+        ({"disable_bias_linear": True}, None),
+        ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type learned_absolute"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"swiglu": False}, "an MLP other than --swiglu"),
+        ({"add_qkv_bias": True, "disable_bias_linear": True}, "--add-qkv-bias"),
+        ({"use_sandwich_norm": True}, "--use-sandwich-norm"),
+    ],
+)
+def test_reasons_against_writing_a_model(option: dict[str, Any], reason: str | None) -> None:
+    assert llama.reasons_against(Config(**{**HAL, **option})) == ([] if reason is None else [reason])

@@ -1,0 +1,184 @@
+"""Checkpoints: loading returns what was saved, damage is detected, and a kill at any moment loses nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hal import HalError, SingleRankComm
+from hal.model.checkpoint import reader, writer
+
+KILL = """
+import os, shutil, signal, sys, pathlib, torch
+from hal.model.checkpoint import reader, writer
+
+root = pathlib.Path(sys.argv[1])
+old, new = ({"a": torch.full((5, 3), v), "b": torch.full((4,), v)} for v in (1.0, 2.0))
+
+def die_at(n):
+    # Every call that changes what is on the disk counts as a moment; the process dies right before number n.
+    left = [n]
+    def counted(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return call
+    for name in ("fsync", "rename", "replace", "mkdir", "chmod"):
+        setattr(os, name, counted(getattr(os, name)))
+    os.open = counted(os.open)
+
+moments, seen = 0, set()
+while True:
+    shutil.rmtree(root, ignore_errors=True)
+    writer.save(root, 10, old, {"iteration": 10})
+    child = os.fork()
+    if child == 0:
+        die_at(moments)
+        saver = writer.Saver(background=sys.argv[2] == "background")
+        saver.save(root, 20, new, {"iteration": 20})
+        saver.wait()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    folder, state = reader.read_state(root)
+    found = {"a": torch.zeros(5, 3), "b": torch.zeros(4)}
+    reader.load_tensors(folder, found)
+    value = {10: 1.0, 20: 2.0}[state["iteration"]]
+    assert all(bool((t == value).all()) for t in found.values()), (moments, state)
+    seen.add(state["iteration"])
+    # whatever was left behind, the next save works
+    writer.save(root, 20, new, {"iteration": 20})
+    assert reader.read_state(root)[1]["iteration"] == 20
+    assert not list(root.glob(".*")), list(root.iterdir())
+    if os.WIFEXITED(status):
+        break
+    moments += 1
+print(moments, sorted(seen))
+"""
+
+
+@pytest.mark.parametrize("where", ["foreground", "background"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, where):
+    done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save"), where], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    moments, seen = done.stdout.split(maxsplit=1)
+    assert int(moments) >= 10 and seen.strip() == "[10, 20]"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    tensors = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16()}
+    writer.save(tmp_path, 3, tensors, {"iteration": 3, "x": [1, 2.5]})
+    return tmp_path, tensors
+
+
+def test_what_is_written_is_what_is_read(saved):
+    root, tensors = saved
+    folder, state = reader.read_state(root)
+    found = {name: torch.zeros_like(t) for name, t in tensors.items()}
+    reader.load_tensors(folder, found)
+    assert state == {"iteration": 3, "x": [1, 2.5]} and folder.name == "iter_0000003"
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o640}
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
+def test_damage_is_noticed(saved):
+    root, _ = saved
+    data = next(p for p in (root / "iter_0000003").iterdir() if p.suffix == ".distcp")
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(HalError, match="damaged"):
+        reader.read_state(root)
+    data.unlink()
+    with pytest.raises(HalError, match="missing"):
+        reader.read_state(root)
+    (root / "latest_checkpointed_iteration.txt").write_text("newest")
+    with pytest.raises(HalError, match="iteration number"):
+        reader.read_state(root)
+
+
+def test_another_models_checkpoint_is_refused(saved):
+    root, _ = saved
+    folder, _ = reader.read_state(root)
+    with pytest.raises(HalError, match=r"shape \(5, 3\) for a, this model has \(5, 4\)"):
+        reader.load_tensors(folder, {"a": torch.zeros(5, 4)})
+    with pytest.raises(HalError, match="no tensor for c"):
+        reader.load_tensors(folder, {"c": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"state": ["iteration", 3]}, "state should be an object with an iteration number"),
+        ({"state": {}}, "state should be an object with an iteration number"),
+        ({"state": {"iteration": "3"}}, "state should be an object with an iteration number"),
+        ({"state": {"iteration": True}}, "state should be an object with an iteration number"),
+        ({"state": {"iteration": -1}}, "state should be an object with an iteration number"),
+        ({"sums": {"a": 7}}, "sha256 should contain a checksum for each file"),
+        ({"sums": {"\u00e4": "text"}}, "sha256 should contain a checksum for each file"),
+        ({"sums": {reader.MANIFEST: "another"}}, "is damaged"),
+        ({"sums": {"absent.distcp": "text"}}, "absent.distcp is missing"),
+    ],
+)
+def test_a_manifest_that_is_not_what_it_should_be(saved, change, words):
+    """Whether it is intact by its own checksum, unless the checksum is what was damaged."""
+    root, _ = saved
+    path = root / "iter_0000003" / reader.MANIFEST
+    manifest = json.loads(path.read_text())
+    state = change.get("state", manifest["state"])
+    sums = {**manifest["sha256"], reader.MANIFEST: reader.state_checksum(state), **change.get("sums", {})}
+    path.write_text(json.dumps({"state": state, "sha256": sums}))
+    with pytest.raises(HalError, match=words):
+        reader.read_state(root)
+
+
+@pytest.mark.parametrize(
+    "text, newest",
+    [("0\n", 0), ("12", 12), ("9" * 18, 10**18 - 1), (" 7 \n", 7), ("release\n", "release"), (None, None)],
+)
+def test_the_tracker_names_an_iteration_or_a_release(tmp_path, text, newest):
+    if text is not None:
+        (tmp_path / reader.LATEST).write_text(text)
+    assert reader.tracked(tmp_path) == newest
+    assert reader.latest(tmp_path) == (0 if newest == "release" else newest)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.0", "9" * 19, "\u0663", "\u00b2", "Release"])
+def test_a_damaged_tracker_is_refused(tmp_path, text):
+    (tmp_path / reader.LATEST).write_text(text)
+    with pytest.raises(HalError, match="should contain an iteration number or 'release'"):
+        reader.tracked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "newest, keep, left", [(40, 1, [40]), (40, 2, [30, 40]), (40, 9, [10, 20, 30, 40]), (20, 1, [20, 40])]
+)
+def test_the_oldest_are_removed_but_never_the_latest(tmp_path, newest, keep, left):
+    for iteration in (10, 20, 30, 40):
+        reader.folder_of(tmp_path, iteration).mkdir()
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / "iter_0000005").write_text("a file")
+    (tmp_path / reader.LATEST).write_text(str(newest))
+    reader.prune(tmp_path, keep)
+    assert [int(p.name[5:]) for p in sorted(tmp_path.glob("iter_0*")) if p.is_dir()] == left
+    assert (tmp_path / "iter_notes").is_dir() and (tmp_path / "iter_0000005").is_file()
+
+
+def test_numbers_and_text_are_told_as_they_are():
+    assert reader.broadcast_integers(SingleRankComm(), [3, -(2**62), 0]) == [3, -(2**62), 0]
+    assert reader.broadcast_text(SingleRankComm(), "\u00fcber 9000", 0) == "\u00fcber 9000"
+
+
+def test_the_oldest_are_removed_also_when_iterations_get_an_eighth_digit(tmp_path):
+    iterations = (9_999_999, 10_000_000, 10_000_001)
+    for iteration in iterations:
+        reader.folder_of(tmp_path, iteration).mkdir()
+    (tmp_path / reader.LATEST).write_text(str(iterations[-1]))
+    reader.prune(tmp_path, 2)
+    assert sorted(int(p.name[5:]) for p in tmp_path.glob("iter_*")) == list(iterations[1:])

@@ -1,0 +1,223 @@
+"""Which parts of a checkpoint --load restores, option by option, and how many checkpoints --save keeps."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import hal
+from hal.model.checkpoint import reader
+from hal.model.config.schema import Config, ConfigError
+from hal.model.training import run as command
+from hal.model.training.loss_scaler import LossScaler
+from hal.model.training.trainer import peak_memory_bytes
+from hal.model.training.trainer_state import _require_progress, options, require_same_model
+
+
+@pytest.fixture(autouse=True)
+def backend(cpu_ref):
+    return cpu_ref
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    trainer = command.build(tiny())[0]
+    for _ in range(3):
+        trainer.step()
+    trainer.save(tmp_path)
+    return trainer, tmp_path
+
+
+def weights(trainer):
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_finetune_takes_the_weights_only(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), finetune=True, seed=99))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+    assert (after.iteration, after.consumed, after.optimizer.steps) == (0, 0, 0)
+    assert all(not bool(m.any()) for m in after.optimizer.exp_avg.values())
+
+
+@pytest.mark.parametrize(
+    "same_thing",
+    [
+        {"next_tokens": 0, "pre_tokens": 1 << 16},
+        {"next_tokens": 7},
+        {"num_layers": 3, "noop_layers": ("2",)},
+        {"rotary_base": 500.0},
+    ],
+)
+def test_the_same_model_in_other_words_continues(saved, tiny, same_thing):
+    _, root = saved
+    config = tiny(load=str(root))
+    for name, value in same_thing.items():  # some of these the command line would refuse as without effect
+        setattr(config, name, value)
+    require_same_model(reader.read_state(root, hal.SingleRankComm())[1], config, root, weights_only=False)
+
+
+def test_finetuned_weights_may_serve_another_function(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), finetune=True, pre_tokens=3))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+
+
+def test_no_load_optim_keeps_the_place_and_restarts_the_optimizer(saved, tiny):
+    before, root = saved
+    after = command.build(tiny(load=str(root), no_load_optim=True))[0]
+    after.load(root)
+    assert same(weights(after), weights(before))
+    assert (after.iteration, after.consumed) == (before.iteration, before.consumed) and after.optimizer.steps == 0
+    assert all(not bool(m.any()) for m in after.optimizer.exp_avg_sq.values())
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"num_attention_heads": 2}, "num-attention-heads 4, this run has 2"),
+        ({"position_embedding_type": "rope"}, "position-embedding-type learned_absolute, this run has rope"),
+        ({"norm_epsilon": 0.1}, "norm-epsilon 1e-05, this run has 0.1"),
+        ({"pre_tokens": 3}, "pre-tokens None, this run has 3; .*--finetune to begin with its weights alone"),
+        ({"num_layers": 3, "noop_layers": ("1",)}, "num-layers 2, this run has 3 without 1"),
+        ({"num_layers": 1}, "num-layers 2, this run has 1"),
+        ({"disable_bias_linear": True, "finetune": True}, "disable-bias-linear False, this run has True"),
+        ({"normalization": "RMSNorm", "finetune": True}, "normalization LayerNorm, this run has RMSNorm"),
+    ],
+)
+def test_another_model_of_the_same_shapes_is_refused(saved, tiny, other, words):
+    with pytest.raises(ConfigError, match=words):
+        command.build(tiny(load=str(saved[1]), **other))[0].load(saved[1])
+
+
+def test_no_load_rng_goes_on_with_another_seed(saved, tiny):
+    before, root = saved
+    other = command.build(tiny(load=str(root), seed=99))[0]
+    with pytest.raises(ConfigError, match="--no-load-rng goes on"):
+        other.load(root)
+    after = command.build(tiny(load=str(root), seed=99, no_load_rng=True))[0]
+    after.load(root)
+    assert same(weights(after), weights(before)) and after.rng.seed == 99
+    assert same(after.optimizer.exp_avg, before.optimizer.exp_avg) and after.optimizer.steps == 3
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny, tmp_path):
+    trainer = command.build(tiny(save=str(tmp_path), keep_checkpoint_max=2))[0]
+    for _ in range(4):
+        trainer.step()
+        trainer.save(tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+    assert reader.latest(tmp_path) == 4
+
+
+@pytest.mark.parametrize("options", [{"finetune": True}, {"no_load_optim": True}, {"keep_checkpoint_max": 2}])
+def test_options_that_nothing_would_read_are_refused(options, tiny):
+    with pytest.raises(ConfigError, match="would be ignored"):
+        tiny(**options)
+
+
+PROGRESS = {
+    "consumed_samples": 8,
+    "skipped": 0,
+    "optimizer_steps": 2,
+    "rng": [7, 0],
+    "loss_scaler": asdict(LossScaler()),
+}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(
+            (name, value)
+            for name in ("consumed_samples", "skipped", "optimizer_steps")
+            for value in (-1, 1.0, True, None)
+        ),
+        *(("rng", value) for value in (None, 7, [], [7], [7, 0, 0], [7, "0"], (7, 0))),
+        *(("loss_scaler", value) for value in (None, [], {"scale": "1"}, {"scale": None}, {"factor": 1.0})),
+    ],
+)
+def test_progress_of_another_kind_is_refused_by_name(name, value):
+    _require_progress(PROGRESS, Path("iter_0000002"))
+    with pytest.raises(hal.HalError, match=f"iter_0000002: its state has no {name}, or not as training writes it"):
+        _require_progress({**PROGRESS, name: value}, Path("iter_0000002"))
+
+
+def test_all_that_is_wrong_with_progress_is_said_at_once():
+    with pytest.raises(hal.HalError, match="no consumed_samples, skipped, optimizer_steps, rng, loss_scaler, or"):
+        _require_progress({}, Path("iter_0000002"))
+
+
+PLAIN = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32}
+ROPE = {"position_embedding_type": "rope"}
+BIASES = {"disable_bias_linear": True, "add_qkv_bias": True}
+
+
+def same_model(saved, ours, *, weights_only=False):
+    """The name of the option that is refused between two models of these options, or None."""
+    state = {"config": options(Config(**{**PLAIN, **saved}))}
+    try:
+        require_same_model(state, Config(**{**PLAIN, **ours}), Path("folder"), weights_only=weights_only)
+    except ConfigError as error:
+        return str(error).split(" was made with ")[1].split(" ")[0]
+    return None
+
+
+@pytest.mark.parametrize(
+    "saved, ours, name, of_weights",
+    [
+        ({}, {"num_attention_heads": 2}, "num-attention-heads", True),
+        ({}, {"num_query_groups": 2}, "num-query-groups", True),
+        ({}, ROPE, "position-embedding-type", True),
+        ({}, {"normalization": "RMSNorm"}, "normalization", True),
+        ({}, {"swiglu": True}, "swiglu", True),
+        ({}, {"geglu": True}, "geglu", True),
+        ({}, {"disable_bias_linear": True}, "disable-bias-linear", True),
+        ({}, {"untie_embeddings_and_output_weights": True}, "untie-embeddings-and-output-weights", True),
+        ({}, {"use_sandwich_norm": True}, "use-sandwich-norm", True),
+        ({"disable_bias_linear": True}, BIASES, "add-qkv-bias", True),
+        ({}, {"num_layers": 3}, "num-layers", True),
+        ({}, {"num_layers": 5}, "num-layers", True),
+        ({"noop_layers": ("1",)}, {"num_layers": 3}, "num-layers", True),
+        ({"noop_layers": ("1",)}, {"noop_layers": ("2",)}, "num-layers", True),
+        # Padding of the pipeline and no-op layers are not part of the model.
+        ({"noop_layers": ("2", "3")}, {"num_layers": 2}, None, None),
+        ({}, {"noop_layers": ("7",)}, None, None),
+        ({}, {"norm_epsilon": 1e-3}, "norm-epsilon", False),
+        (ROPE, {**ROPE, "rotary_base": 500.0}, "rotary-base", False),
+        (ROPE, {**ROPE, "rotary_percent": 0.5}, "rotary-percent", False),
+        (ROPE, {**ROPE, "rotary_interleaved": True}, "rotary-interleaved", False),
+        ({}, {"rotary_base": 500.0, "rotary_percent": 0.5, "rotary_interleaved": True}, None, None),
+        ({}, {"gelu_approximate": "none"}, "gelu-approximate", False),
+        ({"swiglu": True}, {"swiglu": True, "gelu_approximate": "none"}, None, None),
+        ({}, {"pre_tokens": 31}, "pre-tokens", False),
+        ({}, {"pre_tokens": 32}, None, None),
+        ({}, {"next_tokens": -1}, "next-tokens", False),
+        ({}, {"next_tokens": 1}, None, None),
+    ],
+)
+def test_models_that_weights_do_not_tell_apart(saved, ours, name, of_weights):
+    for one, other in ((saved, ours), (ours, saved)):
+        assert same_model(one, other) == name
+        # With weights alone, options that change how the model uses them may differ.
+        assert same_model(one, other, weights_only=True) == (name if of_weights else None)
+
+
+def test_a_checkpoint_without_options_is_believed():
+    require_same_model({}, Config(**PLAIN), Path("folder"), weights_only=False)
+    require_same_model({"config": {"hidden_size": 32}}, Config(**PLAIN), Path("folder"), weights_only=False)
+
+
+def test_peak_memory_is_the_backends_or_the_processs(references):
+    assert hal.backend().memory_stats().get("peak") is None
+    assert peak_memory_bytes() > 1 << 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hal.backend(), "memory_stats", lambda: {"peak": 7})
+        assert peak_memory_bytes() == 7

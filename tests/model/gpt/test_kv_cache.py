@@ -1,0 +1,72 @@
+"""The KV cache does not change results: tokens processed in chunks give the logits of the whole sequence."""
+
+import pytest
+import torch
+
+import hal
+from hal.model.config.schema import Config
+from hal.model.gpt.kv_cache import KeyValueCache
+from hal.model.gpt.model import GPT
+from hal.model.parallel.tensor_sharding import Parallel
+
+SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 101}
+ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
+KINDS = {
+    "gpt2": {},
+    "no-flash-attn": {"use_flash_attn": False},
+    "llama": ROPE,
+    "llama-interleaved-no-flash-attn": {**ROPE, "rotary_interleaved": True, "use_flash_attn": False},
+    "window": {**ROPE, "pre_tokens": 3},
+    "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
+    "bnsd": {"shape_order": "BNSD"},
+    "sandwich": {**ROPE, "use_sandwich_norm": True},
+}
+
+
+def cached(model, tokens, pieces):
+    config, layers = model.config, range(model.config.num_layers)
+    cache = KeyValueCache(config, layers, len(tokens), tokens.shape[1] + 2, Parallel(), torch.device("cpu"))
+    return torch.cat([model(part, cache=cache) for part in tokens.split(pieces, 1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_of_pieces_are_those_of_the_whole(cpu_ref, kind):
+    model = GPT(Config(**SIZES, **KINDS[kind], init_method_std=0.2), torch.device("cpu"))
+    tokens = torch.randint(0, 101, (3, 12), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens)
+    for pieces in ([12], [5, 7], [1] * 12, [7, 1, 1, 3]):
+        torch.testing.assert_close(cached(model, tokens, pieces), whole, rtol=2e-5, atol=2e-5)
+
+
+def test_sequences_cut_over_ranks_are_refused(references):
+    with pytest.raises(hal.ContractError, match="--sequence-parallel"):
+        KeyValueCache(Config(**SIZES), range(3), 1, 8, Parallel(sequence=True), torch.device("cpu"))
+
+
+def group(size):
+    """A group of the given number of ranks, of which this is the first."""
+    comm = hal.SingleRankComm()
+    comm.size = size
+    return comm
+
+
+def test_a_tensor_parallel_rank_keeps_its_own_heads_and_positions_go_on(references):
+    config = Config(**SIZES, **{**ROPE, "num_query_groups": 4})
+    cache = KeyValueCache(config, [5], 2, 7, Parallel(tp=group(2), cp=group(1)), torch.device("cpu"))
+    part = torch.arange(3 * 2 * 2 * 8.0).view(3, 2, 2, 8)  # positions, sequences, 4 groups over 2 ranks, channels
+    keys, values = cache.append(5, part, -part)
+    assert torch.equal(keys, part) and torch.equal(values, -part)
+    first = cache.rotary_cos_sin(3)
+    cache.advance(3)
+    keys, values = cache.append(5, part + 1, part + 2)
+    assert torch.equal(keys, torch.cat([part, part + 1])) and torch.equal(values, torch.cat([-part, part + 2]))
+    assert cache.length == 3 and cache.capacity == 7 and cache.rotary_cos_sin(4)[0].shape[0] == 4
+    whole = KeyValueCache(config, [], 1, 7, Parallel(), torch.device("cpu")).rotary_cos_sin(7)
+    for angles, begin, end in ((first, 0, 3), (cache.rotary_cos_sin(2), 3, 5)):
+        assert all(torch.equal(a, w[begin:end]) for a, w in zip(angles, whole))
+
+
+def test_sequences_cut_over_context_ranks_are_refused(references):
+    with pytest.raises(hal.ContractError, match="--context-parallel-size 1"):
+        KeyValueCache(Config(**SIZES), range(3), 1, 8, Parallel(cp=group(2)), torch.device("cpu"))
