@@ -6,9 +6,11 @@ that is not declared. Every communicator has a timeout; when it expires, the err
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +155,7 @@ class TorchComm(Comm):
         self._progress = Progress.of_world().group(group.group_name, self.rank, self.size)
         self.device = device or torch.device("cpu")
         self._broken: HalError | None = None
+        _communicators.add(self)
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
@@ -259,6 +262,23 @@ class TorchComm(Comm):
             f"{what} #{seq} on group '{self.name}' failed on rank {dist.get_rank()}: {first}. Ranks that did not "
             f"arrive: {', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
         )
+
+
+_communicators: weakref.WeakSet[TorchComm] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_gloo_threads() -> None:
+    """Releases gloo's process groups, whose destructors wait for the groups' threads.
+
+    A thread of gloo drops its reference to a tensor some time after the collective has completed. If that is the last
+    reference, it needs the interpreter's lock, and if the interpreter has ended by then, the process aborts.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        for comm in list(_communicators):
+            del comm.group
+        Progress.release()
+        dist.destroy_process_group()
 
 
 def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0) -> HalError | None:

@@ -77,7 +77,7 @@ class Progress:
     _current: Progress | None = None
 
     def __init__(self, world: Any) -> None:
-        self.world = world
+        self.world: Any = world
         self.store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
             "hal.progress", dist.distributed_c10d._get_default_store()
         )
@@ -96,6 +96,13 @@ class Progress:
                 cls._current._end()
             cls._current = cls(dist.group.WORLD)
         return cls._current
+
+    @classmethod
+    def release(cls) -> None:
+        """Stops publishing and drops the reference to the default process group."""
+        if (current := cls._current) is not None:
+            current._end()
+            current.world = cls._current = None
 
     def missing_ranks(self, rank: int, size: int, seconds: float) -> list[int]:
         """Publishes that this rank's collective failed; returns the ranks that did not do so within `seconds`.

@@ -122,6 +122,31 @@ def test_a_node_whose_node_0_is_missing_says_so(worker: str) -> None:
     assert done.returncode == 2 and "did not answer within 2 s" in done.stderr and "127.0.0.1:29411" in done.stderr
 
 
+THREADS_AT_EXIT = """
+import atexit, os
+
+@atexit.register  # runs after the handlers that the import of hal registers
+def _print() -> None:
+    threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    print("gloo threads:", sum("gloo" in name for name in threads))
+
+import torch, hal
+comm = hal.torch_comm(hal.GLOO, timeout=60)
+pair = hal.torch_comm(hal.GLOO, [0, 1], timeout=60)
+assert pair.all_reduce(comm.all_reduce(torch.ones(1))).item() == 4
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads by /proc")
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path) -> None:
+    """Such a thread aborts the process if it then releases the last reference to a tensor."""
+    (tmp_path / "worker.py").write_text(THREADS_AT_EXIT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(tmp_path / "worker.py")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("gloo threads: 0") == 2, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_same_workers(worker: str) -> None:
     # --standalone takes a free port: 29500 may be in use by another job of this machine.
