@@ -48,7 +48,11 @@ class Npu(hal.Backend):
         return environment.look(self.devices if self.simulate else None)
 
     def build(self) -> None:
-        """Loads torch_npu, after the simulated CANN libraries if simulated. Raises BackendUnavailable."""
+        """Loads torch_npu, after the simulated CANN libraries if simulated. Raises BackendUnavailable.
+
+        To be called before the first backward pass of the process, at which torch creates its autograd queues, one per
+        registered device.
+        """
         from . import simulator
 
         # The simulated libraries must be in the process before torch_npu is, whose symbols the loader then finds there.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,16 +11,10 @@ from hal.backends.npu import Npu, simulator
 
 
 @pytest.fixture(scope="session")
-def simulated() -> Iterator[Npu]:
-    """The backend, built and loaded once. Device memory is filled with NaN when it is allocated."""
-    if importlib.util.find_spec("torch_npu") is None:
+def simulated(simulated_npu: Npu | None) -> Npu:
+    if simulated_npu is None:
         pytest.skip("torch_npu is not installed (pip install 'torch-hal[npu]')")
-    before = dict(os.environ)
-    backend = Npu(simulate=True, poison=True)
-    backend.build()
-    os.environ.clear()  # what it leaves to child processes is not for other tests
-    os.environ.update(before)
-    yield backend
+    return simulated_npu
 
 
 @pytest.fixture
