@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_options import LLAMA_OPTIONS
 from torch import Tensor
 
 import hal
@@ -38,16 +39,7 @@ COMMON = {
     "init_method_std": 0.2,  # far from the flat start at log(vocabulary), so that mistakes show in the loss
 }
 GPT2 = {**COMMON}
-LLAMA = {
-    **COMMON,
-    "swiglu": True,
-    "ffn_hidden_size": 48,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "num_query_groups": 4,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA = {**COMMON, **LLAMA_OPTIONS, "ffn_hidden_size": 48, "num_query_groups": 4}
 
 
 @dataclass

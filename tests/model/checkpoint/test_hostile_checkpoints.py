@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_options import LLAMA_OPTIONS
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from hal import HalError
@@ -29,15 +30,7 @@ COMMON = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 GPT2 = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
-LLAMA = {
-    **GPT2,
-    "swiglu": True,
-    "hidden_dropout": 0.0,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA = {**GPT2, **LLAMA_OPTIONS, "hidden_dropout": 0.0}
 WORD = "embedding.word_embeddings.weight"
 STACK = "decoder.layers.mlp.linear_fc1.weight"
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from model_options import LLAMA_OPTIONS
 
 import hal
 from hal import ops
@@ -13,15 +14,7 @@ from hal.model.gpt.dropout_rng import DropoutRng
 from hal.model.gpt.model import GPT
 
 GPT2 = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 24}
-LLAMA = {
-    **GPT2,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "num_query_groups": 2,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA = {**GPT2, **LLAMA_OPTIONS, "num_query_groups": 2}
 
 
 def model(**options):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from model_options import LLAMA_OPTIONS
 
 import hal
 from hal.model.apps.convert.megatron_core import to_megatron_core
@@ -21,15 +22,7 @@ from hal.model.training.optimizer import Optimizer
 VOCABULARY, LAYERS, LENGTH, MICROBATCHES, LR = 128, 4, 16, 2, 1e-2
 EPS = 1e-2  # Adam divides by |gradient| + eps: with a smaller one, rounding errors of zero gradients become steps
 GPT2 = {"gelu_approximate": "none"}
-LLAMA = {
-    "swiglu": True,
-    "ffn_hidden_size": 48,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "num_query_groups": 2,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA = {**LLAMA_OPTIONS, "ffn_hidden_size": 48, "num_query_groups": 2}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_options import LLAMA_OPTIONS
 from torch import Tensor
 
 from hal.model.apps.convert.weights import Weights
@@ -17,14 +18,10 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_leng
 GPT2: dict[str, Any] = {**SIZES}
 LLAMA: dict[str, Any] = {
     **SIZES,
-    "swiglu": True,
+    **LLAMA_OPTIONS,
     "hidden_dropout": 0.0,  # which Hugging Face has no place for
     "ffn_hidden_size": 48,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
     "num_query_groups": 2,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
 }
 VOCABULARY = 101
 TOKENS = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_options import LLAMA_OPTIONS
 
 import hal
 from hal import HalError
@@ -15,15 +16,7 @@ from hal.testing.processes import run_processes
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 100}
 GPT2 = SIZES
-LLAMA = {
-    **SIZES,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "num_query_groups": 2,
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA = {**SIZES, **LLAMA_OPTIONS, "num_query_groups": 2}
 
 
 def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:

@@ -7,26 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_options import byte_model
 
 from hal import HalError
 from hal.model.apps.evaluation import harness
 from hal.model.apps.evaluation.harness import RequestHandler
-from hal.model.config.schema import Config, ConfigError
+from hal.model.config.schema import ConfigError
 from hal.model.data.tokenizers.tokenizer import ByteTokenizer
-from hal.model.gpt.model import GPT
 from hal.model.inference.decoding import generate
-from hal.model.inference.engine import Engine
-from hal.model.inference.load import Pretrained
 
 BYTES, LENGTH = ByteTokenizer(), 16
 
 
 @pytest.fixture
 def model(cpu_ref):
-    config = Config(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=LENGTH, init_method_std=0.3)
-    config.set_vocabulary(257)
-    engine = Engine(GPT(config, torch.device("cpu")).requires_grad_(False), 257)
-    return Pretrained(config, engine, BYTES, 0, {})
+    return byte_model(LENGTH)
 
 
 def asked(*args):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_options import byte_model
 
 from hal import HalError
 from hal.model.config.schema import Config
@@ -41,10 +42,7 @@ BYTES, LENGTH = ByteTokenizer(), 48
 
 @pytest.fixture
 def model(cpu_ref):
-    config = Config(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=LENGTH, init_method_std=0.3)
-    config.set_vocabulary(257)
-    engine = Engine(GPT(config, torch.device("cpu")).requires_grad_(False), 257)
-    return Pretrained(config, engine, BYTES, 0, {})
+    return byte_model(LENGTH)
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""Options of a LLaMA-like model of any size, and a small trained-model object, for tests of different folders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hal.model.config.schema import Config
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer
+from hal.model.gpt.model import GPT
+from hal.model.inference.engine import Engine
+from hal.model.inference.load import Pretrained
+
+LLAMA_OPTIONS: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def byte_model(length: int) -> Pretrained:
+    """A model of bytes with contexts of `length` tokens and random weights, on the active backend's host memory."""
+    config = Config(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=length, init_method_std=0.3)
+    config.set_vocabulary(257)
+    engine = Engine(GPT(config, torch.device("cpu")).requires_grad_(False), 257)
+    return Pretrained(config, engine, ByteTokenizer(), 0, {})
