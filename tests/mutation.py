@@ -2,9 +2,9 @@
 
     python tests/mutation.py --samples 40 --seed 7 [--files FILE ...] [--json F] [--require 0.9]
 
-Each mutant of a source file meets the fast tests that TESTS names, in a copy of the tree. It is killed if one fails, or
-if they run much longer than without it. Exits 1 if fewer than `--require` are killed. Mutants that cannot change what
-the code guarantees are listed with the reason in fixtures/equivalent_mutants.json, and are not drawn.
+Each mutant of a source file runs against the fast tests that TESTS names, in a copy of the tree. It is killed if one
+fails, or if they run much longer than without it. Exits 1 if fewer than `--require` are killed. Mutants that cannot
+change what the code guarantees are listed with the reason in fixtures/equivalent_mutants.json, and are not sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tests" / "fixtures" / "equivalent_mutants.json"
-TESTS = {  # the fast tests, in tests/, that must notice a mutant of a source file; the quickest first
+TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, fastest first
     "hal/comm/contract.py": "hal/comm/test_comm.py",
     "hal/core/dispatch.py": "hal/core/test_dispatch.py",
     "hal/mesh.py": "hal/test_mesh.py",
@@ -76,17 +76,17 @@ class Mutant(NamedTuple):
 
 def mutants(file: str, source: str) -> list[Mutant]:
     """Every mutant of a file, in the order of its syntax tree."""
-    text, found = source.encode(), []
+    text, changes = source.encode(), []
     starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
     for node, parent in _nodes(ast.parse(source), None):
         for kind, old, new in _changes(node):
             begin, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
             changed = text[:begin] + f"({ast.unparse(new)})".encode() + text[end:]
             # The context distinguishes a change from the same change elsewhere in the file.
-            shown = parent if isinstance(parent, ast.expr) or kind == "constant" else old
-            texts = ast.unparse(shown), ast.unparse(copy.deepcopy(shown, {id(old): new}))
-            found.append(Mutant(file, old.lineno, kind, *texts, changed.decode()))
-    return found
+            expression = parent if isinstance(parent, ast.expr) or kind == "constant" else old
+            texts = ast.unparse(expression), ast.unparse(copy.deepcopy(expression, {id(old): new}))
+            changes.append(Mutant(file, old.lineno, kind, *texts, changed.decode()))
+    return changes
 
 
 def _nodes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -129,13 +129,13 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
 
 
 def draw(files: list[str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, as many from each file as there are. Those of a file do not depend on the other files."""
+    """`count` mutants, drawn evenly from the files. The choice within a file does not depend on the other files."""
     equivalent = {(e["file"], e["before"], e["after"]) for e in json.loads(EQUIVALENT.read_text())}
     pools, chosen = [], []
     for file in files:
-        found = mutants(file, (ROOT / file).read_text())
-        random.Random(f"{seed} {file}").shuffle(found)
-        pools.append([m for m in found if (m.file, m.before, m.after) not in equivalent])
+        candidates = mutants(file, (ROOT / file).read_text())
+        random.Random(f"{seed} {file}").shuffle(candidates)
+        pools.append([m for m in candidates if (m.file, m.before, m.after) not in equivalent])
     while len(chosen) < count and any(pools):
         chosen += [pool.pop() for pool in pools if pool]
     return sorted(chosen[:count])
@@ -182,7 +182,7 @@ def main() -> int:
                 limits[mutant.file], began = 30 + 4 * int(time.monotonic() - began), time.monotonic()
             before = path.read_text()
             path.write_text(mutant.source)
-            os.utime(path, (number, number))  # by its time and size Python knows whether a .pyc is of this source
+            os.utime(path, (number, number))  # Python matches a .pyc to its source by time and size
             killed = not passes(tree, tests, limits[mutant.file])
             path.write_text(before)
             seconds = round(time.monotonic() - began, 1)

@@ -1,8 +1,8 @@
 """The directions of dependency and the layout of the folders, checked in the syntax trees and by real imports.
 
 model -> ops -> hal <- backends; the model names no device; backends use public names only; hal imports no vendor.
-Inside hal/, model/ and benchmarks/ no file imports a folder that comes later in a fixed order, and no files import each
-other in a ring anywhere. File names are unique within a tree, and tests/ has the folders of what it tests.
+Inside hal/, model/ and benchmarks/ no file imports a folder that comes later in a fixed order, and there are no import
+cycles anywhere. File names are unique within a tree, and tests/ mirrors the folders that it tests.
 """
 
 import ast
@@ -34,8 +34,8 @@ def rule_of(name: str) -> Rule:
 BACKENDS = sorted(p.name for p in (ROOT / "backends").iterdir() if (p / "__init__.py").exists())
 
 
-def report(found):
-    assert not found, "\n" + "\n".join(map(str, found))
+def report(problems):
+    assert not problems, "\n" + "\n".join(map(str, problems))
 
 
 def test_the_model_names_no_device_and_no_backend():
@@ -253,8 +253,8 @@ def test_the_backend_rule_leaves_alone(source):
 
 
 def test_a_violation_shows_its_place():
-    (found,) = violations("import torch\n\nx = torch.cuda.Stream\n", Rule(forbidden=("torch.cuda",)), file="m.py")
-    assert str(found) == "m.py:3: refers to torch.cuda"
+    (violation,) = violations("import torch\n\nx = torch.cuda.Stream\n", Rule(forbidden=("torch.cuda",)), file="m.py")
+    assert str(violation) == "m.py:3: refers to torch.cuda"
 
 
 MODEL_ORDER = (
@@ -309,10 +309,10 @@ def tree_of(module):
 @pytest.fixture(scope="module")
 def edges():
     """Module -> the modules that it imports, in all trees together."""
-    known = {}
+    modules = {}
     for name, root in TREES.items():
-        known |= import_graph.modules(root, name)
-    return import_graph.graph(known)
+        modules |= import_graph.modules(root, name)
+    return import_graph.graph(modules)
 
 
 @pytest.mark.parametrize("package, order", [("hal.model", MODEL_ORDER), ("hal", HAL_ORDER), ("hal.bench", BENCH_ORDER)])
@@ -323,17 +323,17 @@ def test_no_file_imports_a_folder_that_comes_later(edges, package, order):
 
 
 def test_no_files_import_each_other_in_a_ring(edges):
-    assert {tree_of(module) for module in edges} == set(TREES), "files of every tree are looked at"
+    assert {tree_of(module) for module in edges} == set(TREES), "the graph contains every tree"
     assert import_graph.cycle(edges) == []
 
 
 def planted(**sources):
     """The imports within a package p; x__y stands for the file y in its folder x, init for an __init__."""
-    known = {}
+    modules = {}
     for name, source in sources.items():
         module = f"p.{name.replace('__', '.')}".removesuffix(".init")
-        known[module] = Module(source, module if name.endswith("init") else module.rpartition(".")[0])
-    return import_graph.graph(known)
+        modules[module] = Module(source, module if name.endswith("init") else module.rpartition(".")[0])
+    return import_graph.graph(modules)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ NOT_MIRRORED = {
 
 
 def misplaced(root):
-    """Folders in tests/ that mirror none of the project, and tests of the model that lie in none of its folders."""
+    """Folders in tests/ that mirror no folder of the project, and tests of the model outside its folders."""
     problems = []
     for folder, folders, files in os.walk(root / "tests"):
         folders[:] = [f for f in folders if f != "__pycache__"]

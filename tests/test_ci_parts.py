@@ -42,21 +42,21 @@ SCRIPTS = {
 def results(capsys):
     """The results of the planted parts, and their output."""
     stages = (("lint", "quick"), ("broken",), ("dead",))
-    found = parts.run_stages(stages, lambda part: [sys.executable, "-c", SCRIPTS[part]])
-    return found, capsys.readouterr().out
+    rows = parts.run_stages(stages, lambda part: [sys.executable, "-c", SCRIPTS[part]])
+    return rows, capsys.readouterr().out
 
 
 def test_all_parts_run_and_are_counted(results):
-    found, said = results
-    assert [r.cells()[:1] + r.cells()[2:] for r in found] == [
+    rows, output = results
+    assert [r.cells()[:1] + r.cells()[2:] for r in rows] == [
         ["lint", "-", "-", "-"],
         ["quick", "12", "0", "1"],
         ["broken", "2", "1", "0"],
         ["dead", "0", "1", "0"],
     ]
-    assert parts.total(found) == "14 passed, 2 failed"
-    assert "[lint] All checks passed!\n" in said and "\n1 failed, 2 passed in 0.30s\n" in said
-    assert len(parts.table(found).splitlines()) == 5
+    assert parts.total(rows) == "14 passed, 2 failed"
+    assert "[lint] All checks passed!\n" in output and "\n1 failed, 2 passed in 0.30s\n" in output
+    assert len(parts.table(rows).splitlines()) == 5
 
 
 def test_the_page_says_what_ran_where_and_when(results):

@@ -21,23 +21,23 @@ STATES = ("works", "partly", "planned", "out of scope")
 IDS = [f"F{n:03d}" for n in range(1, 165)]
 
 
-def named(shown: str) -> list[str]:
+def named(cell: str) -> list[str]:
     """The targets of a row: everything in backticks."""
-    return re.findall(r"`([^`]+)`", shown)
+    return re.findall(r"`([^`]+)`", cell)
 
 
 @functools.cache
 def functions_in(path: Path) -> dict[str, str]:
     """Name -> source of each test function in a file; methods as Class::name."""
     source = path.read_text()
-    found = {}
+    functions = {}
     for node in ast.parse(source).body:
         members = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
         for member in members:
             if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)) and member.name.startswith("test"):
-                found[prefix + member.name] = source
-    return found
+                functions[prefix + member.name] = source
+    return functions
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -98,12 +98,12 @@ def test_states_are_known_and_counted_at_the_top() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_what_a_row_names_exists(row: list[str]) -> None:
-    _, _, state, shown = row
-    assert [p for p in map(problem, named(shown)) if p] == []
+    _, _, state, cell = row
+    assert [p for p in map(problem, named(cell)) if p] == []
     if state in ("works", "partly"):
-        assert [x for x in named(shown) if x.startswith(("hal ", "--")) or "/" in x or (ROOT / x).is_file()]
+        assert [x for x in named(cell) if x.startswith(("hal ", "--")) or "/" in x or (ROOT / x).is_file()]
     if state == "partly":
-        assert "missing: " in shown, "what is missing is not said"
+        assert "missing: " in cell, "the row does not say what is missing"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def f(a: int = 1, *, b=True) -> int:
 
 
 def test_every_kind_of_mutant_and_no_text() -> None:
-    found = mutation.mutants("f.py", SOURCE)
-    assert [(m.line, m.kind) for m in found] == [
+    mutants = mutation.mutants("f.py", SOURCE)
+    assert [(m.line, m.kind) for m in mutants] == [
         (2, "constant"),
         (2, "constant"),
         (4, "negation"),
@@ -31,30 +31,30 @@ def test_every_kind_of_mutant_and_no_text() -> None:
         (6, "constant"),
         (7, "return"),
     ]
-    for m in found:
-        changed = [(a, b) for a, b in zip(SOURCE.splitlines(), m.source.splitlines(), strict=True) if a != b]
-        assert len(changed) == 1, "each changes one line of the source"
+    for m in mutants:
+        changed_lines = [(a, b) for a, b in zip(SOURCE.splitlines(), m.source.splitlines(), strict=True) if a != b]
+        assert len(changed_lines) == 1, "each changes one line of the source"
         compile(m.source, m.file, "exec")
-    (comparison,) = (m for m in found if m.kind == "comparison")
+    (comparison,) = (m for m in mutants if m.kind == "comparison")
     assert (comparison.before, comparison.after) == ("not b and a <= 2", "not b and a < 2")
 
 
 def test_a_sample_has_as_many_of_each_file_as_there_are() -> None:
     files = ["model/gpt/kv_cache.py", "hal/mesh.py", "hal/rng.py"]
-    drawn = mutation.draw(files, 9, seed=1)
-    assert [m.file for m in drawn] == sorted(files * 3) and len(set(drawn)) == 9
-    assert drawn == mutation.draw(files, 9, seed=1) != mutation.draw(files, 9, seed=2)
-    assert set(mutation.draw(files[:1], 3, seed=1)) < set(drawn), "whatever else is drawn from"
+    sample = mutation.draw(files, 9, seed=1)
+    assert [m.file for m in sample] == sorted(files * 3) and len(set(sample)) == 9
+    assert sample == mutation.draw(files, 9, seed=1) != mutation.draw(files, 9, seed=2)
+    assert set(mutation.draw(files[:1], 3, seed=1)) < set(sample), "independent of the other files"
     listed = {(e["file"], e["before"], e["after"]) for e in json.loads(mutation.EQUIVALENT.read_text())}
     everything = mutation.draw(["hal/core/dispatch.py"], 10**6, seed=1)
-    made = mutation.mutants("hal/core/dispatch.py", (mutation.ROOT / "hal/core/dispatch.py").read_text())
-    assert {m for m in made if m not in everything} == {m for m in made if (m.file, m.before, m.after) in listed}
+    mutants = mutation.mutants("hal/core/dispatch.py", (mutation.ROOT / "hal/core/dispatch.py").read_text())
+    assert {m for m in mutants if m not in everything} == {m for m in mutants if (m.file, m.before, m.after) in listed}
 
 
 @pytest.mark.parametrize("file", mutation.TESTS)
 def test_the_table_and_the_equivalent_mutants_are_of_the_code_as_it_is(file: str) -> None:
     assert all((mutation.ROOT / "tests" / test).is_file() for test in mutation.TESTS[file].split())
-    made = {(m.before, m.after) for m in mutation.mutants(file, (mutation.ROOT / file).read_text())}
+    mutants = {(m.before, m.after) for m in mutation.mutants(file, (mutation.ROOT / file).read_text())}
     listed = [e for e in json.loads(mutation.EQUIVALENT.read_text()) if e["file"] == file]
-    assert {(e["before"], e["after"]) for e in listed} <= made, "a listed mutant is not made any more"
+    assert {(e["before"], e["after"]) for e in listed} <= mutants, "a listed mutant no longer exists"
     assert all(e["reason"] for e in listed)

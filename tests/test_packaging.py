@@ -24,7 +24,7 @@ def wheel(tmp_path_factory):
     source = out / "source"
     files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout.split("\n")
     if not any(files):
-        pytest.skip("the project is not a git checkout, so what belongs to it is not known")
+        pytest.skip("the project is not a git checkout, so its list of files is unknown")
     for name in filter(None, files):
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def test_the_wheel_ships_only_hal(wheel):
 def test_the_installed_wheel_is_what_is_imported(site, tmp_path, where):
     cwd = tmp_path if where == "elsewhere" else ROOT
     # A checkout as the working directory comes first on sys.path, which must have no effect.
-    found = run(sys.executable, "-c", IMPORT, cwd=cwd, PYTHONPATH=str(site))
-    assert found.returncode == 0, found.stderr
-    path, op = found.stdout.split()
+    result = run(sys.executable, "-c", IMPORT, cwd=cwd, PYTHONPATH=str(site))
+    assert result.returncode == 0, result.stderr
+    path, op = result.stdout.split()
     expected = ROOT if where == "checkout" else site
     assert op == "layer_norm"
     assert Path(path).is_relative_to(expected)
@@ -82,6 +82,6 @@ def test_the_installed_wheel_is_what_is_imported(site, tmp_path, where):
 
 @pytest.mark.parametrize("folder", ["ops", "backends", "model"])
 def test_the_folders_refuse_to_be_imported_under_their_bare_names(folder):
-    found = run(sys.executable, "-c", f"import {folder}", cwd=ROOT)
-    assert found.returncode == 1
-    assert f"import this package as 'hal.{folder}'" in found.stderr
+    result = run(sys.executable, "-c", f"import {folder}", cwd=ROOT)
+    assert result.returncode == 1
+    assert f"import this package as 'hal.{folder}'" in result.stderr

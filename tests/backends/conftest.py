@@ -1,5 +1,5 @@
-"""The simulated npu backend is loaded first: torch creates its autograd queues, one per device, at the first backward
-pass of a process, and a device type that is registered later has none."""
+"""Loads the simulated npu backend before any test runs. torch creates its autograd queues, one per device, at the first
+backward pass of a process, and a device type that is registered later gets none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def simulated_npu() -> Npu | None:
     before = dict(os.environ)
     backend = Npu(simulate=True, poison=True)
     backend.build()
-    os.environ.clear()  # what it leaves to child processes is not for other tests
+    os.environ.clear()  # variables that it sets for child processes must not reach other tests
     os.environ.update(before)
     return backend

@@ -1,4 +1,4 @@
-"""A fresh environment, as a newcomer has one: empty, but it can import what is installed here (no download)."""
+"""A fresh environment like that of a new user: empty, but able to import the packages installed here (no download)."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ class Fresh:
         script = self.bin / "hal"
         script.write_text(
             f"#!{self.bin / 'python'}\nimport sys\nfrom hal.cli import main\n"
-            # As pip writes it: processes that start others import their parent's script again.
+            # As pip writes it: child processes started with "spawn" import the script of their parent again.
             "if __name__ == '__main__':\n    sys.exit(main())\n"
         )
         script.chmod(0o755)
@@ -35,7 +35,7 @@ class Fresh:
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "120",
             "PIP_NO_INDEX": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this one the other way round: no isolation
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip inverts this variable: 0 turns isolation off
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
         return subprocess.run(

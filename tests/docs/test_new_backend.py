@@ -18,9 +18,9 @@ def files(root):
 
 
 def test_the_package_installs_and_passes_the_kit(fresh):
-    said = fresh.run("hal new-backend my_chip")
-    assert said.returncode == 0, said.stdout
-    assert 'cd hal-my-chip\n  python -m pip install -e ".[test]"\n' in said.stdout
+    result = fresh.run("hal new-backend my_chip")
+    assert result.returncode == 0, result.stdout
+    assert 'cd hal-my-chip\n  python -m pip install -e ".[test]"\n' in result.stdout
     install = fresh.run('cd hal-my-chip && python -m pip install -q -e ".[test]"')
     assert install.returncode == 0, install.stdout
     info = fresh.run("hal info")
@@ -68,5 +68,5 @@ def test_what_is_written_meets_the_house_rules(tmp_path):
     assert check_tree(root / "hal_acme", backend_rule("hal_acme"), package="hal_acme") == []
     for check in (["format", "--check"], ["check", "--select", "E,F,W,I,B,UP"]):
         ruff = [sys.executable, "-m", "ruff", *check, "--line-length", "120", "."]
-        found = subprocess.run(ruff, cwd=root, capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
+        result = subprocess.run(ruff, cwd=root, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""docs/write-a-backend.md, followed word by word in a fresh environment: every file written, every command run.
+"""docs/write-a-backend.md, executed literally in a fresh environment: every file written, every command run.
 
 A fence with a title is a file; "(append)" adds to it and "(edit)" replaces lines. In a console fence, "$" is a command
 and what follows is its output, where "..." stands for anything: rest of a line, or any number of lines.
@@ -89,14 +89,14 @@ def test_the_page_does_what_it_says(fresh):
 
 
 def test_the_page_names_every_step_that_is_tested():
-    found = blocks(PAGE.read_text())
-    assert [b.title for b in found if b.title.endswith(".py")] == [
+    fences = blocks(PAGE.read_text())
+    assert [b.title for b in fences if b.title.endswith(".py")] == [
         "hal_acme/driver.py",
         "hal_acme/norm.py",
         "hal_acme/activation.py",
         "hal_acme/rest.py",
     ]
-    asked = [c for b in found if b.kind == "console" for c, _ in commands(b.text)]
+    documented = [c for b in fences if b.kind == "console" for c, _ in commands(b.text)]
     for needed in (
         "hal new-backend",
         "hal info",
@@ -106,8 +106,8 @@ def test_the_page_names_every_step_that_is_tested():
         "python -m pytest",
         "hal launch",
     ):
-        assert any(c.startswith(needed) for c in asked), needed
-    assert {b.kind for b in found} == {"sh", "console", "python", "yaml"}
+        assert any(c.startswith(needed) for c in documented), needed
+    assert {b.kind for b in fences} == {"sh", "console", "python", "yaml"}
 
 
 @pytest.mark.parametrize(

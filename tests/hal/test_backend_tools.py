@@ -42,11 +42,11 @@ def call(op: Any, function: Callable[..., Any], given: dict[str, object]) -> Any
 @pytest.mark.parametrize("op", [ops.flash_attention, ops.swiglu, ops.adamw, ops.cross_entropy], ids=lambda op: op.name)
 def test_a_function_of_some_parameters_gets_the_signature_and_its_own_values(op: Any) -> None:
     names = list(op.signature.parameters)
-    wanted = [names[-1], names[0]]
-    function = eval(f"lambda {', '.join(wanted)}: ({', '.join(wanted)})")
+    subset = [names[-1], names[0]]
+    function = eval(f"lambda {', '.join(subset)}: ({', '.join(subset)})")
     adapted = with_signature_of(op)(function)
     require_same_signature(op, adapted, "the adapted function")
-    assert call(op, adapted, arguments(op)) == (f"the {wanted[0]}", f"the {wanted[1]}")
+    assert call(op, adapted, arguments(op)) == (f"the {subset[0]}", f"the {subset[1]}")
 
 
 def test_the_ops_defaults_hold_not_those_of_the_function() -> None:

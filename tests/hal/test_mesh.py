@@ -66,12 +66,12 @@ def test_wrong_layouts_are_refused() -> None:
 
 def _groups() -> dict[str, tuple[int, list[int]]]:
     mesh = Mesh(Layout(tp=2, dp=2), hal.use("cpu_ref"), timeout=30)
-    found = {}
+    groups = {}
     for dims in (("tp",), ("dp",), ("tp", "dp")):
         comm = mesh.comm(*dims)
-        found["-".join(dims)] = (comm.rank, comm.all_gather(torch.tensor([mesh.rank])).tolist())
+        groups["-".join(dims)] = (comm.rank, comm.all_gather(torch.tensor([mesh.rank])).tolist())
     assert mesh.device_mesh("dp").size() == 2 and mesh.comm("tp") is mesh.comm("tp")
-    return found
+    return groups
 
 
 def test_communicators_reach_the_ranks_of_the_layout() -> None:

@@ -1,7 +1,7 @@
-"""Which file of a tree imports which other: import statements and importing calls, in functions too.
+"""The import graph of a tree of files: import statements and calls that import, also inside functions.
 
-Imports below `if TYPE_CHECKING:` do not count, because they never happen, nor do imports of computed names, such as the
-commands that `hal` runs: the file does not decide which module that is.
+Imports below `if TYPE_CHECKING:` are ignored, because they never run. Imports of computed names, such as the commands
+that `hal` runs, are ignored too, because the source does not say which module is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Module:
 def modules(root: Path, name: str) -> dict[str, Module]:
     """Every Python file below `root`, which is imported as `name`; symbolic links are not followed.
 
-    Raises FileNotFoundError if there is none: a check of nothing proves nothing.
+    Raises FileNotFoundError if there is none, so that no check passes because it has read nothing.
     """
     result = {}
     for path in sorted(root.rglob("*.py")):
@@ -61,7 +61,7 @@ def imports(module: Module) -> set[str]:
 
 
 def graph(known: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Module -> the modules among `known` that it imports. `from a.b import c` is an import of a.b.c if that is one."""
+    """Module -> the modules among `known` that it imports. `from a.b import c` imports a.b.c if that is a module."""
 
     def longest(name: str) -> str | None:
         while name and name not in known:
@@ -84,7 +84,7 @@ def cycle(edges: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def against(order: Sequence[str], edges: Mapping[str, Iterable[str]], package: str) -> list[str]:
-    """Imports of a part of `package` by one that `order` names before it, and parts that `order` does not name.
+    """Modules whose part is missing from `order`; if there are none, imports of a later part by an earlier one.
 
     The parts are the folders and files directly in `package`, which itself is the part "__init__".
     """

@@ -1,4 +1,4 @@
-"""Tiny training runs under any layout. Everything is a function of its arguments."""
+"""Tiny training runs under any layout. Results depend only on the arguments."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask
 
 
 def close(got: list[Any], want: list[Any], losses: float, norms: float) -> None:
-    assert [n is None for _, n in got] == [n is None for _, n in want], "steps were skipped differently"
+    assert [n is None for _, n in got] == [n is None for _, n in want], "different steps were skipped"
     for step, ((loss, norm), (loss_one, norm_one)) in enumerate(zip(got, want)):
         assert loss == pytest.approx(loss_one, rel=losses), f"loss of step {step + 1}"
         if norm is not None:

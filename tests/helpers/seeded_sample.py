@@ -1,7 +1,7 @@
 """pytest plugin: `--sample 0.15 --sample-seed TEXT` runs that share of the selected tests, the same ones for one seed.
 
 Whether a test is in the sample is a function of its name and the seed alone, so all workers of a parallel run agree.
-Tests marked `nightly` are `slow` too: leaving out what is slow leaves them out.
+Tests marked `nightly` are also marked `slow`, so that `-m "not slow"` excludes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def chosen(name: str, share: float, seed: str) -> bool:
-    """Whether a sample of `share` (0 to 1) holds the test called `name`."""
+    """Whether a sample of `share` (0 to 1) contains the test called `name`."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2.0**64
 

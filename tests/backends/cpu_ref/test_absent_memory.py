@@ -1,4 +1,4 @@
-"""A tensor without memory of its own is refused, because a kernel would receive address 0."""
+"""Tensors without memory are refused, because a kernel would receive address 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backend() -> None:
 @pytest.mark.parametrize("op", CALLS)
 def test_freed_storage_is_refused(op: str) -> None:
     x = torch.randn(16, 64)
-    CALLS[op](x)  # remembered with this shape and dtype
+    CALLS[op](x)  # caches the dispatch decision for this shape and dtype
     x.untyped_storage().resize_(0)
     with pytest.raises(hal.ContractError, match=r"a Tensor of shape \(.*\) has no memory"):
         CALLS[op](x)

@@ -96,7 +96,7 @@ def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, mo
     keys.append(key())
     monkeypatch.setenv("HAL_CPU_REF_SANITIZE", "address")
     keys.append(key())
-    updated = kernels.parent / "cc"  # the same path and flags, another version
+    updated = kernels.parent / "cc"  # same path and flags, different version
     for version in ("12", "13"):
         updated.write_text(f"#!/bin/sh\necho version {version}\n")
         updated.chmod(0o755)
@@ -147,7 +147,7 @@ def test_kernels_share_torchs_openmp_runtime() -> None:
 
 
 def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) -> None:
-    """What clang does beside a torch of gcc's: a stand-in for its runtime is linked to the kernels."""
+    """clang links its own OpenMP runtime although torch was built with gcc's; a stub library stands in for it here."""
     folder = kernels.parent
     (folder / "runtime.c").write_text("int hal_runtime(void) { return 0; }\n")
     runtime = folder / "libomp.so.5"
@@ -161,7 +161,7 @@ def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) 
     command = [sys.executable, "-c", USE.replace("print(", first + "print("), str(kernels)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CC": str(other)}, check=False)
     out, err = done.stdout, done.stderr
-    assert out == "BackendUnavailable\n" and done.returncode == 1  # the second time, too
+    assert out == "BackendUnavailable\n" and done.returncode == 1  # also on the second attempt
     assert re.search(
         rf"BackendUnavailable.*{other}.*{runtime}.*in addition to torch's.*libgomp.*gcc for libgomp", err, re.DOTALL
     )

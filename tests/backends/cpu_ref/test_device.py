@@ -22,7 +22,7 @@ hal.use("cpu_ref")
 x = torch.randn(64, 8192, requires_grad=True)
 def work():
     ops.rms_norm(x, torch.ones(8192, requires_grad=True)).sum().backward()
-def held():
+def rss():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) // 1024
 def run(count):
     for _ in range(count):
@@ -30,17 +30,17 @@ def run(count):
         thread.start()
         thread.join()
 run(20)
-before = held()
+before = rss()
 run(60)
-print(held() - before)
+print(rss() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer gives memory back when it likes")
+@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer delays the release of freed memory")
 def test_threads_leave_no_scratch_behind() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 30, "MiB; each thread of a team of two would leave one"
+    assert int(done.stdout) < 30, "MiB of growth; a leak would add about 1 MiB per thread"
 
 
 FAULTS = """
@@ -73,9 +73,9 @@ def _figures() -> list[dict[str, int]]:
     return [*figures, backend.memory_stats()]
 
 
-@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer gives memory back when it likes")
+@pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer delays the release of freed memory")
 def test_memory_figures_follow_the_process() -> None:
-    (figures,) = run_processes(1, _figures)  # in a process where nothing else comes and goes
+    (figures,) = run_processes(1, _figures)  # in a separate process, where nothing else allocates or frees
     before, during, after, restarted = figures
     assert during["allocated"] - before["allocated"] > SIZE * 3 // 4 and during["peak"] >= during["allocated"]
     assert after["allocated"] < during["allocated"] and after["peak"] >= during["allocated"] - (1 << 20)
@@ -90,10 +90,10 @@ def test_freed_memory_is_reused_unless_told_otherwise() -> None:
         done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, env=env, check=True)
         return int(done.stdout)
 
-    pages_per_step = (32 << 20) // resource.getpagesize()  # of four steps
+    pages_per_step = (32 << 20) // resource.getpagesize()  # faults() counts those of four steps
     assert faults("keep") < pages_per_step
     assert faults("leave") > 2 * pages_per_step
-    assert faults("keep", MALLOC_ARENA_MAX="2") > 2 * pages_per_step  # the user has made a choice
+    assert faults("keep", MALLOC_ARENA_MAX="2") > 2 * pages_per_step  # the user's own malloc settings take precedence
 
 
 def test_there_is_one_device() -> None:

@@ -42,12 +42,13 @@ def visible(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:
 
 
 def oracle(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, kept: Tensor | None = None, p: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, kept: Tensor | None = None, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """out [b, n, sq, d] and lse [b, n, sq] in float64 of q [b, n, sq, d], k and v [b, g, sk, d]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    weight = torch.exp((q @ k.mT) * scale) * seen  # the tests' scores are far below 700: no shift is needed in float64
+    # The scores in these tests are far below 700, so float64 needs no subtraction of the maximum.
+    weight = torch.exp((q @ k.mT) * scale) * visible
     total = weight.sum(-1, keepdim=True)
     probability = weight / torch.where(total > 0, total, 1.0)
     if kept is not None:
@@ -107,9 +108,9 @@ def check(
         scale=scale, return_lse=True,
     )  # fmt: skip
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    seen = visible(sq, sk, pre, next) if mask is None else visible(sq, sk, pre, next) & ~mask
+    visible_mask = visible(sq, sk, pre, next) if mask is None else visible(sq, sk, pre, next) & ~mask
     views = [bnsd(x, layout, h) for x, h in zip(exact, (n, g, g))]
-    want, want_lse = oracle(*views, seen, 1 / math.sqrt(d) if scale is None else scale)
+    want, want_lse = oracle(*views, visible_mask, 1 / math.sqrt(d) if scale is None else scale)
     tolerance = TOLERANCE[dtype]
     close(bnsd(out, layout, n), want, "out", tolerance)
     close(lse, want_lse, "lse", max(TOLERANCE[torch.float32], 1e-11) if dtype != torch.float64 else 1e-11)
@@ -318,7 +319,7 @@ def test_inputs_of_any_strides_give_the_same_bits() -> None:
     for tensors in (views, copies):
         leaves = [x.detach().requires_grad_() for x in tensors]
         out = ops.flash_attention(*leaves, layout="BNSD", next_tokens=0)
-        results.append([out, *torch.autograd.grad(out.sum(), leaves)])  # its gradient has strides 0
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])  # the gradient of out has strides 0
     for a, b in zip(*results):
         assert torch.equal(a, b)
 
@@ -387,7 +388,7 @@ def test_the_workspace_is_kept_small_and_can_be_given_back(threads: Any) -> None
         out.sum().backward()
         sizes.append(build.lib().hal_flash_attention_trim())
     assert sizes[0] == sizes[1] > 0
-    assert 50 * sizes[0] <= 4 * n * s * s  # the scores alone, which nothing here may ever hold
+    assert 50 * sizes[0] <= 4 * n * s * s  # the full score matrix, which must never be materialised
     assert build.lib().hal_flash_attention_trim() == 0
 
 
@@ -400,7 +401,7 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool,
     size = 1e9 if dtype == torch.float64 else 7e4
     q, k, v = (torch.randn(1, 2, 230, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
     q, k = q * size, k * size
-    k[:, :, 5] = k[:, :, 4]  # two that are alike share
+    k[:, :, 5] = k[:, :, 4]  # equal keys get equal probabilities
     mask = torch.zeros(1, 1, 230, 230, dtype=torch.bool)
     mask[..., 7] = masked
     parts = [
@@ -477,13 +478,13 @@ def test_poison_reaches_those_of_few_queries_who_see_it(poison: float, dtype: to
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
 @pytest.mark.parametrize("sq", [1, 4])
 def test_what_few_queries_do_not_see_may_hold_anything(sq: int, dtype: torch.dtype) -> None:
-    """The unused ends of a cache, hidden by a mask or by a window."""
+    """Keys hidden by a mask or a window, such as the unused end of a cache, may contain NaN."""
     torch.manual_seed(10)
     q, k, v = (torch.randn(1, h, s, 24, dtype=torch.float64).to(dtype) for h, s in ((4, sq), (2, 300), (2, 300)))
-    shown = slice(110, 231)
-    clean = ops.flash_attention(q, k[:, :, shown], v[:, :, shown], layout="BNSD", return_lse=True)
+    visible_keys = slice(110, 231)
+    clean = ops.flash_attention(q, k[:, :, visible_keys], v[:, :, visible_keys], layout="BNSD", return_lse=True)
     mask = torch.ones(300, dtype=torch.bool)
-    mask[shown] = False
+    mask[visible_keys] = False
     k[:, :, mask], v[:, :, mask] = math.nan, math.nan
     for got, want in zip(ops.flash_attention(q, k, v, layout="BNSD", mask=mask, return_lse=True), clean):
         close(got, want.double(), "behind a mask", TOLERANCE[dtype])

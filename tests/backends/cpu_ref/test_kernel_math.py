@@ -100,7 +100,7 @@ def test_the_largest_is_found_wherever_it_stands(call: Callable[..., torch.Tenso
     for at in range(n):
         x[at] = float(at)
         assert call("largest", x, torch.float32, n).item() == at
-        x[at] = float("nan")  # left aside, also in front of the next one
+        x[at] = float("nan")  # ignored, also when it precedes the next maximum
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 31, 32, 33, 95, 127, 161, 1001])

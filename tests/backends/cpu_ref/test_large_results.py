@@ -48,17 +48,17 @@ def large() -> Tensor:
 
 @pytest.fixture
 def freed(monkeypatch) -> list[int]:
-    """Addresses of freed blocks, in turn."""
-    seen: list[int] = []
+    """Addresses of the freed blocks, in the order in which they are freed."""
+    addresses: list[int] = []
     lib, ffi = memory.build.lib(), memory.build.ffi()
 
     def free(block) -> None:
-        seen.append(int(ffi.cast("uintptr_t", block)))
+        addresses.append(int(ffi.cast("uintptr_t", block)))
         lib.hal_free(block)
 
     allocator = ffi.new_allocator(lib.hal_allocate, free, should_clear_after_alloc=False)
     monkeypatch.setattr(memory, "_allocator", lambda: allocator)
-    return seen
+    return addresses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -96,9 +96,9 @@ def test_without_keep_memory_all_are_torchs_own() -> None:
 def test_a_block_is_freed_with_its_last_view(freed) -> None:
     x = large()
     row, flat = x[3], x.view(-1)
-    kept = row.clone()
+    expected = row.clone()
     del x, flat
-    assert not freed and torch.equal(row, kept)
+    assert not freed and torch.equal(row, expected)
     del row
     assert len(freed) == 1
 
@@ -136,7 +136,7 @@ def test_copies_files_and_other_processes() -> None:
     x = large()
     file = io.BytesIO()
     torch.save(x, file)
-    assert file.tell() < SIZE + 4096, "no more than the tensor is written"
+    assert file.tell() < SIZE + 4096, "only the tensor's own bytes are written"
     file.seek(0)
     for y in (torch.load(file), copy.deepcopy(x), x.clone(), torch.from_numpy(x.numpy())):
         assert torch.equal(x, y)
@@ -144,7 +144,7 @@ def test_copies_files_and_other_processes() -> None:
     assert shared.is_shared() and torch.equal(x, shared)
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)  # as DataLoader's workers do: OpenMP's threads are not there after a fork
+        torch.set_num_threads(1)  # as DataLoader's workers do, because OpenMP's threads do not survive a fork
         y = memory.empty(x.shape, x.dtype).copy_(x)
         os._exit(0 if bool((y == x).all()) else 1)
     assert os.waitpid(pid, 0)[1] == 0
@@ -159,14 +159,14 @@ def test_a_queue_takes_them() -> None:
 
 
 def test_a_tracker_counts_them() -> None:
-    with LiveBytes() as held:
+    with LiveBytes() as live:
         x = large()
-        assert held.now() == SIZE
+        assert live.now() == SIZE
         y = x.view(-1)
         del x
-        assert held.now() == SIZE
+        assert live.now() == SIZE
         del y
-        assert held.now() == 0
+        assert live.now() == 0
 
 
 @unsanitized

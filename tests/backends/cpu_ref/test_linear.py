@@ -11,12 +11,12 @@ from hal.backends.cpu_ref.tensors import CODE
 SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385, 200, 2100), (40, 16, 96)]
 
 
-def product(dy, x, held=None):
-    """dy^T x and the sum of dy's rows, from the kernel; added to `held` if it is given."""
+def product(dy, x, initial=None):
+    """dy^T x and the sum of dy's rows, from the kernel; added to `initial` if it is given."""
     shapes = (dy.shape[1], x.shape[1]), (dy.shape[1],)
-    dw, db = [torch.full(s, float("nan")) for s in shapes] if held is None else [h.clone() for h in held]
+    dw, db = [torch.full(s, float("nan")) for s in shapes] if initial is None else [h.clone() for h in initial]
     at = [t.data_ptr() for t in (dy, x, dw, db)]
-    done = lib().hal_linear_wgrad(CODE[x.dtype], *at, x.shape[0], *dw.shape, held is not None)
+    done = lib().hal_linear_wgrad(CODE[x.dtype], *at, x.shape[0], *dw.shape, initial is not None)
     if not done:
         assert x.dtype == torch.bfloat16 and not linear._fast(x.dtype)
         pytest.skip("this processor does not multiply bfloat16")
@@ -34,12 +34,12 @@ def cpu_ref():
 def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in, dtype):
     torch.manual_seed(rows)
     dy, x = torch.randn(rows, n_out).to(dtype), torch.randn(rows, n_in).to(dtype)
-    held = torch.randn(n_out, n_in), torch.randn(n_out)
+    initial = torch.randn(n_out, n_in), torch.randn(n_out)
     bound = 4e-6 * rows**0.5 + 4e-6  # sums are float32 in both
     right = dy.double().t() @ x.double(), dy.double().sum(0)
     for got, want in zip(product(dy, x), right):
         torch.testing.assert_close(got.double(), want, atol=bound, rtol=1e-6)
-    for got, want, before in zip(product(dy, x, held), right, held):
+    for got, want, before in zip(product(dy, x, initial), right, initial):
         torch.testing.assert_close(got.double(), want + before, atol=bound, rtol=1e-6)
 
 
@@ -50,12 +50,12 @@ def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in, dtype):
 def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in, dtype):
     torch.manual_seed(0)
     dy, x = torch.randn(rows, n_out).to(dtype), torch.randn(rows, n_in).to(dtype)
-    held = torch.randn(n_out, n_in), torch.randn(n_out)
+    initial = torch.randn(n_out, n_in), torch.randn(n_out)
     threads, results = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3, 8):
             torch.set_num_threads(n)
-            results.append((*product(dy, x), *product(dy, x, held)))
+            results.append((*product(dy, x), *product(dy, x, initial)))
     finally:
         torch.set_num_threads(threads)
     for result in results[1:]:
@@ -117,7 +117,7 @@ def large(bias=True):
 def test_it_takes_part_where_the_vendors_product_is_slow():
     x, weight, _ = large()
     if linear._onednn() is None or not linear._fast(torch.float32):
-        pytest.skip("this processor's torch.mm is not the slow one")
+        pytest.skip("torch.mm is not slow on this processor")
     assert x.shape[0] * x.shape[1] * weight.shape[0] >= linear._SMALL and linear._onednn_for(x, weight) is not None
 
 
@@ -125,11 +125,11 @@ def test_it_takes_part_where_the_vendors_product_is_slow():
 def test_the_gradients_of_a_large_layer_are_those_of_torch(biased):
     x, weight, bias = large(biased)
     dy = torch.randn(128, 224)
-    wanted = [t for t in (x, weight, bias) if t is not None]
-    ours = torch.autograd.grad(hal.ops.linear(x, weight, bias), wanted, dy)
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    ours = torch.autograd.grad(hal.ops.linear(x, weight, bias), leaves, dy)
     theirs = torch.autograd.grad(
         torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()),
-        wanted,
+        leaves,
         dy.double(),
     )
     for got, expected in zip(ours, theirs):
@@ -159,7 +159,7 @@ def test_any_leading_dimensions_in_small_and_large_products(shape, how):
         x = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
     else:
         x = torch.randn(shape) if how == "dense" else torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
-    weight = torch.randn(2800, 1536, requires_grad=True)  # one row is a large product already
+    weight = torch.randn(2800, 1536, requires_grad=True)  # a single row is already a large product
     for w in (weight, weight[:40]):
         y = hal.ops.linear(x.requires_grad_(), w)
         dy = torch.randn(y.shape)
@@ -177,8 +177,8 @@ def test_a_result_does_not_depend_on_how_its_input_lies(dtype, biased):
     x = torch.randn(6, 48, 64).to(dtype)
     weight, bias = torch.randn(40, 64).to(dtype), torch.randn(40).to(dtype) if biased else None
     want = hal.ops.linear(x, weight, bias)
-    for lying in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
-        assert not lying.is_contiguous()
-        assert torch.equal(hal.ops.linear(lying, weight, bias), want)
+    for strided in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
+        assert not strided.is_contiguous()
+        assert torch.equal(hal.ops.linear(strided, weight, bias), want)
     once = x[:1].expand(6, -1, -1)
     assert torch.equal(hal.ops.linear(once, weight, bias), hal.ops.linear(once.contiguous(), weight, bias))

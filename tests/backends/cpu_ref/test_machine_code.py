@@ -1,8 +1,8 @@
-"""Kernels keep their accumulators in registers, which is checked in the machine code with objdump, not by timing.
+"""Kernels keep their accumulators in registers. This is checked in the machine code with objdump, not by timing.
 
-Two kinds of innermost loops are judged. A product's loop (gemm.h) only loads: a vector register it writes to memory,
-wherever that lies, is an accumulator that found no register. Attention's exponentials write their results, but touch no
-vector on the stack. What a full block must hold is counted: 24 sums with 32 registers, 12 with 16.
+Two kinds of innermost loops are checked. The loop of a matrix product (gemm.h) only loads, so a vector register that it
+writes to memory, at any address, is a spilled accumulator. The loop of attention's exponentials writes its results, but
+must not access vectors on the stack. The accumulators of a full block are counted: 24 with 32 registers, 12 with 16.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def innermost_loops(binary: Path) -> Iterator[Loop]:
     listing = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     parts = re.split(r"(?m)^[0-9a-f]+ <(.+)>:$", listing.stdout)
     for name, body in zip(parts[1::2], parts[2::2]):
-        found = re.findall(r"(?m)^\s*([0-9a-f]+):\t(\S+)[ \t]*([^#<\n]*)", body)
-        code = [(op, args.strip()) for _, op, args in found]
-        at = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
+        matches = re.findall(r"(?m)^\s*([0-9a-f]+):\t(\S+)[ \t]*([^#<\n]*)", body)
+        code = [(op, args.strip()) for _, op, args in matches]
+        at = {int(address, 16): i for i, (address, _, _) in enumerate(matches)}
         jumps = [(at.get(int(args, 16)), i) for i, (op, args) in enumerate(code) if op[0] == "j" and args.isalnum()]
         loops = [(first, last) for first, last in jumps if first is not None and first <= last]
         stack = ("rsp", "rbp") if ("mov", "%rsp,%rbp") in code else ("rsp",)
@@ -98,22 +98,22 @@ def innermost_loops(binary: Path) -> Iterator[Loop]:
 def faults(loops: list[Loop], full: int) -> list[str]:
     """The errors in the products among `loops`, of which the largest blocks have `full` sums."""
     products = [loop for loop in loops if PRODUCT.match(loop.function)]
-    found = [f"sums are written to memory in {loop}" for loop in products if loop.stored]
+    messages = [f"sums are written to memory in {loop}" for loop in products if loop.stored]
     for kind in sorted({loop.kind for loop in products}) or ["any"]:
         blocks = [loop for loop in products if loop.kind in (kind, "any") and len(loop.sums) >= full]
         if not blocks:
-            found.append(f"{kind}: no block of {full} sums in registers")
+            messages.append(f"{kind}: no block of {full} sums in registers")
         for loop in blocks:
             if len(loop.instructions) > 2 * len(loop.multiply_adds):
-                found.append(f"{len(loop.instructions)} instructions are too many in {loop}")
-    return found
+                messages.append(f"{len(loop.instructions)} instructions are too many in {loop}")
+    return messages
 
 
 def compiled(source: str, folder: Path, *flags: str, kernels: Path = build.KERNELS) -> list[Loop]:
     """The loops of one kernel file, compiled as by the backend, except for `flags`."""
-    wanted = [f for f in build._wanted_flags() if not (flags and f.startswith(("-march", "-mprefer")))]
+    build_flags = [f for f in build._wanted_flags() if not (flags and f.startswith(("-march", "-mprefer")))]
     target = folder / "kernel.o"
-    command = [*build.find_compiler(), *wanted, *flags, "-c", str(kernels / source), "-o", str(target)]
+    command = [*build.find_compiler(), *build_flags, *flags, "-c", str(kernels / source), "-o", str(target)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(innermost_loops(target))
@@ -129,8 +129,8 @@ def registers() -> int:
 def test_the_kernels_in_use_keep_their_sums_in_registers() -> None:
     full = registers()
     loops = list(innermost_loops(build.ensure_built()))
-    found = faults(loops, full)
-    assert not found, "\n".join(found)
+    messages = faults(loops, full)
+    assert not messages, "\n".join(messages)
     products = [loop for loop in loops if PRODUCT.match(loop.function) and len(loop.sums) >= full]
     kinds = {"f32", "f64"} | ({"bf16"} if {"avx512f", "avx512_bf16"} <= cpu.features() else set())
     assert {loop.kind for loop in products} == kinds
@@ -141,16 +141,18 @@ def exponential_faults(loops: list[Loop]) -> list[str]:
     """The errors in attention's exponentials, four keys at a time with five or more multiply-adds each."""
     # float64 calls the C library's exp2 one lane at a time: no register survives a call.
     ours = [x for x in loops if EXPONENTIALS.match(x.function) and not any(op == "call" for op, _ in x.instructions)]
-    found = [f"{loop.on_stack} in {loop}" for loop in ours if loop.on_stack]
+    messages = [f"{loop.on_stack} in {loop}" for loop in ours if loop.on_stack]
     whole = {loop.function.split(".")[0] for loop in ours if len(loop.multiply_adds) >= 20}
-    return found if len(whole) >= 2 else [*found, f"no loop over four keys, forward and backward, only in {whole}"]
+    return (
+        messages if len(whole) >= 2 else [*messages, f"no loop over four keys, forward and backward, only in {whole}"]
+    )
 
 
 def test_attentions_exponentials_touch_no_vector_on_the_stack() -> None:
     if registers() < 24:
         pytest.skip("with 16 registers the polynomial's constants are read from memory")
-    found = exponential_faults(list(innermost_loops(build.ensure_built())))
-    assert not found, "\n".join(found)
+    messages = exponential_faults(list(innermost_loops(build.ensure_built())))
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.slow
@@ -162,20 +164,20 @@ def test_a_spill_planted_in_the_exponentials_is_found(tmp_path: Path) -> None:
     text = (kernels / "flash_attention_forward.h").read_text()
     assert text.count("vec p[4];") == 1
     (kernels / "flash_attention_forward.h").write_text(text.replace("vec p[4];", "volatile vec p[4];"))
-    found = exponential_faults(compiled("flash_attention_f32.c", tmp_path, kernels=kernels))
-    assert any("(%rsp)" in fault or "(%rbp)" in fault for fault in found)
+    messages = exponential_faults(compiled("flash_attention_f32.c", tmp_path, kernels=kernels))
+    assert any("(%rsp)" in fault or "(%rbp)" in fault for fault in messages)
 
 
 def test_linear_compiled_for_avx2_keeps_its_sums_in_registers(tmp_path: Path) -> None:
-    found = faults(compiled("linear_f32.c", tmp_path, *AVX2), 12)
-    assert not found, "\n".join(found)
+    messages = faults(compiled("linear_f32.c", tmp_path, *AVX2), 12)
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_attention_compiled_for_avx2_keeps_its_sums_in_registers(kind: str, tmp_path: Path) -> None:
-    found = faults(compiled(f"flash_attention_{kind}.c", tmp_path, *AVX2), 12)
-    assert not found, "\n".join(found)
+    messages = faults(compiled(f"flash_attention_{kind}.c", tmp_path, *AVX2), 12)
+    assert not messages, "\n".join(messages)
 
 
 # Replacements for the beginning of the block of gemm.h, and the error that is then reported.
@@ -193,14 +195,14 @@ def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> No
     full, flags = (registers(), []) if target == "this processor" else (12, AVX2)
     kernels = tmp_path / "kernels"
     shutil.copytree(build.KERNELS, kernels)
-    text, (planted, said) = (kernels / "gemm.h").read_text(), PLANTED[fault]
+    text, (planted, message) = (kernels / "gemm.h").read_text(), PLANTED[fault]
     for old, new in (("vec acc[8][4];", planted), ("uvec bj[4];", "uvec bj[5];")):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (kernels / "gemm.h").write_text(text)
-    assert said in "\n".join(faults(compiled("linear_f32.c", tmp_path, *flags, kernels=kernels), full))
+    assert message in "\n".join(faults(compiled("linear_f32.c", tmp_path, *flags, kernels=kernels), full))
 
 
 def test_a_file_without_products_is_no_proof() -> None:
-    """Code in which no loop was recognised must not pass as code without errors."""
+    """If no loop is recognised in the code, the check must fail instead of reporting no errors."""
     assert faults([], 24) == ["any: no block of 24 sums in registers"]

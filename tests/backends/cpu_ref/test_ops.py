@@ -1,5 +1,5 @@
-"""cpu_ref's kernels where the conformance kit does not test: sizes that cross every block border, bit-equality over
-repetitions and numbers of threads, memory that must not be touched, numbers that would overflow on the way."""
+"""Properties of cpu_ref's kernels that the conformance kit does not test: sizes across every block boundary,
+bit-equality over repetitions and numbers of threads, memory that must not be touched, and intermediate overflow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# name -> (op, inputs). Sizes are above the threshold for parallel execution and around block borders, never round.
+# name -> (op, inputs). Sizes exceed the threshold for parallel execution and lie near block boundaries.
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "layer_norm": (ops.layer_norm, (normal(517, 67), normal(67, seed=1), normal(67, seed=2))),
     "rms_norm": (ops.rms_norm, (normal(35, 1025), normal(1025, seed=1))),
@@ -79,7 +79,7 @@ def test_blocks_and_tails_agree_with_the_reference(name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"linear"}))  # a matrix product may split its sums by threads
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"linear"}))  # a matrix product may split its sums among threads
 def test_results_do_not_depend_on_repetition_or_threads(name: str, dtype: torch.dtype, threads: Threads) -> None:
     op, inputs = CASES[name]
     first = run(op, inputs, dtype)
@@ -139,9 +139,9 @@ def test_a_rows_neighbours_do_not_show_in_it(width: int, dtype: torch.dtype) -> 
         "smoothed": lambda x, at: ops.cross_entropy(x, targets[at], label_smoothing=0.1 if width > 1 else 0.0),
     }
     for f in functions.values():
-        alone = [run(lambda t, f=f, i=i: f(t, slice(i, i + 1)), (x[i : i + 1],), dtype)[0] for i in range(rows)]
+        row_results = [run(lambda t, f=f, i=i: f(t, slice(i, i + 1)), (x[i : i + 1],), dtype)[0] for i in range(rows)]
         clean, grad = run(lambda t, f=f: f(t, slice(None)), (x,), dtype)
-        close(clean, torch.cat(alone), TOLERANCE[dtype])
+        close(clean, torch.cat(row_results), TOLERANCE[dtype])
         spoiled = x.clone()
         spoiled[1::2] = float("nan")
         out, spoiled_grad = run(lambda t, f=f: f(t, slice(None)), (spoiled,), dtype)
@@ -173,7 +173,7 @@ def test_softmax_ignores_nan_and_inf_behind_the_mask() -> None:
 @pytest.mark.parametrize("size", [1e10, 1e30, -1e30])
 def test_softmax_of_numbers_whose_products_round_by_more_than_exp_can_take(size: float, dtype: torch.dtype) -> None:
     x = torch.full((1, 1, 5, 70), size, dtype=dtype)
-    x[..., 1::2] *= 1.5 if size < 0 else 0.5  # the others share the row evenly
+    x[..., 1::2] *= 1.5 if size < 0 else 0.5  # the other elements get equal probabilities
     x.requires_grad_()
     for scale in (0.1, 0.3, 0.7, 1.0):
         y = ops.scale_mask_softmax(x, None, scale)
@@ -198,10 +198,10 @@ def test_cross_entropy_with_a_first_block_of_minus_infinity() -> None:
 def test_label_smoothing_keeps_its_digits_where_logits_are_far_from_zero(ranks: int) -> None:
     rows, v = 3, 6000
     logits = (normal(rows, v) + 1e4).float()
-    logits[1, :2100] = -1e5  # the maximum grows late
+    logits[1, :2100] = -1e5  # the maximum is in a later block
     target = torch.tensor([1, 2, 5999])
     want = torch.nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1, reduction="none")
-    # HAL's smoothing is Megatron's: over the other tokens only.
+    # HAL smooths like Megatron, over the other tokens only; torch includes the target.
     eps = 0.1 * v / (v - 1)
     plain = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
     want = (1 - eps) * plain + eps * ((want - 0.9 * plain) / 0.1)
@@ -363,9 +363,9 @@ def test_adamw_handles_mixed_dtypes_and_refuses_what_it_cannot_update_in_place()
 def test_l2norm_neither_overflows_nor_loses_small_terms() -> None:
     assert ops.l2norm([torch.full((100_000,), 1e30)]).item() == pytest.approx(1e30 * 100_000**0.5, rel=1e-6)
     assert ops.l2norm([torch.full((4,), 1e-30)]).item() == pytest.approx(2e-30, rel=1e-6)
-    many = [torch.full((70_001,), 0.1), torch.full((33,), 0.1, dtype=BF16), torch.empty(0)]
-    want = (70_001 * float(many[0][0]) ** 2 + 33 * float(many[1][0]) ** 2) ** 0.5
-    assert ops.l2norm(many).item() == pytest.approx(want, rel=1e-7)
+    tensors = [torch.full((70_001,), 0.1), torch.full((33,), 0.1, dtype=BF16), torch.empty(0)]
+    want = (70_001 * float(tensors[0][0]) ** 2 + 33 * float(tensors[1][0]) ** 2) ** 0.5
+    assert ops.l2norm(tensors).item() == pytest.approx(want, rel=1e-7)
 
 
 @pytest.mark.parametrize("at", [0, 32767, 32768, 65535, 65536])

@@ -38,7 +38,7 @@ def test_it_agrees_with_the_meaning(size: int) -> None:
 
 
 def _chunks() -> list[str]:
-    """Sizes around a slot's and around one rank's part of it; whole numbers, so that equal is equal."""
+    """Sizes around that of a slot and of one rank's part of it. Values are whole numbers, so that sums are exact."""
     comm, wrong = shared(), []
     for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16):
         whole = SLOT // dtype.itemsize
@@ -56,8 +56,8 @@ def _chunks() -> list[str]:
 
 
 def _large() -> list[str]:
-    """Results above 12 MiB, which are written past the caches, and such at an address that does not allow it. So
-    large ones try both ways to write slots."""
+    """Results above 12 MiB, which are written with streaming stores, and results at an address that does not allow
+    them. At this size, both ways of writing slots are used."""
     comm, wrong, rows = shared(), [], (13 << 20) // 2 + 2
     for dtype in (torch.bfloat16, torch.int16):
         xs = [torch.randint(0, 50, (rows + 1,), generator=torch.Generator().manual_seed(r)).to(dtype) for r in (0, 1)]
@@ -100,7 +100,7 @@ def test_every_rank_has_the_same_bits_and_nan_wins() -> None:
 
 def _started_and_blocking() -> list[float]:
     comm = shared()
-    comm.all_reduce(torch.ones(1))  # from now on this kind of call takes the short way, unless others are under way
+    comm.all_reduce(torch.ones(1))  # later calls of this kind take the fast path, unless collectives are pending
     pending = [comm.start("all_reduce", torch.full((SLOT,), float(i + comm.rank))) for i in range(20)]
     blocking = comm.all_reduce(torch.tensor([100.0 + comm.rank]))
     return [p.wait()[0].item() for p in reversed(pending)] + [blocking.item()]
@@ -115,7 +115,7 @@ def _repeated() -> list[str]:
     comm, wrong = shared(), []
     x = torch.arange(24.0).reshape(4, 6)
     kinds: list[Tensor] = [x, x[0, 0], x[:0], x.t(), x[:, ::2], x[1:2].expand(3, 6), x.clone().requires_grad_(), -x]
-    negative = torch._neg_view(x)  # whose memory holds x
+    negative = torch._neg_view(x)  # its memory contains x
     for collective in ("all_reduce", "broadcast"):
         for source in (0, 1, 0):
             for n, like in enumerate(
@@ -135,13 +135,13 @@ def test_kinds_of_calls_that_have_run_before() -> None:
 
 
 def _refused() -> list[str]:
-    comm, found = shared(), []
+    comm, messages = shared(), []
     comm.all_reduce(torch.ones(2))
     for op in ("mean", ["sum"]):
         with pytest.raises(hal.ContractError) as error:
             comm.all_reduce(torch.ones(2), op)  # type: ignore[arg-type]
-        found.append(str(error.value))
-    return [*found, str(comm.all_reduce(torch.ones(1)).item())]
+        messages.append(str(error.value))
+    return [*messages, str(comm.all_reduce(torch.ones(1)).item())]
 
 
 def test_an_unknown_reduction_is_refused_by_all_and_breaks_nothing() -> None:
@@ -260,22 +260,22 @@ def test_gloo_takes_over_where_no_memory_is_shared() -> None:
 
 def _refused_and_going_on(**options: bool) -> list[object]:
     comm = hal.use("cpu_ref", **options).comm(timeout=30)
-    found: list[object] = []
+    results: list[object] = []
     for dtype in (torch.float8_e4m3fn, torch.uint16):
         with pytest.raises(hal.UnsupportedOp) as refusal:
             comm.all_reduce(torch.ones(4).to(dtype))
-        found.append(str(refusal.value).partition("gloo has no ")[2].split()[0].strip(".;"))
+        results.append(str(refusal.value).partition("gloo has no ")[2].split()[0].strip(".;"))
         assert not comm.all_reduce(torch.empty(0, dtype=dtype)).numel()
     for op in ("sum", "avg"):
-        found.append(comm.all_reduce(torch.tensor([30000, -3], dtype=torch.int16), op).tolist())
+        results.append(comm.all_reduce(torch.tensor([30000, -3], dtype=torch.int16), op).tolist())
     for dtype in (torch.int8, torch.uint8, torch.complex32, torch.complex128):
-        found.append(comm.all_reduce(torch.ones(1).to(dtype)).item())
-    found.append(comm.all_reduce(torch.tensor([1 + 2j]), "avg").item())
-    return found
+        results.append(comm.all_reduce(torch.ones(1).to(dtype)).item())
+    results.append(comm.all_reduce(torch.tensor([1 + 2j]), "avg").item())
+    return results
 
 
 def test_a_dtype_that_nobody_reduces_is_refused_and_the_group_goes_on() -> None:
-    wrapped = [[-5536, -6], [-2768, -3]]  # of 60000
+    wrapped = [[-5536, -6], [-2768, -3]]  # 60000 wraps around in int16
     expected = ["torch.float8_e4m3fn", "torch.uint16", *wrapped, 2, 2, 2 + 0j, 2 + 0j, 1 + 2j]
     assert run_processes(2, _refused_and_going_on) == [expected] * 2
     assert run_processes(2, functools.partial(_refused_and_going_on, shared_memory=False)) == [expected] * 2

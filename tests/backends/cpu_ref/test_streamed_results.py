@@ -1,5 +1,5 @@
-"""Results above 6 MiB are written past the caches, in whole lines or in pieces. Bit by bit they are what the same rows
-give in a smaller tensor, which is written as usual."""
+"""Results above 6 MiB are written with streaming stores, in whole cache lines or in parts. They are bit-equal to the
+results of the same rows in a smaller tensor, which is written with ordinary stores."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_longest_packed_sequence_is_read_once_per_tensor():
     cu = CU.clone()
     assert flash._longest(cu, 100) == 60
     version, _ = cu._hal_longest
-    cu._hal_longest = (version, 7)  # what is remembered is used ...
+    cu._hal_longest = (version, 7)  # the cached value is used ...
     assert flash._longest(cu, 100) == 7
     cu[2] = 90  # ... until the tensor changes
     assert flash._longest(cu, 100) == 87
@@ -92,19 +92,19 @@ def test_the_longest_packed_sequence_is_read_once_per_tensor():
 
 @pytest.mark.parametrize("next_tokens", [0, 6, 9, 12, 13, 40])
 def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_tokens):
-    """The kernel takes a side as long as the keys for unbounded, which is another window if there are more queries."""
+    """The kernel treats a side at least as long as the keys as unbounded, which is wrong if there are more queries."""
     q, k = torch.randn(14, 2, 16, dtype=torch.float16), torch.randn(9, 2, 16, dtype=torch.float16)
     dense = (q[None], k[None], k[None])
     cu_q, cu_k = torch.tensor([0, 14], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
     packed = {"layout": "TND", "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "next_tokens": next_tokens}
     expected = ops.flash_attention.reference(*dense, layout="BSND", next_tokens=next_tokens)[0]
-    found = IMPLS["cuda/flash"].call(q, k, k, **packed)
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
-    refused = IMPLS["cuda/flash"].why_not(*dense, layout="BSND", next_tokens=next_tokens)
-    assert bool(refused) == (next_tokens in (9, 12))
-    if not refused:
-        found = IMPLS["cuda/flash"].call(*dense, layout="BSND", next_tokens=next_tokens)[0]
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    got = IMPLS["cuda/flash"].call(q, k, k, **packed)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+    reasons = IMPLS["cuda/flash"].why_not(*dense, layout="BSND", next_tokens=next_tokens)
+    assert bool(reasons) == (next_tokens in (9, 12))
+    if not reasons:
+        got = IMPLS["cuda/flash"].call(*dense, layout="BSND", next_tokens=next_tokens)[0]
+        torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
 def test_one_query_of_grouped_heads_may_be_read_as_the_rows_of_one_tile(no_engine):
@@ -118,13 +118,13 @@ def test_one_query_of_grouped_heads_may_be_read_as_the_rows_of_one_tile(no_engin
 
 @pytest.mark.parametrize(("sq", "pre", "next_tokens"), [(10, 3, None), (10, 3, 12), (6, 3, None), (10, 5, None)])
 def test_a_bounded_left_side_hides_nothing_to_the_right(simulated, sq, pre, next_tokens):
-    """Beside it the kernel ends an unbounded right side, which hides keys if queries outnumber keys by two or more."""
+    """With a bounded left side, the kernel bounds the right one, hiding keys if queries outnumber them by 2 or more."""
     q, k = torch.randn(1, sq, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16, dtype=torch.float16)
     how = {"layout": "BSND", "pre_tokens": pre, "next_tokens": next_tokens}
-    refused = IMPLS["cuda/flash"].why_not(q, k, k, **how)
-    assert bool(refused) == (sq == 10 and pre == 3)
-    if refused:
-        assert "flash limits an unbounded right side" in refused[0]
+    reasons = IMPLS["cuda/flash"].why_not(q, k, k, **how)
+    assert bool(reasons) == (sq == 10 and pre == 3)
+    if reasons:
+        assert "flash limits an unbounded right side" in reasons[0]
         return
     expected = ops.flash_attention.reference(q, k, k, **how)
     torch.testing.assert_close(IMPLS["cuda/flash"].call(q, k, k, **how), expected, rtol=2e-3, atol=2e-3)
@@ -140,10 +140,10 @@ def test_a_bounded_left_side_hides_nothing_to_the_right_of_packed_keys(simulated
     how["cu_seqlens_q"] = torch.tensor([0, 10, 12], dtype=torch.int32)
     how["cu_seqlens_k"] = torch.tensor([0, 2, 4], dtype=torch.int32)
     assert not IMPLS["cuda/flash"].why_not(q, k, k, **how)
-    found, expected = IMPLS["cuda/flash"].call(q, k, k, **how), ops.flash_attention.reference(q, k, k, **how)
-    dy = torch.randn_like(found)
-    grads = [torch.autograd.grad(y, (q, k), dy) for y in (found, expected)]
-    torch.testing.assert_close((found, *grads[0]), (expected, *grads[1]), rtol=5e-3, atol=5e-3)
+    got, expected = IMPLS["cuda/flash"].call(q, k, k, **how), ops.flash_attention.reference(q, k, k, **how)
+    dy = torch.randn_like(got)
+    grads = [torch.autograd.grad(y, (q, k), dy) for y in (got, expected)]
+    torch.testing.assert_close((got, *grads[0]), (expected, *grads[1]), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,15 @@ def test_packed_single_queries_and_empty_sequences_with_grouped_heads(simulated)
     q, k = torch.randn(2, 4, 16, dtype=torch.float16), torch.randn(9, 2, 16, dtype=torch.float16)
     cu = {"cu_seqlens_q": torch.tensor([0, 1, 1, 2], dtype=torch.int32)}
     cu["cu_seqlens_k"] = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-    found = IMPLS["cuda/flash"].call(q, k, k, layout="TND", **cu)
-    torch.testing.assert_close(found, ops.flash_attention.reference(q, k, k, layout="TND", **cu), rtol=2e-3, atol=2e-3)
+    got = IMPLS["cuda/flash"].call(q, k, k, layout="TND", **cu)
+    torch.testing.assert_close(got, ops.flash_attention.reference(q, k, k, layout="TND", **cu), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("id", list(IMPLS))
 def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, monkeypatch, id):
     """A product of matrices raises in torch's deterministic mode, unless an environment variable is set."""
     monkeypatch.setattr(launch, "deterministic", True)
-    seen = []
+    modes = []
     for module, name in (
         (stand_ins, "flash_backward"),
         (stand_ins, "efficient_backward"),
@@ -190,7 +190,7 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         real = getattr(module, name)
 
         def watched(*args, real=real, **kwargs):
-            seen.append(torch.are_deterministic_algorithms_enabled())
+            modes.append(torch.are_deterministic_algorithms_enabled())
             return real(*args, **kwargs)
 
         monkeypatch.setattr(module, name, watched)
@@ -200,7 +200,7 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         return
     out = IMPLS[id].call(q, q, q, layout="BNSD")
     torch.autograd.grad(out, q, torch.ones_like(out))
-    assert seen == {"cuda/flex": [], "cuda/unfused": [False]}.get(id, [True])
+    assert modes == {"cuda/flex": [], "cuda/unfused": [False]}.get(id, [True])
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -251,7 +251,7 @@ def test_a_bias_that_32_bits_cannot_index_is_refused(no_engine):
 
 
 @pytest.mark.parametrize(
-    ("found", "compiler", "include", "said"),
+    ("spec", "compiler", "include", "message"),
     [
         (None, "gcc", "", "pip install triton"),
         (object(), None, "", "install gcc"),
@@ -259,8 +259,8 @@ def test_a_bias_that_32_bits_cannot_index_is_refused(no_engine):
         (object(), "gcc", "Python.h", None),
     ],
 )
-def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, found, compiler, include, said):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, spec, compiler, include, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(shutil, "which", lambda name: compiler)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     if include:
@@ -269,14 +269,14 @@ def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, fou
     try:
         q = meta(1, 2, 128, 64)
         reasons = IMPLS["cuda/flex"].why_not(q, q, q, layout="BNSD")
-        assert (said is None and not reasons) or said in reasons[0]
+        assert (message is None and not reasons) or message in reasons[0]
     finally:
         flex._cannot_compile.cache_clear()
 
 
 @pytest.mark.slow
 def test_compiling_flex_leaves_backward_passes_that_retain_the_graph(monkeypatch):
-    """torch raises for those after a plain one of the same shape. (flex has no backward pass on a CPU: a stand-in.)"""
+    """torch raises in them after a plain one of the same shape. (flex has no backward on a CPU; a stub replaces it.)"""
     from torch._functorch import config
 
     entry = config._config["donated_buffer"]
@@ -299,7 +299,7 @@ def test_compiling_flex_leaves_backward_passes_that_retain_the_graph(monkeypatch
 
         twice(False)
         twice(True)
-        thread = threading.Thread(target=twice, args=(True,))  # autograd's on a GPU is such a thread
+        thread = threading.Thread(target=twice, args=(True,))  # on a GPU, the backward pass runs in such a thread
         thread.start()
         thread.join()
     flex._compiled.cache_clear()
@@ -309,7 +309,7 @@ def test_compiling_flex_leaves_backward_passes_that_retain_the_graph(monkeypatch
 
 @pytest.mark.slow
 def test_flex_is_compiled_for_more_shapes_than_torch_allows(monkeypatch):
-    """torch's limit is 8 per function, after which flex_attention raises. (Its own compiler is left out here.)"""
+    """torch's limit is 8 per function, after which flex_attention raises. (Its compiler is replaced by a stub here.)"""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     flex._compiled.cache_clear()
     try:

@@ -61,7 +61,7 @@ def test_a_cubin_is_whole():
     need_nvrtc()
     cubin = compile.compile_file(FILES["reduce.cu"], "sm_90").cubin
     (segments,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<2H", cubin, 54)
-    assert segments + size * count == len(cubin)  # an ELF file of NVRTC's ends with the table of its segments
+    assert segments + size * count == len(cubin)  # NVRTC's ELF files end with their segment table
 
 
 @pytest.mark.slow

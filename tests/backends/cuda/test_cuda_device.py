@@ -21,7 +21,7 @@ def probe_of(monkeypatch, *, cuda="13.0", driver=True, count=1, cupy=True):
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("setup", "reason"),
     [
         ({"cuda": None}, "built without CUDA"),
         ({"driver": False}, "no NVIDIA driver"),
@@ -29,8 +29,8 @@ def probe_of(monkeypatch, *, cuda="13.0", driver=True, count=1, cupy=True):
         ({"cupy": False}, "CuPy is not installed"),
     ],
 )
-def test_each_missing_thing_has_its_own_reason(monkeypatch, found, reason):
-    probe = probe_of(monkeypatch, **found)
+def test_each_missing_thing_has_its_own_reason(monkeypatch, setup, reason):
+    probe = probe_of(monkeypatch, **setup)
     assert (probe.ok, probe.count) == (False, 0)
     assert reason in probe.reason
 
@@ -81,7 +81,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "how", "chosen", "said"),
+    ("dtype", "how", "chosen", "message"),
     [
         (torch.bfloat16, {"next_tokens": 0}, "cuda/flash", "accepts"),
         (torch.bfloat16, {"pre_tokens": 128, "next_tokens": 0}, "cuda/flash", "cudnn takes none, or causal squares"),
@@ -90,12 +90,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (torch.bfloat16, {"next_tokens": -1}, "cuda/sdpa", "reads a negative side as unbounded"),
     ],
 )
-def test_why_explains_its_choice_without_a_device(no_engine, dtype, how, chosen, said):
+def test_why_explains_its_choice_without_a_device(no_engine, dtype, how, chosen, message):
     q = meta(2, 256, 8, 64, dtype=dtype)
     with hal.activated(Cuda(simulate=False)):
         why = hal.why(ops.flash_attention, q, q, q, layout="BSND", **how)
     assert why.chosen == chosen
-    assert said in str(why)
+    assert message in str(why)
 
 
 def test_a_tensor_elsewhere_is_refused_by_name(no_engine):
@@ -115,7 +115,7 @@ def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
 
 @pytest.mark.parametrize(("count", "listed", "index"), [(8, None, 3), (1, None, 0), (8, "4,5,6,7", 7)])
 def test_a_communicator_is_on_the_device_of_this_process(monkeypatch, count, listed, index):
-    """A launcher may show every process a single device: number 3 then has no device 3."""
+    """A launcher may make only one device visible to each process; process 3 then has no device 3."""
     probe_of(monkeypatch, count=count)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.delenv("HAL_DEVICES", raising=False)

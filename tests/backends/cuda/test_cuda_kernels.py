@@ -1,4 +1,4 @@
-"""Kernels where the conformance kit does not test: unaligned rows, rows too wide for shared memory, long lists."""
+"""Cases that the conformance kit does not test: unaligned rows, rows too wide for shared memory, long lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, shift: int = 0) -> Tensor:
-    """shift: how many elements the first one lies beyond a 16-byte boundary."""
+    """shift: offset of the first element from a 16-byte boundary, in elements."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     store = torch.empty(x.numel() + 16, dtype=dtype)
     base = (-store.data_ptr() % 16) // store.element_size() + shift
@@ -50,10 +50,10 @@ def test_rows_that_start_anywhere(dtype, shift):
     compare(ops.scale_mask_softmax, [normal(1, 2, 3, 37, dtype=dtype, shift=shift)], tolerance=close, causal=True)
     compare(ops.swiglu, [normal(3, 48, dtype=dtype, shift=shift)], tolerance=close)
     angles = normal(7, 8, dtype=torch.float32, shift=shift)
-    compare(Turned(angles), [normal(7, 2, 3, 24, dtype=dtype, shift=shift)], tolerance=close)
+    compare(RotaryOfX(angles), [normal(7, 2, 3, 24, dtype=dtype, shift=shift)], tolerance=close)
 
 
-class Turned:
+class RotaryOfX:
     """rotary as an op of x alone, with constant cos and sin."""
 
     def __init__(self, angles: Tensor) -> None:
@@ -76,7 +76,7 @@ def test_norms_of_rows_beyond_shared_memory(width):
 
 
 def test_the_only_visible_column_gets_all_of_a_softmax():
-    """Exactly: the maximum is subtracted from the same product that it is the maximum of, contracted to FMA or not."""
+    """Exactly 1: the maximum is subtracted from the product it was taken over, with and without FMA contraction."""
     x = normal(1, 4, 64, 64, dtype=torch.float32) * 3e4
     y = ops.scale_mask_softmax(x, None, 0.1, True)
     assert (y[:, :, 0, 0] == 1.0).all()
@@ -158,7 +158,7 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_at_every_sum(monkeypatc
 
 
 def test_weight_gradients_are_added_by_one_product_where_torch_has_it(monkeypatch):
-    """torch has it on GPUs only; here it is told apart by what is rounded: nothing between product and sum."""
+    """torch has it on GPUs only. The fused call is recognised by its rounding: none between product and sum."""
     monkeypatch.setattr(linear, "_add_product_works", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not linear._adds_in_float32(torch.device("cpu"))

@@ -50,7 +50,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """One H100, as device 0: that every new thread takes for its current device does not give it a context."""
+    """One H100 as device 0. It is the current device of every new thread, but the thread has no context on it."""
     context = threading.local()
     fake = Driver(context)
     package = types.ModuleType("cupy.cuda")
@@ -109,14 +109,14 @@ def test_a_device_without_kernels_is_named(driver, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "said"),
+    ("capability", "message"),
     [((7, 5), r"7\.5; HAL's kernels need 8\.0"), ((13, 0), r"sm_130, which this NVRTC \(13\.0, up to sm_121\)")],
 )
-def test_a_device_that_nothing_can_be_compiled_for_is_refused(monkeypatch, capability, said):
+def test_a_device_that_nothing_can_be_compiled_for_is_refused(monkeypatch, capability, message):
     library = types.SimpleNamespace(getSupportedArchs=lambda: (80, 90, 121), getVersion=lambda: (13, 0))
     monkeypatch.setattr(compile, "nvrtc", lambda: library)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
-    with pytest.raises(hal.BackendUnavailable, match=said):
+    with pytest.raises(hal.BackendUnavailable, match=message):
         device._require_kernels_for(capability)
     device._require_kernels_for((9, 0))
 

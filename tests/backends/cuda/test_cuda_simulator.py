@@ -158,9 +158,9 @@ def test_a_missing_barrier_is_caught(simulator, fault):
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((40, 1000), (1000,), (1000,))]
     dy = torch.randn(40, 1000)
     with hal.activated(Cuda(simulate=True)):
-        found = torch.autograd.grad(hal.ops.layer_norm(*inputs), inputs, dy)
+        grads = torch.autograd.grad(hal.ops.layer_norm(*inputs), inputs, dy)
     exact = torch.autograd.grad(hal.ops.layer_norm.reference(*inputs), inputs, dy)
-    sound = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found, exact))
+    sound = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(grads, exact))
     assert sound == (fault == "none")
 
 
@@ -179,7 +179,7 @@ print("finished")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
+    ("old", "new", "access"),
     [
         ("", "", ""),
         # Reads (and writes) one element past the last row.
@@ -192,15 +192,17 @@ print("finished")
     ],
     ids=["sound", "a write past the end", "a read past the end"],
 )
-def test_an_access_out_of_bounds_is_caught(tmp_path, old, new, found):
+def test_an_access_out_of_bounds_is_caught(tmp_path, old, new, access):
     env = sanitizer_environment()
     for name in ("common.h", "norm.cu", "softmax.cu"):
         (tmp_path / name).write_text((compile.KERNELS / name).read_text())
     if old:
         (tmp_path / "softmax.cu").write_text(planted("softmax.cu", old, new))
     done = run_python(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{SANITIZED}", env=env)
-    if not found:
+    if not access:
         assert done.returncode == 0 and "finished" in done.stdout, done.stderr
         return
     assert done.returncode != 0 and "finished" not in done.stdout
-    assert "heap-buffer-overflow" in done.stderr and f"{found} of size 4" in done.stderr and "softmax.cu" in done.stderr
+    assert (
+        "heap-buffer-overflow" in done.stderr and f"{access} of size 4" in done.stderr and "softmax.cu" in done.stderr
+    )

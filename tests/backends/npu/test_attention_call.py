@@ -14,7 +14,7 @@ EDGE = st.none() | st.integers(-12, 40)
 LENGTH = st.integers(1, 24)
 
 
-def shown(p: Plan, sq: int, sk: int) -> Tensor:
+def library_mask(p: Plan, sq: int, sk: int) -> Tensor:
     """bool [sq, sk], True = visible to the library (documented meaning of modes 3 and 4; pre and next as given)."""
     i, j = torch.arange(sq)[:, None] + (sk - sq), torch.arange(sk)
     if p.mask == "none":
@@ -25,7 +25,7 @@ def shown(p: Plan, sq: int, sk: int) -> Tensor:
     return (i - p.pre <= j) & (j <= i + p.next)
 
 
-def wanted(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:
+def expected_mask(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:
     outside = ops.band_mask(sq, sk, pre, next)
     return torch.ones(sq, sk, dtype=torch.bool) if outside is None else ~outside
 
@@ -33,12 +33,12 @@ def wanted(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:
 @given(LENGTH, LENGTH, EDGE, EDGE)
 def test_a_plan_shows_exactly_the_window(sq: int, sk: int, pre: int | None, next: int | None) -> None:
     p = plan(sq, sk, pre, next, masked=False)
-    visible = wanted(sq, sk, pre, next)
+    visible = expected_mask(sq, sk, pre, next)
     if p.mask == "full":  # the mask is the window itself, and mode 1 ignores pre and next
         assert p.mode == 1
     else:
-        assert torch.equal(shown(p, sq, sk), visible)
-    assert p.dead_rows or bool(visible.any(-1).all()), "a row sees nothing and the library was not told"
+        assert torch.equal(library_mask(p, sq, sk), visible)
+    assert p.dead_rows or bool(visible.any(-1).all()), "the library was not told about a fully masked row"
 
 
 @given(LENGTH, LENGTH, EDGE, EDGE)
@@ -63,8 +63,8 @@ def test_packed_sequences_share_a_plan_only_if_every_row_has_a_key(
         return
     for sq, sk in lengths:
         if sq:
-            visible = wanted(sq, sk, pre, next)
-            assert torch.equal(shown(p, sq, sk), visible)
+            visible = expected_mask(sq, sk, pre, next)
+            assert torch.equal(library_mask(p, sq, sk), visible)
             assert bool(visible.any(-1).all())
 
 

@@ -104,7 +104,7 @@ def test_companion_operators_refuse_sizes_beyond_their_rules(
     with pytest.raises(RuntimeError, match="error 161002") as refused:
         _companion(name, *sizes)
     assert says in str(refused.value)
-    assert torch.ones(2).npu().add(1).tolist() == [2, 2]  # refused at the call: nothing has stopped
+    assert torch.ones(2).npu().add(1).tolist() == [2, 2]  # the call itself was refused, so the queue still runs
 
 
 ILLEGAL_SOFTMAX = """
@@ -194,8 +194,8 @@ def test_without_a_mask_pre_and_next_are_ignored(npu: Npu) -> None:
 def test_mode_1_and_the_causal_modes_ignore_pre_and_next(npu: Npu) -> None:
     q, k, v = bnsd(24, 24)
     causal = torch.ones(24, 24).tril().bool()
-    for mode, given in ((1, (24, 24)), (2, TRIANGLE), (3, TRIANGLE)):
-        got = attention(q, k, v, 2, pre_tockens=1, next_tockens=5, sparse_mode=mode, atten_mask=mask(*given))
+    for mode, sizes in ((1, (24, 24)), (2, TRIANGLE), (3, TRIANGLE)):
+        got = attention(q, k, v, 2, pre_tockens=1, next_tockens=5, sparse_mode=mode, atten_mask=mask(*sizes))
         assert close(got, plain(q, k, v, causal)), f"mode {mode}"
 
 
@@ -228,15 +228,15 @@ def test_a_row_without_a_key_is_an_average_unless_asked_otherwise(npu: Npu) -> N
 
 
 def test_mode_0_skips_whole_tiles_only(npu: Npu) -> None:
-    """A causal mask with pre=2048: row 2175 still sees its 127 oldest keys too many, row 2176 sees none."""
+    """A causal mask with pre=2048: row 2175 still sees 127 keys that lie outside the window, row 2176 sees none."""
     size = 2304
-    q, k = torch.zeros(1, 1, size, 1).npu(), torch.zeros(1, 1, size, 1).npu()  # every visible key weighs the same
+    q, k = torch.zeros(1, 1, size, 1).npu(), torch.zeros(1, 1, size, 1).npu()  # every visible key has the same weight
     oldest = torch.zeros(1, 1, size, 1)
     oldest[:, :, :128] = 1.0
     got = attention(q, k, oldest.npu(), 1, pre_tockens=2048, next_tockens=0, atten_mask=mask(size, size))
-    seen = (got.flatten() * torch.arange(1, size + 1)).round()  # how many of the first 128 keys a row still sees
-    assert seen[2175] == 128 and ops.band_mask(size, size, 2048, 0)[2175, :127].all()  # type: ignore[index]
-    assert seen[2176] == 0
+    counts = (got.flatten() * torch.arange(1, size + 1)).round()  # how many of the first 128 keys a row still sees
+    assert counts[2175] == 128 and ops.band_mask(size, size, 2048, 0)[2175, :127].all()  # type: ignore[index]
+    assert counts[2176] == 0
 
 
 @pytest.mark.parametrize("layout", ["SBH", "BSH"])
@@ -250,12 +250,12 @@ def test_megatrons_windows_are_exact_beyond_a_tile(
     heads, d = 1, 8
     torch.manual_seed(size)
     shape = (size, 1, heads * d) if layout == "SBH" else (1, size, heads * d)
-    given = [torch.randn(shape).to(dtype) for _ in range(4)]
+    operands = [torch.randn(shape).to(dtype) for _ in range(4)]
     here = {"layout": layout, "num_heads": heads, "pre_tokens": pre, "next_tokens": next}
     results = []
     for attention_op, tensors in (
-        (ops.flash_attention, [x.npu() for x in given]),
-        (ops.flash_attention.reference, [x.double() for x in given]),
+        (ops.flash_attention, [x.npu() for x in operands]),
+        (ops.flash_attention.reference, [x.double() for x in operands]),
     ):
         leaves = [x.requires_grad_() for x in tensors[:3]]
         out = attention_op(*leaves, **here)
@@ -267,7 +267,7 @@ def test_megatrons_windows_are_exact_beyond_a_tile(
 
 @pytest.mark.parametrize("layout", ["SBH", "BSH"])
 def test_megatrons_causal_mask_with_the_readmes_flags(npu: Npu, layout: str) -> None:
-    """megatron_npu always adds its causal mask: 65536 and 65536 are causal attention then, 2048 and 0 as without it."""
+    """megatron_npu always adds a causal mask: 65536 and 65536 become causal attention, 2048 and 0 do not change."""
     size, d = 2177, 8
     torch.manual_seed(0)
     shape = (size, 1, d) if layout == "SBH" else (1, size, d)
@@ -288,7 +288,7 @@ def test_the_softmax_kernel_within_its_limits(npu: Npu, shape: tuple[int, ...], 
     torch.manual_seed(1)
     x = torch.randn(shape).to(dtype)
     mask = torch.rand(shape[0], 1, *shape[2:]) < 0.4
-    mask[0, 0, 3] = True  # a row that sees nothing
+    mask[0, 0, 3] = True  # a fully masked row
     here = {"mask": mask, "scale": 0.3, "causal": True}
     there = {**here, "mask": mask.npu()}
     ours, exact = x.npu().requires_grad_(), x.double().requires_grad_()

@@ -62,16 +62,16 @@ def test_dropout_goes_through_the_vendors_mask_argument(npu: Npu) -> None:
     assert hal.why(ops.flash_attention, q, q, q, **here).chosen == "npu/fusion_attention_dropout"
     packed = torch.randn(8, 2, 16).npu()
     cu = torch.tensor([0, 3, 8], dtype=torch.int32).npu()
-    found = hal.why(
+    explanation = hal.why(
         ops.flash_attention, packed, packed, packed, **{**here, "layout": "TND"}, cu_seqlens_q=cu, cu_seqlens_k=cu
     )
-    assert found.chosen == "npu/torch" and "over each sequence" in str(found)
+    assert explanation.chosen == "npu/torch" and "over each sequence" in str(explanation)
 
 
 @pytest.mark.parametrize("sequences, chosen", [(2048, "npu/fusion_attention"), (2049, "npu/torch")])
 def test_packed_sequences_beyond_the_vendors_number_are_declined(npu: Npu, sequences: int, chosen: str) -> None:
     x = torch.randn(sequences, 1, 8).npu()
     cu = torch.arange(sequences + 1, dtype=torch.int32).npu()
-    found = hal.why(ops.flash_attention, x, x, x, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert found.chosen == chosen
-    assert ("2049 packed sequences" in str(found)) == (sequences > 2048)
+    explanation = hal.why(ops.flash_attention, x, x, x, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert explanation.chosen == chosen
+    assert ("2049 packed sequences" in str(explanation)) == (sequences > 2048)

@@ -44,7 +44,7 @@ def test_the_overflow_flag_is_reported_once(simulated: Npu) -> None:
     fine = "(0.0, [0.5, 1.0])"
     done = run(CODE, **SATURATING)
     assert done.returncode == 0, done.stderr
-    # A written -inf is no overflow: only results that are beyond the range although the operands were not.
+    # Storing -inf is not an overflow. An overflow is a result outside the range of finite operands.
     expected = [fine, "[65504.0, -65504.0, 6.0]", fine.replace("(0.0", "(1.0"), fine, "[0.0, 1.0]", fine]
     assert done.stdout.splitlines() == expected
 

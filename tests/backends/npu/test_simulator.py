@@ -73,9 +73,9 @@ def test_streams_and_events_order_work(npu: Npu) -> None:
 
 def test_profile_ranges_nest_and_close_after_an_error(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     mstx = torch.npu.mstx  # type: ignore[attr-defined]
-    seen: list[object] = []
-    monkeypatch.setattr(mstx, "range_start", lambda name: (seen.append(name), len(seen))[1])
-    monkeypatch.setattr(mstx, "range_end", seen.append)
+    calls: list[object] = []
+    monkeypatch.setattr(mstx, "range_start", lambda name: (calls.append(name), len(calls))[1])
+    monkeypatch.setattr(mstx, "range_end", calls.append)
     with (
         torch.autograd.profiler.profile() as profiled,
         pytest.raises(ValueError, match="inside"),
@@ -83,7 +83,7 @@ def test_profile_ranges_nest_and_close_after_an_error(npu: Npu, monkeypatch: pyt
         npu.profile_range("inner"),
     ):
         raise ValueError("inside")
-    assert seen == ["outer", "inner", 2, 1]
+    assert calls == ["outer", "inner", 2, 1]
     assert {"outer", "inner"} <= {event.key for event in profiled.key_averages()}
     monkeypatch.undo()
     with npu.profile_range("by torch_npu itself"):

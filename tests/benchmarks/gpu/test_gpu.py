@@ -170,7 +170,7 @@ def test_parts_run_by_name_extend_the_report(parts, capsys):
     code, ran, report = parts("training", "kernels", changed={"date": "later"})
     assert (code, ran) == (0, ["kernels a", "kernels b", "training a", "training b"])
     assert list(report["parts"]) == ["checks", "kernels", "training"] and report["machine"]["date"] == "later"
-    assert parts("checks")[1] == ["checks a", "checks b"]  # it was complete, so it runs once more
+    assert parts("checks")[1] == ["checks a", "checks b"]  # a complete part runs again when it is named
     assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
 
 
@@ -223,9 +223,9 @@ def test_a_run_that_is_killed_loses_no_finished_unit(parts, monkeypatch, tmp_pat
         m.setattr(gpu, "end_process", lambda *a: pytest.exit("killed"))
         with pytest.raises(pytest.exit.Exception):
             parts("checks", checks=[("a", ""), ("b", "dies")])
-    kept = gpu_report.load(tmp_path / "cuda-nvidia-test-1.json")
-    assert kept["parts"]["checks"]["current"] == "b"
-    assert "has not finished" in gpu_report.failures(kept, ["checks"])[0]
+    saved_report = gpu_report.load(tmp_path / "cuda-nvidia-test-1.json")
+    assert saved_report["parts"]["checks"]["current"] == "b"
+    assert "has not finished" in gpu_report.failures(saved_report, ["checks"])[0]
     assert "- b: passes" in (tmp_path / "cuda-nvidia-test-1.md").read_text()
     code, ran, report = parts("checks", checks=[("a", ""), ("b", "")])
     assert (code, ran) == (0, ["checks b"]) and len(report["parts"]["checks"]["units"]["b"]["rows"]) == 1

@@ -1,4 +1,4 @@
-"""This tree against another checkout: cases are matched by name, ratios are before / after, and a slower row fails.
+"""Comparison with another checkout: cases are matched by name, ratios are before / after, and a slower row fails.
 
 The other checkout is planted in the layout of older commits, with a worker that implements just the protocol.
 Candidates advance the clock of their process themselves, so that every time is known.

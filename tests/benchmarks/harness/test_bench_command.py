@@ -39,7 +39,7 @@ def bench(monkeypatch):
         (runner.Results([row(1.0, 1.5)]), 1),
         (runner.Results([row(2.0, 1.5)], [absent(None)]), 0),
         (runner.Results([row(2.0, 1.5)], [absent(1.0)]), 1),  # a goal that could not be measured is not met
-        (runner.Results([row(2.0)]), 2),  # nothing to check is not a pass
+        (runner.Results([row(2.0)]), 2),  # a run without anything to check does not pass
         (runner.Results(), 2),
         (runner.Results([row(2.0, 1.5)], interrupted=True), 1),
     ],
@@ -73,9 +73,9 @@ def test_html_is_self_contained_and_well_formed(bench, tmp_path):
     page = (tmp_path / "f").read_text()
     assert "<4>" not in page and "&lt;4&gt;" in page
     svg = page[page.index("<svg") : page.index("</svg>") + 6]
-    drawn = ["".join(e.itertext()) for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a & b: S", "512", "1024", "2048", "1 ms"} <= set(drawn)
-    assert {"HAL ~ x^0.00", "eager ~ x^0.00"} <= set(drawn)
+    labels = ["".join(e.itertext()) for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a & b: S", "512", "1024", "2048", "1 ms"} <= set(labels)
+    assert {"HAL ~ x^0.00", "eager ~ x^0.00"} <= set(labels)
     assert re.findall(r'(?:src|href)="(?!#)|url\((?!#)|@import|<script|<link', page) == []
 
 
@@ -95,7 +95,7 @@ def test_every_goal_is_about_something_that_is_measured(goal, monkeypatch):
     """A goal whose pattern matches no comparison, or only those of an earlier goal, would never be checked."""
     always = [goals.Goal(g.name, g.shape, g.peer, g.least, g.allocator) for g in goals.RATIOS if g.holds is not None]
     at = goals.RATIOS.index(goal)
-    elsewhere = {i for i, g in enumerate(goals.RATIOS) if g.holds is goals._slow_mkl}  # one of the two linear goals
+    elsewhere = {i for i, g in enumerate(goals.RATIOS) if g.holds is goals._slow_mkl}  # one of two linear goals applies
     reachable = [g for i, g in enumerate(always) if i not in elsewhere or i == at]
     position = reachable.index(always[at])
     assert any(

@@ -115,11 +115,11 @@ def test_eager_peers_agree(name, monkeypatch):
         inputs[1] = inputs[1][:96] % 96
     if name == "rotary":
         inputs[1:] = [t[:96] for t in inputs[1:]]
-    wanted = [t.requires_grad_() for t in inputs[: op.grads]]
+    leaves = [t.requires_grad_() for t in inputs[: op.grads]]
     theirs, ours = op.eager(*inputs), op.ours()(*inputs)
     torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-5)
     dy = torch.randn_like(ours)
-    gradients = (torch.autograd.grad(y, wanted, dy) for y in (theirs, ours))
+    gradients = (torch.autograd.grad(y, leaves, dy) for y in (theirs, ours))
     torch.testing.assert_close(*gradients, atol=2e-4, rtol=1e-4)
 
 
@@ -185,7 +185,7 @@ def test_the_plain_gpt_is_the_same_function():
 
 @pytest.fixture
 def megatron_world(recwarn):
-    """`megatron_gpt.enter`, which prepares a worker for the rest of its life, undone after the test.
+    """Calls `megatron_gpt.enter`, which prepares a worker process permanently, and undoes it after the test.
 
     recwarn: megatron-core warns about its own deprecations.
     """

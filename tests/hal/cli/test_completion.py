@@ -27,12 +27,12 @@ def module_of(command):
 @pytest.fixture(scope="module")
 def offered():
     """offered("hal", "parity", "--bac") -> what bash would offer for the last word."""
-    made = subprocess.run([sys.executable, "-m", "hal.cli", "completion", "bash"], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    completion = subprocess.run([sys.executable, "-m", "hal.cli", "completion", "bash"], capture_output=True, text=True)
+    assert completion.returncode == 0, completion.stderr
 
     def ask(*words):
         quoted = " ".join(f"'{w}'" for w in words)
-        script = f"""{made.stdout}
+        script = f"""{completion.stdout}
         COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_LINE="${{COMP_WORDS[*]}}"
         COMP_POINT=${{#COMP_LINE}}; COMP_TYPE=9
         function=$(complete -p hal | sed 's/.*-F \\([^ ]*\\).*/\\1/')

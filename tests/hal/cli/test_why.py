@@ -11,9 +11,9 @@ from hal.cli.meta_calls import add_call, call
 def arguments(op, *options):
     parser = Parser("why")
     add_call(parser)
-    made = call(op, parser.parse_args(options))
-    op.check(*made[0], **made[1])
-    return op.signature.bind(*made[0], **made[1]).arguments
+    args, kwargs = call(op, parser.parse_args(options))
+    op.check(*args, **kwargs)
+    return op.signature.bind(*args, **kwargs).arguments
 
 
 def test_it_names_the_choice_and_every_refusal(run):
@@ -83,8 +83,8 @@ def test_one_backend_is_no_comparison(run, backends):
 
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
 def test_every_op_has_a_valid_default_call_on_meta_tensors(op):
-    made = arguments(op, "--dtype", "bf16")
-    tensors = [v for v in made.values() if isinstance(v, torch.Tensor)]
+    bound = arguments(op, "--dtype", "bf16")
+    tensors = [v for v in bound.values() if isinstance(v, torch.Tensor)]
     assert all(t.is_meta for t in tensors)
 
 
@@ -92,20 +92,22 @@ def test_every_op_has_a_valid_default_call_on_meta_tensors(op):
 def test_attention_in_every_layout(layout):
     options = ("--layout", layout, "--micro-batch-size", "2", "--seq-length", "8", "--kv-length", "16",
                "--num-attention-heads", "4", "--num-query-groups", "2", "--head-dim", "32")  # fmt: skip
-    made = arguments(hal.ops.flash_attention, *options)
-    assert made["q"].numel() == 2 * 8 * 4 * 32
-    assert made["k"].numel() == 2 * 16 * 2 * 32
+    bound = arguments(hal.ops.flash_attention, *options)
+    assert bound["q"].numel() == 2 * 8 * 4 * 32
+    assert bound["k"].numel() == 2 * 16 * 2 * 32
 
 
 def test_any_parameter_can_be_given():
-    made = arguments(hal.ops.scale_mask_softmax, "--arg", "x=2x3x4x5", "--arg", "mask=4x5:bool", "--arg", "causal=True")
-    assert tuple(made["x"].shape) == (2, 3, 4, 5)
-    assert made["mask"].dtype == torch.bool
-    assert made["causal"] is True
-    made = arguments(hal.ops.dropout, "--arg", "rng=7:8", "--arg", "p=0.5")
-    assert (made["rng"], made["p"]) == (hal.Rng(7, 8), 0.5)
-    made = arguments(hal.ops.l2norm, "--arg", "tensors=3,4x5:bf16")
-    assert [(tuple(t.shape), t.dtype) for t in made["tensors"]] == [((3,), torch.float32), ((4, 5), torch.bfloat16)]
+    bound = arguments(
+        hal.ops.scale_mask_softmax, "--arg", "x=2x3x4x5", "--arg", "mask=4x5:bool", "--arg", "causal=True"
+    )
+    assert tuple(bound["x"].shape) == (2, 3, 4, 5)
+    assert bound["mask"].dtype == torch.bool
+    assert bound["causal"] is True
+    bound = arguments(hal.ops.dropout, "--arg", "rng=7:8", "--arg", "p=0.5")
+    assert (bound["rng"], bound["p"]) == (hal.Rng(7, 8), 0.5)
+    bound = arguments(hal.ops.l2norm, "--arg", "tensors=3,4x5:bf16")
+    assert [(tuple(t.shape), t.dtype) for t in bound["tensors"]] == [((3,), torch.float32), ((4, 5), torch.bfloat16)]
     assert arguments(hal.ops.bias_gelu, "--arg", "approximate=fast", "--arg", "bias=None")["bias"] is None
 
 

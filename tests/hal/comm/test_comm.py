@@ -23,14 +23,14 @@ from hal.testing.processes import run_processes
 CPU = torch.device("cpu")
 
 
-def problems(found: dict) -> list[str]:
-    return [p for row in found.values() for p in row["problems"]]
+def problems(report: dict) -> list[str]:
+    return [p for row in report.values() for p in row["problems"]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_threads_agree_with_the_meaning(size: int) -> None:
-    for found in run_threads(size, lambda comm: check_comm(comm, CPU, per_kind=3)):
-        assert problems(found) == []
+    for report in run_threads(size, lambda comm: check_comm(comm, CPU, per_kind=3)):
+        assert problems(report) == []
 
 
 def test_solo_agrees_with_the_meaning() -> None:
@@ -38,7 +38,7 @@ def test_solo_agrees_with_the_meaning() -> None:
 
 
 def test_a_barrier_waits_for_the_device() -> None:
-    """On such a device, the result of a collective may still be in computation."""
+    """On a device with a queue, a collective may return before its result has been computed."""
     read: list[str] = []
 
     class Late(torch.Tensor):
@@ -146,17 +146,17 @@ def test_a_world_without_a_launcher_is_one_process() -> None:
 
 def test_a_group_on_devices_is_made_by_its_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subgroups of a world that is bound to devices would be split from it, and NCCL would wait for absent ranks."""
-    made: dict[str, dict] = {}
+    init_kwargs: dict[str, dict] = {}
 
     class Stop(Exception):
         pass
 
     def new_group(*args: object, **kwargs: object) -> None:
-        made["group"] = kwargs
+        init_kwargs["group"] = kwargs
         raise Stop
 
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.update(world=kwargs))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: init_kwargs.update(world=kwargs))
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -165,8 +165,9 @@ def test_a_group_on_devices_is_made_by_its_members_alone(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     with pytest.raises(Stop):
         torch_comm(Transport("nccl"), [0, 1], device=torch.device("cuda", 1))
-    assert "device_id" not in made["world"]
-    assert made["group"]["device_id"] == torch.device("cuda", 1) and made["group"]["use_local_synchronization"]
+    assert "device_id" not in init_kwargs["world"]
+    assert init_kwargs["group"]["device_id"] == torch.device("cuda", 1)
+    assert init_kwargs["group"]["use_local_synchronization"]
 
 
 POOR = Transport("gloo", emulate=dict.fromkeys(("avg", "reduce_scatter", "all_to_all"), "a test"), carry=GLOO.carry)

@@ -47,7 +47,7 @@ def test_a_process_ends_when_the_store_has_answered() -> None:
 def test_a_process_that_ends_at_once_opens_no_connection_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clones: list[Any] = []
     store = SimpleNamespace(clone=lambda: clones.append(None) or SimpleNamespace(set=lambda key, value: None))
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, found: found)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, parent: parent)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     progress = watchdog.Progress(None)
     progress.group("world", 0, 2).arrive("barrier")

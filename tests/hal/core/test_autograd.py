@@ -73,27 +73,27 @@ def test_a_saved_tensor_that_was_changed_is_noticed(wrapped):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("power", [2, 1])  # whether the output's gradient asks for a gradient itself
+@pytest.mark.parametrize("power", [2, 1])  # 2: the gradient of the output itself requires a gradient
 def test_a_second_derivative_is_refused_not_wrong(wrapped, power):
     x = torch.ones(3, requires_grad=True)
     (dx,) = torch.autograd.grad((wrapped(x) ** power).sum(), x, create_graph=True)
     with pytest.raises(hal.UnsupportedOp, match="implementation 'a' has no second derivative"):
         dx.square().sum().backward()
-    with pytest.raises(hal.UnsupportedOp, match="second derivative"):  # a gradient penalty beside the loss
+    with pytest.raises(hal.UnsupportedOp, match="second derivative"):  # a gradient penalty added to the loss
         y = wrapped(x).sum()
         (y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()).backward()
 
 
 @pytest.mark.parametrize("power", [2, 1])
-@pytest.mark.parametrize("asked", ["input", "leaf", "weight"])
-def test_a_second_derivative_is_refused_also_of_autograd_grad(wrapped, power, asked):
+@pytest.mark.parametrize("wrt", ["input", "leaf", "weight"])
+def test_a_second_derivative_is_refused_also_of_autograd_grad(wrapped, power, wrt):
     """autograd.grad runs only the nodes needed for the requested gradients, and passes None or a subset otherwise."""
     leaf, w = torch.full((3,), 2.0, requires_grad=True), torch.ones(3, requires_grad=True)
     x = leaf * 3.0
     y = (wrapped(x, w) ** power).sum()
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
-    at = {"input": x, "leaf": leaf, "weight": w}[asked]
-    if power == 2 or asked != "input":  # of a sum, what `toy` keeps does not lead to x, only to what x was made of
+    at = {"input": x, "leaf": leaf, "weight": w}[wrt]
+    if power == 2 or wrt != "input":  # with power 1, the graph of dx leads to leaf and w, but not to x
         with pytest.raises(hal.UnsupportedOp, match="second derivative"):
             torch.autograd.grad((dx * leaf).sum() + (w * x).sum(), at)
     other = torch.ones(3, requires_grad=True)
@@ -172,15 +172,15 @@ def test_an_implementation_without_bwd_is_differentiated_by_torch(toy, make_back
 
 @pytest.mark.parametrize("wanted", [("x",), ("w",), ("x", "w")])
 def test_a_backward_with_needs_is_told_which_gradients_are_wanted(toy, make_backend, wanted):
-    backend, told = make_backend(), []
+    backend, needs_args = make_backend(), []
 
     def bwd(residuals, dy, *, needs):
-        told.append(needs)
+        needs_args.append(needs)
         return tuple(dy * 3 if need else None for need in needs)
 
     backend.impl(toy, id="a", bwd=bwd)(lambda x, w=None, *, scale=1.0: (x * 1.0, ()))
     x, w = (torch.ones(3, requires_grad=name in wanted) for name in ("x", "w"))
     with hal.activated(backend()):
         toy(x, w).sum().backward()
-    assert told == [("x" in wanted, "w" in wanted)]
+    assert needs_args == [("x" in wanted, "w" in wanted)]
     assert [t.grad is not None for t in (x, w)] == ["x" in wanted, "w" in wanted]

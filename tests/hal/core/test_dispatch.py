@@ -40,10 +40,10 @@ def test_the_first_that_accepts_runs(toy, two):
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_only_a_marked_why_not_is_asked_once_per_metadata(toy, make_backend, marked):
-    backend, asked = make_backend(), []
+    backend, scales = make_backend(), []
 
     def why(x, w=None, *, scale=1.0):
-        asked.append(scale)
+        scales.append(scale)
         return [] if scale == 1.0 else ["scale"]
 
     backend.impl(toy, id="a", why_not=hal.by_metadata(why) if marked else why)(lambda x, w=None, *, scale=1.0: x + 100)
@@ -52,13 +52,13 @@ def test_only_a_marked_why_not_is_asked_once_per_metadata(toy, make_backend, mar
         for _ in range(3):
             assert toy(X)[0] == 100
             assert toy(torch.zeros(2))[0] == 100
-        assert asked == [1.0] if marked else len(asked) >= 6
-        assert toy(torch.zeros(3))[0] == 100  # another shape, another question
+        assert scales == [1.0] if marked else len(scales) >= 6
+        assert toy(torch.zeros(3))[0] == 100  # another shape needs another decision
         assert toy(X, scale=2.0)[0] == 200
-        assert asked[-1] == 2.0
+        assert scales[-1] == 2.0
         backend.impl(toy, id="c")(lambda x, w=None, *, scale=1.0: x + 300)
         with hal.policy(pin={"toy": "c"}):
-            assert toy(X)[0] == 300  # what is remembered is remembered under one policy
+            assert toy(X)[0] == 300  # decisions are cached per policy
         assert toy(X)[0] == 100
 
 
@@ -133,7 +133,7 @@ def test_an_exception_inside_a_kernel_propagates_and_never_falls_back(toy, make_
 
 def test_a_wrong_call_never_reaches_a_backend(toy, two):
     with hal.activated(two, fallback="reference"):
-        for _ in range(2):  # a verdict is remembered, a refusal is not
+        for _ in range(2):  # accepted calls are cached, refused ones are not
             with pytest.raises(hal.ContractError, match="toy: expected a scale that is not 0; found 0"):
                 toy(X, scale=0.0)
         with pytest.raises(hal.ContractError, match=r"scale: float; found str"):
@@ -236,7 +236,7 @@ def test_why_in_words(toy, two):
     with hal.activated(two, pin={"toy": "reference"}, fallback="reference"):
         assert lines(X) == ["toy on backend 'cpu_toy' (pinned to reference):", "  reference: chosen"]
     with hal.activated(two, pin={"toy": "b"}):
-        assert lines(X) == ["toy on backend 'cpu_toy' (pinned to b):", "  b: chosen"], "one has no order"
+        assert lines(X) == ["toy on backend 'cpu_toy' (pinned to b):", "  b: chosen"], "a pin has no order"
 
 
 def test_what_is_activated_is_returned_and_stays_until_the_end_of_a_block(toy, two, make_backend):
@@ -325,4 +325,4 @@ def test_a_tensor_elsewhere_is_refused_before_any_implementation_sees_it(toy, tw
         for call in (lambda: toy(X.to("meta")), lambda: toy(X, W.to("meta"), scale=1.0)):
             with pytest.raises(hal.ContractError, match="is on meta, but the active backend 'cpu_toy' works on cpu"):
                 call()
-        assert hal.why(toy, X.to("meta")).chosen == "a"  # asking needs no data
+        assert hal.why(toy, X.to("meta")).chosen == "a"  # the explanation needs no data

@@ -165,16 +165,16 @@ def test_a_type_error_of_the_constructor_itself_is_not_hidden(install):
         registry.make("acme")
 
 
-@pytest.mark.parametrize("body, said", [("return 5", "returned 5"), ("1 / 0", "raised ZeroDivisionError")])
-def test_a_broken_probe_names_its_distribution_and_hides_nobody(install, monkeypatch, capsys, body, said):
+@pytest.mark.parametrize("body, message", [("return 5", "returned 5"), ("1 / 0", "raised ZeroDivisionError")])
+def test_a_broken_probe_names_its_distribution_and_hides_nobody(install, monkeypatch, capsys, body, message):
     from hal.cli import main
 
     monkeypatch.setattr(registry, "IN_TREE", {})
     install(GOOD.replace('return hal.Probe(True, 1, "the CPU")', body), dist="hal-acme")
     install(GOOD.replace("acme", "healthy"), name="healthy", dist="hal-healthy")
-    with pytest.raises(hal.PluginError, match=rf"'acme' \(hal-acme 1\.0\): its probe\(\) {said}"):
+    with pytest.raises(hal.PluginError, match=rf"'acme' \(hal-acme 1\.0\): its probe\(\) {message}"):
         hal.use("acme")
     for command in ("info", "doctor"):
         main([command])
         out = capsys.readouterr().out
-        assert said in out and "the CPU" in out
+        assert message in out and "the CPU" in out

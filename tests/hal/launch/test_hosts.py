@@ -104,8 +104,8 @@ def test_contradictions_are_refused_before_anything_starts(argv: list[str], mess
 @pytest.mark.parametrize("argv, words", [(["absent.py"], "no script absent.py"), (["trian"], "nor a hal command")])
 def test_what_no_worker_could_run_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hal_command(["launch", "--nproc-per-node", "2", *argv]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
 
 
 def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

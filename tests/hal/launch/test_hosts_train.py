@@ -49,13 +49,13 @@ def test_two_hosts_train_as_one_process(two_hosts: tuple[str, str], launcher, tm
     outputs = [node.communicate(timeout=180) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert _losses(folders[1]) == pytest.approx(_losses(folders[0]), rel=1e-5)
-    assert not (folders[2] / "run" / "run.json").exists(), "rank 0 speaks for the run"
+    assert not (folders[2] / "run" / "run.json").exists(), "only rank 0 reports the run"
     for name in two_hosts:
-        listed = subprocess.run(
+        result = subprocess.run(
             ["ip", "netns", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True
         )
-        sockets = [line.split() for line in listed.stdout.decode().splitlines()]
-        assert not [s for s in sockets if s[3:4] == ["0A"]], "something still listens"
+        sockets = [line.split() for line in result.stdout.decode().splitlines()]
+        assert not [s for s in sockets if s[3:4] == ["0A"]], "a process still listens on the port"
 
 
 def _losses(folder: Path) -> list[float]:

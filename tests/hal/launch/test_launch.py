@@ -52,11 +52,11 @@ def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 120) -> su
 @pytest.mark.slow
 def test_the_console_does_not_repeat_an_earlier_jobs_log(tmp_path: Path) -> None:
     (tmp_path / "say.py").write_text("import sys; print(' '.join(sys.argv[1:]))")
-    said = [
+    console = [
         launch("--log-dir", str(tmp_path / "logs"), str(tmp_path / "say.py"), *words).stdout.split()
         for words in (["a", "long", "first", "line"], ["short"])
     ]
-    assert said == [["a", "long", "first", "line"], ["short"]]
+    assert console == [["a", "long", "first", "line"], ["short"]]
 
 
 def test_a_job_of_two_writes_its_logs_and_leaves_nothing(worker: str, tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ def plant(op, function, *, why_not=None, bwd=None, waivers=None):
     Planted.impl(
         op,
         id="planted/wrong",
-        why_not=why_not and dressed(op, why_not),
+        why_not=why_not and with_op_signature(op, why_not),
         bwd=bwd,
         waivers=waivers,
-    )(dressed(op, function))
+    )(with_op_signature(op, function))
     return Planted()
 
 
-def dressed(op, function):
+def with_op_signature(op, function):
     """`function(**arguments)` as a function with the op's own signature."""
 
     def call(*args, **kwargs):

@@ -50,8 +50,8 @@ def test_a_planted_mistake_is_found(mistake: str) -> None:
     def run(comm):
         liar = Liar("liars", comm.rank, meeting)
         liar.mistake = mistake
-        found = check_comm(liar, torch.device("cpu"), per_kind=6)
-        return {dtype for (_, _, dtype), row in found.items() if row["problems"]}
+        report = check_comm(liar, torch.device("cpu"), per_kind=6)
+        return {dtype for (_, _, dtype), row in report.items() if row["problems"]}
 
-    found = run_threads(2, run)
-    assert found[0] | found[1] == MISTAKES[mistake]
+    wrong_dtypes = run_threads(2, run)
+    assert wrong_dtypes[0] | wrong_dtypes[1] == MISTAKES[mistake]

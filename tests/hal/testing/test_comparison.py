@@ -67,9 +67,9 @@ def test_integers_and_booleans_are_equal_or_wrong():
 
 
 def test_the_message_points_at_the_worst_element():
-    found = measure(torch.tensor([[1.0, 2.0], [3.0, 9.0]]), *[torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()] * 2,
+    result = measure(torch.tensor([[1.0, 2.0], [3.0, 9.0]]), *[torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()] * 2,
                     Tol(1e-3, 0.0), F32)  # fmt: skip
-    assert "at [1, 1]: got 9, float64 says 4" in found.text
+    assert "at [1, 1]: got 9, float64 says 4" in result.text
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=8))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from planted import Cpu, dressed, plant, verdict
+from planted import Cpu, plant, verdict, with_op_signature
 
 import hal
 from hal import ops
@@ -266,11 +266,11 @@ def test_a_hint_that_changes_a_gradient_is_caught():
 
 
 def test_a_refusal_that_does_not_hold_is_caught():
-    asked = []
+    calls = []
 
     def fickle(**arguments):
-        asked.append(1)
-        return ["only every fourth question gets this answer"] if len(asked) % 4 else []
+        calls.append(1)
+        return ["only every fourth question gets this answer"] if len(calls) % 4 else []
 
     report, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=fickle), ops.swiglu)
     assert not report.ok
@@ -278,11 +278,11 @@ def test_a_refusal_that_does_not_hold_is_caught():
 
 
 def test_a_why_not_that_changes_its_mind_is_caught():
-    asked = []
+    calls = []
 
     def flips(**arguments):
-        asked.append(1)
-        return ["odd"] if len(asked) % 2 else []
+        calls.append(1)
+        return ["odd"] if len(calls) % 2 else []
 
     _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=flips), ops.swiglu)
     assert "why_not is not pure" in messages
@@ -360,7 +360,7 @@ def test_a_draw_that_remembers_earlier_draws_is_caught():
 
 def test_every_implementation_is_tested_not_only_the_preferred_one():
     backend = plant(ops.swiglu, ops.swiglu.reference)
-    type(backend).impl(ops.swiglu, id="planted/second")(dressed(ops.swiglu, loses_nan))
+    type(backend).impl(ops.swiglu, id="planted/second")(with_op_signature(ops.swiglu, loses_nan))
     report, _ = verdict(backend, ops.swiglu)
     assert {r.implementation for r in report.failed} == {"planted/second"}
     assert {r.implementation for r in report.rows if r.status == "pass"} == {"planted/wrong", "hal.lower"}

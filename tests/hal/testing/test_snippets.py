@@ -83,5 +83,5 @@ def test_the_code_of_a_sample_makes_that_sample(sample):
 
 
 def test_the_code_of_nan_is_python():
-    made = eval(calls.code(TensorSpec((1,), "values", values=(math.nan,))), {"TensorSpec": TensorSpec})
-    assert math.isnan(made.values[0])
+    spec = eval(calls.code(TensorSpec((1,), "values", values=(math.nan,))), {"TensorSpec": TensorSpec})
+    assert math.isnan(spec.values[0])

@@ -20,9 +20,11 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 def row(op, dtype, backend="one", status="pass", worst=0.1, reasons=(), implementation="one/k", **more):
     samples = 0 if worst is None else 3
-    made = Row(op, dtype, backend, more.pop("simulated", False), status, samples, worst, list(reasons), implementation)
-    vars(made).update(more)
-    return made
+    result = Row(
+        op, dtype, backend, more.pop("simulated", False), status, samples, worst, list(reasons), implementation
+    )
+    vars(result).update(more)
+    return result
 
 
 ONE = [
@@ -94,8 +96,8 @@ def test_reasons_are_kept_by_kind(support):
 
 def test_a_failed_probe_is_a_line_of_its_own():
     bad = row("probe", "-", status="fail", worst=None, implementation=None, message="not pure")
-    made = table([[bad, ONE[1]]])
-    assert made.failures(0) == [("probe -", "not pure")]
+    report = table([[bad, ONE[1]]])
+    assert report.failures(0) == [("probe -", "not pure")]
 
 
 def test_two_results_about_one_backend_are_refused():
@@ -141,11 +143,11 @@ def test_a_browser_lays_it_out(support, tmp_path):
          f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()],
         capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
-    found = json.loads(re.search(r"<title>(.*?)</title>", result.stdout)[1])
-    assert len({found["fail"], found["pass"], found["none"]}) == 3
-    assert found["wide"], "the page is wider than its window"
-    assert found["height"] > 100
-    assert found["columns"] == 5
+    layout = json.loads(re.search(r"<title>(.*?)</title>", result.stdout)[1])
+    assert len({layout["fail"], layout["pass"], layout["none"]}) == 3
+    assert layout["wide"], "the page is wider than its window"
+    assert layout["height"] > 100
+    assert layout["columns"] == 5
 
 
 # The command.
@@ -169,9 +171,9 @@ def test_backends_run_in_processes_of_their_own_and_absent_ones_say_why(tmp_path
     argv = ["parity", "--backends", "cpu_ref,npu,cuda", "--op", "l2norm", "--max-examples", "0"]
     write_json(tmp_path / "npu.json", [row("l2norm", "float32", "npu", worst=0.2)])
     assert main([*argv, "--merge", str(tmp_path / "npu.json"), "--markdown", str(out)]) == 0
-    said = capfd.readouterr().out
-    assert "pass     l2norm" in said
-    assert "--backend npu" not in said, "what is merged is not run"
+    console = capfd.readouterr().out
+    assert "pass     l2norm" in console
+    assert "--backend npu" not in console, "what is merged is not run"
     head = next(line for line in out.read_text().splitlines() if line.startswith("| op"))
     assert "npu (device) | cpu_ref (device) | cuda (" in head
 
@@ -212,17 +214,17 @@ STALE = "docs/support is out of date: run `make support`"
 
 def registered(name):
     """(op, dtype, implementation) -> waiver, of a backend as currently registered. Needs no device."""
-    found = {}
+    waivers = {}
     for op in hal.OPS.values():
         impls = registry.load(name).impls.get(op.name, [])
         for dtype in op.tol:
             short = str(dtype).removeprefix("torch.")
             for impl in impls:
                 factor, reason = impl.waivers.get(dtype, (1.0, ""))
-                found[op.name, short, impl.id] = f"waiver x{factor:g}: {reason}" if factor != 1.0 else ""
+                waivers[op.name, short, impl.id] = f"waiver x{factor:g}: {reason}" if factor != 1.0 else ""
             if not impls:
-                found[op.name, short, None] = ""
-    return found
+                waivers[op.name, short, None] = ""
+    return waivers
 
 
 def test_there_is_a_result_of_every_in_tree_backend():
@@ -235,13 +237,13 @@ def test_a_result_is_about_the_implementations_there_are(path):
     name = rows[0].backend
     if name not in hal.backend_names():
         pytest.skip(f"the backend {name} is not installed here")
-    kept = {
+    recorded = {
         (r.op, r.dtype, r.implementation): next((x for x in r.reasons if x.startswith("waiver")), "")
         for r in rows
         if r.op in hal.OPS and r.implementation != "hal.lower"
     }
-    missing = {k: v for k, v in registered(name).items() if not (k in kept and kept[k] == v)}
-    gone = set(kept) - set(registered(name))
+    missing = {k: v for k, v in registered(name).items() if not (k in recorded and recorded[k] == v)}
+    gone = set(recorded) - set(registered(name))
     assert (missing, gone) == ({}, set()), STALE
     assert [r for r in rows if r.status == "fail"] == []
 

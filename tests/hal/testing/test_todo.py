@@ -25,7 +25,7 @@ def test_the_order_is_that_of_a_step(needs):
     gpt2 = [n.op for n in needs.needs if "gpt2" in n.calls]
     assert gpt2[0] == "embedding"
     assert gpt2.index("linear") < gpt2.index("flash_attention") < gpt2.index("cross_entropy") < gpt2.index("adamw")
-    assert order.index("rotary") > order.index("adamw")  # the first shape does not ask for it
+    assert order.index("rotary") > order.index("adamw")  # the first shape, gpt2, does not call it
 
 
 def test_calls_are_those_of_one_step(needs):

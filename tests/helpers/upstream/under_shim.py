@@ -1,6 +1,6 @@
 """pytest plugin: the same tests on the host, with torch's names replaced by hand, as the baseline for HAL.
 
-Nothing of HAL's routing is in here, and nothing is put back: the process ends with the tests.
+It uses none of HAL's routing, and restores nothing, because the process ends with the tests.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ HOST = torch.device("cpu")
 
 def on_the_host(make):
     @functools.wraps(make)
-    def made(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = HOST
         kwargs.pop("pin_memory", None)
         return make(*args, **kwargs)
 
-    return made
+    return wrapper
 
 
 class Generators:
@@ -64,10 +64,10 @@ class View(types.ModuleType):
 
     def __init__(self, module, **answers):
         super().__init__(module.__name__)
-        self.__dict__.update(answers, seen=module)
+        self.__dict__.update(answers, wrapped=module)
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["seen"], name)
+        return getattr(self.__dict__["wrapped"], name)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,11 +4,11 @@ tests/fixtures/checkpoints/ holds two checkpoints of iteration 4 of 8, made at c
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/model/checkpoint/test_backward_compatibility.py write
 
-which runs `hal train --backend cpu_ref` with the options below. They are never written again: a new format gets a new
-fixture beside them. Each NAME.tar.gz is the --save folder, each NAME.json what that commit computed from it: digests of
-the stored tensors, and the losses and final weights after four more iterations. Those are compared exactly on a
-processor, compiler and torch like the recorded ones, and within rounding elsewhere. A change that rounds differently on
-purpose records them again with `record` in place of `write`, and says why.
+which runs `hal train --backend cpu_ref` with the options below. They are never regenerated: a new format gets an
+additional fixture. Each NAME.tar.gz is the --save folder. Each NAME.json contains what that commit computed from it:
+digests of the stored tensors, and the losses and final weights after four more iterations. These are compared exactly
+if processor, compiler and torch are the recorded ones, and up to rounding otherwise. A change that rounds differently
+on purpose records them again with `record` instead of `write`, and gives the reason in its commit message.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def read(root: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    described = f"{tensor.dtype} {list(tensor.shape)} ".encode()
-    return hashlib.sha256(described + tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:24]
+    header = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+    return hashlib.sha256(header + tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:24]
 
 
 def digests(root: Path, iteration: int) -> dict[str, str]:

@@ -64,8 +64,8 @@ print(moments, sorted(seen))
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, where):
     done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save"), where], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    moments, seen = done.stdout.split(maxsplit=1)
-    assert int(moments) >= 10 and seen.strip() == "[10, 20]"
+    moments, iterations = done.stdout.split(maxsplit=1)
+    assert int(moments) >= 10 and iterations.strip() == "[10, 20]"
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def saved(tmp_path):
 def test_what_is_written_is_what_is_read(saved):
     root, tensors = saved
     folder, state = reader.read_state(root)
-    found = {name: torch.zeros_like(t) for name, t in tensors.items()}
-    reader.load_tensors(folder, found)
+    loaded = {name: torch.zeros_like(t) for name, t in tensors.items()}
+    reader.load_tensors(folder, loaded)
     assert state == {"iteration": 3, "x": [1, 2.5]} and folder.name == "iter_0000003"
-    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert all(torch.equal(loaded[n], t) for n, t in tensors.items())
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o640}
     assert folder.stat().st_mode & 0o777 == 0o750
@@ -127,7 +127,7 @@ def test_another_models_checkpoint_is_refused(saved):
     ],
 )
 def test_a_manifest_that_is_not_what_it_should_be(saved, change, words):
-    """Whether it is intact by its own checksum, unless the checksum is what was damaged."""
+    """Also if its checksum is valid; in the cases about checksums, the checksums themselves are wrong."""
     root, _ = saved
     path = root / "iter_0000003" / reader.MANIFEST
     manifest = json.loads(path.read_text())

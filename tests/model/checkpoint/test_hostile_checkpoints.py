@@ -1,4 +1,4 @@
-"""Hostile checkpoints of every format: a HalError that names the file, and nothing else; nothing of them is executed.
+"""Hostile checkpoints of every format raise a HalError that names the file and no other error, and execute no code.
 
 A change that happens to leave a checkpoint readable may pass."""
 
@@ -82,7 +82,7 @@ READ = {
 }
 
 
-def _agree(root: Path) -> None:
+def _update_checksums(root: Path) -> None:
     """Updates the checksums of one of HAL's own checkpoints after a change, as an attacker could."""
     path = root / "release" / "hal.json"
     try:
@@ -96,7 +96,7 @@ def _agree(root: Path) -> None:
 
 def _refused(root: Path, words: str) -> None:
     if (root / "release" / "hal.json").exists():
-        _agree(root)
+        _update_checksums(root)
     with pytest.raises(HalError, match=words) as caught:
         READ[root.name](root)
     assert "\n" not in str(caught.value).split(" (see ")[0]
@@ -116,7 +116,7 @@ def test_bytes_changed_and_files_cut_off_at_random(name: str, draw: Any, place: 
             content[at] = draw.draw(st.integers(0, 255))
     path.write_bytes(content)
     if name == "hal":
-        _agree(root)
+        _update_checksums(root)
     try:
         convert.detect(root)
         READ[name](root).check()
@@ -174,7 +174,7 @@ def test_any_value_in_the_state_of_our_own(draw: Any, place: Any) -> None:
     for option in draw.draw(st.lists(st.sampled_from(["iteration", "config"]), max_size=1)):
         manifest["state"][option] = draw.draw(VALUES)
     path.write_text(json.dumps(manifest))
-    _agree(root)
+    _update_checksums(root)
     with contextlib.suppress(HalError):
         hal_format.read(root)
 

@@ -58,7 +58,7 @@ def test_finetune_takes_the_weights_only(saved, tiny):
 def test_the_same_model_in_other_words_continues(saved, tiny, same_thing):
     _, root = saved
     config = tiny(load=str(root))
-    for name, value in same_thing.items():  # some of these the command line would refuse as without effect
+    for name, value in same_thing.items():  # the command line would refuse some of these because they have no effect
         setattr(config, name, value)
     require_same_model(reader.read_state(root, hal.SingleRankComm())[1], config, root, weights_only=False)
 

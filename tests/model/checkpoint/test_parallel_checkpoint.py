@@ -111,12 +111,12 @@ def test_every_rank_refuses_a_damaged_checkpoint_with_the_reason(tmp_path: Path)
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    told = run_processes(2, _damaged, {**GPT2, **TP2}, str(tmp_path))
-    assert told[0] == told[1] and f"{victim} is damaged" in told[0]
+    messages = run_processes(2, _damaged, {**GPT2, **TP2}, str(tmp_path))
+    assert messages[0] == messages[1] and f"{victim} is damaged" in messages[0]
 
 
 @pytest.mark.slow
 def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     _save(GPT2, str(tmp_path))
-    told = run_processes(2, _damaged, {**GPT2, **TP2, "num_layers": 6}, str(tmp_path))
-    assert "was made with num-layers 4, this run has 6" in told[0]
+    messages = run_processes(2, _damaged, {**GPT2, **TP2, "num_layers": 6}, str(tmp_path))
+    assert "was made with num-layers 4, this run has 6" in messages[0]

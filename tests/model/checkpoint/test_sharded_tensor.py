@@ -26,26 +26,26 @@ def test_every_element_is_in_one_piece(tp: int, replicas: int, parts: int, dim: 
         shape[dim] = 2 * tp * rows
     whole = torch.arange(shape[0] * shape[1]).view(shape)
     shard = None if dim is None else Shard(dim, parts if dim == 0 else 1)
-    counted, again = torch.zeros(shape, dtype=torch.int64), torch.zeros_like(whole)
+    counts, again = torch.zeros(shape, dtype=torch.int64), torch.zeros_like(whole)
     for rank in range(tp if shard else 1):
         part = whole if shard is None else shard.slice(whole, rank, tp)
         per = -(-part.shape[0] // replicas)
         for replica in range(replicas):
-            held = part[replica * per : (replica + 1) * per].clone()
-            mine = _local_shard(part, held, shard, rank, tp, replica, replicas)
+            values = part[replica * per : (replica + 1) * per].clone()
+            mine = _local_shard(part, values, shard, rank, tp, replica, replicas)
             assert tuple(mine.size()) == tuple(shape)
             mine.copy_to(again)
             for block in mine.blocks:
-                counted[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.view.shape))] += 1
-            held.zero_()
+                counts[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.view.shape))] += 1
+            values.zero_()
             mine.copy_from(whole)
-            assert torch.equal(held, part[replica * per : (replica + 1) * per])
-    assert torch.equal(again, whole) and bool((counted == 1).all())
+            assert torch.equal(values, part[replica * per : (replica + 1) * per])
+    assert torch.equal(again, whole) and bool((counts == 1).all())
 
 
-def _local_shard(part, held, shard, rank, tp, replica, replicas):
+def _local_shard(part, values, shard, rank, tp, replica, replicas):
     if replicas == 1:
-        return local_shard(part, held, shard, rank, tp, 0)
+        return local_shard(part, values, shard, rank, tp, 0)
 
     class Mesh:
         @staticmethod
@@ -57,7 +57,7 @@ def _local_shard(part, held, shard, rank, tp, replica, replicas):
 
     before, sharded_tensor.DTensor = sharded_tensor.DTensor, Row
     try:
-        return local_shard(part.as_subclass(Row), held, shard, rank, tp, replica)
+        return local_shard(part.as_subclass(Row), values, shard, rank, tp, replica)
     finally:
         sharded_tensor.DTensor = before
         assert sharded_tensor.DTensor is DTensor

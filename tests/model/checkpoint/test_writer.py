@@ -47,9 +47,9 @@ def start(config):
 
 def stored(root, names):
     folder, state = reader.read_state(root)
-    found = {n: torch.zeros_like(t) for n, t in names.items()}
-    reader.load_tensors(folder, found)
-    return state, found
+    tensors = {n: torch.zeros_like(t) for n, t in names.items()}
+    reader.load_tensors(folder, tensors)
+    return state, tensors
 
 
 def test_training_goes_on_while_the_moment_of_the_call_is_written(tiny, tmp_path, gate):
@@ -62,8 +62,8 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tiny, tmp_path
     gate.set()
     trainer.saver.wait()
     assert [p.name for p in trainer.saver.finished()] == ["iter_0000001"]
-    state, found = stored(tmp_path, before)
-    assert state["iteration"] == 1 and all(torch.equal(found[n], t) for n, t in before.items())
+    state, tensors = stored(tmp_path, before)
+    assert state["iteration"] == 1 and all(torch.equal(tensors[n], t) for n, t in before.items())
     assert any(not torch.equal(t, before[n]) for n, t in stored_values(trainer).items())
 
 
@@ -195,9 +195,9 @@ def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, ther
     before.step()
     before.save(tmp_path)
     after.load(tmp_path)
-    for held in ("main", "exp_avg", "exp_avg_sq"):
-        for name, tensor in getattr(before.optimizer, held).items():
-            assert torch.equal(tensor, getattr(after.optimizer, held)[name]), (held, name)
+    for attribute in ("main", "exp_avg", "exp_avg_sq"):
+        for name, tensor in getattr(before.optimizer, attribute).items():
+            assert torch.equal(tensor, getattr(after.optimizer, attribute)[name]), (attribute, name)
     for name, parameter in after.model.named_parameters():
         assert torch.equal(parameter, before.optimizer.main[name].to(parameter.dtype))
 
@@ -265,7 +265,7 @@ def test_a_dynamic_loss_scale_goes_on_under_this_runs_options(tiny, tmp_path):
     assert same.optimizer.scaler == before.optimizer.scaler
     assert (shorter.optimizer.scaler.window, shorter.optimizer.scaler.minimum) == (2, 64.0)
     shorter.step()
-    assert shorter.optimizer.scaler.scale == 512.0, "three good steps and one more are at least two"
+    assert shorter.optimizer.scaler.scale == 512.0, "three good steps and this one exceed the window of 2"
 
 
 def test_modes_are_the_same_whatever_the_umask(tmp_path):
@@ -292,9 +292,9 @@ def test_a_run_leaves_nothing_open_under_umask_0(tiny, tmp_path, monkeypatch):
         assert command.main([]) == 0 and os.umask(0) == 0
     finally:
         os.umask(before)
-    made = [p for root in ("run", "save") for p in (tmp_path / root, *(tmp_path / root).rglob("*"))]
-    assert any("tfevents" in p.name for p in made)
-    modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in made}
+    paths = [p for root in ("run", "save") for p in (tmp_path / root, *(tmp_path / root).rglob("*"))]
+    assert any("tfevents" in p.name for p in paths)
+    modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in paths}
     assert modes == {(True, 0o750), (False, 0o640)}
 
 
@@ -303,9 +303,9 @@ def test_a_changed_bit_anywhere_is_noticed_and_the_file_named(tmp_path):
     for path in (tmp_path / "iter_0000001").iterdir():
         content = path.read_bytes()
         for at in range(0, len(content), max(1, len(content) // 40)):
-            changed = bytearray(content)
-            changed[at] ^= 2
-            path.write_bytes(changed)
+            damaged = bytearray(content)
+            damaged[at] ^= 2
+            path.write_bytes(damaged)
             with pytest.raises(reader.HalError) as error:
                 reader.read_state(tmp_path)
             # A flipped bit in the list of checksums may affect the entry of any file; nothing is loaded in any case.

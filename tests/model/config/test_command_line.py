@@ -80,7 +80,7 @@ def test_a_loss_that_explodes_is_exit_code_1(cpu_ref, text, tmp_path, cache, cap
     code = main([*arguments(text, tmp_path), "--lr", "1e30", "--clip-grad", "0", "--sample-tokens", "0"])
     assert code == 1 and "nothing was updated" in capsys.readouterr().err
     losses = json.loads((tmp_path / "run" / "run.json").read_text())["losses"]
-    assert [n for n, _ in losses] == list(range(1, len(losses) + 1)) and losses, "what was trained is on record"
+    assert [n for n, _ in losses] == list(range(1, len(losses) + 1)) and losses, "all steps are recorded"
     (tmp_path / "file").touch()
     for folder in ("file", "file/run"):
         assert main([*arguments(text, tmp_path), "--run-dir", str(tmp_path / folder)]) == 2

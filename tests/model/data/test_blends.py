@@ -28,7 +28,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def prefixes(tmp_path):
     """Three datasets; the ids of each begin at a different multiple of one hundred."""
-    found = {}
+    paths = {}
     for n, (name, documents) in enumerate(SIZES.items()):
         draw = numpy.random.default_rng(n)
         builder = megatron_datasets.indexed_dataset().IndexedDatasetBuilder(
@@ -38,8 +38,8 @@ def prefixes(tmp_path):
             ids = draw.integers(100 * n, 100 * n + 100, draw.integers(5, 40))
             builder.add_document(ids, [len(ids)])
         builder.finalize(str(tmp_path / f"{name}.idx"))
-        found[name] = str(tmp_path / name)
-    return found
+        paths[name] = str(tmp_path / name)
+    return paths
 
 
 def theirs(blend, sizes, split="8,1,1", per_split=None):
@@ -113,7 +113,7 @@ def test_a_path_per_split(prefixes):
     ],
 )
 def test_wrong_blends(words, message):
-    if message is None:  # two prefixes with odd names, as in Megatron
+    if message is None:  # Megatron reads this as two prefixes, not as a weight
         assert [p.name for p in gpt_dataset.parse_blend(tuple(words.split()), "--data-path")[0]] == ["a", "inf"]
         return
     with pytest.raises(ConfigError, match=message):
@@ -225,7 +225,7 @@ def test_data_of_another_tokenizer_is_noticed(text_data):
     with pytest.raises(ConfigError, match="was made with ByteTokenizer"):
         gpt_dataset.open_data(config, NullTokenizer(400), {"train": 4})
     gpt_dataset.open_data(config, NullTokenizer(256), {"train": 4})
-    note_path(gpt_dataset.Path(prefix)).unlink()  # as Megatron writes it: nothing to compare with
+    note_path(gpt_dataset.Path(prefix)).unlink()  # Megatron's own data has no such note, so nothing is compared
     gpt_dataset.open_data(config, NullTokenizer(400), {"train": 4})
 
 

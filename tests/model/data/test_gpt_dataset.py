@@ -63,7 +63,7 @@ def test_a_split_repeats_masks_the_ends_of_documents_and_refuses_alien_ids(prefi
     with pytest.raises(ConfigError, match="token id 9: the tokenizer has 9 ids"):
         gpt_dataset.Split(samples, vocabulary=9, eod=8).fetch(1, 1)
     opened = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 9})["train"]
-    assert "attention_mask" not in opened.dataset[0], "which would be as large as a sequence squared"
+    assert "attention_mask" not in opened.dataset[0], "it would have seq_length ** 2 elements"
 
 
 def test_index_maps_are_cached_never_beside_the_data_and_rebuilt_when_the_data_changes(prefix, tmp_path):
@@ -77,8 +77,8 @@ def test_index_maps_are_cached_never_beside_the_data_and_rebuilt_when_the_data_c
     assert all(f.stat().st_mode & 0o777 == 0o640 for f in folders[0].iterdir())
     assert folders[0].stat().st_mode & 0o777 == 0o750
     write(prefix, [[7] * 50 for _ in range(21)])
-    changed = gpt_dataset.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
-    assert torch.all(changed == 7) and not torch.equal(first, changed)
+    rebuilt = gpt_dataset.open_data(options, NullTokenizer(300), {"train": 5})["train"].fetch(0, 5)[0]
+    assert torch.all(rebuilt == 7) and not torch.equal(first, rebuilt)
 
 
 def edit(path, at, content):
@@ -151,7 +151,7 @@ def test_a_text_file_comes_back_whole(tmp_path):
     tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16).tolist()
     assert tokens[-1] == 256 and tokens.count(256) == 1
     assert ByteTokenizer().decode(tokens[:-1]) == content
-    assert len(read_index(prefix).lengths) > 5  # cut into sequences, so that a split has something to share out
+    assert len(read_index(prefix).lengths) > 5  # several sequences, so that a split has something to distribute
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Hostile files, most of them random: one line of error, nothing executed, nothing read out of bounds, no files
-left behind. An input that happens to be valid may pass; it must then be usable."""
+"""Hostile files, most of them random, give a one-line error. Nothing is executed or read out of bounds, and no file is
+left behind. An input that happens to be valid may pass, but must then be usable."""
 
 import gzip
 import json

@@ -31,7 +31,7 @@ def write(prefix: Path, ids: list[int], lengths: list[int], pointers: list[int],
 @pytest.mark.parametrize("code", CODES)
 def test_sequences_of_every_type(tmp_path: Path, code: int) -> None:
     width = numpy.dtype(CODES[code]).itemsize
-    # Three documents: of two sequences, one of which is empty; of none; of one.
+    # Three documents: two sequences (one of them empty), no sequence, one sequence.
     prefix = write(tmp_path / "d", [5, 6, 7, 100, 101], [3, 0, 2], [0, 5 * width, 3 * width], [0, 2, 2, 3], code=code)
     index = indexed_dataset.read_index(prefix)
     assert [index.tokens(n).tolist() for n in range(3)] == [[5, 6, 7], [], [100, 101]]

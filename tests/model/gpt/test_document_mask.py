@@ -57,42 +57,42 @@ def model(references, **options):
 )
 @pytest.mark.parametrize("path", [{}, {"use_flash_attn": False}, {"pre_tokens": 3}], ids=["flash", "softmax", "window"])
 def test_a_document_computes_what_it_would_alone(references, shape, path):
-    made = model(references, reset_position_ids=True, reset_attention_mask=True, **shape, **path)
+    gpt = model(references, reset_position_ids=True, reset_attention_mask=True, **shape, **path)
     tokens = sequences(2, 24)
     starts = document_mask.starts(tokens, EOD)
-    together = made(tokens, starts=starts)
-    assert not torch.allclose(together, made(tokens), atol=1e-3)  # the test can fail
+    together = gpt(tokens, starts=starts)
+    assert not torch.allclose(together, gpt(tokens), atol=1e-3)  # the mask has an effect
     for b in range(2):
         edges = [*starts[b].unique().tolist(), 24]
         for first, end in itertools.pairwise(edges):
-            alone = made(tokens[b : b + 1, first:end])
-            torch.testing.assert_close(together[first:end, b], alone[:, 0], rtol=1e-4, atol=1e-5)
+            separate = gpt(tokens[b : b + 1, first:end])
+            torch.testing.assert_close(together[first:end, b], separate[:, 0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", ["reset_position_ids", "reset_attention_mask"])
 def test_each_option_does_its_part_alone(references, given):
-    made, both = (
+    gpt, both = (
         model(references, **{given: True}),
         model(references, reset_position_ids=True, reset_attention_mask=True),
     )
     tokens = sequences(1, 24)
     starts = document_mask.starts(tokens, EOD)
-    one, plain, all_ = made(tokens, starts=starts), made(tokens), both(tokens, starts=starts)
+    one, plain, all_ = gpt(tokens, starts=starts), gpt(tokens), both(tokens, starts=starts)
     assert not torch.allclose(one, plain, atol=1e-3) and not torch.allclose(one, all_, atol=1e-3)
 
 
 def test_the_loss_is_the_mean_over_what_counts(references):
-    made = model(references, eod_mask_loss=True)
+    gpt = model(references, eod_mask_loss=True)
     tokens = sequences(3, 24)
-    logits = made(tokens)
+    logits = gpt(tokens)
     labels = tokens.roll(-1, 1)
     counted = tokens != EOD
     per_token = torch.nn.functional.cross_entropy(
         logits[..., : VOCABULARY + 1 + 77].permute(1, 2, 0), labels, reduction="none"
     )
     expected = per_token[counted].mean()
-    torch.testing.assert_close(made.loss(logits, labels.masked_fill(~counted, document_mask.IGNORED)), expected)
-    assert made.loss(logits, torch.full_like(labels, document_mask.IGNORED)) == 0.0
+    torch.testing.assert_close(gpt.loss(logits, labels.masked_fill(~counted, document_mask.IGNORED)), expected)
+    assert gpt.loss(logits, torch.full_like(labels, document_mask.IGNORED)) == 0.0
 
 
 class Samples:
@@ -111,7 +111,7 @@ def test_microbatches_with_few_tokens_that_count_weigh_less(references):
     """The step equals that of one large microbatch, although the small ones average over different token counts."""
     results = []
     for size in (1, 4):
-        made = model(
+        gpt = model(
             references,
             eod_mask_loss=True,
             micro_batch_size=size,
@@ -120,7 +120,7 @@ def test_microbatches_with_few_tokens_that_count_weigh_less(references):
             attention_dropout=0.0,
         )
         split = Split(Samples(), VOCABULARY, EOD, True)
-        trainer = make_trainer(made.config, {"train": split, "valid": split})
+        trainer = make_trainer(gpt.config, {"train": split, "valid": split})
         results.append((trainer.evaluate(), *[(s.loss, s.grad_norm) for s in (trainer.step(), trainer.step())]))
     assert numpy.allclose(results[0][0], results[1][0], rtol=1e-6)
     numpy.testing.assert_allclose(results[0][1:], results[1][1:], rtol=1e-5)

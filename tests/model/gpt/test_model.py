@@ -27,8 +27,8 @@ def batch(size=3, length=24, seed=0):
     return ids[:, :-1], ids[:, 1:]
 
 
-def shaken(gpt):
-    """Changes norms and biases from their initial 1 and 0, which can hide errors."""
+def perturbed(gpt):
+    """Adds noise to norms and biases, whose initial 1 and 0 can hide errors, and multiplies the weights by 4."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -101,7 +101,7 @@ def plain_llama(p, tokens, heads, groups):
 )
 def test_equals_an_independent_model_with_gradients(request, backend, options, plain):
     request.getfixturevalue(backend)
-    gpt = shaken(model(**options))
+    gpt = perturbed(model(**options))
     tokens, labels = batch()
     logits = gpt(tokens)
     gpt.loss(logits, labels).backward()
@@ -115,7 +115,7 @@ def test_equals_an_independent_model_with_gradients(request, backend, options, p
 
 def run(seed=5, **options):
     """(loss, gradients by name) of one microbatch with dropout."""
-    gpt = shaken(model(**options))
+    gpt = perturbed(model(**options))
     tokens, labels = batch()
     loss = gpt.loss(gpt(tokens, DropoutRng(hal.Rng(seed), 0, 3)), labels)
     loss.backward()
@@ -174,7 +174,7 @@ def test_a_microbatch_draws_its_block_of_the_global_batch(references):
 
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_the_model_is_causal(references, shape):
-    gpt = shaken(model(**shape))
+    gpt = perturbed(model(**shape))
     tokens, _ = batch()
     changed = tokens.clone()
     changed[:, 15] = (changed[:, 15] + 1) % 100
@@ -213,10 +213,10 @@ def test_a_stage_holds_the_weights_the_whole_model_has(references):
     config = build({"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused", **GPT2})
     first = GPT(config, torch.device("cpu"), layers=[0], last=False)
     last = GPT(config, torch.device("cpu"), layers=[1], first=False)
-    held = {**dict(first.named_parameters()), **dict(last.named_parameters())}
-    copy = held.pop("output_layer.weight")
+    weights = {**dict(first.named_parameters()), **dict(last.named_parameters())}
+    copy = weights.pop("output_layer.weight")
     assert torch.equal(copy, whole["embedding.word_embeddings.weight"])
-    assert held.keys() == whole.keys() and all(torch.equal(held[n], whole[n]) for n in held)
+    assert weights.keys() == whole.keys() and all(torch.equal(weights[n], whole[n]) for n in weights)
     tokens, _ = batch()
     torch.testing.assert_close(last(first(tokens)), model(**GPT2)(tokens), rtol=0, atol=0)
 
@@ -246,7 +246,7 @@ def test_options_of_the_layers(references):
         {"normalization": "RMSNorm"},
         {"kv_channels": 8},
     ):
-        gpt = shaken(model(**GPT2, **options))
+        gpt = perturbed(model(**GPT2, **options))
         tokens, labels = batch()
         losses.add(gpt.loss(gpt(tokens), labels).item())
     assert len(losses) == 13  # every option reaches the computation

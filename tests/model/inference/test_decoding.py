@@ -18,11 +18,11 @@ from hal.model.inference.sampling import Sampling
 
 @pytest.fixture
 def model(references):
-    made = GPT(Config(num_layers=1, hidden_size=32, seq_length=8, vocab_size=101), torch.device("cpu"))
-    made.requires_grad_(False)
-    for parameter in made.parameters():
+    gpt = GPT(Config(num_layers=1, hidden_size=32, seq_length=8, vocab_size=101), torch.device("cpu"))
+    gpt.requires_grad_(False)
+    for parameter in gpt.parameters():
         parameter.mul_(8.0)  # far from uniform
-    return made
+    return gpt
 
 
 def test_the_seed_decides(model):
@@ -47,8 +47,8 @@ def test_sampling_has_the_models_distribution(model):
     probabilities = torch.softmax(model(torch.tensor([[5]]))[-1, 0, :101].float() / 5.0, -1)
     counts = torch.zeros(101)
     for seed in range(1500):
-        made = generate(model, NullTokenizer(100), [5], 1, temperature=5.0, rng=hal.Rng(seed))
-        counts[made[0] if made else 100] += 1
+        ids = generate(model, NullTokenizer(100), [5], 1, temperature=5.0, rng=hal.Rng(seed))
+        counts[ids[0] if ids else 100] += 1
     # Chi-squared over the ids expected at least 8 times; its mean is the number of degrees of freedom.
     expected = probabilities * 1500
     often = expected >= 8
@@ -99,8 +99,8 @@ def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, option
     together = continued(engine, PROMPTS, 20, sampling)
     for n, prompt in enumerate(PROMPTS):
         rng = hal.Rng(3).fork("prompt", n)
-        (alone,) = complete(engine, [prompt], 20, sampling, [rng], eod=100)
-        assert alone.ids == together[n].ids and alone.reason == together[n].reason
+        (single,) = complete(engine, [prompt], 20, sampling, [rng], eod=100)
+        assert single.ids == together[n].ids and single.reason == together[n].reason
 
 
 def test_a_long_prompt_is_read_on_when_a_short_one_has_ended(references):
@@ -110,8 +110,8 @@ def test_a_long_prompt_is_read_on_when_a_short_one_has_ended(references):
 
 
 def test_what_is_seen_of_a_long_text():
-    seen = [(n - context_start(n, 8)) for n in range(1, 40)]
-    assert seen[:8] == list(range(1, 9)) and set(seen[8:]) == {5, 6, 7, 8}
+    lengths = [(n - context_start(n, 8)) for n in range(1, 40)]
+    assert lengths[:8] == list(range(1, 9)) and set(lengths[8:]) == {5, 6, 7, 8}
     assert all(context_start(n, 1) == n - 1 for n in range(1, 5))
     assert context_start(100, 101) == 0
 
@@ -121,8 +121,8 @@ def test_a_text_ends_where_it_is_told_to(references):
     free = continued(engine, [[1, 2]], 10, Sampling(0.0))[0]
     assert free.reason == "length" and len(free.ids) == 10
     third = free.ids[2]
-    stopped = continued(engine, [[1, 2]], 10, Sampling(0.0), finished=lambda row, ids: ids[-1] == third)[0]
-    assert stopped.reason == "stop" and stopped.ids == free.ids[: free.ids.index(third) + 1]
+    completion = continued(engine, [[1, 2]], 10, Sampling(0.0), finished=lambda row, ids: ids[-1] == third)[0]
+    assert completion.reason == "stop" and completion.ids == free.ids[: free.ids.index(third) + 1]
     assert continued(engine, [[1]], 0, Sampling(0.0))[0].ids == []
 
 
@@ -131,9 +131,9 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(references):
     tokens = list(stream(engine, [[1, 2]], 4, Sampling(0.5, top_k=3), [hal.Rng(0)], eod=None, logprobs=2))
     ids = [1, 2]
     for token in tokens:
-        known = torch.log_softmax(engine.model(torch.tensor([ids]))[-1, 0, :101].float(), -1)
-        assert token.logprob == pytest.approx(float(known[token.id]), abs=1e-5)
-        values, best = known.topk(2)
+        log_probs = torch.log_softmax(engine.model(torch.tensor([ids]))[-1, 0, :101].float(), -1)
+        assert token.logprob == pytest.approx(float(log_probs[token.id]), abs=1e-5)
+        values, best = log_probs.topk(2)
         assert [i for i, _ in token.top] == best.tolist()
         assert [p for _, p in token.top] == pytest.approx(values.tolist(), abs=1e-5)
         ids.append(token.id)
@@ -144,16 +144,16 @@ def test_prompts_that_cannot_be_continued_are_refused(references):
     for prompts, text in (([[]], "prompt 0 is empty"), ([[1], [101]], "prompt 1 has the id 101"), ([[-1]], "id -1")):
         with pytest.raises(ConfigError, match=text):
             continued(engine, prompts, 3, Sampling())
-    (made,) = continued(engine, [[0, 100]], 1, Sampling())  # the first and the last id there is
-    assert len(made.tokens) == 1 or made.reason == "stop"
+    (completion,) = continued(engine, [[0, 100]], 1, Sampling())  # the first and the last valid id
+    assert len(completion.tokens) == 1 or completion.reason == "stop"
     assert continued(engine, [[1]], 0, Sampling())[0].tokens == []
 
 
 @pytest.mark.parametrize("window", [(None, 0), (3, 0), (0, 0), (5, -2), (None, -4)])
 def test_visible_pairs_are_counted(window):
     pre, next_ = window
-    seen = [(i, j) for i in range(9) for j in range(9) if (pre is None or j >= i - pre) and j <= i + next_]
-    assert visible_pairs(9, pre, next_) == len(seen)
+    pairs = [(i, j) for i in range(9) for j in range(9) if (pre is None or j >= i - pre) and j <= i + next_]
+    assert visible_pairs(9, pre, next_) == len(pairs)
 
 
 def test_flops_are_three_times_the_forwards_products():
@@ -172,7 +172,7 @@ def test_flops_are_three_times_the_forwards_products():
     assert flops_per_token(config) == 3 * (2 * (2 * per_layer + 8 * 128) + 2 * attention)
     padded = replace(config, num_layers=4, noop_layers=("0", "3"))
     padded.set_vocabulary(128)
-    assert flops_per_token(padded) == flops_per_token(config), "layers that do nothing cost nothing"
+    assert flops_per_token(padded) == flops_per_token(config), "no-op layers must add no FLOPs"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

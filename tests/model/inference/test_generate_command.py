@@ -70,16 +70,16 @@ def test_a_conversation_on_a_terminal(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr("builtins.input", line)
-    code, said = run("--greedy")
-    assert code == 0 and text.removeprefix("ab").rstrip("\n") in said
+    code, output = run("--greedy")
+    assert code == 0 and text.removeprefix("ab").rstrip("\n") in output
 
 
 def test_texts_to_a_file_with_samples_and_a_seed(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     argv = ["--prompt", "ab", "--prompt", "c", "--num-samples", "2", "--top-k", "50", "--seed", "3"]
-    code, said = run(*argv, "--output-file", str(out))
+    code, output = run(*argv, "--output-file", str(out))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert code == 0 and "4 texts are in" in said and [r["prompt"] for r in rows] == ["ab", "ab", "c", "c"]
+    assert code == 0 and "4 texts are in" in output and [r["prompt"] for r in rows] == ["ab", "ab", "c", "c"]
     assert all(r["finish_reason"] in ("stop", "length") and r["tokens"] <= 9 for r in rows)
     again = tmp_path / "again.jsonl"
     run(*argv, "--micro-batch-size", "1", "--no-kv-cache", "--output-file", str(again))
@@ -109,10 +109,10 @@ def test_numbers_that_no_sampling_has_are_refused(run: Any) -> None:
         (["--top-p", "1.5"], "top-p must be in (0, 1]"),
         (["--temperature", "-1"], "temperature must"),
     ):
-        code, said = run("--prompt", "a", *argv)
-        assert code == 2 and reason in said
-    code, said = run("--prompt-file", "/nothing/there")
-    assert code == 2 and "/nothing/there" in said
+        code, output = run("--prompt", "a", *argv)
+        assert code == 2 and reason in output
+    code, output = run("--prompt-file", "/nothing/there")
+    assert code == 2 and "/nothing/there" in output
 
 
 def test_what_would_be_lost_is_refused_before_the_work(run: Any, tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path: Path)
 )
 def test_every_command_looks_at_its_output_first(argv: list[str], tmp_path: Path, capsys: Any) -> None:
     assert hal_command([*argv, str(tmp_path / "absent" / "file")]) == 2
-    said = capsys.readouterr()
-    assert f"{argv[-1]} {tmp_path / 'absent' / 'file'} cannot be written" in said.err and said.out == ""
+    captured = capsys.readouterr()
+    assert f"{argv[-1]} {tmp_path / 'absent' / 'file'} cannot be written" in captured.err and captured.out == ""
 
 
 @pytest.mark.parametrize("port", ["-1", "65536"])

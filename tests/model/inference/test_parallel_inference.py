@@ -55,22 +55,23 @@ def test_every_rank_loads_its_part_of_a_checkpoint(base: dict[str, Any], tmp_pat
 
 
 def texts(options: dict[str, Any]) -> list[Any]:
-    made = engine(options)
+    model = engine(options)
     rngs = [hal.Rng(5).fork(n) for n in range(len(PROMPTS))]
+    samplings = Sampling(0.0), Sampling(1.1, top_p=0.9)
     return [
-        [(c.reason, [(t.id, round(t.logprob, 4)) for t in c.tokens]) for c in found]
-        for found in (complete(made, PROMPTS, 24, s, rngs, eod=120) for s in (Sampling(0.0), Sampling(1.1, top_p=0.9)))
+        [(c.reason, [(t.id, round(t.logprob, 4)) for t in c.tokens]) for c in completions]
+        for completions in (complete(model, PROMPTS, 24, s, rngs, eod=120) for s in samplings)
     ]
 
 
 def scores(options: dict[str, Any]) -> Any:
-    made = engine(options)
+    model = engine(options)
     draw = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, 121, (2, 3, 13), generator=draw).unbind()
     counted = torch.rand(3, 13, generator=draw) < 0.7
     labels[0, :4] = 7
-    return made.total(
-        torch.cat([made.score(*(x[i : i + 1] for x in (tokens, labels, counted))) for i in range(3)])
+    return model.total(
+        torch.cat([model.score(*(x[i : i + 1] for x in (tokens, labels, counted))) for i in range(3)])
     ).tolist()
 
 

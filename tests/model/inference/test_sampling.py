@@ -17,7 +17,7 @@ def kept(sampling, logits=LOGITS):
 
 def test_each_filter():
     assert kept(Sampling()) == [0, 1, 2, 3, 4]
-    assert kept(Sampling(0.0)) == [1]  # of equals the lower id
+    assert kept(Sampling(0.0)) == [1]  # of equal logits, the lower id
     assert kept(Sampling(top_k=1)) == [1]
     assert kept(Sampling(top_k=2)) == [1, 3]
     assert kept(Sampling(top_k=9)) == [0, 1, 2, 3, 4]
@@ -33,7 +33,7 @@ def test_each_filter():
 def test_at_the_edges_of_the_filters():
     # The smallest set whose probabilities sum to at least top_p: with four of a quarter each, two reach exactly a half.
     assert kept(Sampling(top_p=0.5), torch.zeros(4)) == [0, 1]
-    # The first of these has the whole sum that float64 can represent; without top-p nothing is cut off.
+    # In float64 the first probability alone is already 1, but top_p=1.0 must not remove the second.
     assert kept(Sampling(top_k=2, top_p=1.0), torch.tensor([0.0, -40.0])) == [0, 1]
     # Of many equal probabilities the lower ids are kept, which requires a stable sort.
     assert kept(Sampling(top_k=3), torch.zeros(1000)) == kept(Sampling(top_p=0.0025), torch.zeros(1000)) == [0, 1, 2]

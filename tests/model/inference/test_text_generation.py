@@ -72,8 +72,8 @@ def engine(cpu_ref):
 def test_answers_do_not_depend_on_the_batch_and_samples_differ(engine):
     prompts = [encode_prompt(BYTES, text) for text in ("a long prompt", "b", "", "another")]
     request = Request(12, Sampling(), seed=4, samples=2)
-    one, three, many = (answer(engine, BYTES, prompts, request, batch=b) for b in (1, 3, 100))
-    assert one == three == many
+    one, three, hundred = (answer(engine, BYTES, prompts, request, batch=b) for b in (1, 3, 100))
+    assert one == three == hundred
     assert [len(a) for a in one] == [2] * 4 and all(a[0].text != a[1].text for a in one)
     assert answer(engine, BYTES, prompts, Request(12, Sampling(), seed=5, samples=2), batch=8) != one
 

@@ -25,8 +25,8 @@ def lacking(*modules):
     about = CHECKOUT / "megatron" / "core" / "package_info.py"
     if not about.is_file():
         return f"MEGATRON_LM={CHECKOUT} is no checkout of Megatron-LM"
-    found = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", about.read_text(), re.MULTILINE))
-    if found != version("megatron-core"):
-        return f"MEGATRON_LM is a checkout of {found}, not of core_v{version('megatron-core')}"
+    checkout_version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", about.read_text(), re.MULTILINE))
+    if checkout_version != version("megatron-core"):
+        return f"MEGATRON_LM is a checkout of {checkout_version}, not of core_v{version('megatron-core')}"
     missing = [name for name in modules if find_spec(name) is None]
     return f"not installed, for Megatron-LM: {', '.join(missing)}" if missing else ""

@@ -1,7 +1,7 @@
 """The same training run by HAL's thin GPT, in one process, and by megatron-core's GPTModel at any layout.
 
-Both start from the thin model's weights and see the same tokens; each step's losses, gradients and gradient norm are
-compared where megatron-core has them: every rank holds its own shards against those of the whole thin model.
+Both start from the thin model's weights and see the same tokens. Each rank of megatron-core compares the losses, the
+gradients of its shards and the gradient norm of every step with those of the whole thin model.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def thin_config(case):
             "num_attention_heads": 4,
             "seq_length": LENGTH,
             "micro_batch_size": 2,
-            "global_batch_size": 8,  # of a whole world, as its check sees it
+            "global_batch_size": 8,  # the layout check needs a multiple of micro_batch_size x world size
             "train_iters": 10,
             "lr": LR,
             "adam_eps": EPS,
@@ -185,15 +185,15 @@ class Core:
 
         rank, size = parallel_state.get_tensor_model_parallel_rank(), self.case.tp
         last = self.first + LAYERS // self.case.pp
-        held = {}
+        local_tensors = {}
         for name, tensor in tensors.items():
             layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
             if layer is None or self.first <= layer < last:
-                held[name] = shards.get(name, Shard(0)).slice(tensor, rank, size) if name in shards else tensor
-        found = to_megatron_core(held, first_layer=self.first)
-        if "output_layer.weight" not in found:  # a last stage holds its own copy of a tied weight
-            found["output_layer.weight"] = found["embedding.word_embeddings.weight"]
-        return found
+                local_tensors[name] = shards.get(name, Shard(0)).slice(tensor, rank, size) if name in shards else tensor
+        core_tensors = to_megatron_core(local_tensors, first_layer=self.first)
+        if "output_layer.weight" not in core_tensors:  # a last stage holds its own copy of a tied weight
+            core_tensors["output_layer.weight"] = core_tensors["embedding.word_embeddings.weight"]
+        return core_tensors
 
     def step(self, step):
         """(losses, gradients by megatron-core's names, gradient norm) of this rank."""
@@ -226,7 +226,7 @@ class Core:
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(range(MICROBATCHES)),
             model=self.model,
@@ -237,7 +237,7 @@ class Core:
         )
         grads = {n: p.main_grad.clone() for n, p in self.model.module.named_parameters()}
         _, norm, _ = self.optimizer.step()
-        return [f["loss"] for f in found], grads, norm
+        return [f["loss"] for f in outputs], grads, norm
 
 
 def compare(case, pass_on=None):

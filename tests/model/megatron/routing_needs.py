@@ -38,8 +38,8 @@ def a_tracked_stream_starts_at_its_seed():
 def a_fork_draws_from_its_own_stream():
     tracker, before = seeded_tracker(), torch.get_rng_state()
     with tracker.fork("a"):
-        drawn = torch.rand(3)
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+        numbers = torch.rand(3)
+    assert torch.equal(numbers, torch.rand(3, generator=torch.Generator().manual_seed(5)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -49,11 +49,11 @@ def a_step_run_again_draws_the_same():
     machine = RerunStateMachine()
     machine._save_state()
     state = torch.cuda.get_rng_state()
-    drawn = torch.rand(3)
+    numbers = torch.rand(3)
     with mock.patch.object(torch, "set_rng_state"):  # on the host it is the same generator
         machine._restore_state()
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.rand(3), numbers)
 
 
 def grad_scaler():
@@ -105,8 +105,8 @@ def parallel_load_of_a_shard_without_data():
 def parallel_load_of_a_shard():
     from megatron.core.dist_checkpointing import exchange_utils
 
-    taken, _ = exchange_utils._get_empty_tensor_for_exchange("s", {"s": _shard(torch.zeros(3))}, {}, {})
-    assert taken.shape == (3,)
+    buffer, _ = exchange_utils._get_empty_tensor_for_exchange("s", {"s": _shard(torch.zeros(3))}, {}, {})
+    assert buffer.shape == (3,)
 
 
 def broadcast_data():

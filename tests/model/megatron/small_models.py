@@ -25,16 +25,16 @@ def config(**given):
     return TransformerConfig(**{**base, **given})
 
 
-def chunks(made):
+def chunks(model_config):
     """This stage's GPTModels, with weights that depend only on parameter names and layers."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    found = []
+    models = []
     for stage in range(ps.get_virtual_pipeline_model_parallel_world_size() or 1):
         model = GPTModel(
-            made,
+            model_config,
             get_gpt_layer_local_spec(),
             VOCABULARY,
             LENGTH,
@@ -45,8 +45,8 @@ def chunks(made):
         for name, parameter in named(model):
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data = 0.2 * torch.randn(parameter.shape, generator=draw) + ("norm.weight" in name)
-        found.append(model)
-    return found
+        models.append(model)
+    return models
 
 
 def named(model):

@@ -1,7 +1,7 @@
 """Every reference to an NVIDIA device in megatron-core's source, and how HAL handles it.
 
-All of the installed package is read but `OUT_OF_REACH`; each name found is routed (`CORE`) or listed in `HARMLESS`, for
-the one file it stands in. What is neither, or no longer there, is a complaint.
+The whole installed package is read, except `OUT_OF_REACH`. Each name must be routed (`CORE`) or listed in `HARMLESS`
+for the file that uses it. Names that are neither, and entries that no longer occur, are reported as complaints.
 """
 
 import ast
@@ -129,17 +129,17 @@ _OTHER = ("torch.distributed.all_gather_into_tensor",)
 
 
 def complaints(core: Path) -> list[str]:
-    """What is missing for a complete routing of the package at `core`, one line each; empty if it is complete."""
-    found: dict[str, dict[str, list[int]]] = {}
+    """Deviations from a complete routing of the package at `core`, one line each; empty if it is complete."""
+    uses: dict[str, dict[str, list[int]]] = {}
     for file in sorted(core.rglob("*.py")):
         where = file.relative_to(core).as_posix()
         if not any(f"{where}/".startswith(f"{part}/") for part in OUT_OF_REACH):
             for line, name in names_in(file.read_text(encoding="utf-8")):
-                found.setdefault(where, {}).setdefault(name, []).append(line)
+                uses.setdefault(where, {}).setdefault(name, []).append(line)
     lines = [
         f"{where}:{at[0]} uses {name}, which is new: route it (CORE in hal.model.megatron.cuda_patches), or say in "
         "tests/model/megatron/source_names.py why a GPT does not need it"
-        for where, names in found.items()
+        for where, names in uses.items()
         for name, at in names.items()
         if name not in CORE and name not in HARMLESS.get(where, {})
     ]
@@ -147,18 +147,18 @@ def complaints(core: Path) -> list[str]:
         f"{where} no longer uses {name}: drop it from HARMLESS"
         for where, names in HARMLESS.items()
         for name in names
-        if name not in found.get(where, {})
+        if name not in uses.get(where, {})
     ]
     lines += [f"{part} is gone: drop it from OUT_OF_REACH" for part in OUT_OF_REACH if not (core / part).exists()]
-    used = {name for names in found.values() for name in names}
+    used = {name for names in uses.values() for name in names}
     return lines + [f"{name} is no longer used: drop it from CORE" for name in CORE if name not in used]
 
 
 def names_in(source: str) -> list[tuple[int, str]]:
     """(line, name) of all references in `source` to an NVIDIA device or its transport.
 
-    Attributes and imports by their full name, whatever they are called there; a device given to a call by the name of
-    what is called; other words for the device ("cuda", "cuda:0", "nccl") in quotes.
+    Attributes and imports are reported by their full name, whatever their local alias; device arguments by the name of
+    the called function; and other strings that denote the device ("cuda", "cuda:0", "nccl") in quotes.
     """
     tree = ast.parse(source)
     return sorted({*_imported(tree), *_attributes(tree), *_words(tree)})
@@ -177,7 +177,7 @@ def _attributes(tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
             full = _full(node, names)
             if full == "torch" or _device(full) or full in _OTHER:
-                yield node.lineno, full  # torch alone: a copy of the module, whose names nobody can follow
+                yield node.lineno, full  # torch alone is a copy of the module: its uses cannot be resolved
         if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda") and not _full(node, names):
             yield node.lineno, "torch.Tensor.cuda" if node.attr == "cuda" else ".is_cuda"
 
@@ -186,13 +186,13 @@ def _words(tree):
     names, calls = _torch_names(tree), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            for given in (*node.args, *(keyword.value for keyword in node.keywords)):
-                calls[id(given)] = node.func
-                if isinstance(given, ast.JoinedStr):
-                    calls.update((id(part), node.func) for part in given.values)
-    said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # documentation
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                calls[id(argument)] = node.func
+                if isinstance(argument, ast.JoinedStr):
+                    calls.update((id(part), node.func) for part in argument.values)
+    docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in said:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
             continue
         if node.value.startswith("torch.cuda"):
             # The result of Tensor.type is compared with such strings.
@@ -208,19 +208,19 @@ def _words(tree):
 
 def _torch_names(tree):
     """Name in this module -> full name, for every name imported from torch."""
-    found = {}
+    names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
-                    found[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
-            found.update((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
-    return found
+            names.update((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+    return names
 
 
 def _full(node, names):
-    """torch.a.b for an expression that starts with a name imported from torch; otherwise None."""
+    """torch.a.b for an expression that starts with a name imported from torch; otherwise an empty string."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -15,9 +15,9 @@ from hal.testing.processes import run_processes
 MICROBATCHES = 4
 
 
-def train(made, schedule):
+def train(model_config, schedule):
     """({name: gradient} of this stage, losses) of one step of four microbatches by the schedule."""
-    models = chunks(made)
+    models = chunks(model_config)
 
     def forward(numbers, model):
         draw = torch.Generator().manual_seed(next(numbers))
@@ -36,7 +36,7 @@ def train(made, schedule):
         forward_only=False,
     )
     grads = {name: parameter.grad for model in models for name, parameter in named(model)}
-    return grads, [found["loss"] for found in losses]
+    return grads, [entry["loss"] for entry in losses]
 
 
 def interleaved():
@@ -72,10 +72,10 @@ def interleaved():
 
 
 def test_interleaving_over_two_stages_by_default_flags_is_refused_and_would_be_wrong():
-    found = run_processes(2, interleaved)
-    assert all("overlap_p2p_comm=True and batch_p2p_comm=False" in text for text, _, _ in found)
-    assert max(wrong for _, wrong, _ in found) > 0.01
-    assert max(right for _, _, right in found) <= 1e-5, found
+    results = run_processes(2, interleaved)
+    assert all("overlap_p2p_comm=True and batch_p2p_comm=False" in text for text, _, _ in results)
+    assert max(wrong for _, wrong, _ in results) > 0.01
+    assert max(right for _, _, right in results) <= 1e-5, results
 
 
 def test_only_crossed_messages_are_refused():
@@ -119,14 +119,14 @@ def test_outputs_are_freed_after_a_few_sends(cpu_ref):
 
     with hal_device():
         outputs = [torch.ones(1000) for _ in range(6)]
-        held = [StorageWeakRef(out.untyped_storage()) for out in outputs]
+        storages = [StorageWeakRef(out.untyped_storage()) for out in outputs]
         for out in outputs:
             schedules.deallocate_output_tensor(out, deallocate_pipeline_outputs=True)
-        assert [h.expired() for h in held] == [True, True, False, False, False, False]
+        assert [h.expired() for h in storages] == [True, True, False, False, False, False]
         kept = torch.ones(1000)
         schedules.deallocate_output_tensor(kept, deallocate_pipeline_outputs=False)
         assert kept.numel() == 1000
-    assert all(h.expired() for h in held)
+    assert all(h.expired() for h in storages)
 
 
 @pytest.fixture
@@ -158,18 +158,18 @@ def test_a_writer_that_would_hang_is_refused(cpu_ref):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [{"context_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}],
     ids=["context", "sequence"],
 )
-def test_what_only_hals_layers_have_is_refused_by_the_name_of_the_option_that_helps(asked, routed):
+def test_what_only_hals_layers_have_is_refused_by_the_name_of_the_option_that_helps(options, routed):
     """The sizes come from the configuration; the layers are built in one process."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     assert isinstance(WrappedTorchNorm(config(), 16), torch.nn.LayerNorm)
-    made = config(**asked)
+    model_config = config(**options)
     with pytest.raises(HalError, match=r"--spec hal\.model\.megatron gpt_layer_spec, .* gpt_block_spec\(config\)"):
-        chunks(made)
-    if "sequence_parallel" in asked:
-        assert GPTModel(made, gpt_block_spec(made), VOCABULARY, LENGTH) is not None
+        chunks(model_config)
+    if "sequence_parallel" in options:
+        assert GPTModel(model_config, gpt_block_spec(model_config), VOCABULARY, LENGTH) is not None

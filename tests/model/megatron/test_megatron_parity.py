@@ -14,17 +14,17 @@ def test_one_process(model, spec, world):
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    found = compare(Case(model, spec))
-    assert found["losses"] == 6
-    assert max(found["loss"], found["grad"], found["norm"]) <= WITHIN, found
+    errors = compare(Case(model, spec))
+    assert errors["losses"] == 6
+    assert max(errors["loss"], errors["grad"], errors["norm"]) <= WITHIN, errors
 
 
 def test_a_window_is_the_same_window(world):
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    found = compare(Case("gpt2", "hal", window=(5, 0)))
-    assert max(found["loss"], found["grad"], found["norm"]) <= WITHIN, found
+    errors = compare(Case("gpt2", "hal", window=(5, 0)))
+    assert max(errors["loss"], errors["grad"], errors["norm"]) <= WITHIN, errors
 
 
 @pytest.mark.slow
@@ -40,6 +40,6 @@ def test_a_window_is_the_same_window(world):
     ids=str,
 )
 def test_on_many_processes(case):
-    found = run_processes(case.tp * case.pp * case.cp, rank_of, case, timeout=240)
-    assert sum(f["losses"] for f in found) == 6 * case.tp * case.cp
-    assert max(f[key] for f in found for key in ("loss", "grad", "norm")) <= WITHIN, found
+    errors = run_processes(case.tp * case.pp * case.cp, rank_of, case, timeout=240)
+    assert sum(f["losses"] for f in errors) == 6 * case.tp * case.cp
+    assert max(f[key] for f in errors for key in ("loss", "grad", "norm")) <= WITHIN, errors

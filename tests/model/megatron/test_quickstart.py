@@ -22,15 +22,15 @@ pytestmark = pytest.mark.slow
 def launch(backend, ranks, *arguments):
     name, options = backend
     command = [sys.executable, "-m", "hal.cli", "launch", "--backend", name, *options, "--nproc-per-node", str(ranks)]
-    found = subprocess.run(
+    result = subprocess.run(
         [*command, str(EXAMPLE), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    return [float(x) for x in re.findall(r"step \d: loss ([\d.]+)", found.stdout)], found.stdout
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return [float(x) for x in re.findall(r"step \d: loss ([\d.]+)", result.stdout)], result.stdout
 
 
 def require(backend):
@@ -41,8 +41,8 @@ def require(backend):
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b[0])
 def test_the_quickstart(backend, tmp_path):
     require(backend[0])
-    losses, said = launch(backend, 2, "--save", tmp_path / "two")
-    assert len(losses) == 5 and losses[-1] < losses[0] and "saved and loaded: the same" in said
+    losses, output = launch(backend, 2, "--save", tmp_path / "two")
+    assert len(losses) == 5 and losses[-1] < losses[0] and "saved and loaded: the same" in output
     # At the checkpoint, the evaluation loss depends neither on the layout nor on the use of HAL's ops.
     at_two, _ = launch(backend, 2, "--load", tmp_path / "two")
     at_four, _ = launch(backend, 4, "--load", tmp_path / "two")
@@ -66,10 +66,10 @@ def notebook_checks(backend, options):
         device = torch.zeros(1).cuda().device
         ps.initialize_model_parallel(2, size // 2)
         mine = {key: torch.full((8, 8), float(key + 10 * rank), device=device) for key in range(8)}
-        found = broadcast_data([0, 1], mine, torch.float32)
+        data = broadcast_data([0, 1], mine, torch.float32)
         # From the first rank of each tensor-parallel group, not from global rank 0.
         source = rank // 2 * 2
-        assert [found[key].cpu().unique().tolist() for key in (0, 1)] == [[10.0 * source], [10.0 * source + 1]]
+        assert [data[key].cpu().unique().tolist() for key in (0, 1)] == [[10.0 * source], [10.0 * source + 1]]
         pair = torch.full((2, 4), float(rank), device=device)
         gathered = utils.gather_split_1d_tensor(pair)
         assert gathered.tolist() == [float(source)] * 8 + [float(source + 1)] * 8

@@ -28,11 +28,11 @@ def owner_of(path):
 
 
 def snapshot():
-    found = {}
+    attributes = {}
     for path in (*CORE, "torch.cuda._lazy_init", "torch.cuda.device_count"):
         owner, name = owner_of(path)
-        found[path] = (getattr(owner, name), name in vars(owner))
-    return found
+        attributes[path] = (getattr(owner, name), name in vars(owner))
+    return attributes
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -123,9 +123,9 @@ def test_a_patch_put_over_ours_is_reported_and_left(cpu_ref):
     def mine(*args):
         return None
 
-    found = r"replaced by others in the meantime.*torch.zeros by .*test_routing.py"
+    pattern = r"replaced by others in the meantime.*torch.zeros by .*test_routing.py"
     try:
-        with pytest.raises(HalError, match=found), hal_device():
+        with pytest.raises(HalError, match=pattern), hal_device():
             torch.zeros = mine
         assert torch.zeros is mine
     finally:
@@ -240,8 +240,9 @@ def test_the_refusal_stands_before_the_schedule_while_routed(world, monkeypatch)
 
     own = schedules.forward_backward_pipelining_with_interleaving
     with hal_device():
-        made = config()
-        model = [DistributedDataParallel(made, DistributedDataParallelConfig(), m) for m in chunks(made)]
+        model_config = config()
+        ddp_config = DistributedDataParallelConfig()
+        model = [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks(model_config)]
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
         with pytest.raises(HalError, match="both go to the same process"):
             schedules.forward_backward_pipelining_with_interleaving(

@@ -94,9 +94,9 @@ WAYS = ["train.py", "-m package.module", "-m train", "within.py", *(n for n in T
 def test_a_script_runs_under_the_routing_and_leaves_no_trace(command, tree, cpu_ref, capsys):
     before, finders = (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count), list(sys.meta_path)
     assert _run([*command.split(), "--an-option"], tree / "job") == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out) == [0, "cpu", True, 1, ["--an-option"]]
-    assert "imports megatron.training: torch.cuda is redirected to cpu" in said.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == [0, "cpu", True, 1, ["--an-option"]]
+    assert "imports megatron.training: torch.cuda is redirected to cpu" in captured.err
     assert mark_path(tree / "job").exists()
     assert (torch.zeros, torch.nn.Module.cuda, torch.cuda.device_count) == before and sys.meta_path == finders
     assert torch.cuda.is_available() is sys.modules["megatron.training.initialize"].torch.cuda.is_available()
@@ -139,9 +139,9 @@ def test_launched_through_a_wrapper_the_last_rank_is_seen_and_without_routing_a_
             [sys.executable, "-m", "hal.cli", *options], capture_output=True, text=True, timeout=120, env=environment
         )
 
-    found = launch("-m", "package.module")
-    assert found.returncode == 0, found.stderr
-    ranks = sorted(json.loads(line)[0] for line in found.stdout.splitlines() if line.startswith("["))
+    result = launch("-m", "package.module")
+    assert result.returncode == 0, result.stderr
+    ranks = sorted(json.loads(line)[0] for line in result.stdout.splitlines() if line.startswith("["))
     assert ranks == [0, 1]
     failed = launch("core_alone.py")
     assert failed.returncode == 1 and "neither megatron.training nor hal.model.megatron's hal_device()" in failed.stderr
@@ -236,15 +236,15 @@ HAL = ("--spec", "hal.model.megatron", "gpt_layer_spec")
 def losses(ranks, *arguments, divisor=128, script=CHECKOUT / "pretrain_gpt.py"):
     command = [sys.executable, "-m", "hal.cli", "launch", "--backend", "cpu_ref", "--nproc-per-node", str(ranks)]
     options = [*OPTIONS.split(), "--make-vocab-size-divisible-by", str(divisor), *map(str, arguments)]
-    found = subprocess.run(
+    result = subprocess.run(
         [*command, str(script), *options],
         capture_output=True,
         text=True,
         timeout=280,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    return [float(x) for x in re.findall(r"iteration +\d+/.*?lm loss: ([\d.E+-]+)", found.stdout)]
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return [float(x) for x in re.findall(r"iteration +\d+/.*?lm loss: ([\d.E+-]+)", result.stdout)]
 
 
 class TestTheOfficialScript:

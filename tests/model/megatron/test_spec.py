@@ -10,8 +10,8 @@ from hal import HalError
 from hal.model.megatron import hal_device, hal_ops
 
 
-def config(**given):
-    return small_models.config(**{"num_layers": 2, "num_attention_heads": 4, **given})
+def config(**overrides):
+    return small_models.config(**{"num_layers": 2, "num_attention_heads": 4, **overrides})
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def test_the_provider_offers_what_megatron_core_asks_of_one():
 
     from hal.model.megatron import HalSpecProvider
 
-    asked = {n for n, v in vars(BackendSpecProvider).items() if getattr(v, "__isabstractmethod__", False)}
-    assert asked <= set(dir(HalSpecProvider))
+    abstract = {n for n, v in vars(BackendSpecProvider).items() if getattr(v, "__isabstractmethod__", False)}
+    assert abstract <= set(dir(HalSpecProvider))
     provider = HalSpecProvider()
     assert provider.core_attention().__name__ == "HalCoreAttention"
     assert provider.layer_norm(rms_norm=True).__name__ == provider.layer_norm(for_qk=True).__name__ == "HalNorm"
@@ -43,13 +43,13 @@ def test_the_spec_option_finds_a_module_spec():
     assert isinstance(import_module(("hal.model.megatron", "gpt_layer_spec")), ModuleSpec)
 
 
-def attention(**given):
+def attention(**overrides):
     from megatron.core.transformer.enums import AttnMaskType
 
     from hal.model.megatron.core_attention import HalCoreAttention
 
-    mask_type = given.pop("mask_type", AttnMaskType.causal)
-    return HalCoreAttention(config(**given), 1, mask_type, "self")
+    mask_type = overrides.pop("mask_type", AttnMaskType.causal)
+    return HalCoreAttention(config(**overrides), 1, mask_type, "self")
 
 
 def qkv(groups=4, length=6):
@@ -62,15 +62,16 @@ def test_core_attention_is_megatron_cores_with_grouped_heads_and_its_gradients(g
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    made = config(num_query_groups=groups)
-    theirs = DotProductAttention(made, 1, AttnMaskType.causal, "self")
+    model_config = config(num_query_groups=groups)
+    theirs = DotProductAttention(model_config, 1, AttnMaskType.causal, "self")
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)[None, None]
-    found = []
-    for module, given in ((theirs, mask), (attention(num_query_groups=groups), None)):
+    results = []
+    for module, attention_mask in ((theirs, mask), (attention(num_query_groups=groups), None)):
         inputs = qkv(groups)
-        out = module(*inputs, given)
-        found.append([out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs)])
-    for a, b in zip(*found):
+        out = module(*inputs, attention_mask)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(loss, inputs)])
+    for a, b in zip(*results):
         torch.testing.assert_close(a, b)
 
 
@@ -102,8 +103,8 @@ def test_packed_sequences_are_attended_apart(routed):
     packed = types.SimpleNamespace(cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=None)
     out = attention()(q, k, v, None, packed_seq_params=packed)
     for part in (slice(0, 2), slice(2, 6)):
-        alone = attention()(*(x[part, None] for x in (q, k, v)), None)
-        torch.testing.assert_close(out[part], alone[:, 0])
+        separate = attention()(*(x[part, None] for x in (q, k, v)), None)
+        torch.testing.assert_close(out[part], separate[:, 0])
 
 
 def test_dropout_follows_megatron_cores_generator(routed):
@@ -146,10 +147,10 @@ def test_the_mlp_is_megatron_cores(activation, gated, routed):
 
     from hal.model.megatron.core_layers import HalMLP
 
-    made = config(activation_func=getattr(torch.nn.functional, activation), gated_linear_unit=gated)
+    model_config = config(activation_func=getattr(torch.nn.functional, activation), gated_linear_unit=gated)
     local = LocalSpecProvider()
     parts = MLPSubmodules(linear_fc1=local.column_parallel_linear(), linear_fc2=local.row_parallel_linear())
-    theirs, ours = MLP(made, parts, ffn_hidden_size=made.ffn_hidden_size), HalMLP(made, parts)
+    theirs, ours = MLP(model_config, parts, ffn_hidden_size=model_config.ffn_hidden_size), HalMLP(model_config, parts)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 2, 16)
     torch.testing.assert_close(ours(x)[0], theirs(x)[0])
@@ -168,10 +169,10 @@ def test_an_activation_hal_has_not_is_refused(routed):
 def test_what_the_layers_do_not_carry_is_refused(name, routed):
     from hal.model.megatron.core_layers import HalMLP
 
-    asked = config()
-    setattr(asked, name, 4)
+    model_config = config()
+    setattr(model_config, name, 4)
     with pytest.raises(HalError, match="would train another model"):
-        HalMLP(asked)
+        HalMLP(model_config)
 
 
 def test_bias_dropout_add_drops_while_training_only(routed):
@@ -202,9 +203,9 @@ def test_weight_gradients_are_added_to_main_gradients(routed, sums):
     """megatron-core's own layer with gradient_accumulation_fusion, which otherwise needs Apex."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    asked = config(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16)
+    model_config = config(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16)
     with hal_ops():
-        layer = ColumnParallelLinear(16, 24, config=asked, init_method=torch.nn.init.normal_, bias=True)
+        layer = ColumnParallelLinear(16, 24, config=model_config, init_method=torch.nn.init.normal_, bias=True)
         start = torch.randn(24, 16).to(sums)
         layer.weight.main_grad = start.clone()
         x, dy = (torch.randn(8, 2, n, dtype=torch.bfloat16) for n in (16, 24))

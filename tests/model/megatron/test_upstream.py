@@ -61,7 +61,7 @@ def passed(processes, plugin, folder):
     command = [sys.executable, *(launched if processes > 1 else []), "-m", "pytest", *tests]
     path = [str(CHECKOUT), str(PLUGINS), str(Path(hal.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     inherited = {name: value for name, value in os.environ.items() if name != "HAL_BACKEND"}
-    found = subprocess.run(
+    result = subprocess.run(
         [*command, "--junitxml", str(report)],
         cwd=CHECKOUT,
         capture_output=True,
@@ -69,9 +69,9 @@ def passed(processes, plugin, folder):
         timeout=140,
         env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
     )
-    assert report.exists(), found.stdout[-3000:] + found.stderr[-3000:]
+    assert report.exists(), result.stdout[-3000:] + result.stderr[-3000:]
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    print(found.stdout[-300:])
+    print(result.stdout[-300:])
     return {f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case) == 0}
 
 

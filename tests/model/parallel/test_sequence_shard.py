@@ -16,7 +16,7 @@ from hal.ops.random import element_index, philox_bits
 def test_balanced_rows_partition_the_sequence_and_the_causal_work(size: int, c: int) -> None:
     ranks = [SequenceShard.zigzag(2 * size * c, r, size) for r in range(size)]
     assert sorted(torch.cat([r.positions() for r in ranks]).tolist()) == list(range(2 * size * c))
-    assert len({int((r.positions() + 1).sum()) for r in ranks}) == 1, "each rank sees as many (query, key) pairs"
+    assert len({int((r.positions() + 1).sum()) for r in ranks}) == 1, "all ranks have as many (query, key) pairs"
 
 
 @settings(deadline=None)

@@ -32,7 +32,7 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
         return "the step ended"
     except hal.CollectiveTimeout as error:
         if run.mesh.rank == 0:
-            stay_away(folder, run.mesh.layout.world - 2)  # until the others have found out
+            stay_away(folder, run.mesh.layout.world - 2)  # until the other ranks have detected the failure
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
         else:
             noticed(folder, run.mesh.rank)
@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     job = start([*_train(text, cut, *layout), *save])
     tracker = _first_checkpoint(job, cut / "save")
     os.kill(_worker(1, cut), signal.SIGKILL)
-    _, stderr = job.communicate(timeout=120)  # a collective would wait for ten minutes
+    _, stderr = job.communicate(timeout=120)  # the collective itself would time out after ten minutes
     assert job.returncode == 1
     assert stderr.startswith("hal launch: rank 1 failed first (killed by SIGKILL)")
     at = int(tracker.read_text())
@@ -121,27 +121,27 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
     job = start([*launch, *train[3:]])
     _first_checkpoint(job, tmp_path / "save")
     os.kill(_worker(1, tmp_path), signal.SIGSTOP)
-    _, stderr = job.communicate(timeout=120)  # 6 s of waiting, at most 7 of finding out, and the end
+    _, stderr = job.communicate(timeout=120)  # 6 s timeout, at most 7 s to detect it, and shutdown
     assert job.returncode == 1
     assert stderr.startswith("hal launch: rank 0 failed first (exit code 1)"), stderr
-    said = re.search(r"hal train: (.+?) #(\d+) on group '(.+?)' timed out after 6 s on rank 0; (.*?)\.", stderr)
-    assert said is not None, stderr
-    op, seq, group, absent = said.groups()
+    match = re.search(r"hal train: (.+?) #(\d+) on group '(.+?)' timed out after 6 s on rank 0; (.*?)\.", stderr)
+    assert match is not None, stderr
+    op, seq, group, absent = match.groups()
     assert re.fullmatch(r"all_reduce|broadcast|step|save of iter_\d+", op) and (int(seq) > 0 or "save" in op)
     assert group in ("world", "tp", "pp") and absent == "ranks that did not arrive: 1"
     assert not subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["launcher", "rank 1"])
+@pytest.mark.parametrize("recipient", ["launcher", "rank 1"])
 def test_a_job_that_is_asked_to_stop_saves_and_ends_well(
-    text: str, tmp_path: Path, start: Callable[..., Any], asked: str
+    text: str, tmp_path: Path, start: Callable[..., Any], recipient: str
 ) -> None:
     more = ["--nproc-per-node", "2", "--run-dir", str(tmp_path), "--save", str(tmp_path / "save")]
     command = [*_train(text, tmp_path, *more), "--train-iters", "100000"]
     job = start(command)
     tracker = _first_checkpoint(job, tmp_path / "save")
-    os.kill(job.pid if asked == "launcher" else _worker(1, tmp_path), signal.SIGTERM)
+    os.kill(job.pid if recipient == "launcher" else _worker(1, tmp_path), signal.SIGTERM)
     _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0, stderr
     stopped_at = _losses(tmp_path).keys()
@@ -160,8 +160,8 @@ def _first_checkpoint(job: subprocess.Popen[str], save: Path) -> Path:
 
 def _worker(rank: int, folder: Path) -> int:
     """The process of a rank of the job whose command line contains `folder`."""
-    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
-    return next(int(p) for p in found if _environment(int(p)).get("RANK") == str(rank))
+    pids = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
+    return next(int(p) for p in pids if _environment(int(p)).get("RANK") == str(rank))
 
 
 def _environment(pid: int) -> dict[str, str]:

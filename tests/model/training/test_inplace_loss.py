@@ -17,23 +17,23 @@ from hal.testing.processes import run_processes
 
 def _iterations(options: dict[str, Any], allowed: bool) -> tuple[list[Any], int]:
     """(loss and gradient digests of two iterations, number of overwritten logits tensors) on this rank."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     original = GPT.loss
 
     def loss(self: GPT, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
-        seen.append((logits.detach(), logits.detach().clone()))
+        pairs.append((logits.detach(), logits.detach().clone()))
         return original(self, logits, labels, inplace_backward=inplace_backward and allowed)
 
     GPT.loss = loss  # type: ignore[method-assign]  # this process ends with the test
-    run, found = trainer(options), []
+    run, results = trainer(options), []
     for _ in range(2):
         value = run.forward_backward()
         grads = {n: local(g).contiguous() for n, g in run.optimizer.grads().items()}
-        found.append((float(value), {n: hashlib.sha256(g.numpy().tobytes()).hexdigest() for n, g in grads.items()}))
+        results.append((float(value), {n: hashlib.sha256(g.numpy().tobytes()).hexdigest() for n, g in grads.items()}))
         run.optimizer.step(1e-2, run.optimizer.grad_norm())
         run.optimizer.zero_grad()
         run.iteration += 1
-    return found, sum(not torch.equal(now, before) for now, before in seen)
+    return results, sum(not torch.equal(now, before) for now, before in pairs)
 
 
 CASES = {
@@ -55,6 +55,6 @@ def test_losses_and_gradients_are_bit_equal_when_the_logits_are_written_over(nam
     world, layout = CASES[name]
     options = {**GPT2, "hidden_dropout": 0.1, **layout}
     inplace, apart = (run_processes(world, _iterations, options, allowed) for allowed in (True, False))
-    assert [found for found, _ in inplace] == [found for found, _ in apart]
+    assert [results for results, _ in inplace] == [results for results, _ in apart]
     assert sum(count for _, count in apart) == 0
     assert sum(count for _, count in inplace) > 0, "no logits were written over"

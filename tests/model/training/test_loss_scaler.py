@@ -9,5 +9,5 @@ def test_the_loss_scale_halves_after_hysteresis_and_doubles_after_the_window():
     for overflow in [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0]:
         scaler.update(bool(overflow))
         scales.append(scaler.scale)
-    # two overflows until the first halving, then each one, never below 16; three good steps double and reset hysteresis
+    # The first halving takes two overflows, others one, never below 16; three good steps double and reset hysteresis.
     assert scales == [64, 32, 16, 16, 16, 16, 32, 32, 32, 32, 64]

@@ -34,7 +34,7 @@ def backward(optimizer, value):
         (1.0, 0.5, 1.0),  # gradients are never made larger
         (0.0, 4.0, 1.0),
         (0.5, 4.0, 1 / 8),
-        (1e-6, 1e-6, 1 / 2),  # torch's and Megatron's 1e-6 beside the norm
+        (1e-6, 1e-6, 1 / 2),  # torch and Megatron add 1e-6 to the norm
     ],
 )
 def test_gradients_are_clipped_to_a_norm(cpu_ref, clip_grad, norm, share):
@@ -64,8 +64,8 @@ def test_no_decay_is_for_biases_of_any_shape_and_for_vectors():
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     named = (("a.weight", matrix), ("a.weight", vector), ("a.bias", matrix), ("a.bias", vector))
     assert [no_decay(name, p) for name, p in named] == [False, True, True, True]
-    held = nn.Parameter(matrix)
-    assert local(held).data_ptr() == matrix.data_ptr() and not local(held).requires_grad
+    parameter = nn.Parameter(matrix)
+    assert local(parameter).data_ptr() == matrix.data_ptr() and not local(parameter).requires_grad
 
 
 @pytest.mark.parametrize(

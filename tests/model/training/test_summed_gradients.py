@@ -39,10 +39,10 @@ def gradients(config, *, summed=True):
     with hal.activated(backend_of(summed=summed)) as spy:
         trainer = command.build(config)[0]
         trainer.forward_backward()
-        found = {name: grad.clone() for name, grad in trainer.optimizer.grads().items()}
+        sums = {name: grad.clone() for name, grad in trainer.optimizer.grads().items()}
         trainer.optimizer.zero_grad()
     assert not any(getattr(p, "main_grad", None) is not None for p in trainer.model.parameters())
-    return found, spy.counts().get("linear_wgrad", 0)
+    return sums, spy.counts().get("linear_wgrad", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,8 +81,8 @@ def test_a_run_is_the_same_with_and_without(tiny):
 def test_what_has_no_sum_gets_a_gradient_as_usual(frozen):
     layer = torch.nn.Linear(6, 5)
     getattr(layer, frozen).requires_grad_(False)
-    kept = layer.bias if frozen == "weight" else layer.weight
-    kept.main_grad = torch.zeros_like(kept)
+    trainable = layer.bias if frozen == "weight" else layer.weight
+    trainable.main_grad = torch.zeros_like(trainable)
     linear(torch.ones(3, 6), layer.weight, layer.bias).sum().backward()
     assert getattr(layer, frozen).grad is None
-    assert kept.grad is not None and not kept.main_grad.any()
+    assert trainable.grad is not None and not trainable.main_grad.any()

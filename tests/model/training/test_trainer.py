@@ -41,12 +41,12 @@ def test_a_run_that_is_killed_leaves_its_record_up_to_the_last_checkpoint(tiny, 
 
     def dying(self, root):
         save(self, root)
-        if self.iteration == 4:  # the checkpoint is whole, and nobody has heard of it
+        if self.iteration == 4:  # the checkpoint is complete, but nothing after the save runs
             raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "save", dying)
-        patch.setattr(RunLog, "__exit__", lambda *error: None)  # nothing more is done
+        patch.setattr(RunLog, "__exit__", lambda *error: None)  # a killed process does not close its log
         with pytest.raises(Killed):
             command.train(config)
     command.train(tiny(load=config.save, save=config.save, train_iters=5, sample_tokens=0))
@@ -96,10 +96,10 @@ def test_the_optimizer_is_torchs_adamw_with_clipping(tiny):
         for name, parameter in trainer.model.named_parameters():
             theirs[name].grad = parameter.grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-        found = trainer.optimizer.grad_norm()
-        assert found == pytest.approx(norm.item(), rel=1e-5) and found > 0.5
+        grad_norm = trainer.optimizer.grad_norm()
+        assert grad_norm == pytest.approx(norm.item(), rel=1e-5) and grad_norm > 0.5
         adamw.step()
-        trainer.optimizer.step(1e-2, found)
+        trainer.optimizer.step(1e-2, grad_norm)
         trainer.optimizer.zero_grad()
         for name, parameter in trainer.model.named_parameters():
             torch.testing.assert_close(parameter.detach(), theirs[name].detach(), rtol=1e-5, atol=1e-6)
@@ -165,7 +165,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(tiny):
     assert result.skipped and result.grad_norm is None and math.isfinite(result.loss)
     assert all(torch.equal(before[n], t) for n, t in stored_values(trainer).items())
     assert trainer.optimizer.steps == 0 and trainer.optimizer.scaler.scale == 2.0**39
-    assert (trainer.iteration, trainer.consumed) == (1, 4)  # the data moves on
+    assert (trainer.iteration, trainer.consumed) == (1, 4)  # the data position advances
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(tiny):

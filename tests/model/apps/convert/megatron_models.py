@@ -66,7 +66,7 @@ def without_a_gpu() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *a: None
     core_random.CudaRNGStatesTracker.fork = lambda self, *a: contextlib.nullcontext()
-    multiprocessing.current_process()._config["daemon"] = False  # saving starts processes of its own
+    multiprocessing.current_process()._config["daemon"] = False  # saving starts child processes
 
 
 def randomize(model: Any) -> None:
@@ -88,7 +88,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def args_of(config: Config, *, tp: int, pp: int, **more: Any) -> argparse.Namespace:
-    """The arguments that Megatron's command line would have stored in a checkpoint, as far as the model needs them."""
+    """Those of the arguments stored by Megatron's command line in a checkpoint that the model needs."""
     from megatron.core.transformer.enums import AttnBackend
 
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")

@@ -19,7 +19,7 @@ GPT2: dict[str, Any] = {**SIZES}
 LLAMA: dict[str, Any] = {
     **SIZES,
     **LLAMA_OPTIONS,
-    "hidden_dropout": 0.0,  # which Hugging Face has no place for
+    "hidden_dropout": 0.0,  # for which Hugging Face has no option
     "ffn_hidden_size": 48,
     "num_query_groups": 2,
 }

@@ -24,20 +24,20 @@ SIZES = {
 def tensors(tied: bool = False, bias: bool = False) -> dict[str, torch.Tensor]:
     sizes = {f"self_attn.{n}_proj": (8, 8) for n in "qkvo"}
     sizes.update({"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)})
-    found = {f"model.layers.0.{n}.weight": torch.zeros(size) for n, size in sizes.items()}
+    state = {f"model.layers.0.{n}.weight": torch.zeros(size) for n, size in sizes.items()}
     if bias:
-        found.update({f"model.layers.0.{n}.bias": torch.zeros(size[0]) for n, size in sizes.items()})
+        state.update({f"model.layers.0.{n}.bias": torch.zeros(size[0]) for n, size in sizes.items()})
     norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
-    found.update({f"model.{n}.weight": torch.zeros(8) for n in norms})
-    found["model.embed_tokens.weight"] = torch.zeros(32, 8)
-    return found if tied else {**found, "lm_head.weight": torch.zeros(32, 8)}
+    state.update({f"model.{n}.weight": torch.zeros(8) for n in norms})
+    state["model.embed_tokens.weight"] = torch.zeros(32, 8)
+    return state if tied else {**state, "lm_head.weight": torch.zeros(32, 8)}
 
 
 def options(**fields: Any) -> dict[str, Any]:
     tied, bias = fields.get("tie_word_embeddings", False), fields.get("attention_bias", False)
     given = tensors(tied, bias)
     read = llama.read(Fields({**SIZES, **fields}, "config.json"), given).options
-    assert given == {}, "every tensor has its place"
+    assert given == {}, "every tensor was read"
     return read
 
 

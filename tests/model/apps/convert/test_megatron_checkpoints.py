@@ -60,10 +60,10 @@ def _save_theirs(options: dict[str, Any], root: str) -> list[Any]:
     state["rng_state"] = [{"np_rng_state": __import__("numpy").random.get_state()}]
     torch.save(state, one / "model_optim_rng.pt")
     (Path(root) / "legacy" / "latest_checkpointed_iteration.txt").write_text("12")
-    many = Path(root, "distributed", "iter_0000012")
-    many.mkdir(parents=True)
+    distributed = Path(root, "distributed", "iter_0000012")
+    distributed.mkdir(parents=True)
     tree = {"args": args, "iteration": 12, "model": model.sharded_state_dict()}
-    dist_checkpointing.save(tree, str(many))
+    dist_checkpointing.save(tree, str(distributed))
     (Path(root) / "distributed" / "latest_checkpointed_iteration.txt").write_text("12")
     return logits_of(model, TOKENS).tolist()
 
@@ -89,12 +89,12 @@ def _load_ours(options: dict[str, Any], root: str, tp: int, pp: int) -> list[Any
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_what_megatron_wrote_has_its_logits_here(options: dict[str, Any], tmp_path: Path, cpu_ref: Any) -> None:
     (logits,) = run_processes(1, _save_theirs, options, str(tmp_path))
-    wanted = torch.tensor(logits)[..., :VOCABULARY]
+    expected = torch.tensor(logits)[..., :VOCABULARY]
     for name, module in (("legacy", megatron_ranks), ("distributed", megatron_distributed)):
         weights = module.read(tmp_path / name, vocabulary=VOCABULARY)
         assert weights.iteration == 12 and weights.tokenizer == {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
         hal_format.write(weights, tmp_path / f"{name}-here")
-        torch.testing.assert_close(hal_logits(tmp_path / f"{name}-here"), wanted, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(hal_logits(tmp_path / f"{name}-here"), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_what_is_written_here_loads_in_megatron_core(
     for answer, different in run_processes(tp * pp, _load_ours, options, str(tmp_path), tp, pp):
         assert different == []
         if answer is not None:
-            wanted = torch.tensor(answer)[..., :VOCABULARY]
-            torch.testing.assert_close(hal_logits(tmp_path / "ours"), wanted, rtol=2e-5, atol=2e-5)
+            expected = torch.tensor(answer)[..., :VOCABULARY]
+            torch.testing.assert_close(hal_logits(tmp_path / "ours"), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -33,7 +33,7 @@ def _both(options: dict[str, Any], tp: int, pp: int) -> list[Any]:
 
     hal.use("cpu_ref")
     mesh = Mesh(Layout(tp=tp, pp=pp), hal.backend(), timeout=60.0)
-    if not dist.is_initialized():  # a world of one needs none for HAL, but for megatron-core it does
+    if not dist.is_initialized():  # for one process, HAL needs no process group, but megatron-core does
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     config = Config(**options)
     stage, per = mesh.at["pp"], config.num_layers // pp

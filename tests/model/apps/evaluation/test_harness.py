@@ -24,18 +24,18 @@ def model(cpu_ref):
     return byte_model(LENGTH)
 
 
-def asked(*args):
+def instances(*args):
     return [SimpleNamespace(args=a) for a in args]
 
 
 def log_probability(model, ids, first):
-    known = torch.log_softmax(model.engine.model(torch.tensor([ids[:-1]]))[:, 0, :257].double(), -1)
-    return sum(known[at - 1, ids[at]].item() for at in range(first, len(ids)))
+    log_probs = torch.log_softmax(model.engine.model(torch.tensor([ids[:-1]]))[:, 0, :257].double(), -1)
+    return sum(log_probs[at - 1, ids[at]].item() for at in range(first, len(ids)))
 
 
 def test_loglikelihood(model):
     pairs = [("the ", "cat"), ("the", " cat"), ("", "cat"), ("a context that is longer than it", " all"), ("x", "")]
-    got = RequestHandler(model).loglikelihood(asked(*pairs))
+    got = RequestHandler(model).loglikelihood(instances(*pairs))
     eod = BYTES.eod
     for (context, continuation), (value, greedy) in zip(pairs[:3], got):
         ids = [*([] if context else [eod]), *(context + continuation).encode()]
@@ -46,9 +46,9 @@ def test_loglikelihood(model):
     assert got[3][0] == pytest.approx(log_probability(model, ids, len(ids) - 4), rel=1e-5)
     assert got[4] == (0.0, True)
     best = int(model.engine.model(torch.tensor([[120]]))[-1, 0, :128].argmax())
-    assert RequestHandler(model).loglikelihood(asked(("x", chr(best))))[0][1]
+    assert RequestHandler(model).loglikelihood(instances(("x", chr(best))))[0][1]
     with pytest.raises(ConfigError, match="longer than --seq-length"):
-        RequestHandler(model).loglikelihood(asked(("x", "y" * 99)))
+        RequestHandler(model).loglikelihood(instances(("x", "y" * 99)))
 
 
 def test_rolling_windows_are_the_harnesss(model):
@@ -63,26 +63,26 @@ def test_rolling_windows_are_the_harnesss(model):
         begin = max(0, last - LENGTH - 1)
         want += log_probability(model, ids[begin:last], end - begin)
         end = last
-    got = RequestHandler(model).loglikelihood_rolling(asked((text,), ("",), ("ab",)))
+    got = RequestHandler(model).loglikelihood_rolling(instances((text,), ("",), ("ab",)))
     assert got[0] == pytest.approx(want, rel=1e-5) and got[1] == 0.0
     assert got[2] == pytest.approx(log_probability(model, [BYTES.eod, 97, 98], 1), rel=1e-5)
 
 
 def test_generate_until(model):
     greedy = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.0}
-    (text,) = RequestHandler(model).generate_until(asked(("to be", greedy)))
+    (text,) = RequestHandler(model).generate_until(instances(("to be", greedy)))
     from hal import Rng
 
     want = generate(model.engine.model, BYTES, list(b"to be"), 6, temperature=0.0, rng=Rng(0))
     assert text == BYTES.decode(want)
-    stopped = RequestHandler(model).generate_until(asked(("to be", {**greedy, "until": text[2]})))
+    stopped = RequestHandler(model).generate_until(instances(("to be", {**greedy, "until": text[2]})))
     assert stopped == [text[: text.index(text[2])]]
-    drawn = {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 0.9, "top_p": 0.9}
-    assert RequestHandler(model).generate_until(asked(("a", drawn))) == RequestHandler(model).generate_until(
-        asked(("a", drawn))
+    sampling = {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 0.9, "top_p": 0.9}
+    assert RequestHandler(model).generate_until(instances(("a", sampling))) == RequestHandler(model).generate_until(
+        instances(("a", sampling))
     )
     with pytest.raises(ConfigError, match="num_beams"):
-        RequestHandler(model).generate_until(asked(("a", {**drawn, "num_beams": 3})))
+        RequestHandler(model).generate_until(instances(("a", {**sampling, "num_beams": 3})))
 
 
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch, model):

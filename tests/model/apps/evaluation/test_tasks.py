@@ -34,14 +34,14 @@ def engine(cpu_ref):
     return Engine(GPT(config, torch.device("cpu")).requires_grad_(False), 257)
 
 
-def alone(engine, ids, first):
+def reference_score(engine, ids, first):
     """Independent of batches, padding and cross entropy: one sequence, log-softmax over the real ids in float64.
     (negative log-likelihood, whether every token is the most likely) of ids[first:]."""
     logits = engine.model(torch.tensor([ids[:-1]]))[:, 0, :257].double()
-    known = torch.log_softmax(logits, -1)
+    log_probs = torch.log_softmax(logits, -1)
     labels = ids[1:]
     rows = range(first - 1, len(labels))
-    return -sum(known[r, labels[r]].item() for r in rows), all(int(logits[r].argmax()) == labels[r] for r in rows)
+    return -sum(log_probs[r, labels[r]].item() for r in rows), all(int(logits[r].argmax()) == labels[r] for r in rows)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -49,9 +49,9 @@ def alone(engine, ids, first):
 def test_lambada_is_scored_as_defined(engine, tmp_path, strict, batch):
     # Use the model's own prediction as one of the answers, so that not all are wrong.
     with torch.no_grad():
-        made = list(BYTES.encode("a dog"))
-        made[-1] = int(engine.model(torch.tensor([made[:-1]]))[-1, 0, :128].argmax())
-    texts = [*TEXTS, bytes(made).decode()]
+        answer = list(BYTES.encode("a dog"))
+        answer[-1] = int(engine.model(torch.tensor([answer[:-1]]))[-1, 0, :128].argmax())
+    texts = [*TEXTS, bytes(answer).decode()]
     path = tmp_path / "any name"
     path.write_text("\n\n".join(json.dumps({"text": t}) for t in texts) + "\n")
     task = lambada(path, BYTES, LENGTH, strict=strict)
@@ -64,7 +64,7 @@ def test_lambada_is_scored_as_defined(engine, tmp_path, strict, batch):
         else:
             context, label = list(text.encode())[:-1], list(text.encode())[-1:]
         ids = (context + label)[-LENGTH - 1 :]
-        loss, is_right = alone(engine, ids, len(ids) - len(label))
+        loss, is_right = reference_score(engine, ids, len(ids) - len(label))
         losses.append(loss)
         right.append(is_right)
     assert got["number correct"] == sum(right) and got["total examples"] == len(texts)
@@ -76,20 +76,20 @@ def test_lambada_is_scored_as_defined(engine, tmp_path, strict, batch):
 @pytest.mark.parametrize("move", [1, 5, LENGTH, None])
 def test_wikitext_is_scored_as_defined(engine, tmp_path, move):
     raw = " = A title = \n\n The cat , the dog @-@ house ( and so on ) ; it costs 3 @,@ 000 . \n It 's fine .\r\n"
-    path = tmp_path / "lambada.jsonl"  # the name decides nothing
+    path = tmp_path / "lambada.jsonl"  # the file name has no effect
     path.write_bytes(raw.encode())
     task = wikitext(path, BYTES, LENGTH, overlapping_eval=move)
     got = task.results(score(engine, task.examples, batch=4))
     ids, step = list(detokenise_wikitext(raw).encode()), move or LENGTH
     # Megatron's windows start every `step` tokens; the first counts all its labels, the others only their last `step`.
-    seen = {}
+    nlls = {}
     for start in range(0, len(ids) - 1, step):
         window = ids[start : start + LENGTH + 1]
         for at in range(1 if start == 0 else LENGTH - step + 1, len(window)):
-            assert start + at not in seen
-            seen[start + at] = alone(engine, window[: at + 1], at)[0]
-    assert sorted(seen) == list(range(1, len(ids)))
-    loss, ratio = sum(seen.values()) / len(seen), (len(ids) - 1) / (len(raw.strip().split(" ")) - 1)
+            assert start + at not in nlls
+            nlls[start + at] = reference_score(engine, window[: at + 1], at)[0]
+    assert sorted(nlls) == list(range(1, len(ids)))
+    loss, ratio = sum(nlls.values()) / len(nlls), (len(ids) - 1) / (len(raw.strip().split(" ")) - 1)
     assert got["avg loss"] == pytest.approx(loss, rel=1e-5) and got["token ratio"] == pytest.approx(ratio)
     assert got["ppl"] == pytest.approx(math.exp(min(20, loss)), rel=1e-4)
     assert got["adjusted ppl"] == pytest.approx(math.exp(min(20, loss * ratio)), rel=1e-4)
@@ -165,7 +165,7 @@ def test_detokenisation_is_megatrons(text, want):
 
 
 def test_padding_gets_no_probability(engine):
-    # Whatever the padded rows hold, scores do not move.
+    # The values of the padded rows do not affect the scores.
     examples = [Example(tuple(BYTES.encode("the cat")), 3)]
     before = score(engine, examples, batch=1)
     engine.model.embedding.word_embeddings.weight[257:] = 5.0

@@ -86,8 +86,8 @@ def page_of(tmp_path: Path, *changes: dict[str, Any], parity: Any = None) -> str
 
 def test_one_run(tmp_path: Path) -> None:
     text = Reader(page_of(tmp_path, {})).text
-    for shown in ("run0 cpu_ref 200 3.0450 3.5000 128 3.0 0", "hidden_size 32", "peak, MiB", "3.0"):
-        assert shown in text
+    for words in ("run0 cpu_ref 200 3.0450 3.5000 128 3.0 0", "hidden_size 32", "peak, MiB", "3.0"):
+        assert words in text
     assert "No call ran the reference" in text and "Difference from the first run" not in text
 
 
@@ -194,7 +194,7 @@ def test_running_means_stay_between_the_extremes(rows: Any, window: int) -> None
     assert running_mean([(1, 1.0), (2, 4.0), (3, 4.0)], 3) == [(1, 2.5), (2, 3.0), (3, 4.0)]
 
 
-def drawn(svg: Any, colour: str) -> list[list[tuple[float, float]]]:
+def curve_points(svg: Any, colour: str) -> list[list[tuple[float, float]]]:
     """The points of every curve of a colour, in the chart's coordinates."""
     paths = re.findall(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke[^"]*: {colour}', str(svg))
     return [[(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", path)] for path in paths]
@@ -202,10 +202,10 @@ def drawn(svg: Any, colour: str) -> list[list[tuple[float, float]]]:
 
 def test_a_chart_draws_each_run_in_its_own_way() -> None:
     svg = curves([[(1, 1.0), (2, 0.0), (3, 10.0)], [(1, 2.0), (3, 4.0)]], "loss & more")
-    assert [len(drawn(svg, colour)[0]) for colour in COLOURS[:2]] == [3, 2]
+    assert [len(curve_points(svg, colour)[0]) for colour in COLOURS[:2]] == [3, 2]
     assert "iteration" in svg and "loss &amp; more" in svg and "currentColor" in svg
     # A logarithmic axis omits the value 0.
-    assert len(drawn(curves([[(1, 1.0), (2, 0.0), (3, 10.0)]], "y", log=True), COLOURS[0])[0]) == 2
+    assert len(curve_points(curves([[(1, 1.0), (2, 0.0), (3, 10.0)]], "y", log=True), COLOURS[0])[0]) == 2
     assert curves([[(1, 0.0)]], "y", log=True) is None and curves([[], []], "y") is None
     assert len({style(n) for n in range(24)}) == 24
     assert curves([[(1, 1.0), (2, 3.0)]], "y") == curves([[(1, 1.0), (2, 3.0)]], "y")
@@ -214,7 +214,7 @@ def test_a_chart_draws_each_run_in_its_own_way() -> None:
 def test_a_spike_of_a_long_run_stays_and_the_page_stays_small() -> None:
     rows = [(n, 1.0 + 0.01 * (n % 7) + (9.0 if n == 31_111 else 0.0)) for n in range(100_000)]
     svg = curves([rows], "loss", smooth=False)
-    (curve,) = drawn(svg, COLOURS[0])
+    (curve,) = curve_points(svg, COLOURS[0])
     top, usual = min(y for _, y in curve), max(y for _, y in curve)  # SVG's y grows downwards
     assert usual - top > 150 and len(curve) < 20_000
 
@@ -245,8 +245,8 @@ def test_absurd_numbers_are_shown_or_refused(
     place: str, first: Any, second: Any, third: Any, tmp_path_factory: Any
 ) -> None:
     # Other charts are skipped, because drawing each chart takes a tenth of a second.
-    drawn = "step_seconds" if place == "config" else place
-    record = {k: copy.deepcopy(v) if k == drawn or not isinstance(v, list) else [] for k, v in RECORD.items()}
+    chart_key = "step_seconds" if place == "config" else place
+    record = {k: copy.deepcopy(v) if k == chart_key or not isinstance(v, list) else [] for k, v in RECORD.items()}
     if place == "config":
         record["config"] |= {"global_batch_size": first, "seq_length": second, "hidden_size": third}
     elif isinstance(record[place], list):
@@ -276,8 +276,8 @@ def test_a_record_of_absurd_numbers_is_named(change: Any, words: str, tmp_path: 
 def test_a_browser_shows_it(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
-        pytest.skip("needs chromium, to see the page as a reader does")
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow, to look at the picture")
+        pytest.skip("needs chromium to render the page")
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow to read the screenshot")
     whole = page_of(tmp_path, {}, {"losses": [[n, 4.0] for n in range(1, 201)]})
     # The same page without its charts: the marks beside the runs' names have the same colours.
     emptied = re.sub("<figure.*?</figure>", "", whole, flags=re.S)
@@ -290,9 +290,9 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
         profile, picture = f"--user-data-dir={tmp_path / 'profile'}", tmp_path / f"{name}.png"
         command = [browser, *flags.split(), profile, f"--screenshot={picture}", str(tmp_path / f"{name}.html")]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        seen = image.open(picture).convert("RGB").getcolors(1 << 24)
-        counts = {"#{:02x}{:02x}{:02x}".format(*rgb): count for count, rgb in seen}
+        colours = image.open(picture).convert("RGB").getcolors(1 << 24)
+        counts = {"#{:02x}{:02x}{:02x}".format(*rgb): count for count, rgb in colours}
         return {colour: counts.get(colour, 0) for colour in COLOURS[:2]}
 
-    drawn, left = pixels("whole", whole), pixels("emptied", emptied)
-    assert all(drawn[colour] - left[colour] > 500 for colour in COLOURS[:2]), (drawn, left)
+    full, empty = pixels("whole", whole), pixels("emptied", emptied)
+    assert all(full[colour] - empty[colour] > 500 for colour in COLOURS[:2]), (full, empty)

@@ -1,7 +1,7 @@
 """The planner's bytes, term by term, against the formulas they come from, written out for small models.
 
-test_planned_bytes.py holds the same numbers to what a trainer on one or two ranks holds; the terms here are those of
-layouts and moments that such a run does not reach.
+test_planned_bytes.py compares the same numbers with the memory of a trainer on one or two ranks; the terms here belong
+to layouts and points of a step that such a run does not cover.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def shape_of(microbatches: int, dp: int = 1, vocabulary: int = VOCABULARY, **opt
     [
         (2, 1, {}, 4, 4, 8),
         (2, 1, BF16, 2, 4, 12),
-        (1, 1, BF16, 2, 2, 12),  # one microbatch in one process: nothing is added to its gradients
-        (1, 1, FP16, 2, 4, 12),  # which in fp16 are unscaled in float32
-        (1, 2, BF16, 2, 4, 12),  # and among replicas are summed in float32
+        (1, 1, BF16, 2, 2, 12),  # one microbatch in one process needs no float32 sum
+        (1, 1, FP16, 2, 4, 12),  # fp16 gradients are unscaled in float32
+        (1, 2, BF16, 2, 4, 12),  # among replicas, gradients are summed in float32
         (2, 4, {**BF16, "zero_stage": 1}, 4 / 4, 4 / 4, 8 / 4),
         (2, 2, {"context_parallel_size": 2, "zero_stage": 3}, 4 / 4, 4 / 4, 8 / 4),
     ],
@@ -85,15 +85,15 @@ TWO_LAYERS = 2 * LAYER + 2 * TABLE + H
     ],
 )
 def test_sharded_states_in_a_step(microbatches, options, weights, gradients, optimizer) -> None:
-    held = rank_memory(shape_of(microbatches, dp=4, **options), 0)
-    assert (held.weights, held.gradients, held.optimizer) == pytest.approx((weights, gradients, optimizer))
+    estimate = rank_memory(shape_of(microbatches, dp=4, **options), 0)
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == pytest.approx((weights, gradients, optimizer))
 
 
 def test_a_pipeline_sums_sharded_gradients_until_its_last_microbatch() -> None:
     half = LAYERS // 2 * LAYER + TABLE
-    held = rank_memory(shape_of(4, dp=2, **PP2, zero_stage=2), 0)
-    assert (held.weights, held.gradients) == pytest.approx((4 * half + 4 * half / 2, 4 * half))
-    # With one layer per stage there is no next layer; the end of the model on the stage is still gathered.
+    estimate = rank_memory(shape_of(4, dp=2, **PP2, zero_stage=2), 0)
+    assert (estimate.weights, estimate.gradients) == pytest.approx((4 * half + 4 * half / 2, 4 * half))
+    # With one layer per stage no next layer is gathered, but the output layer and final norm of the stage still are.
     lone = rank_memory(shape_of(4, dp=2, **PP2, num_layers=2, zero_stage=3, **BF16), 1)
     assert lone.weights == 2 * (LAYER + TABLE + H)
 
@@ -121,13 +121,13 @@ def test_pipeline_buffers(options: dict[str, Any], rank: int, buffers: int) -> N
 
 def test_replicas_hold_all_gradients_once_more_while_they_are_sent() -> None:
     small = {"seq_length": 4, "micro_batch_size": 1}
-    held = rank_memory(shape_of(1, dp=2, **small), 0)
-    assert (held.activations, held.working, held.buffers) == (0, 0, 4 * WHOLE)
-    held = rank_memory(shape_of(1, **small, context_parallel_size=2), 0)
-    assert held.buffers == 4 * WHOLE
+    estimate = rank_memory(shape_of(1, dp=2, **small), 0)
+    assert (estimate.activations, estimate.working, estimate.buffers) == (0, 0, 4 * WHOLE)
+    estimate = rank_memory(shape_of(1, **small, context_parallel_size=2), 0)
+    assert estimate.buffers == 4 * WHOLE
     # In a pipeline the receive buffers are added; on the first rank, those that receive gradients.
-    held = rank_memory(shape_of(2, dp=2, **small, **PP2), 0)
-    assert held.buffers == 4 * (LAYERS // 2 * LAYER + TABLE) + 2 * 4 * H * 4
+    estimate = rank_memory(shape_of(2, dp=2, **small, **PP2), 0)
+    assert estimate.buffers == 4 * (LAYERS // 2 * LAYER + TABLE) + 2 * 4 * H * 4
     # With sharded gradients, or activations larger than the sent tensors, the peak is in the backward pass.
     assert rank_memory(shape_of(1, dp=2, **small, zero_stage=1), 0).activations > 0
     assert rank_memory(shape_of(1, dp=2, micro_batch_size=64), 0).buffers == 0
@@ -138,10 +138,10 @@ def test_replicas_hold_all_gradients_once_more_while_they_are_sent() -> None:
     [({}, 4), (TIED, 8), (BF16, 6), ({**BF16, **TIED}, 6), ({**PP2, **TIED}, 4), ({**PP2, **BF16}, 6)],
 )
 def test_the_end_of_a_backward_pass_holds_the_tables_gradient(options: dict[str, Any], bytes_per_element: int) -> None:
-    # Large compared with a few tokens' activations: the float32 sum and a rounded gradient or the output layer's.
+    # With few tokens, the peak is the table's float32 sum, and its 16-bit gradient or that of the output layer.
     few = {"seq_length": 4, "micro_batch_size": 1, "num_layers": 2}
-    held = rank_memory(shape_of(2, vocabulary=1 << 16, **few, **options), 0)
-    assert (held.working, held.activations) == ((1 << 16) * H * bytes_per_element, 0)
+    estimate = rank_memory(shape_of(2, vocabulary=1 << 16, **few, **options), 0)
+    assert (estimate.working, estimate.activations) == ((1 << 16) * H * bytes_per_element, 0)
     assert rank_memory(shape_of(2, dp=2, vocabulary=1 << 16, **few, **options, zero_stage=1), 0).activations > 0
 
 
@@ -220,6 +220,6 @@ def test_the_plan_is_that_of_the_fullest_rank(layout: dict[str, Any], vocabulary
 
 
 def test_the_report_names_the_largest_first() -> None:
-    held = Memory(weights=2 << 30, gradients=4 << 30, optimizer=0, activations=1 << 29, buffers=0, working=1 << 28)
-    assert held.total == 2**31 + 2**32 + 2**29 + 2**28 and gib(3 << 30) == 3
-    assert explain(held) == "gradients 4.0, weights 2.0, activations 0.5, working 0.2"
+    estimate = Memory(weights=2 << 30, gradients=4 << 30, optimizer=0, activations=1 << 29, buffers=0, working=1 << 28)
+    assert estimate.total == 2**31 + 2**32 + 2**29 + 2**28 and gib(3 << 30) == 3
+    assert explain(estimate) == "gradients 4.0, weights 2.0, activations 0.5, working 0.2"

@@ -50,7 +50,7 @@ def test_a_rank_holds_no_more_microbatches_than_stages_follow() -> None:
     assert [in_flight(a) for a in orders("1f1b", 4, 1, 32)] == [[{r: 4 - r}] for r in range(4)]
     # Zero bubble in V shape has p microbatches of its two half-sized stages on every rank, in any combination.
     for actions in orders("zbv", 4, 2, 32):
-        assert {sum(held.values()) for held in in_flight(actions)} == {8}
+        assert {sum(per_stage.values()) for per_stage in in_flight(actions)} == {8}
 
 
 def test_orders_that_wait_for_each_other_are_an_error() -> None:

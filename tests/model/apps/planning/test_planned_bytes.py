@@ -131,9 +131,9 @@ def _measured(options: dict[str, Any]) -> tuple[float | None, float]:
 def test_two_ranks(options) -> None:
     config, plan = plan_of(options, 2)
     shape = Shape.of(config, plan)
-    for kept, peak in run_processes(2, _measured, options):
-        if kept is not None:
-            assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.02)
+    for state_bytes, peak in run_processes(2, _measured, options):
+        if state_bytes is not None:
+            assert state_bytes == pytest.approx(stage_bytes(shape, 0), rel=0.02)
         assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.08)
 
 
@@ -152,10 +152,10 @@ def _whole(count: int, **options: Any) -> dict[str, float]:
 
 
 def test_optimizer_state_falls_as_one_over_the_replicas() -> None:
-    alone = _whole(1)["optimizer"]
+    one_rank = _whole(1)["optimizer"]
     for dp in (2, 4, 8, 64):
-        assert _whole(dp, use_distributed_optimizer=True)["optimizer"] == alone / dp
-    assert _whole(4)["optimizer"] == alone, "replicated without it"
+        assert _whole(dp, use_distributed_optimizer=True)["optimizer"] == one_rank / dp
+    assert _whole(4)["optimizer"] == one_rank, "replicated without it"
 
 
 def test_sequence_parallelism_divides_all_that_tensor_parallelism_leaves_whole() -> None:

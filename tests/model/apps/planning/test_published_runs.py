@@ -86,11 +86,11 @@ def test_selective_recomputation(row) -> None:
     if chunks > 1:
         how["num_layers_per_virtual_pipeline_stage"] = layers // (pp * chunks)
     config = megatron(heads, hidden, layers, 8, pp, batch, **how, **SELECTIVE)
-    found, slow = run(config, gpus), run(megatron(heads, hidden, layers, 8, pp, batch, **how, **FULL), gpus)
-    assert found.seconds == pytest.approx(selective, rel=0.09)
+    fast, slow = run(config, gpus), run(megatron(heads, hidden, layers, 8, pp, batch, **how, **FULL), gpus)
+    assert fast.seconds == pytest.approx(selective, rel=0.09)
     assert slow.seconds == pytest.approx(full, rel=0.09)
     # The paper also counts the masked pairs of causal attention; the trainer does not.
-    assert found.mfu == pytest.approx(utilisation, abs=0.06)
+    assert fast.mfu == pytest.approx(utilisation, abs=0.06)
 
 
 @pytest.mark.parametrize("zero, gigabytes", [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -98,10 +98,10 @@ def test_zeros_figure(zero, gigabytes) -> None:
     """7.5 billion parameters on 64 ranks. The paper has 16-bit gradients and counts no weights gathered for a layer."""
     config = megatron(32, 4096, 36, 1, 1, 128, zero_stage=zero)
     plan, count = make_parallel_layout(config, 64), total_parameters(config)
-    held = memory(config, plan)
-    gradients = held.gradients / 2
-    weights = held.weights if zero < 3 else 2 * count / 64
-    assert (weights + gradients + held.optimizer) / count * 7.5 == pytest.approx(gigabytes, rel=0.02)
+    estimate = memory(config, plan)
+    gradients = estimate.gradients / 2
+    weights = estimate.weights if zero < 3 else 2 * count / 64
+    assert (weights + gradients + estimate.optimizer) / count * 7.5 == pytest.approx(gigabytes, rel=0.02)
     if zero == 3:
         two_layers_and_the_table = 2 * 2 * 12 * 4096**2 + 2 * 51200 * 4096
-        assert held.weights == pytest.approx(two_layers_and_the_table, rel=0.05)
+        assert estimate.weights == pytest.approx(two_layers_and_the_table, rel=0.05)

@@ -21,14 +21,14 @@ H100 = load("cuda").device_specs[0]
 MODEL = "--config llama-70b --seq-length 2048 --global-batch-size 256"
 
 
-def found(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, SearchResult]:
+def run_search(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, SearchResult]:
     config = build(read(shlex.split(options), {}), check_model)
     set_vocabulary(config)
     return config, search(config, devices, H100, limit)
 
 
 def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
-    _, result = found(64)
+    _, result = run_search(64)
     assert result.fits and result.too_large and result.refused
     monkeypatch.setenv("WORLD_SIZE", "64")
     for option in best_of_each(result.fits + result.too_large):
@@ -41,7 +41,7 @@ def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
 
 
 def test_they_come_in_order_and_within_the_limit() -> None:
-    _, result = found(64, limit=60e9)
+    _, result = run_search(64, limit=60e9)
     seconds = [o.estimate.seconds for o in result.fits]
     assert seconds == sorted(seconds) and all(o.memory.total <= 60e9 for o in result.fits)
     missing = [o.memory.total for o in result.too_large]
@@ -50,19 +50,19 @@ def test_they_come_in_order_and_within_the_limit() -> None:
 
 def test_options_that_are_given_are_kept() -> None:
     given = f"{MODEL} --tensor-model-parallel-size 4 --zero-stage 1 --micro-batch-size 2 --recompute-granularity full"
-    _, result = found(64, given)
+    _, result = run_search(64, given)
     for o in result.fits + result.too_large:
         assert (o.plan.layout.tp, o.plan.zero, o.config.micro_batch_size) == (4, 1, 2)
         assert plan_report.recomputation(o.config) == "all"
 
 
 def test_more_memory_never_takes_a_layout_away() -> None:
-    names = [{plan_report.name(o) for o in found(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
+    names = [{plan_report.name(o) for o in run_search(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
     assert names[0] < names[1] < names[2]
 
 
 def test_no_legal_layout_is_an_error_with_the_commonest_reason() -> None:
-    _, result = found(7)
+    _, result = run_search(7)
     with pytest.raises(ConfigError, match=r"on 7 devices is legal.*not divisible"):
         require_some(result, 7)
 
@@ -81,10 +81,10 @@ def sent(options: str, devices: int):
 
 def test_traffic_by_hand() -> None:
     hidden = 2048 * 8192 * 2  # bytes of one sequence between the layers
-    alone = sent("--tensor-model-parallel-size 8", 8)
+    traffic = sent("--tensor-model-parallel-size 8", 8)
     # Four all-reduces per layer and microbatch, and one at each end of the model; each sends 2 * 7/8 of its bytes.
-    assert alone.tensor == 256 * (4 * 80 + 2) * 2 * 7 / 8 * hidden
-    assert (alone.data, alone.pipeline, alone.context, alone.tied) == (0, 0, 0, 0)
+    assert traffic.tensor == 256 * (4 * 80 + 2) * 2 * 7 / 8 * hidden
+    assert (traffic.data, traffic.pipeline, traffic.context, traffic.tied) == (0, 0, 0, 0)
     # A middle stage of four forwards the hidden state of every microbatch, and sends its gradient back.
     assert sent("--pipeline-model-parallel-size 4", 4).pipeline == 2 * 256 * hidden
     parameters = 68_976_648_192

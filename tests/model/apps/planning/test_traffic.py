@@ -78,7 +78,7 @@ def test_tensor_parallelism(options: dict[str, Any], microbatches: int, all_redu
 @pytest.mark.parametrize("width, options", [(4, {}), (2, {"bf16": True})])
 def test_context_parallelism(width: int, options: dict[str, Any]) -> None:
     # A ring of 4: keys and values of 8 positions go to each of the 3 others, in the backward pass too, where their
-    # float32 gradients make a full turn of the ring, back to their owner.
+    # float32 gradients travel around the whole ring, back to their owner.
     keys_and_values = S / 4 * B * 2 * KV_CHANNELS
     forward, backward = 3 * keys_and_values * width, 3 * keys_and_values * width + 4 * keys_and_values * 4
     assert sent(2, **CP4, **options).context == pytest.approx(2 * LAYERS * (forward + backward))
@@ -96,7 +96,7 @@ def test_context_parallelism(width: int, options: dict[str, Any]) -> None:
         ({**PP3, **TP4, "sequence_parallel": True}, 1, HIDDEN / 4),
         ({**PP2, **INTERLEAVED}, 3, HIDDEN),  # stages 0, 2 and 4 of 6 are on rank 0, and each has a next one elsewhere
         ({**PP3, **INTERLEAVED}, 2, HIDDEN),
-        ({**PP3, **ZBV}, 2, HIDDEN),  # down through the ranks and up again; the turn stays on one rank
+        ({**PP3, **ZBV}, 2, HIDDEN),  # down through the ranks and up again; the turning point is within one rank
         ({**PP3, **ZBV, "bf16": True}, 2, HIDDEN / 2),
     ],
 )

@@ -1,5 +1,5 @@
-"""The endpoint: OpenAI's own client works, answers equal those of `hal generate`, and no request of a client
-exceeds the limits."""
+"""The endpoint: OpenAI's own client works, answers equal those of `hal generate`, and requests cannot exceed the
+limits."""
 
 from __future__ import annotations
 
@@ -82,28 +82,28 @@ def test_openais_client_works(serve, model):
     openai = pytest.importorskip("openai", reason="needs openai's client (extra: test)")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{serve()}/v1", api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == ["tiny"]
-    asked = {"model": "tiny", "max_tokens": 12, "seed": 5, "temperature": 0.9, "top_p": 0.95}
-    made = client.completions.create(prompt=["to be", "or"], n=2, logprobs=1, **asked)
+    options = {"model": "tiny", "max_tokens": 12, "seed": 5, "temperature": 0.9, "top_p": 0.95}
+    completion = client.completions.create(prompt=["to be", "or"], n=2, logprobs=1, **options)
     prompts = [list(b"to be"), list(b"or")]
     request = Request(12, Sampling(0.9, 0, 0.95), seed=5, samples=2)
     want = [one for samples in answer(model.engine, BYTES, prompts, request, batch=8) for one in samples]
-    assert [c.text for c in made.choices] == [one.text for one in want]
-    assert [c.finish_reason for c in made.choices] == [one.reason for one in want]
-    assert [c.index for c in made.choices] == [0, 1, 2, 3]
-    assert made.usage.prompt_tokens == 7 and made.usage.completion_tokens == sum(one.tokens for one in want)
-    logprobs = made.choices[0].logprobs
+    assert [c.text for c in completion.choices] == [one.text for one in want]
+    assert [c.finish_reason for c in completion.choices] == [one.reason for one in want]
+    assert [c.index for c in completion.choices] == [0, 1, 2, 3]
+    assert completion.usage.prompt_tokens == 7 and completion.usage.completion_tokens == sum(one.tokens for one in want)
+    logprobs = completion.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == want[0].tokens
     assert all(max(top.values()) >= own for top, own in zip(logprobs.top_logprobs, logprobs.token_logprobs))
     events = list(
-        client.completions.create(prompt="to be", stream=True, stream_options={"include_usage": True}, **asked)
+        client.completions.create(prompt="to be", stream=True, stream_options={"include_usage": True}, **options)
     )
-    assert "".join(e.choices[0].text for e in events[:-1]) == made.choices[0].text
+    assert "".join(e.choices[0].text for e in events[:-1]) == completion.choices[0].text
     assert [e.choices[0].finish_reason for e in events[:-1]][-1] == want[0].reason and len(events) > 5
     assert events[-1].choices == [] and events[-1].usage.completion_tokens == want[0].tokens
     with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
-        client.completions.create(prompt="x", logit_bias={"3": 1.0}, **asked)
+        client.completions.create(prompt="x", logit_bias={"3": 1.0}, **options)
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
-        client.completions.create(prompt="x", **{**asked, "model": "gpt-4"})
+        client.completions.create(prompt="x", **{**options, "model": "gpt-4"})
 
 
 def test_stop_texts_echo_and_ids(serve):
@@ -173,8 +173,8 @@ JSON = st.recursive(
 def test_any_body_is_a_request_or_a_bad_one(content):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     try:
-        asked = parse(body)
-        assert isinstance(asked, Completion) and asked.sampling and asked.count >= 1 and asked.samples >= 1
+        request = parse(body)
+        assert isinstance(request, Completion) and request.sampling and request.count >= 1 and request.samples >= 1
     except BadRequest as error:
         assert error.status == 400 and error.message
 
@@ -217,30 +217,30 @@ def until(condition):
 
 
 def test_a_full_line_refuses_and_a_client_that_leaves_frees_it(serve, monkeypatch):
-    started, seen = threading.Event(), []
+    started, jobs = threading.Event(), []
 
     def endless(model, job):
-        seen.append(job)
+        jobs.append(job)
         started.set()
         assert job.cancelled.wait(15)
 
     monkeypatch.setattr(worker_module, "run", endless)
     port = serve(waiting=0)
     connections = []
-    for stream in (False, True):  # one runs, one waits in the line's only place
+    for stream in (False, True):  # one request runs, the other takes the only place in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         body = json.dumps({"prompt": "x", "stream": stream})
         connection.request("POST", "/v1/completions", body)
         connections.append(connection)
         assert started.wait(10)
-        until(lambda n=len(connections): len(seen) + post(port, None, path="/health")[1]["waiting"] == n)
+        until(lambda n=len(connections): len(jobs) + post(port, None, path="/health")[1]["waiting"] == n)
     status, answer = post(port, {"prompt": "x"})
     assert status == 429 and "too many requests are waiting" in answer["error"]["message"]
     connections[0].close()
-    until(lambda: seen[0].cancelled.is_set() and len(seen) == 2)
+    until(lambda: jobs[0].cancelled.is_set() and len(jobs) == 2)
     assert post(port, None, path="/health")[1]["waiting"] == 0
     connections[1].close()
-    until(lambda: seen[1].cancelled.is_set())
+    until(lambda: jobs[1].cancelled.is_set())
 
 
 def test_a_model_that_fails_is_a_servers_error_and_the_next_request_works(serve, monkeypatch, capsys):
@@ -291,10 +291,10 @@ def _serve_two(options):
     weight = engine.model.decoder.final_layernorm.weight
     whole = weight.clone()
     weight.fill_(float("nan"))
-    told = []
+    messages = []
     stream = worker_module.stream
 
-    def healed(*args, **more):  # the second job finds a whole model, on both ranks
+    def healed(*args, **more):  # the second job runs on an intact model, on both ranks
         try:
             yield from stream(*args, **more)
         finally:
@@ -307,9 +307,9 @@ def _serve_two(options):
     worker = Worker(model, 4)
     worker.start()
     for _ in range(2):
-        worker.submit(Job([[1, 2]], 1, 3, Sampling(0.0), 0, (), 0, told.append))
+        worker.submit(Job([[1, 2]], 1, 3, Sampling(0.0), 0, (), 0, messages.append))
     worker.stop()
-    return [type(x).__name__ for x in told]
+    return [type(x).__name__ for x in messages]
 
 
 @pytest.mark.slow
@@ -339,9 +339,9 @@ def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_pa
     process = subprocess.Popen([*command, "--port", "0", *layout], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         line = process.stdout.readline()
-        found = re.search(r"serving tiny at http://127\.0\.0\.1:(\d+)/v1", line)
-        assert found, line
-        answers = [post(int(found[1]), {"prompt": "to be", "seed": 1, "max_tokens": 9})[1] for _ in range(2)]
+        match = re.search(r"serving tiny at http://127\.0\.0\.1:(\d+)/v1", line)
+        assert match, line
+        answers = [post(int(match[1]), {"prompt": "to be", "seed": 1, "max_tokens": 9})[1] for _ in range(2)]
         assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"]["completion_tokens"] > 0
     finally:
         process.send_signal(signal.SIGINT)
@@ -357,8 +357,8 @@ def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_pa
 def test_a_port_in_use_is_one_line():
     from hal.cli.serve import _bound
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(HalError, match=f"--port {port}: Address already in use; give another"):
             _bound("127.0.0.1", port)
     with pytest.raises(HalError, match=r"--host no\.such\.host\.invalid"):

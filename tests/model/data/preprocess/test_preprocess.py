@@ -45,12 +45,12 @@ def make(*args, **options):
 
 def texts_of(prefix):
     """Every document's text, each of which must end with the end-of-document id."""
-    index, found = read_index(prefix), []
+    index, texts = read_index(prefix), []
     for first, end in zip(index.documents, index.documents[1:]):
         ids = numpy.concatenate([index.tokens(n) for n in range(first, end)] or [numpy.array([], int)]).tolist()
         assert not ids or (ids[-1] == 256 and 256 not in ids[:-1])
-        found.append(ByteTokenizer().decode(ids))
-    return found
+        texts.append(ByteTokenizer().decode(ids))
+    return texts
 
 
 def as_megatron_writes(tmp_path, documents):
@@ -131,11 +131,11 @@ def test_both_forms_of_wikiextractor_give_the_same(tmp_path):
         (folder / "wiki_00").write_text("".join(content[:1]))
         (folder / "wiki_01").write_text("".join(content[1:]))
         (folder / ".hidden").write_text("no document")
-    found = [
+    texts = [
         texts_of(preprocess(job(tmp_path / form, tmp_path / form), lambda *a: None, print).prefixes["text"])
         for form in ("docs", "json")
     ]
-    assert found[0] == found[1] == [text for _, text in PAGES]
+    assert texts[0] == texts[1] == [text for _, text in PAGES]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_refused_run_leaves_no_folder_that_it_made(jsonl, tmp_path):
     before = sorted(p.name for p in tmp_path.iterdir())
     for place in ("new/deep/x", "old/newdir/x", "old/x"):
         with pytest.raises(ConfigError, match="nothing was written"):
-            wanted = replace(job(tmp_path, tmp_path / "bad.jsonl"), output_prefix=str(tmp_path / place))
-            preprocess(wanted, lambda result, share: None, lambda message: None)
+            bad_job = replace(job(tmp_path, tmp_path / "bad.jsonl"), output_prefix=str(tmp_path / place))
+            preprocess(bad_job, lambda result, share: None, lambda message: None)
         assert sorted(p.name for p in tmp_path.iterdir()) == before and not list((tmp_path / "old").iterdir())
 
 
