@@ -41,6 +41,7 @@ def test_temperature_zero_takes_the_likeliest_of_the_real_vocabulary(model):
         logits = model(torch.tensor([ids]))[-1, 0]
         assert got == int(logits[:101].argmax()) < 100
         ids.append(got)
+    assert len(ids) == 3 + 5
 
 
 def test_sampling_has_the_models_distribution(model):
@@ -137,6 +138,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(references):
         assert [i for i, _ in token.top] == best.tolist()
         assert [p for _, p in token.top] == pytest.approx(values.tolist(), abs=1e-5)
         ids.append(token.id)
+    assert len(ids) == 2 + 4
 
 
 def test_prompts_that_cannot_be_continued_are_refused(references):

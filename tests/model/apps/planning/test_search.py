@@ -51,6 +51,7 @@ def test_they_come_in_order_and_within_the_limit() -> None:
 def test_options_that_are_given_are_kept() -> None:
     given = f"{MODEL} --tensor-model-parallel-size 4 --zero-stage 1 --micro-batch-size 2 --recompute-granularity full"
     _, result = run_search(64, given)
+    assert result.fits
     for o in result.fits + result.too_large:
         assert (o.plan.layout.tp, o.plan.zero, o.config.micro_batch_size) == (4, 1, 2)
         assert plan_report.recomputation(o.config) == "all"
