@@ -37,10 +37,18 @@ def parser() -> Parser:
     )
     command_parser.add_argument("--seed", type=int, default=0, help="seed of the random calls")
     command_parser.add_argument(
+        "--scale",
+        choices=("default", "production"),
+        default="default",
+        help="production: calls at the sizes of models (reduced on simulators) instead of small ones",
+    )
+    command_parser.add_argument(
         "--collectives", action="store_true", help="the backend's communication instead of its ops"
     )
     command_parser.add_argument("--nproc", type=int, metavar="N", help="processes for --collectives (default 4)")
-    command_parser.add_argument("--require-all", action="store_true", help="fail if an op has no implementation")
+    command_parser.add_argument(
+        "--require-all", action="store_true", help="fail if an op has no implementation or a call was not run"
+    )
     command_parser.add_argument(
         "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
     )
@@ -75,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if (arguments.collectives or arguments.todo) and (arguments.html or arguments.markdown):
         command_parser.error("--html and --markdown show the ops' results, not --collectives or --todo")
+    if arguments.scale == "production" and (makes_table or arguments.collectives or arguments.todo):
+        command_parser.error("--scale production is about the ops of one --backend")
     if arguments.todo and arguments.op:
         command_parser.error("--todo lists all ops that are missing; leave out --op")
     for option in ("json", "html", "markdown"):
@@ -103,13 +113,14 @@ def _one(arguments: argparse.Namespace) -> int:
         ops=arguments.op,
         examples=EXAMPLES if arguments.max_examples is None else arguments.max_examples,
         seed=arguments.seed,
+        scale=arguments.scale,
         on_row=lambda row: print(row, flush=True),
     )
     print(f"{report.summary()}\n{time.monotonic() - began:.0f} s")
     if arguments.json:
         report.write_json(arguments.json)
     _write_pages([report.rows], arguments)
-    return 0 if report.ok and not (arguments.require_all and report.missing) else 1
+    return 0 if report.ok and not (arguments.require_all and (report.missing or report.not_run)) else 1
 
 
 def _side_by_side(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from .checks import Verdict, check_sample
 from .lowering import check_lowered
 from .parity_rows import NO_IMPLEMENTATION, Report, Row, shortened
 from .probe import ProbeFailure, check_probe
+from .production.check import check_production
 from .rng_checks import check_order, edge_samples
 from .sharded import SHARDED, check_sharded, sharded_samples
 from .subject import Failure, Subject
@@ -38,6 +39,9 @@ RANKS = (2, 3)
 
 GOLDEN = "golden_loss"
 
+SCALES = ("default", "production")
+"""Tiers of the kit: small calls that are compared completely, and calls at the sizes of models, compared in part."""
+
 
 def run(
     backend: Backend,
@@ -45,13 +49,14 @@ def run(
     ops: Iterable[str] | None = None,
     examples: int = EXAMPLES,
     seed: int = 0,
+    scale: str = "default",
     on_row: Callable[[Row], None] | None = None,
 ) -> Report:
     """Runs the kit on a backend that has been probed and built (`hal.use` does both).
 
-    ops: names, "golden_loss" for the golden losses; default all of them. examples: random calls per implementation
-    and dtype.
-    on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
+    ops: names, "golden_loss" for the golden losses (default tier only); default all of them. examples: random calls
+    per implementation and dtype of the default tier. scale: one of SCALES. on_row: called with each row as soon as it
+    is known. Raises HalError for an unknown op.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -61,6 +66,10 @@ def run(
             on_row(row)
 
     names = None if ops is None else list(ops)
+    if scale == "production":
+        for row in check_production(backend, chosen_ops(names), seed=seed):
+            add(row)
+        return report
     for op in chosen_ops(names):
         for row in check_op(backend, op, examples, seed):
             add(row)
@@ -77,6 +86,7 @@ def run_by_name(
     ops: Iterable[str] | None = None,
     examples: int = EXAMPLES,
     seed: int = 0,
+    scale: str = "default",
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """Checks the probe of the backend `name`, makes it active, and runs the kit on it.
@@ -89,7 +99,7 @@ def run_by_name(
     backend = hal.use(name, **(options or {}))
     probe.simulated, probe.facts = backend.simulated, facts(backend)
     on_row(probe)
-    report = run(backend, ops=names, examples=examples, seed=seed, on_row=on_row)
+    report = run(backend, ops=names, examples=examples, seed=seed, scale=scale, on_row=on_row)
     report.rows.insert(0, probe)
     return report
 

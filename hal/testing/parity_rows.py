@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STATUSES = ("pass", "waived", "declined", "fail")
+STATUSES = ("pass", "waived", "declined", "not run", "fail")
 NO_IMPLEMENTATION = "no implementation"
 
 
@@ -47,6 +47,8 @@ class Row:
         detail = f"{self.samples:>4} calls" + ("" if worst is None else f", worst {worst:.3g} tolerances")
         if self.status == "declined":
             detail = "; ".join(self.reasons[:3])
+        elif self.status == "not run":
+            detail += "; not run: " + "; ".join(self.reasons)
         elif self.status == "pass" and self.simulated and self.reasons and self.reasons[0].startswith("stand-in"):
             detail += f"; {self.reasons[0]}"
         elif self.status == "waived":
@@ -77,8 +79,13 @@ class Report:
         return sorted({r.op for r in self.rows if r.reasons == [NO_IMPLEMENTATION]})
 
     @property
+    def not_run(self) -> list[Row]:
+        """The rows with mandatory calls of the production tier for which memory was missing."""
+        return [r for r in self.rows if r.status == "not run"]
+
+    @property
     def ok(self) -> bool:
-        """Nothing failed. Declined calls and missing ops are no failure; `missing` lists the latter."""
+        """Nothing failed. Declined calls, missing ops and calls that were not run are no failure."""
         return not self.failed
 
     def summary(self) -> str:

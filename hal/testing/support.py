@@ -21,7 +21,7 @@ from hal.errors import ContractError
 from .parity_rows import NO_IMPLEMENTATION, STATUSES, Row
 
 PROBE, GOLDEN, LOWERED = "probe", "golden_loss", "hal.lower"
-_GRAVITY = ("fail", "waived", "pass", "declined")
+_GRAVITY = ("fail", "not run", "waived", "pass", "declined")
 STAND_IN, WAIVER = "stand-in", "waiver x"
 
 

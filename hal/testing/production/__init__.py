@@ -1,0 +1,1 @@
+"""Calls of the sizes that models use: `hal parity --scale production`."""

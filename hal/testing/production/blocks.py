@@ -1,0 +1,367 @@
+"""Parts of a call for which the reference can be evaluated alone, because it would take too long for the whole call.
+
+Each function of this module returns a function from a call's arguments to its `Block`s. Rows and columns are drawn at
+random; the first and the last ones, and those at which 32-bit offsets or CUDA's grid limit of 65,535 would wrap, are
+always among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.ops.layouts import sizes, to_bnsd
+
+RUN = 8
+"""Adjacent rows or columns of one block."""
+
+CHUNK = 1 << 24
+"""Elements per tensor that the reference reads at a time when it sums over all rows."""
+
+_LIMITS = (1 << 31, 1 << 32)
+_GRID_LIMIT = 65_535
+
+Pick = Callable[[Tensor], Tensor]
+"""Selects the part of a tensor of the whole call that belongs to a block."""
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call of the reference. upstream: selects its upstream gradient from that of the whole call."""
+
+    arguments: Arguments
+    upstream: Pick
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is compared of one part of a call. name: the part, for messages.
+
+    parts: the reference's calls, made one at a time because each may need much memory. outputs: label of an output of
+    the part -> (label of the whole call's output, the part of it that must equal the reference's output); only for a
+    block of one part. gradients: parameter -> the part of its gradient that must equal the sum of the gradients of all
+    parts.
+    """
+
+    name: str
+    parts: Callable[[], Iterator[Part]]
+    outputs: Mapping[str, tuple[str, Pick]]
+    gradients: Mapping[str, Pick]
+
+
+Blocks = Callable[[Arguments, random.Random], Iterator[Block]]
+
+
+def _one(make: Callable[..., Part], *arguments: Any) -> Callable[[], Iterator[Part]]:
+    """The parts of a block that is one part, which `make` makes when it is asked for."""
+
+    def parts() -> Iterator[Part]:
+        yield make(*arguments)
+
+    return parts
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _rows_of(table: Tensor, x: Tensor) -> Tensor:
+    """x[table], on x's device."""
+    return x[table.to(x.device)]
+
+
+def _narrow(dim: int, start: int, length: int) -> Pick:
+    return lambda x: x.narrow(dim, start, length)
+
+
+def _cut(arguments: Arguments, picks: Mapping[str, Pick], draw: tuple[str, int, int] | None = None) -> dict[str, Any]:
+    """The arguments on the CPU, those in `picks` replaced by copies of their parts.
+
+    draw: (parameter whose shape the op draws, dimension, start) if the block begins at `start` of that dimension.
+    """
+    cut = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            part = value.detach()
+            cut[name] = picks[name](part).cpu().clone() if name in picks else part.cpu()
+    if draw is not None and arguments.get("rng") is not None:
+        name, dim, start = draw
+        shape = arguments[name].shape
+        first = [0] * len(shape)
+        first[dim] = start
+        cut["rng"] = arguments["rng"].block(shape, first)
+    return cut
+
+
+def _starts(count: int, width: int, random: random.Random, drawn: int, run: int = RUN) -> list[int]:
+    """Where blocks of `run` rows begin among `count` rows of `width` elements."""
+    last = max(0, count - run)
+    at_limits = [limit // width - run // 2 for limit in _LIMITS] + [_GRID_LIMIT - run // 2]
+    chosen = {0, last, *(at for at in at_limits if 0 < at < last)}
+    return sorted(chosen | {random.randint(0, last) for _ in range(drawn)})
+
+
+def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4) -> Blocks:
+    """Blocks of `run` adjacent rows, for an op whose rows do not depend on each other.
+
+    names: the parameters that have the rows in dimension `dim`, as the output has; the op draws the first one's shape.
+    """
+
+    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+        first = arguments[names[0]]
+        count = first.shape[dim]
+        width = first.stride(dim) if first.is_contiguous() else first[0].numel()
+        for start in _starts(count, width, random, drawn, run):
+            pick = _narrow(dim, start, min(run, count - start))
+            present = {name: pick for name in names if arguments[name] is not None}
+
+            def part(pick: Pick = pick, picks: Mapping[str, Pick] = present, start: int = start) -> Part:
+                return Part(_cut(arguments, picks, (names[0], dim, start)), pick)
+
+            yield Block(
+                f"rows {start} to {start + min(run, count - start) - 1} of {count}",
+                _one(part),
+                {"the output": ("the output", pick)},
+                present,
+            )
+
+    return blocks
+
+
+def columns(*, gated: bool = False, **dims: int) -> Blocks:
+    """Blocks of adjacent columns, for an op whose columns do not depend on each other.
+
+    dims: parameter -> its dimension of columns; the output has them last, and the op draws the first one's shape
+    [rows, columns]. gated: column c of the output depends on columns c and c + h of the parameters, which have 2 h.
+    """
+
+    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+        present = {name: dim for name, dim in dims.items() if arguments[name] is not None}
+        first, dim = next(iter(present.items()))
+        count = arguments[first].shape[dim] // (2 if gated else 1)
+        for start in _starts(count, 1 << 40, random, 1):
+            length = min(RUN, count - start)
+
+            def both(x: Tensor, dim: int, start: int = start, length: int = length) -> Tensor:
+                halves = (start, start + count) if gated else (start,)
+                return torch.cat([x.narrow(dim, at, length) for at in halves], dim)
+
+            picks: dict[str, Pick] = {name: functools.partial(both, dim=dim) for name, dim in present.items()}
+            pick = _narrow(-1, start, length)
+
+            def part(pick: Pick = pick, picks: Mapping[str, Pick] = picks, start: int = start) -> Part:
+                return Part(_cut(arguments, picks, (first, 1, start)), pick)
+
+            yield Block(
+                f"columns {start} to {start + length - 1} of {count}",
+                _one(part),
+                {"the output": ("the output", pick)},
+                picks,
+            )
+
+    return blocks
+
+
+def sums(*names: str, over: Sequence[str]) -> Blocks:
+    """The gradients of the parameters `names`, which are sums over the rows (dimension 0) of the parameters `over`."""
+
+    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+        x = arguments[over[0]]
+        step = max(1, CHUNK // max(1, x[0].numel()))
+
+        def parts() -> Iterator[Part]:
+            for start in range(0, x.shape[0], step):
+                pick = _narrow(0, start, min(step, x.shape[0] - start))
+                yield Part(_cut(arguments, dict.fromkeys(over, pick), (over[0], 0, start)), pick)
+
+        yield Block("all rows", parts, {}, dict.fromkeys(names, _same))
+
+    return blocks
+
+
+def every(*several: Blocks) -> Blocks:
+    """The blocks of each of the arguments."""
+    return lambda arguments, random: (block for blocks in several for block in blocks(arguments, random))
+
+
+def in_place(*writes: str, reads: Sequence[str] = (), by_column: Sequence[str] = ()) -> Blocks:
+    """Rows (dimension 0) of parameters that the op writes.
+
+    The parameters `reads` have the same rows, those in `by_column` have them as columns. Of lists of tensors, the last
+    tensor is compared. The parts are copied before the call.
+    """
+
+    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+        writes_present = [name for name in writes if arguments[name] is not None]
+        last = {n: arguments[n][-1] for n in (*writes, *reads) if isinstance(arguments[n], list)}
+        plain = {**arguments, **last}
+        count = plain[writes[0]].shape[0]
+        for start in _starts(count, max(1, plain[writes[0]].numel() // count), random, 4):
+            length = min(RUN, count - start)
+            pick = _narrow(0, start, length)
+            picks = dict.fromkeys((*writes_present, *reads), pick)
+            picks |= {name: _narrow(1, start, length) for name in by_column}
+            cut = _cut(plain, picks)
+            outputs = {}
+            for name in writes_present:
+                here, there = (f"{name}[0]", f"{name}[{len(arguments[name]) - 1}]") if name in last else (name, name)
+                outputs[f"{here}, written in place"] = (f"{there}, written in place", pick)
+            cut |= {name: [cut[name]] for name in last if cut[name] is not None}
+            yield Block(
+                f"rows {start} to {start + length - 1} of {count}",
+                _one(Part, cut, _same),
+                outputs,
+                {},
+            )
+
+    return blocks
+
+
+def table_rows(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    """embedding: some ids with the rows of the table that they name, and for some rows all ids that name them."""
+    weight, ids = arguments["weight"], arguments["ids"].cpu()
+    count = ids.shape[0]
+
+    def part(positions: Tensor, table: Tensor) -> Part:
+        """positions [n]: of ids; table [t], ascending: numbers of rows of the weight, all that the ids name."""
+        cut = {**arguments, "weight": weight.detach()[table.to(weight.device)].cpu()}
+        cut["ids"] = torch.searchsorted(table, ids[positions])
+        return Part(cut, lambda dy: dy[positions.to(dy.device)])
+
+    for start in _starts(count, weight.shape[1], random, 4):
+        positions = torch.arange(start, min(start + RUN, count))
+        pick = _narrow(0, start, len(positions))
+        yield Block(
+            f"ids {start} to {start + len(positions) - 1} of {count}",
+            _one(part, positions, ids[positions].unique()),
+            {"the output": ("the output", pick)},
+            {},
+        )
+    tables = {
+        "the last rows that ids name": ids.unique()[-RUN:],
+        "the last rows of the table": torch.arange(max(0, weight.shape[0] - RUN), weight.shape[0]),
+    }
+    for name, table in tables.items():
+        positions = torch.isin(ids, table).nonzero().flatten()
+        yield Block(
+            name,
+            _one(part, positions, table),
+            {},
+            {"weight": functools.partial(_rows_of, table)},
+        )
+
+
+def attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    """flash_attention of a dense layout: some queries of a key/value head's group, and that head's keys and values.
+
+    The blocks are calls of layout BNSD in which a mask takes the place of the window.
+    """
+    layout = arguments["layout"]
+    batch, n, sq, d = sizes(arguments["q"], layout, arguments["num_heads"])
+    kv_heads = arguments["num_kv_heads"] or (n if layout in ("SBH", "BSH") else arguments["k"].shape[layout.index("N")])
+    skv, group = arguments["k"].shape[layout.index("S")], n // kv_heads
+    heads = {"q": n, "k": kv_heads, "v": kv_heads}
+    before, after = arguments["pre_tokens"], arguments["next_tokens"]
+
+    def of_head(name: str, b: int, g: int, first: int = 0, length: int = skv) -> Pick:
+        """[b, heads, tokens, d] of q (and the output) or of k and v, which belong to key/value head `g`."""
+        count = group if name == "q" else 1
+
+        def pick(x: Tensor) -> Tensor:
+            dense = to_bnsd(x, layout, heads[name])
+            return dense[b : b + 1, g * count : (g + 1) * count, first : first + length]
+
+        return pick
+
+    def part(b: int, g: int, first: int, length: int) -> Part:
+        picks = {"q": of_head("q", b, g, first, length), "k": of_head("k", b, g), "v": of_head("v", b, g)}
+        cut = _cut(arguments, picks)
+        at = torch.arange(first, first + length)[:, None] + (skv - sq)
+        keys = torch.arange(skv)
+        masked = torch.zeros(length, skv, dtype=torch.bool)
+        if before is not None:
+            masked |= keys < at - before
+        if after is not None:
+            masked |= keys > at + after
+        if arguments["rng"] is not None:
+            cut["rng"] = arguments["rng"].block((batch, n, sq, skv), (b, g * group, first, 0))
+        cut |= {"layout": "BNSD", "num_heads": None, "num_kv_heads": None, "pre_tokens": None, "next_tokens": None}
+        cut |= {"mask": masked, "scale": arguments["scale"] or d**-0.5}
+        return Part(cut, picks["q"])
+
+    for start in _starts(sq, d, random, 2):
+        b, g, length = random.randrange(batch), random.randrange(kv_heads), min(RUN, sq - start)
+        pick = of_head("q", b, g, start, length)
+        yield Block(
+            f"queries {start} to {start + length - 1} of {sq}, batch entry {b}, key/value head {g}",
+            _one(part, b, g, start, length),
+            {"the output": ("the output", pick)},
+            {"q": pick},
+        )
+    step = max(1, CHUNK // (skv * group))
+
+    def all_queries(b: int, g: int) -> Iterator[Part]:
+        return (part(b, g, at, min(step, sq - at)) for at in range(0, sq, step))
+
+    for b, g in {(batch - 1, kv_heads - 1), (0, random.randrange(kv_heads))} if sq > 1 else ():
+        yield Block(
+            f"all keys of batch entry {b}, key/value head {g}",
+            functools.partial(all_queries, b, g),
+            {},
+            {"k": of_head("k", b, g), "v": of_head("v", b, g)},
+        )
+
+
+def _block_of(first: int, end: int, head: int, head_end: int) -> Pick:
+    return lambda x: x[first:end, head:head_end]
+
+
+def packed_attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    """flash_attention of layout TND: each sequence with one key/value head's group."""
+    ends = arguments["cu_seqlens_q"].tolist(), arguments["cu_seqlens_k"].tolist()
+    kv_heads = arguments["k"].shape[1]
+    group = arguments["q"].shape[1] // kv_heads
+    for number in range(len(ends[0]) - 1):
+        g = random.randrange(kv_heads)
+        (q0, q1), (k0, k1) = ((e[number], e[number + 1]) for e in ends)
+        picks = {"q": _block_of(q0, q1, g * group, (g + 1) * group)}
+        picks |= dict.fromkeys(("k", "v"), _block_of(k0, k1, g, g + 1))
+
+        def part(picks: Mapping[str, Pick] = picks, lengths: tuple[int, int] = (q1 - q0, k1 - k0)) -> Part:
+            cut = _cut(arguments, picks)
+            starts = (torch.tensor([0, length], dtype=torch.int32) for length in lengths)
+            return Part({**cut, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))}, picks["q"])
+
+        yield Block(
+            f"sequence {number}, key/value head {g}",
+            _one(part),
+            {"the output": ("the output", picks["q"])},
+            picks,
+        )
+
+
+def whole(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    """All of a call, for an op whose reference is quick enough."""
+    yield Block("everything", _one(Part, arguments, _same), {"the output": ("the output", _same)}, {})
+
+
+def draws(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    """philox_uniform: rows of a draw."""
+    shape, rng = tuple(arguments["shape"]), arguments["rng"]
+    for start in _starts(shape[0], shape[1], random, 4):
+        length = min(RUN, shape[0] - start)
+        cut = {**arguments, "shape": (length, *shape[1:]), "rng": rng.block(shape, (start, *[0] * (len(shape) - 1)))}
+        yield Block(
+            f"rows {start} to {start + length - 1} of {shape[0]}",
+            _one(Part, {**cut, "device": None}, _same),
+            {"the output": ("the output", _narrow(0, start, length))},
+            {},
+        )

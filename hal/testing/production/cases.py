@@ -1,0 +1,294 @@
+"""The mandatory calls of the production tier, of the sizes that models use, and their reduced forms for simulators.
+
+Sizes are those of published models: hidden sizes 4,096 to 16,384, sequences of 4,096 to 32,768 tokens, a vocabulary of
+152,064 (Qwen), heads of 64, 128 and 256 channels, products over up to 16,384 elements, 100,000 rows, and offsets beyond
+2^31 elements. Weights are scaled by 1 / sqrt(their number of summands), as models initialise them, so that an output is
+of order 1 and the tolerances of the default tier apply unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hal.core.op import OPS, Sample, TensorSpec
+from hal.rng import Rng
+
+from .blocks import (
+    Blocks,
+    along,
+    attention,
+    columns,
+    draws,
+    every,
+    in_place,
+    packed_attention,
+    sums,
+    table_rows,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. sample: at full size; reduced: for simulators, None if they leave it out.
+
+    dtypes: those under test, () for all that the op has tolerances for. Both samples have the same blocks.
+    """
+
+    op: str
+    name: str
+    sample: Sample
+    reduced: Sample | None
+    blocks: Blocks
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def in_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes or tuple(OPS[self.op].tol)
+
+
+_BF16 = (torch.bfloat16,)
+_RNG = Rng(seed=20, offset=3)
+
+
+def _norm(op: str, rows: int, width: int, **sample: Any) -> Sample:
+    weights = [TensorSpec((width,))] * (2 if op == "layer_norm" else 1)
+    return Sample((TensorSpec((rows, width)), *weights), **sample)
+
+
+def _norms() -> list[Case]:
+    cases = []
+    for op, weights in (("rms_norm", ("weight",)), ("layer_norm", ("weight", "bias"))):
+        blocks = every(along("x"), sums(*weights, over=["x"]))
+        cases += [
+            Case(op, "hidden 4096", _norm(op, 8192, 4096), _norm(op, 70, 1100), blocks),
+            Case(op, "hidden 16384", _norm(op, 1024, 16384), _norm(op, 5, 4096), blocks),
+            Case(op, "100,000 rows", _norm(op, 100_003, 1024), _norm(op, 1500, 40), blocks),
+            Case(op, "beyond 2^31 elements", _norm(op, 524_297, 4096, grad=False), None, along("x"), _BF16),
+        ]
+    return cases
+
+
+def _activation(op: str, rows: int, width: int, bias: bool = True) -> Sample:
+    return Sample((TensorSpec((rows, width)), TensorSpec((width,)) if bias else None))
+
+
+def _activations() -> list[Case]:
+    def blocks(gated: bool) -> Blocks:
+        return every(along("x"), columns(gated=gated, x=1, bias=0))
+
+    return [
+        Case(
+            "swiglu",
+            "28672 to 14336",
+            _activation("swiglu", 4096, 28672, False),
+            _activation("swiglu", 40, 1300, False),
+            along("x"),
+        ),
+        Case(
+            "swiglu", "100,000 rows", _activation("swiglu", 100_003, 512), _activation("swiglu", 1500, 34), blocks(True)
+        ),
+        Case(
+            "geglu", "22016 to 11008", _activation("geglu", 2048, 22016), _activation("geglu", 40, 1300), blocks(True)
+        ),
+        Case(
+            "bias_gelu",
+            "16384",
+            _activation("bias_gelu", 4096, 16384),
+            _activation("bias_gelu", 40, 1300),
+            blocks(False),
+        ),
+    ]
+
+
+def _dropout(rows: int, width: int, **sample: Any) -> Sample:
+    return Sample((TensorSpec((rows, width)), 0.1, _RNG), **sample)
+
+
+def _residual(rows: int, width: int) -> Sample:
+    x, bias = TensorSpec((rows, width)), TensorSpec((width,))
+    return Sample((x, bias, x), {"p": 0.1, "rng": _RNG})
+
+
+def _random() -> list[Case]:
+    add = every(along("x", "residual"), columns(x=1, bias=0, residual=1))
+    return [
+        Case("philox_uniform", "100,000 rows", Sample(((100_003, 4099), _RNG)), Sample(((1500, 43), _RNG)), draws),
+        Case("dropout", "100,000 rows", _dropout(100_003, 2048), _dropout(1500, 43), along("x")),
+        Case("dropout", "beyond 2^31 elements", _dropout(524_297, 4096, grad=False), None, along("x"), _BF16),
+        Case("bias_dropout_add", "hidden 8192", _residual(8192, 8192), _residual(300, 1100), add),
+    ]
+
+
+def _linear(rows: int, inputs: int, outputs: int) -> Sample:
+    weight = TensorSpec((outputs, inputs), scale=inputs**-0.5)
+    return Sample((TensorSpec((rows, inputs)), weight, TensorSpec((outputs,))))
+
+
+def _wgrad(rows: int, inputs: int, outputs: int) -> Sample:
+    dy = TensorSpec((rows, outputs), scale=rows**-0.5)
+    main, bias = (TensorSpec(shape, dtype=torch.float32) for shape in ((outputs, inputs), (outputs,)))
+    return Sample((TensorSpec((rows, inputs)), dy, main, bias))
+
+
+def _products() -> list[Case]:
+    linear = every(along("x"), columns(weight=0, bias=0))
+    wgrad = in_place("main_grad", "main_bias_grad", by_column=["dy"])
+    return [
+        Case("linear", "4096 to 11008", _linear(2048, 4096, 11008), _linear(50, 1100, 70), linear),
+        Case("linear", "sums of 16384", _linear(300, 16384, 4096), _linear(10, 4096, 40), linear),
+        Case("linear", "100,000 rows", _linear(100_003, 128, 96), _linear(1500, 20, 12), linear),
+        Case("linear_wgrad", "8192 tokens", _wgrad(8192, 4096, 2048), _wgrad(1100, 70, 40), wgrad),
+        Case("linear_wgrad", "100,000 tokens", _wgrad(100_003, 128, 96), _wgrad(4096, 20, 12), wgrad),
+    ]
+
+
+def _attention(b: int, heads: int, kv: int, sq: int, skv: int, d: int, layout: str = "BNSD", **kw: Any) -> Sample:
+    def shape(n: int, s: int) -> tuple[int, ...]:
+        return (b, n, s, d) if layout == "BNSD" else (s, b, n * d)
+
+    if layout != "BNSD":
+        kw |= {"num_heads": heads, "num_kv_heads": kv}
+    specs = [TensorSpec(shape(n, s)) for n, s in ((heads, sq), (kv, skv), (kv, skv))]
+    return Sample(tuple(specs), {"layout": layout, **kw})
+
+
+def _packed(lengths: tuple[int, ...], heads: int, kv: int, d: int) -> Sample:
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    cu = TensorSpec((len(ends),), "values", values=tuple(map(float, ends)), dtype=torch.int32)
+    tokens = [TensorSpec((ends[-1], n, d)) for n in (heads, kv, kv)]
+    return Sample(tuple(tokens), {"layout": "TND", "next_tokens": 0, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
+
+
+def _attentions() -> list[Case]:
+    causal: dict[str, Any] = {"next_tokens": 0}
+
+    def case(name: str, sample: Sample, reduced: Sample | None, blocks: Blocks = attention) -> Case:
+        return Case("flash_attention", name, sample, reduced, blocks)
+
+    return [
+        case(
+            "causal, 4096 tokens, heads 8 over 2 of 128",
+            _attention(1, 8, 2, 4096, 4096, 128, **causal),
+            _attention(1, 4, 2, 300, 300, 16, **causal),
+        ),
+        case(
+            "all keys, 4096 tokens, heads of 256",
+            _attention(1, 2, 2, 4096, 4096, 256),
+            _attention(1, 2, 2, 70, 300, 40),
+        ),
+        case(
+            "window of 4096, 16384 tokens",
+            _attention(1, 2, 1, 16384, 16384, 128, pre_tokens=4096, **causal),
+            _attention(1, 2, 1, 400, 400, 16, pre_tokens=130, **causal),
+        ),
+        case("causal, 32768 tokens, heads of 64", _attention(1, 1, 1, 32768, 32768, 64, **causal), None),
+        case(
+            "SBH, batch of 2",
+            _attention(2, 8, 8, 2048, 2048, 128, "SBH", **causal),
+            _attention(2, 4, 4, 280, 280, 16, "SBH", **causal),
+        ),
+        case(
+            "dropout, 2048 tokens",
+            _attention(1, 4, 4, 2048, 2048, 128, dropout_p=0.1, rng=_RNG, **causal),
+            _attention(1, 2, 2, 280, 280, 16, dropout_p=0.1, rng=_RNG, **causal),
+        ),
+        case(
+            "one query, 32768 keys, heads 32 over 8 of 128",
+            _attention(1, 32, 8, 1, 32768, 128),
+            _attention(1, 4, 2, 1, 600, 16),
+        ),
+        case(
+            "packed sequences", _packed((4096, 1, 5003), 8, 2, 128), _packed((300, 1, 271), 4, 2, 16), packed_attention
+        ),
+    ]
+
+
+def _rotary(tokens: int, batch: int, heads: int, d: int, **sample: Any) -> Sample:
+    angles = TensorSpec((tokens, d // 2), dtype=torch.float32)
+    return Sample((TensorSpec((tokens, batch, heads, d)), angles, angles), **sample)
+
+
+def _softmax(b: int, n: int, sq: int, sk: int, causal: bool = False, **sample: Any) -> Sample:
+    return Sample((TensorSpec((b, n, sq, sk)),), {"causal": causal, "scale": 0.125}, **sample)
+
+
+def _loss(tokens: int, vocabulary: int, **sample: Any) -> Sample:
+    target = TensorSpec((tokens,), "int", low=0, high=vocabulary, dtype=torch.int64)
+    return Sample((TensorSpec((tokens, vocabulary), scale=3.0), target), **sample)
+
+
+def _embedding(vocabulary: int, width: int, tokens: int) -> Sample:
+    ids = TensorSpec((tokens,), "int", low=0, high=vocabulary, dtype=torch.int64)
+    return Sample((TensorSpec((vocabulary, width)), ids))
+
+
+def _rows() -> list[Case]:
+    loss = along("logits", "target")
+    queries = along("x", dim=2)
+    return [
+        Case(
+            "rotary",
+            "beyond 2^31 elements",
+            _rotary(524_297, 1, 32, 128, grad=False),
+            None,
+            along("x", "cos", "sin"),
+            _BF16,
+        ),
+        Case("rotary", "32768 tokens", _rotary(32768, 1, 32, 128), _rotary(700, 2, 3, 16), along("x", "cos", "sin")),
+        Case(
+            "scale_mask_softmax",
+            "causal, 4096 tokens",
+            _softmax(1, 8, 4096, 4096, True),
+            _softmax(1, 4, 600, 600, True),
+            along("x", dim=1, run=1, drawn=1),
+        ),
+        Case("scale_mask_softmax", "32768 keys", _softmax(1, 1, 2048, 32768), _softmax(1, 1, 70, 3000), queries),
+        Case(
+            "scale_mask_softmax",
+            "beyond 2^31 elements",
+            _softmax(1, 1, 65_600, 32768, grad=False),
+            None,
+            queries,
+            _BF16,
+        ),
+        Case("cross_entropy", "vocabulary of 152064", _loss(2048, 152_064), _loss(30, 9000), loss),
+        Case("cross_entropy", "100,000 tokens", _loss(100_003, 1031), _loss(1500, 37), loss),
+        Case("cross_entropy", "beyond 2^31 elements", _loss(14_200, 152_064, grad=False), None, loss, _BF16),
+        Case(
+            "embedding", "vocabulary of 152064", _embedding(152_064, 4096, 8192), _embedding(3000, 40, 900), table_rows
+        ),
+    ]
+
+
+def _lists(*sizes: int, **how: Any) -> list[TensorSpec]:
+    return [TensorSpec((n,), **how) for n in sizes]
+
+
+def _adamw(*sizes: int, model: torch.dtype | None = None) -> Sample:
+    squares = _lists(*sizes, dist="int", high=3, dtype=torch.float32)
+    kw: dict[str, Any] = {"step": 7, "lr": 0.01, "weight_decay": 0.1}
+    if model is not None:
+        kw["model_params"] = _lists(*sizes, dtype=model)
+    return Sample((_lists(*sizes), _lists(*sizes, dtype=model), _lists(*sizes), squares), kw)
+
+
+def _optimizer() -> list[Case]:
+    adamw = in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])
+    full, small, bf16 = (4096, 152_064 * 1024), (40, 5000), torch.bfloat16
+    lists = [Sample((_lists(*sizes),)) for sizes in (full, small)]
+    scaled = [Sample((_lists(*sizes), 0.125)) for sizes in (full, small)]
+    return [
+        Case("adamw", "156 million parameters", _adamw(*full), _adamw(*small), adamw),
+        Case("adamw", "bfloat16 copies", _adamw(*full, model=bf16), _adamw(*small, model=bf16), adamw),
+        Case("adamw", "beyond 2^31 bytes", _adamw((1 << 29) + 4099), None, adamw),
+        Case("l2norm", "156 million elements", lists[0], lists[1], whole),
+        Case("unscale_and_check", "156 million elements", scaled[0], scaled[1], in_place("grads")),
+    ]
+
+
+def cases() -> list[Case]:
+    """All cases, by op."""
+    return [*_norms(), *_activations(), *_random(), *_products(), *_attentions(), *_rows(), *_optimizer()]

@@ -1,0 +1,236 @@
+"""The production tier: mandatory calls at the sizes of models, compared block by block with the float64 reference.
+
+The default tier compares small calls completely, so an error that begins at some size passes it: a kernel that never
+reads beyond channel 512, 32-bit row offsets, partial sums that are rounded between tiles. Here every implementation
+runs the calls of `cases.py`; the reference is evaluated for parts of each (`blocks.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.core.backend import Backend, Impl
+from hal.core.op import Op, Sample, TensorSpec
+
+from ..calls import Outcome, backward, bind, invoke, map_tensors, run, to_double
+from ..comparison import measure
+from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
+from ..subject import Subject
+from .blocks import Block
+from .cases import Case, cases
+
+_PERIOD = (1 << 22) - 3
+"""Elements after which generated values repeat: odd, so that a wrapped offset does not meet equal values."""
+
+
+def check_production(
+    backend: Backend, ops: Sequence[Op[Any, Any]], *, seed: int = 0, reduced: bool | None = None
+) -> Iterator[Row]:
+    """One row per implementation and dtype of the ops.
+
+    reduced: small forms of the calls, for simulators; default: if the backend is simulated. A call for which memory is
+    missing is reported with status "not run".
+    """
+    small = backend.simulated if reduced is None else reduced
+    for op in ops:
+        chosen = [case for case in cases() if case.op == op.name and (case.reduced is not None or not small)]
+        impls = backend.impls.get(op.name, [])
+        for dtype in op.tol:
+            of_dtype = [case for case in chosen if dtype in case.in_dtypes()]
+            if not impls and of_dtype:
+                yield _row(backend, op, dtype, None, "declined", [NO_IMPLEMENTATION])
+            for impl in impls if of_dtype else ():
+                yield _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed)
+
+
+def _row(
+    backend: Backend, op: Op[Any, Any], dtype: torch.dtype, impl: Impl | None, status: str, reasons: list[str]
+) -> Row:
+    name = str(dtype).removeprefix("torch.")
+    return Row(op.name, name, backend.name, backend.simulated, status, 0, None, reasons, impl.id if impl else None)
+
+
+def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: int) -> Row:
+    row = _row(subject.backend, subject.op, subject.dtype, subject.impl, "pass", [])
+    failures: list[str] = []
+    declined: list[str] = []
+    not_run: list[str] = []
+    with subject:
+        for case in chosen:
+            sample = case.reduced if small else case.sample
+            assert sample is not None
+            lacking = _lacking_memory(subject, sample)
+            if lacking:
+                not_run.append(f"{case.name}: {lacking}")
+                continue
+            try:
+                reasons = _Call(subject, case, sample, seed).check()
+            except _Wrong as wrong:
+                failures.append(f"{case.name}: {wrong}")
+                continue
+            declined += reasons
+            row.samples += not reasons
+    row.worst_error_in_tolerances = subject.worst if row.samples or failures else None
+    row.reasons = not_run + shortened(declined)
+    if failures:
+        row.status, row.message = "fail", "\n    ".join(failures)
+    elif not_run:
+        row.status = "not run"
+    elif not row.samples:
+        row.status = "declined"
+    elif subject.waiver != 1.0:
+        row.status = "waived"
+        row.reasons.insert(0, f"waiver x{subject.waiver:g}: {subject.waiver_reason}")
+    return row
+
+
+class _Wrong(AssertionError):
+    """A result that is outside its tolerance, or an exception, in words."""
+
+
+class _Call:
+    """One case on one implementation in one dtype."""
+
+    def __init__(self, subject: Subject, case: Case, sample: Sample, seed: int) -> None:
+        self.subject, self.case, self.sample = subject, case, sample
+        self.random = random.Random(f"{seed} {case.op} {case.name}")
+        self.with_grad = bool(subject.op.grads) and sample.grad
+
+    def check(self) -> tuple[str, ...]:
+        """Runs and compares the call; the reasons if the implementation declines it. Raises _Wrong."""
+        subject, op = self.subject, self.subject.op
+        arguments = bind(op, *_build(self.sample, subject.dtype, subject.device))
+        invoke(op, op.check, arguments)
+        reasons = tuple(invoke(op, subject.impl.why_not, arguments))
+        if reasons:
+            return reasons
+        blocks = list(self.case.blocks(arguments, self.random))
+        # A call that writes in place is compared with what the reference makes of copies taken before.
+        expected = [self._expected(block, []) for block in blocks] if op.mutates else []
+        calls = subject.calls
+        try:
+            # The results are read as a model reads them: without synchronising the device.
+            outcome = run(op, op, arguments, self.with_grad)
+            dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
+            if self.with_grad:
+                outcome.gradients = backward(outcome, dys)
+        except Exception as error:
+            raise _Wrong(f"accepted the call and raised {type(error).__name__}: {error}") from error
+        if subject.calls != calls + 1:
+            raise _Wrong("why_not accepted the call, then refused it: it is not pure")
+        for number, block in enumerate(blocks):
+            exact, native = expected[number] if expected else self._expected(block, dys)
+            self._compare(block, outcome, exact, native)
+        return ()
+
+    def _expected(self, block: Block, dys: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
+        """The reference in float64 and in the dtype under test; gradients are summed over the parts in float64."""
+        op, totals = self.subject.op, []
+        for convert in (to_double, _copies):
+            total: Outcome | None = None
+            for part in block.parts():
+                given = convert(part.arguments)
+                outcome = run(op, op.reference, given, self.with_grad)
+                if self.with_grad:
+                    upstream = [part.upstream(dy).cpu() for dy in dys]
+                    outcome.gradients = backward(
+                        outcome, [d.to(y.dtype) for d, y in zip(upstream, outcome.differentiable)]
+                    )
+                if total is None:
+                    total = outcome
+                    continue
+                for name in block.gradients:
+                    first, other = total.gradients.get(name), outcome.gradients.get(name)
+                    if first is not None and other is not None:
+                        total.gradients[name] = first.double() + other.double()
+            assert total is not None
+            totals.append(total)
+        return totals[0], totals[1]
+
+    def _compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
+        subject = self.subject
+        pairs = [
+            (label, pick(outcome.outputs[label]), exact.outputs[of_part], native.outputs[of_part], False)
+            for of_part, (label, pick) in block.outputs.items()
+        ]
+        for name, pick in block.gradients.items() if self.with_grad else ():
+            if name in outcome.gradients:
+                got, right, rounded = outcome.gradients[name], exact.gradients[name], native.gradients[name]
+                if got is None or right is None or rounded is None:
+                    raise _Wrong(f"{block.name}: the gradient of {name} is missing (None)")
+                pairs.append((f"the gradient of {name}", pick(got), right, rounded.to(got.dtype), True))
+        for label, y, right, rounded, gradient in pairs:
+            if y.shape != right.shape or y.dtype != rounded.dtype:
+                raise _Wrong(f"{label} is {y.dtype} {tuple(y.shape)}; expected {rounded.dtype} {tuple(right.shape)}")
+            error = measure(y, right, rounded, subject.tol, subject.dtype, gradient=gradient)
+            subject.worst = max(subject.worst, error.tolerances)
+            if error.tolerances > subject.waiver:
+                raise _Wrong(f"{label}, {block.name}: {error.text} (allowed: {subject.waiver:g})")
+
+
+def _copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return map_tensors(arguments, lambda x: x.detach().cpu().clone())
+
+
+def _build(sample: Sample, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As Sample.build, for large tensors."""
+    count = 0
+
+    def make(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, TensorSpec):
+            count += 1
+            return _fill(value, dtype, device, count)
+        return [make(v) for v in value] if isinstance(value, list) else value
+
+    args = tuple(make(v) for v in sample.args)
+    return args, {name: make(value) for name, value in sample.kwargs.items()}
+
+
+def _fill(spec: TensorSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """As TensorSpec.build, contiguous and with values that repeat, so that no copy in float64 is made of all of it."""
+    count = math.prod(spec.shape)
+    if spec.dist == "values" or count <= _PERIOD:
+        return spec.build(dtype, seed).to(device)
+    pool = TensorSpec((_PERIOD,), spec.dist, spec.scale, spec.low, spec.high, spec.p, dtype=spec.dtype)
+    values = pool.build(dtype, seed).to(device)
+    flat = torch.empty(count, dtype=values.dtype, device=device)
+    for start in range(0, count, _PERIOD):
+        piece = flat[start : start + _PERIOD]
+        piece.copy_(values[: len(piece)])
+    return flat.view(spec.shape)
+
+
+def _lacking_memory(subject: Subject, sample: Sample) -> str:
+    """What a call needs and what there is, if that is less; else "".
+
+    Needed: the arguments, as much for the outputs, and with gradients both again.
+    """
+    needed = _bytes([*sample.args, *sample.kwargs.values()], subject.dtype) * (
+        4 if sample.grad and subject.op.grads else 2
+    )
+    free = subject.backend.memory_stats().get("free")
+    if free is None and subject.device.type == "cpu":
+        meminfo = Path("/proc/meminfo")
+        lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    if free is None or needed <= 0.9 * free:
+        return ""
+    return f"needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+
+
+def _bytes(values: Sequence[Any], dtype: torch.dtype) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, TensorSpec):
+            total += math.prod(value.shape) * (value.dtype or dtype).itemsize
+        elif isinstance(value, list):
+            total += _bytes(value, dtype)
+    return total

@@ -1,0 +1,133 @@
+"""The production tier: the references pass it, and errors that begin at some size fail, with the place named."""
+
+import pytest
+import torch
+from planted import plant
+
+import hal
+from hal import ops
+from hal.testing.production.cases import cases
+from hal.testing.production.check import check_production
+
+
+def rows(backend, op, dtype=torch.float32):
+    name = str(dtype).removeprefix("torch.")
+    return [row for row in check_production(backend, [op], reduced=True) if row.dtype == name]
+
+
+@pytest.mark.parametrize("name", sorted(hal.OPS))
+def test_a_reference_passes(name):
+    op = hal.OPS[name]
+    assert {row.status for row in check_production(plant(op, op.reference), [op], reduced=True)} == {"pass"}
+
+
+def norm_of_512_channels(x, weight, eps):
+    scale = torch.rsqrt(x[..., :512].float().square().mean(-1, keepdim=True) + eps)
+    return (x * scale * weight).to(x.dtype)
+
+
+def doubled_beyond_row_1024(x, weight, bias, eps):
+    y = ops.layer_norm.reference(x, weight, bias, eps)
+    return torch.cat([y[:1024], 2 * y[1024:]])
+
+
+def gradient_without_the_last_rows(x, weight, eps):
+    count = len(x) - len(x) % 64
+    first = ops.rms_norm.reference(x[:count], weight, eps)
+    return torch.cat([first, ops.rms_norm.reference(x[count:], weight.detach(), eps)])
+
+
+def without_the_last_of_more_than_256_keys(q, k, v, **rest):
+    if rest["layout"] != "BNSD" or k.shape[2] <= 256 or rest["next_tokens"] is not None:
+        return ops.flash_attention.reference(q, k, v, **rest)
+    return ops.flash_attention.reference(q, k[:, :, :-1], v[:, :, :-1], **rest)
+
+
+def rounded_between_tiles(x, weight, bias):
+    """Adds products of 32 columns in the dtype of x."""
+    total = torch.zeros(*x.shape[:-1], len(weight), dtype=x.dtype) + bias
+    for start in range(0, x.shape[-1], 32):
+        tile = slice(start, start + 32)
+        total = total + (x[..., tile] @ weight[:, tile].t())
+    return total
+
+
+def ids_below_1024_rows(weight, ids, vocab_start, comm):
+    return ops.embedding.reference(weight, ids % 1024, vocab_start=vocab_start, comm=comm)
+
+
+def draw_repeats_after_32768(x, p, rng):
+    flat, draw = x.reshape(-1), ops.philox_uniform.reference(x.shape, rng).reshape(-1)
+    repeated = draw[torch.arange(len(draw)) % 32768]
+    return torch.where(repeated >= p, flat / (1 - p), torch.zeros_like(flat)).view(x.shape)
+
+
+def steps_on_the_first_4096(params, grads, exp_avgs, exp_avg_sqs, **rest):
+    lists = [[t[:4096] for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)]
+    copies = rest.pop("model_params")
+    ops.adamw.reference(*lists, model_params=copies and [t[:4096] for t in copies], **rest)
+
+
+FAULTS = [
+    (ops.rms_norm, norm_of_512_channels, torch.float32, "hidden 4096: the output, rows 0 to 7 of 70"),
+    (ops.layer_norm, doubled_beyond_row_1024, torch.float32, "100,000 rows: the output, rows"),
+    (ops.rms_norm, gradient_without_the_last_rows, torch.float32, "the gradient of weight, all rows"),
+    (ops.flash_attention, without_the_last_of_more_than_256_keys, torch.float32, "all keys, 4096 tokens"),
+    (ops.linear, rounded_between_tiles, torch.bfloat16, "sums of 16384: the output, rows"),
+    (ops.embedding, ids_below_1024_rows, torch.float32, "vocabulary of 152064: the output, ids"),
+    (ops.dropout, draw_repeats_after_32768, torch.float32, "100,000 rows: the output, rows"),
+    (ops.adamw, steps_on_the_first_4096, torch.float32, "params[1], written in place, rows 4992 to 4999"),
+]
+
+
+@pytest.mark.parametrize("op, function, dtype, text", FAULTS)
+def test_an_error_that_begins_at_some_size_is_named(op, function, dtype, text):
+    (row,) = rows(plant(op, function), op, dtype)
+    assert row.status == "fail" and text in row.message, row.message
+
+
+def test_every_op_has_cases_in_every_dtype_of_its_tolerances():
+    covered = {(case.op, dtype) for case in cases() for dtype in case.in_dtypes() if case.reduced is not None}
+    assert covered == {(op.name, dtype) for op in hal.OPS.values() for dtype in op.tol}
+
+
+def test_offsets_beyond_2_to_the_31_are_mandatory():
+    names = {case.op for case in cases() if case.name == "beyond 2^31 elements"}
+    assert names == {"rms_norm", "layer_norm", "dropout", "rotary", "scale_mask_softmax", "cross_entropy"}
+    (adamw,) = (case for case in cases() if case.name == "beyond 2^31 bytes")
+    assert adamw.op == "adamw" and 4 * adamw.sample.args[0][0].shape[0] > 1 << 31
+
+
+def test_a_call_without_memory_is_reported_as_not_run():
+    backend = plant(ops.swiglu, ops.swiglu.reference)
+    backend.memory_stats = lambda: {"free": 1000}
+    (row,) = rows(backend, ops.swiglu)
+    assert (row.status, row.samples) == ("not run", 0)
+    assert "100,000 rows: needs about" in str(row) and "0.0 GB are free" in str(row)
+
+
+def test_refused_calls_are_declined_with_their_reasons():
+    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda **_: ["more than 2 rows"])
+    (row,) = rows(backend, ops.swiglu)
+    assert (row.status, row.reasons) == ("declined", ["more than 2 rows"])
+
+
+def test_an_exception_of_an_accepted_call_is_a_failure():
+    def raises(x, bias):
+        raise RuntimeError("out of shared memory")
+
+    (row,) = rows(plant(ops.swiglu, raises), ops.swiglu)
+    assert row.message.count("accepted the call and raised RuntimeError: out of shared memory") == 2
+
+
+def test_simulators_run_the_reduced_calls():
+    sizes = []
+
+    def recorded(tensors):
+        sizes.extend(len(t) for t in tensors)
+        return ops.l2norm.reference(tensors)
+
+    backend = plant(ops.l2norm, recorded)
+    backend.simulated = True
+    assert {row.status for row in check_production(backend, [ops.l2norm])} == {"pass"}
+    assert set(sizes) == {40, 5000}
