@@ -1,4 +1,4 @@
-# Everything a newcomer, a contributor or CI runs. Each target sets up .venv first (Python 3.10+ and a C compiler needed).
+# All tasks of users, contributors and CI. Each target first sets up .venv (needs Python 3.10+ and a C compiler).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,12 +8,12 @@ SIM := .venv-sim
 # A third environment for GPUs, without torch-npu, so that torch starts as usual.
 GPU := .venv-gpu
 DOCS := .venv-docs
-# The environment in which the OpenCL backend is installed from its own wheel, beside a HAL wheel, as a third party does.
+# The environment in which the OpenCL backend and HAL are installed from separate wheels, as by a third party.
 OPENCL := .venv-opencl
 RESULTS := docs/support/results
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable
-# Test files run in parallel, in one process per processor but at most eight (each needs about 1 GB). A thread that
-# waits for others of its team sleeps instead of spinning, because another process has use for the processor.
+# Test files run in parallel, in one process per processor but at most eight (each needs about 1 GB). Waiting OpenMP
+# threads sleep instead of spinning, because other processes need the processor.
 WORKERS ?= auto
 TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 SIMULATED := tests/backends/npu tests/backends/cuda
@@ -63,7 +63,7 @@ $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel; needs an OpenCL driver (pocl-opencl-icd)
 	rm -rf $(OPENCL) build/opencl
 	mkdir -p build/opencl/source
-	# A copy without what was built: a wheel made in place would pack what earlier builds left there.
+	# A copy without build outputs, because a wheel built in place would include files from earlier builds.
 	tar --exclude='./.git' --exclude='./.venv*' --exclude=./build --exclude=./runs --exclude='*.egg-info' \
 		--exclude=__pycache__ --exclude='.*_cache' -cf - . | tar -xf - -C build/opencl/source
 	cd build/opencl && $(abspath $(BIN))/python -m pip wheel --quiet --disable-pip-version-check --no-deps \
@@ -78,7 +78,7 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the packages that .ci/aarch64 names
 	PYTHON=$(PYTHON) .ci/aarch64
 
-# Where $(PYTHON) has all of it already, as on a GPU machine without a network, nothing is installed.
+# Nothing is installed if $(PYTHON) already has all packages, e.g. on a GPU machine without a network.
 HAS_GPU := import cupy, hypothesis, sys, torch; sys.exit(not torch.cuda.is_available())
 
 gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/

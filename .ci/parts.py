@@ -1,10 +1,10 @@
-"""Runs the parts of a CI or nightly run, which are make targets, and ends with the seconds and tests of each.
+"""Runs the parts of a CI or nightly run, which are make targets, and prints the duration and the tests of each.
 
     .ci/parts.py ci          what .ci/run runs
-    .ci/parts.py nightly     what takes too long for that; writes docs/verified/nightly.md
+    .ci/parts.py nightly     tests that take too long for CI; writes docs/verified/nightly.md
 
-Stages run in order, quick ones first; the parts of a stage run beside each other. A part that fails stops no other. The
-last line counts tests; a part that fails without a failed test counts as one.
+Stages run in order, quick ones first; the parts of a stage run in parallel. A failing part does not stop the others.
+The last line counts tests; a part that fails without a failed test counts as one failure.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def page(results: Sequence[Result], date: str, commit: str, machine: str) -> str
     rows = "\n".join(f"| {' | '.join(r.cells())} |" for r in results)
     return f"""# The nightly run
 
-What takes too long for CI, as `make nightly` ran it last and wrote it down here: it holds for the commit named below,
-which may be older than this page.
+The results of the last `make nightly`, which runs the tests that take too long for CI. They are valid for the commit
+named below, which may be older than this page.
 
 - date: {date}
 - commit: {commit}

@@ -1,12 +1,12 @@
-"""`hal bench`: every figure is a ratio against a named peer, both measured in turn in the same run.
+"""`hal bench`: every figure is a ratio against a named peer, with both measured alternately in the same run.
 
 Each folder imports only from itself and from folders above it in this list:
 
-    harness    how a case is run, timed and reported
+    harness    running, timing and reporting of cases
     peers      the GPT of the training step, in HAL, plain torch and megatron-core
     parallel   trainers under any parallel layout, one process per rank
     suites     the cases of `hal bench`, one file per suite
-    gpu        `make gpu`: what needs an NVIDIA GPU
+    gpu        `make gpu`: everything that needs an NVIDIA GPU
 """
 
 if __name__ != "hal.bench":

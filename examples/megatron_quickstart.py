@@ -3,7 +3,7 @@
     hal launch --backend cpu_ref --nproc-per-node 2 examples/megatron_quickstart.py --save CKPT
     hal launch --backend cpu_ref --nproc-per-node 4 examples/megatron_quickstart.py --load CKPT
 
-Inside `with hal_device()` it is megatron-core as its documentation shows it.
+The code inside `with hal_device()` is megatron-core's quickstart as in its documentation.
 `--spec hal` runs the same model on HAL's ops.
 """
 

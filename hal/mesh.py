@@ -72,7 +72,7 @@ class Layout:
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; those not given are 0."""
+        """The rank at these coordinates; missing ones are 0."""
         result, stride = 0, 1
         for name in DIMS:
             result += coordinates.get(name, 0) * stride
@@ -97,8 +97,8 @@ class Layout:
 class Mesh:
     """A rank's coordinates in a layout and its communicators.
 
-    All ranks must ask for the same groups in the same order. The communicator of a group of one rank is a
-    `SingleRankComm`, which needs no backend: a mesh of one rank joins no world, whatever was started.
+    All ranks must request the same groups in the same order. The communicator of a group of one rank is a
+    `SingleRankComm`, which needs no backend: a mesh of one rank does not join the world.
     """
 
     def __init__(self, layout: Layout, backend: Backend, *, timeout: float = 600.0) -> None:

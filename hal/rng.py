@@ -1,8 +1,8 @@
 """Random numbers as values.
 
-An `Rng` is two integers and immutable: another stream is made by forking it under a name. So the order of calls does
-not matter, recomputation needs no saved device state, and a checkpoint that stores `(seed, offset)` means the same on
-every backend and every world size.
+An `Rng` is an immutable pair of integers; a new stream is created by forking it under a name. Therefore the order of
+calls does not matter, recomputation needs no saved device state, and a checkpoint that stores `(seed, offset)` gives
+the same numbers on every backend and for every world size.
 
 Element e of a draw is word e % 4 of Philox4x32-10 with key `seed` and counter `offset + e // 4` (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The ops that draw are in `hal.ops`.
@@ -38,13 +38,14 @@ class Rng:
                 raise ContractError(f"Rng {name} must be an integer in [0, 2**64), got {value!r}")
 
     def fork(self, *names: str | int) -> Rng:
-        """An independent stream, determined by this one and `names` (in order), however often it is forked.
+        """An independent stream that is determined by this one and by `names` (in order).
 
         >>> Rng(1).fork("dropout", 3) == Rng(1).fork("dropout", 3)
         True
         """
         if not names:
             raise ContractError("Rng.fork needs at least one name, e.g. rng.fork('dropout', layer)")
+        # blake2b, because Python's hash() of strings differs between processes.
         text = repr((self.seed, self.offset, names))
         digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"hal.rng").digest()
         return Rng(int.from_bytes(digest, "little"))
@@ -52,8 +53,8 @@ class Rng:
     def block(self, full_shape: Sequence[int], start: Sequence[int]) -> Rng:
         """This stream, restricted to a block of a draw of `full_shape` whose first element is at `start`.
 
-        A tensor of shape s drawn from it equals `full[start[0]:start[0]+s[0], ...]`: a rank that holds a part of a
-        tensor draws exactly the numbers that one process holding all of it would have drawn for that part.
+        A tensor of shape s drawn from it equals `full[start[0]:start[0]+s[0], ...]`: a rank that stores a shard of a
+        tensor draws exactly the numbers that a single process with the full tensor would draw for that shard.
         """
         full, first = tuple(int(n) for n in full_shape), tuple(int(n) for n in start)
         if len(full) != len(first) or any(not 0 <= i <= n for i, n in zip(first, full)):

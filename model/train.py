@@ -1,4 +1,4 @@
-"""`python -m hal.model.train`: what `hal train` runs, for launchers that want a module, such as torchrun."""
+"""`python -m hal.model.train`: `hal train` as a module, for launchers like torchrun."""
 
 from __future__ import annotations
 

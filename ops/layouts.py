@@ -1,6 +1,6 @@
 """Tensor layouts of attention, by their letters: S sequence, B batch, N heads, D head size, T packed tokens, H = N*D.
 
-Everything is a view: no function here copies.
+All results are views: no function here copies data.
 """
 
 from __future__ import annotations

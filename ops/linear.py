@@ -1,4 +1,4 @@
-"""linear: x w^T + b, most of a GPT's arithmetic; linear_wgrad: adds its weight and bias gradients to running sums."""
+"""linear: x w^T + b; linear_wgrad: accumulates the weight and bias gradients of linear into running sums."""
 
 from __future__ import annotations
 

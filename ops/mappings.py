@@ -32,7 +32,7 @@ def _gather(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 def _split(x: Tensor, comm: Comm, dim: int) -> Tensor:
     """This rank's chunk along dim: [..., size * n, ...] -> [..., n, ...]."""
-    # A copy even where the chunk is contiguous: a view would keep the memory of all of x.
+    # A contiguous chunk is copied as well, because a view would keep the memory of the entire x.
     return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
@@ -77,7 +77,10 @@ def _apply(x: Tensor, comm: Comm | None, move: Move, conjugate: Move, dims: Any,
 
 
 def _dim(x: Tensor, comm: Comm | None, dim: int, divides: bool, name: str) -> int:
-    """`dim` counted from the front. Raises ContractError if x lacks it or, if `divides`, the ranks do not divide it."""
+    """`dim` counted from the front.
+
+    Raises ContractError if x has no such dimension or, with `divides`, its size is not divisible by the group size.
+    """
     if not -x.ndim <= dim < x.ndim:
         raise ContractError(f"{name}: dimension {dim} of a tensor of shape {tuple(x.shape)}")
     size = 1 if comm is None else comm.size
@@ -112,7 +115,7 @@ def gather_from_region(x: Tensor, comm: Comm | None, dim: int = -1) -> Tensor:
 def all_gather_to_region(x: Tensor, comm: Comm | None, dim: int = 0) -> Tensor:
     """Gather along `dim` forward, reduce-scatter backward: sequence-parallel activations enter a tensor-parallel layer.
 
-    There each rank applies its own shard of the weights to the whole, so the gradient is the sum over the ranks.
+    Each rank applies its own weight shard to the gathered tensor, so the gradient is the sum over the ranks.
     """
     return _apply(x, comm, _gather, _reduce_scatter, _dim(x, comm, dim, False, "all_gather_to_region"))
 

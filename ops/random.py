@@ -1,7 +1,7 @@
 """Random draws: philox_uniform and dropout, bit-equal on every backend.
 
-Tolerance 0: the integers are defined by Philox4x32-10 (see hal/rng.py), the float is (bits >> 8) * 2**-24, and dropout
-compares integers, so there is no rounding in which backends could differ.
+The tolerance is 0: the integers are defined by Philox4x32-10 (see hal/rng.py), the float is (bits >> 8) * 2**-24, and
+dropout compares integers, so there is no rounding in which backends could differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def philox_bits(index: Tensor, rng: Rng) -> Tensor:
 
 
 def element_index(shape: Sequence[int], rng: Rng, device: torch.device | str | None = None) -> Tensor:
-    """int64 tensor of `shape`: which element of the draw each coordinate is (rng may be a block of a larger draw)."""
+    """The element index in the draw of each coordinate, int64 of `shape` (rng may be a block of a larger draw)."""
     start, strides = rng.indexing(shape)
     index = torch.full(tuple(shape), start, dtype=torch.int64, device=device)
     for dim, (n, stride) in enumerate(zip(shape, strides)):

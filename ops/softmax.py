@@ -1,6 +1,6 @@
 """scale_mask_softmax: the softmax of unfused attention, with scaling and masking in one pass.
 
-Masked entries give exactly 0, also when a whole row is masked (as Megatron's CUDA kernel does; filling with -10000
+Masked entries give exactly 0, even if an entire row is masked (as Megatron's CUDA kernel does; filling with -10000
 would give a uniform row instead).
 """
 

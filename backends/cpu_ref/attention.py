@@ -85,12 +85,12 @@ def _describe(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with adjacent channels, which is all that the kernel requires of its strides."""
+    """x with adjacent channels, which is the only requirement of the kernel on the strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Raises what the kernel's return value means: 0 is success, see flash_attention_api.h."""
+    """Raises the exception for the kernel's return value; 0 is success, see flash_attention_api.h."""
     if status == 2:
         assert cu_q is not None and cu_k is not None
         raise ContractError(
@@ -173,7 +173,7 @@ def flash_attention(
     )
     described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
     out, lse = empty(q.shape, q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
-    # The rounding error of a 16-bit output, without which its gradients lose digits (see flash_attention_api.h).
+    # The rounding error of a 16-bit output, which the backward pass needs for accuracy (see flash_attention_api.h).
     wants_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(

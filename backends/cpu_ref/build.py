@@ -1,8 +1,8 @@
 """Compiles `kernels/*.c` into one extension module, once per machine, and loads it.
 
-Guarantees: nothing is compiled at import; the cached file is found by a key over everything that determines its
-content (sources, compiler, flags, CPU, Python ABI); a file under its final name is always complete, whatever crashed or
-ran at the same time; and the module shares its OpenMP runtime with torch (which is therefore imported first).
+Guarantees: nothing is compiled at import; the key of the cached file covers everything that determines its content
+(sources, compiler, flags, CPU, Python ABI); a file under its final name is always complete, even if processes crash or
+build concurrently; and the module shares its OpenMP runtime with torch (which is therefore imported first).
 
 Each kernel family declares its functions in `kernels/<family>_api.h` in plain C, which cffi parses as well. Addresses
 are passed as `uintptr_t` (tensor.data_ptr()), which takes half the time of `ffi.cast`.
@@ -84,7 +84,7 @@ def _sources() -> list[Path]:
 
 
 def _declarations() -> str:
-    """What cffi parses: every *_api.h without its preprocessor lines."""
+    """The declarations for cffi: every *_api.h without its preprocessor lines."""
     headers = [path.read_text() for path in sorted(KERNELS.glob("*_api.h"))]
     return "\n".join(re.sub(r"(?m)^\s*#.*$", "", text) for text in headers)
 
@@ -94,7 +94,7 @@ def _wanted_flags() -> list[str]:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = [*_BASE_FLAGS, native]
     if "avx512f" in cpu.features():
-        flags.append("-mprefer-vector-width=512")  # compilers default to 256 bits
+        flags.append("-mprefer-vector-width=512")  # without this flag, compilers use 256-bit vectors
     if sanitizers:
         return [*flags, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     return [*flags, "-O3"]
@@ -132,7 +132,7 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
     ffi.cdef(_declarations())
     includes = "\n".join(f'#include "{path.name}"' for path in sorted(KERNELS.glob("*_api.h")))
     ffi.set_source(MODULE, f"#include <stdint.h>\n{includes}\n")
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the name of a temporary file
+    with contextlib.redirect_stdout(io.StringIO()):  # cffi prints the name of a temporary file
         ffi.emit_c_code(str(work / f"{MODULE}.c"))
     # Not every compiler accepts -mprefer-vector-width.
     flags = [flag for flag in flags if not flag.startswith("-mprefer") or _accepts(compiler, flag, work)]
@@ -146,7 +146,8 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
         objects = list(pool.map(compile_one, [*sources, work / f"{MODULE}.c"]))
     library = work / f"{MODULE}.so"
     _run([*compiler, *flags, "-shared", *objects, "-o", str(library), "-lm"])
-    # Before it gets its final name: otherwise a power failure could leave a complete name with incomplete contents.
+    # Flushed before the rename; otherwise a power failure could leave a file with its final name and incomplete
+    # contents.
     with open(library, "rb") as handle:
         os.fsync(handle.fileno())
     backend_tools.announce(f"compiled cpu_ref kernels in {time.monotonic() - started:.1f} s")
@@ -180,7 +181,7 @@ def _load(path: Path) -> ModuleType:
             f"two OpenMP runtimes are loaded ({', '.join(sorted(gnu))}); their threads would compete for the cores. "
             "Import torch before any other library that brings its own libgomp."
         )
-    if before and runtimes > before:  # a runtime that some library loaded before is idle and does no harm
+    if before and runtimes > before:  # a runtime that another library loaded earlier is idle and does no harm
         _refused[path] = (
             f"the kernels compiled by {find_compiler()[0]} load their own OpenMP runtime "
             f"({', '.join(sorted(runtimes - before))}) in addition to torch's ({', '.join(sorted(before))}); their "

@@ -1,8 +1,8 @@
 """cpu_ref's communicator: shared memory between the ranks of one machine, gloo otherwise.
 
-The ranks of a group on one machine map a common segment. It has no name in any file system, so nothing is left behind,
-however the processes end. What the kernels lack (complex reductions, messages between two ranks) runs on gloo. Blocking
-collectives run on the calling thread, asynchronous ones on a thread of the communicator.
+The ranks of a group on one machine map a common segment. It has no name in any file system, so nothing is left behind
+even if a process crashes. Operations that the kernels lack (complex reductions, messages between two ranks) run on
+gloo. Blocking collectives run on the calling thread, asynchronous ones on a thread of the communicator.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _CODE = {
 _MOVED = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
 _MOVED += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _CODE_MOVED = {dtype: 16 + i for i, dtype in enumerate(_MOVED)}
-"""Codes of dtypes that are moved but not reduced. The kernel only compares them, because all ranks must use the
-same."""
+"""Codes of dtypes that are moved but not reduced. The kernel only checks that they are equal on all ranks."""
 _REDUCING = ("all_reduce", "reduce_scatter")
 _OUT_OF_TIME, _DEAD, _OTHER_COLLECTIVE, _CLOSED = 1, 2, 3, 4
 
@@ -125,7 +124,7 @@ class SharedMemoryComm(hal.TorchComm):
         self, collective: str, codes: tuple[int, ...], x: Tensor, out: Tensor, count: int, source: int
     ) -> Tensor:
         if not count and collective != "barrier":
-            return out  # empty on every rank, so none waits for another
+            return out  # x is empty on every rank, so no rank waits for another
         if self._broken is not None:
             raise self._broken
         seq = self._progress.arrive(collective)

@@ -1,7 +1,7 @@
 """The cpu_ref backend: this machine's processors, with kernels in C.
 
 Like a GPU's caching allocator, it keeps freed memory in the process by default, because page faults cost more than most
-kernels. Memory figures are those of the whole process (resident set), because torch's CPU allocator has no statistics.
+kernels. Memory figures are the resident set size of the process, because torch's CPU allocator has no statistics.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16"
 class CpuRef(hal.Backend):
     """One device: all processors, used by torch.get_num_threads() threads.
 
-    keep_memory: freed memory stays in the process for the next tensor (a setting of glibc's malloc for the whole
-        process, made when the backend is taken into use), and large results are plain malloc blocks, whose storage
-        cannot be resized (memory.py). False: neither. If any MALLOC_* variable is set, malloc's settings are left
-        alone.
+    keep_memory: freed memory stays in the process for later tensors (a process-wide setting of glibc's malloc, made
+        when the backend is built), and large results are plain malloc blocks, whose storage cannot be resized
+        (memory.py). False disables both. If any MALLOC_* variable is set, malloc's settings are not changed.
     shared_memory: ranks of one machine communicate through shared memory; False: through gloo's sockets.
     """
 
@@ -68,7 +67,7 @@ class CpuRef(hal.Backend):
     def build(self) -> None:
         kernels = build.lib()
         memory.use_plain_malloc(self.keep_memory)
-        # Variables such as MALLOC_TRIM_THRESHOLD_ are the user's own choice, which takes precedence.
+        # Environment variables of malloc (e.g. MALLOC_TRIM_THRESHOLD_) are set by the user and take precedence.
         if self.keep_memory and not any(name.startswith("MALLOC_") for name in os.environ):
             kernels.hal_keep_freed_memory()
 
@@ -78,7 +77,7 @@ class CpuRef(hal.Backend):
         return torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Returns at once, because kernels are synchronous."""
+        """Does nothing, because kernels are synchronous."""
 
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
         """Shared memory between ranks of one machine (comm.py); gloo otherwise, or if shared_memory is False."""
@@ -94,9 +93,9 @@ class CpuRef(hal.Backend):
         if "VmRSS" not in lines:
             return {}
         now, peak = (int(lines.get(key, lines["VmRSS"]).split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-        # Linux counts pages in batches, so its maximum may be smaller than the present value.
+        # Linux updates page counts in batches, so its maximum may be smaller than the current value.
         return {"allocated": now, "peak": max(now, peak)}
 
     def reset_peak_memory(self) -> None:
-        with contextlib.suppress(OSError):  # not allowed on every system; "peak" then stays that of the whole process
+        with contextlib.suppress(OSError):  # not allowed on every system; "peak" is then the maximum since the start
             Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""linear: float32 products by oneDNN where torch.mm would use MKL's slow path, everything else by torch.
+"""linear: float32 products by oneDNN where torch.mm would use MKL's slow path, and torch's products otherwise.
 
 MKL uses its AVX-512 kernels on Intel's processors only; on others torch.mm runs float32 at half the speed of oneDNN.
 torch ships oneDNN and exposes it through the operator that its compiler uses for fused layers. For the gradient of the
@@ -81,7 +81,7 @@ def _rows(x: Tensor) -> Tensor:
 def _backward(
     residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx [..., k], dw [n, k] and db [n] from dy [..., n], for those that `needs` asks for."""
+    """dx [..., k], dw [n, k] and db [n] from dy [..., n], as far as `needs` requires them."""
     x, weight = residuals
     dx = _product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)

@@ -1,9 +1,10 @@
-"""Memory for the results of kernels: large results come from plain malloc, which reuses blocks that were just freed.
+"""Memory for the results of kernels: large results come from plain malloc, which reuses recently freed blocks.
 
 torch requests aligned blocks from the C library. For those, glibc splits off small remainders, which its caches of
-small blocks may keep. A freed block is then too small for the next request of the same size: requests alternate between
-blocks, which are cold in the caches, and the heap grows into fresh pages, whose faults cost more than most kernels. A
-plain request fits the block that a request of the same size has just freed; the data is aligned within the block.
+small blocks may keep, so that a freed block is too small for the next request of the same size. Requests then alternate
+between blocks that are not in the caches, and the heap grows into fresh pages, whose faults cost more than most
+kernels. A plain request fits the block that a request of the same size has just freed; the data is aligned within the
+block.
 
 Such a tensor behaves like any other, except that its storage cannot be resized; the block is freed with its last view.
 With the backend's option keep_memory=False all tensors are allocated by torch.
@@ -23,15 +24,15 @@ from torch import Tensor
 from . import build
 
 LARGE = 1 << 20
-"""Bytes from which tensors are allocated here. That takes 3 us, torch.empty 0.7 us, and writing so many bytes at least
-15 us."""
+"""The minimum number of bytes of tensors that are allocated here. An allocation takes 3 us (torch.empty: 0.7 us), while
+writing this many bytes takes at least 15 us."""
 _LINE = 64
 
 _largest_of_torch = LARGE - 1
 
 
 def use_plain_malloc(large: bool) -> None:
-    """Sets whether large tensors come from plain malloc, for the whole process; initially they do."""
+    """Sets, process-wide, whether large tensors come from plain malloc; initially they do."""
     global _largest_of_torch
     _largest_of_torch = LARGE - 1 if large else sys.maxsize
 
@@ -55,8 +56,8 @@ def _large(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     block = _allocator()("char[]", size)
     offset = -int(ffi.cast("uintptr_t", block)) % _LINE
     storage = torch.frombuffer(ffi.buffer(block, size), dtype=dtype, count=count, offset=offset).untyped_storage()
-    # set_ makes it a base tensor: autograd restricts in-place changes of views. torch's memory counters see the
-    # operation.
+    # set_ makes it a base tensor, because autograd restricts in-place changes of views. The operation is visible to
+    # torch's memory counters.
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
 
 

@@ -73,7 +73,7 @@ def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars) -> None:
 
 @CpuRef.impl(ops.l2norm, id="cpu_ref/c", why_not=_refuses(ops.l2norm, "tensors"))
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
-    # Python floats are doubles: the sums of the dtypes are added as exactly as the kernel adds within one.
+    # Python floats are doubles, so the sums of the dtypes are added with the precision of the kernel.
     total = 0.0
     for dtype, group in backend_tools.by_dtype(tensors).items():
         dense = [t.contiguous() for t in group]
@@ -84,7 +84,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @CpuRef.impl(ops.unscale_and_check, id="cpu_ref/c", why_not=_refuses(ops.unscale_and_check, "grads"))
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
-    # One flag for all dtypes: the loss scaler needs to know only whether the step must be skipped.
+    # One flag for all dtypes is enough, because the loss scaler only has to know whether to skip the step.
     bad = False
     for dtype, group in backend_tools.by_dtype(grads).items():
         dense = [g.contiguous() for g in group]

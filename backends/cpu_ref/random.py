@@ -18,8 +18,8 @@ from .tensors import CODE, reasons
 
 
 def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
-    """A draw of `shape` (at least one element) in rows of `width`, as kernels take it: seed, offset, index of the first
-    element, four sizes, and the strides of all dimensions but the last."""
+    """The kernels' description of a draw of `shape` (at least one element) in rows of `width`: seed, offset, index of
+    the first element, four sizes, and the strides of all dimensions but the last."""
     index0, sizes, strides = draw_rows(rng, shape, width)
     return (rng.seed, rng.offset, index0, *sizes, *strides)
 
@@ -34,7 +34,7 @@ def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | N
 @CpuRef.impl(ops.philox_uniform, id="cpu_ref/c", why_not=_why_not_uniform)
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     out = empty(tuple(shape), torch.float32)
-    if out.numel():  # a whole draw is one row, because all its elements are consecutive
+    if out.numel():  # a full draw is one row, because all its elements are consecutive
         lib().hal_philox_uniform(out.data_ptr() or address(out), *draw_of(rng, shape, out.numel()))
     return out
 

@@ -58,7 +58,7 @@ def _run(
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
     bias, data, p, rng = residuals
-    same = p == 0.0 and dy.dtype == data  # then the gradient of x is dy itself
+    same = p == 0.0 and dy.dtype == data  # in this case the gradient of x is dy itself
     if same and bias is None:
         return dy, None, dy
     # dy has the dtype of the residual stream, which may be wider than that of dx.

@@ -42,7 +42,7 @@ def scale_mask_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
-    narrow = REAL[x.dtype] != x.dtype  # then the backward pass recomputes unrounded probabilities from x and lse
+    narrow = REAL[x.dtype] != x.dtype  # if so, the backward pass recomputes unrounded probabilities
     y, lse = empty_like(x), torch.empty(x.shape[:-1]) if narrow else None
     at, strides = 0, (0, 0, 0, 0)
     if mask is not None:

@@ -27,13 +27,12 @@ REAL = {
 reasons = host_tensor_reasons(
     CODE, "kernels exist for float32, bfloat16, float16, float64", "cpu_ref takes CPU tensors"
 )
-"""Why the kernels cannot take these tensors: they need CPU memory and one of four dtypes."""
+"""Reasons why the kernels, which need CPU memory and one of four dtypes, cannot take these tensors."""
 
 refuses = partial(why_not_tensors, reasons=reasons, by_metadata=True)
 """refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
 
 
 def parameter(t: Tensor, real: torch.dtype) -> Tensor:
-    """A weight or bias as kernels read it: contiguous and in the dtype of arithmetic, copied only if it is not
-    already."""
+    """A weight or bias as kernels read it: contiguous and in the dtype of arithmetic; copied only if needed."""
     return t if t.dtype is real and t.is_contiguous() else t.to(real).contiguous()

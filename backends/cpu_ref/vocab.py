@@ -1,7 +1,7 @@
 """cross_entropy (kernels/cross_entropy.c) and embedding, over a vocabulary that may be sharded across a Comm.
 
 The logits are read in their own dtype, once per pass; ranks exchange only a few numbers per token. The backward pass of
-cross_entropy needs no communication: every rank has the maximum and the sum of exponentials of whole rows.
+cross_entropy needs no communication, because every rank has the maximum and the sum of exponentials of complete rows.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=refuses(ops.cross_entropy
 
 def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     """dweight [v_local, h] from dy [..., h]."""
-    # A row of the table may receive thousands of terms: 16-bit sums would stop growing.
+    # A row of the table may receive thousands of terms, whose sum would stagnate in 16 bits.
     return sharded_embedding_gradient(residuals, dy.to(REAL[dy.dtype]))
 
 

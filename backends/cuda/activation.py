@@ -41,7 +41,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     width, lanes = dy.shape[-1], LANES[x.dtype]
     rows = dy.numel() // width
     vec = aligned(x, bias, dy, dx) and width % lanes == 0
-    # grid[1] pieces of the rows have column sums of their own, which are added up in order afterwards: no atomics.
+    # Each of the grid[1] pieces of rows has separate column sums, which are added in order afterwards, without atomics.
     grid, threads = grid_for(rows, width, lanes if vec else 1)
     partial = None if dbias is None else torch.empty(grid[1], x.shape[-1], dtype=torch.float32, device=x.device)
     launch.run(

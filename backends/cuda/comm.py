@@ -43,4 +43,4 @@ NCCL = hal.Transport(
     },
     refuse=_refuse,
 )
-"""Between GPUs. The barrier is a collective on the device, so a communicator belongs to one device."""
+"""NCCL between GPUs. The barrier is a collective on the device, so a communicator belongs to one device."""

@@ -51,14 +51,14 @@ class Compiled:
 
 
 def missing() -> str:
-    """Why the kernels cannot be compiled here ("" if they can), without importing CuPy."""
+    """The reason why the kernels cannot be compiled here ("" if they can), without importing CuPy."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (it compiles and launches the kernels): pip install cupy-cuda13x"
     return ""
 
 
 def nvrtc() -> Any:
-    """CuPy's NVRTC bindings. Raises BackendUnavailable if CuPy or the NVRTC library is not there."""
+    """CuPy's NVRTC bindings. Raises BackendUnavailable if CuPy or the NVRTC library is missing."""
     if missing():
         raise hal.BackendUnavailable(missing())
     try:
@@ -117,7 +117,7 @@ def _headers() -> list[Path]:
 
 
 def _usage_or_nothing(log: str, names: dict[str, str], architecture: str, strict: bool) -> tuple[Usage, ...]:
-    """`_usage`; without `strict`, () if it fails, because kernels run without these figures."""
+    """`_usage`; without `strict`, () if parsing fails, because kernels can run without these figures."""
     try:
         return tuple(_usage(log, names, architecture))
     except hal.HalError:
@@ -147,8 +147,8 @@ def _usage(log: str, names: dict[str, str], architecture: str) -> Iterator[Usage
 
 
 def compiled(source: Path, architecture: str) -> Compiled:
-    """`compile_file`, kept in the HAL cache."""
-    # Everything that determines the cubin and what is stored with it, which this file decides.
+    """`compile_file` with its result cached in the HAL cache."""
+    # The key covers everything that determines the cubin and its metadata, including this file.
     digest = hashlib.sha256(repr((architecture, _FLAGS, nvrtc().getVersion(), source.name)).encode())
     for path in [source, *_headers(), Path(__file__)]:
         digest.update(path.read_bytes() + b"\0")

@@ -47,7 +47,7 @@ class Cuda(hal.Backend):
     def probe(self) -> hal.Probe:
         try:
             return self._probe_simulator() if self.simulated else _probe_device()
-        except Exception as error:  # a probe never raises, whatever a broken installation does
+        except Exception as error:  # a probe must never raise, even with a broken installation
             return hal.Probe(False, 0, f"looking for a GPU failed: {type(error).__name__}: {error}")
 
     def _probe_simulator(self) -> hal.Probe:
@@ -69,7 +69,7 @@ class Cuda(hal.Backend):
             raise hal.BackendUnavailable(f"torch cannot start CUDA: {error}") from error
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         _require_kernels_for(torch.cuda.get_device_capability())
-        # Devices that are too old are left out: they may be present, as long as they are not used.
+        # Devices that are too old are skipped, because they may be present as long as they are not used.
         architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
         name = torch.cuda.get_device_name()

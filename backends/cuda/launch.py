@@ -1,9 +1,9 @@
-"""How a kernel is launched: the parameters are packed into one buffer, and an engine runs it.
+"""Launching of kernels: the parameters are packed into one buffer, and an engine runs the kernel.
 
 There are two engines: `Device` (cubins compiled by compile.py, launched through CuPy's driver bindings on torch's
-current stream, hence capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` chooses one; before,
-nothing is imported, compiled or initialised. Parameters are integers (including addresses), floats and bytes (structs),
-each packed in a multiple of 8 bytes, as kernels/common.h requires.
+current stream, and therefore capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` selects one;
+before that, nothing is imported, compiled or initialised. Parameters are integers (including addresses), floats and
+bytes (structs), each packed in a multiple of 8 bytes, as kernels/common.h requires.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_THREADS = 256
 
 
 class Engine(Protocol):
-    """Runs kernels. device_type: where its tensors are; multiprocessors: scales grids."""
+    """Runs kernels. device_type: type of device of the tensors; multiprocessors: the number by which grids scale."""
 
     device_type: str
     multiprocessors: int
@@ -45,7 +45,7 @@ def set_engine(engine: Engine) -> None:
 
 
 def device_type() -> str:
-    """Where tensors must be: "cpu" on the simulator, otherwise "cuda", also before an engine is set."""
+    """The type of device of tensors: "cpu" on the simulator, otherwise "cuda", also before an engine is set."""
     return "cuda" if _engine is None else _engine.device_type
 
 
@@ -55,7 +55,7 @@ def simulated() -> bool:
 
 
 def wrong_device(device: torch.device) -> str:
-    """Why a kernel launched now cannot read a tensor on `device` ("" if it can): another GPU is the current device."""
+    """The reason why a kernel launched now cannot read a tensor on `device`: another GPU is current ("" if it can)."""
     return "" if _engine is None else _engine.wrong_device(device)
 
 
@@ -90,7 +90,7 @@ class Device:
     device_type = "cuda"
 
     def __init__(self, cubins: Mapping[str, Mapping[str, Any]]) -> None:
-        """cubins: architecture ("sm_90") -> kernel name -> (cubin, its name in there); see compile.cubins."""
+        """cubins: architecture ("sm_90") -> kernel name -> (cubin, mangled name); see compile.cubins."""
         from cupy.cuda import driver
 
         self._driver, self._cubins = driver, cubins

@@ -47,8 +47,8 @@ _refuses_wgrad = refuses(ops.linear_wgrad, "x", "dy", "main_grad", "main_bias_gr
 
 @Cuda.impl(ops.linear_wgrad, id="cuda/torch", why_not=_refuses_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
-    # The reference rounds the product to x's dtype before it adds it. That is exact for float32, and all there is on
-    # the CPU; empty products have nothing to round.
+    # The fallback rounds the product to x's dtype before adding it. This is exact for float32 and for empty products,
+    # and the only possibility on the CPU.
     rounded_once = launch.simulated() or main_grad.dtype == x.dtype or not x.numel() or not dy.numel()
     if rounded_once or not _adds_in_float32(x.device):
         ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)

@@ -41,7 +41,7 @@ def _tables(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[bytes, i
 
 
 def _reasons(tensors: Sequence[Tensor]) -> Sequence[str]:
-    """`reasons` of one tensor per dtype and device, on which alone it depends: lists may be long."""
+    """`reasons` of one tensor per dtype and device, because it depends only on these and lists may be long."""
     return reasons(*{(t.dtype, t.device): t for t in tensors}.values())
 
 

@@ -6,8 +6,8 @@ An entry is a measurement (from the report of `make gpu`); devices without a mea
 from __future__ import annotations
 
 DEFAULT = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/unfused")
-"""An estimate, not measured on any device: kernels with windows and GQA first, then those with float32 and masks, then
-the one that takes every call."""
+"""An estimate, not measured on any device: kernels with windows and GQA first, then those with float32 and masks, and
+last the one that accepts every call."""
 
 MEASURED: dict[str, tuple[str, ...]] = {}
 """Device name as torch reports it -> ids, fastest first."""

@@ -36,7 +36,7 @@ def run_dropout(
     if not y.numel():
         return
     draw, rows = draw_of(rng, y.shape, width)
-    # A thread's columns are a whole number of 16-byte vectors of both dtypes.
+    # A thread's columns are a multiple of the 16-byte vectors of both dtypes.
     lanes = max(LANES[x.dtype], LANES[y.dtype])
     vec = aligned(x, bias, residual, y) and (rows == 1 or width % lanes == 0)
     grid, threads = grid_for(rows, width, lanes if vec else 1)

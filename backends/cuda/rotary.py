@@ -31,7 +31,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
     vec = aligned(x, cos, sin, y) and pairs % lanes == 0 and half % 4 == 0
     vec = vec and channels % lanes == 0 and all(s % lanes == 0 for s in strides)
     w = lanes if vec else 2 if interleaved else 1
-    # Steps per head: rotated pairs, and the channels behind them, which are copied.
+    # Steps per head: rotated pairs, and the remaining channels, which are copied.
     chunks = pairs // w + (channels - 2 * half) // (w if vec or not interleaved else 1)
     total = rows.numel() // channels * chunks
     rotation = struct.pack("=3q2q3q3qd", *rows.shape[:3], channels, half, *strides, *angles, sign)

@@ -23,7 +23,7 @@ LANES = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}
 
 
 def reasons(*tensors: Tensor | None) -> Sequence[str]:
-    """Why the kernels cannot take these tensors."""
+    """Reasons why the kernels cannot take these tensors."""
     where = launch.device_type()
     for t in tensors:
         if t is None or (t.is_meta and t.dtype in TYPE):
@@ -50,13 +50,13 @@ refuses = partial(why_not_tensors, reasons=reasons)
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all of them start on a 16-byte boundary. Raises ContractError as hal.address does."""
+    """Whether all of them start on a 16-byte boundary. Raises ContractError like hal.address."""
     addresses = [address(t) for t in tensors]
     return all(at % 16 == 0 for at in addresses)
 
 
 def threads_for(items: int) -> int:
-    """Threads of a block that divides `items` among them: whole warps, at most MAX_THREADS."""
+    """Threads of a block that divides `items` among them: a multiple of the warp size, at most MAX_THREADS."""
     return max(32, min(launch.MAX_THREADS, -(-items // 32) * 32))
 
 
@@ -71,7 +71,7 @@ def threads_of_row(width: int, lanes: int) -> int:
 def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
     """(grid, threads) for kernels that divide columns along x and rows along y, with `lanes` columns per thread.
 
-    About 8 blocks per multiprocessor hide latency, and still let a thread use what it loads per column for many rows.
+    About 8 blocks per multiprocessor hide latency, and each thread still reuses its per-column data for many rows.
     """
     packs = -(-width // lanes)
     threads = threads_for(packs)

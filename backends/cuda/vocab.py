@@ -1,7 +1,7 @@
 """cross_entropy (kernels/cross_entropy.cu) and embedding, over a vocabulary that may be sharded across a Comm.
 
-Ranks exchange four numbers per token. The backward pass of cross_entropy needs no communication: every rank has the
-log-sum-exp of the whole vocabulary.
+Ranks exchange four numbers per token. The backward pass of cross_entropy needs no communication, because every rank has
+the log-sum-exp of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tensors import LANES, TYPE, aligned, refuses, threads_for
 
 
 def _across_ranks(stats: Tensor, comm: Comm) -> Tensor:
-    """The statistics [4, rows] of whole rows from those of the rank's part of each row."""
+    """The statistics [4, rows] of complete rows from those of each rank's part of the rows."""
     # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
     top = comm.all_reduce(stats[0], "max")
     stats[1] *= torch.exp(stats[0] - top)
@@ -89,8 +89,8 @@ UNSORTED_IDS = 3072
 
 def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     """dweight [v_local, h] from dy [..., h]."""
-    # For more ids, torch's CUDA kernel sorts them and sums the rows of each id in float32. Its other kernel, and that
-    # of the CPU, round every partial sum to dy's dtype, so they get float32.
+    # For more ids, torch's CUDA kernel sorts them and sums the rows of each id in float32. The kernel for few ids and
+    # the CPU kernel round every partial sum to dy's dtype, so they are given float32.
     rows = residuals[0]
     wide = launch.simulated() or rows.numel() <= UNSORTED_IDS
     return sharded_embedding_gradient(residuals, dy.float() if wide else dy)

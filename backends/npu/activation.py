@@ -57,7 +57,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> t
     x = x.contiguous()
     if not x.numel():
         return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)), (x, bias, x, approximate)
-    # HAL applies gelu to the first half; Ascend's default is the second half.
+    # HAL applies gelu to the first half, whereas Ascend's default is the second half.
     y, gelu = torch.ops.npu.npu_geglu(add_bias(x, bias), -1, int(approximate == "tanh"), True)
     return y.to(x.dtype), (x, bias, gelu, approximate)
 

@@ -1,4 +1,4 @@
-"""Communication over HCCL, with its quirks declared: no average, no reduction of float64, bool or unsigned integers.
+"""Communication over HCCL, with its limitations: no average, no reduction of float64, bool or unsigned integers.
 
 int64 is transferred and added as int64 (the 2023 adaptor of Megatron cast it to int32). The simulator has its own HCCL,
 over shared memory between the processes of one machine, below torch_npu's unmodified process group.
@@ -43,8 +43,8 @@ HCCL = Transport(
 
 def make_comm(ranks: Sequence[int] | None, timeout: float, index: int) -> hal.Comm:
     """A communicator over the global `ranks` (None = all); this process uses device `index`."""
-    # Otherwise Work.wait returns at once and a watchdog later ends the process, instead of CollectiveTimeout being
-    # raised.
+    # Without this setting, Work.wait returns immediately, and on a timeout a watchdog ends the process instead of
+    # raising CollectiveTimeout.
     os.environ.setdefault("TORCH_HCCL_BLOCKING_WAIT", "1")
     torch.npu.set_device(index)  # type: ignore[attr-defined]
     return torch_comm(HCCL, ranks, timeout=timeout, device=torch.device("npu", index))

@@ -1,6 +1,6 @@
 """Ops for which Ascend has no operator: their reference in hal.ops, run on the device by torch_npu's operators.
 
-Gradients are torch's.
+torch computes the gradients.
 """
 
 from __future__ import annotations

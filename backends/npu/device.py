@@ -1,7 +1,7 @@
 """The npu backend: Ascend devices through the unmodified torch_npu wheel, or the same wheel over a simulated CANN.
 
-torch_npu is imported by `build`, not before, and nothing is patched. With simulate=True (or HAL_SIMULATE=1) the
-simulated libraries are loaded first; this is the only difference.
+torch_npu is imported by `build`, not earlier, and nothing is patched. With simulate=True (or HAL_SIMULATE=1) the
+simulated libraries are loaded before it; this is the only difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .device_specs import DEVICE_SPECS
 
 
 def _npu() -> Any:
-    """torch.npu, which importing torch_npu adds."""
+    """torch.npu, which exists after torch_npu has been imported."""
     if not hasattr(torch, "npu"):
         raise hal.HalError("the npu backend is not built: call hal.use('npu'), or build() on an instance")
     return torch.npu
@@ -50,19 +50,19 @@ class Npu(hal.Backend):
     def build(self) -> None:
         """Loads torch_npu, after the simulated CANN libraries if simulated. Raises BackendUnavailable.
 
-        To be called before the first backward pass of the process, at which torch creates its autograd queues, one per
-        registered device.
+        Must be called before the first backward pass of the process, because torch then creates its autograd queues,
+        one per registered device.
         """
         from . import simulator
 
-        # The simulated libraries must be in the process before torch_npu is, whose symbols the loader then finds there.
+        # The simulated libraries must be loaded first, so that the loader resolves torch_npu's symbols in them.
         if self.simulate:
             simulator.start(devices=self.devices, memory_bytes=self.memory_bytes, poison=int(self.poison))
             os.environ["HAL_SIMULATE"] = "1"  # child processes are simulated as well
         elif simulator.running() is not None:
             raise hal.BackendUnavailable("this process already runs torch_npu on the simulator; start another one")
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # it prints during import, and stdout belongs to the command
+            with contextlib.redirect_stdout(sys.stderr):  # importing torch_npu prints
                 importlib.import_module("torch_npu")
         except Exception as error:
             raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error

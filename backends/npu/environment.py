@@ -59,7 +59,7 @@ def variables() -> dict[str, str]:
 
 
 def _wheel() -> tuple[str | None, str]:
-    """(version of torch_npu or None, what is wrong with it); the latter is "" if it fits this torch."""
+    """(version of torch_npu or None, its problem); the latter is "" if the version matches this torch."""
     try:
         version = importlib.metadata.version("torch_npu")
     except importlib.metadata.PackageNotFoundError:

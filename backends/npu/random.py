@@ -23,7 +23,8 @@ _MASK = 0xFFFFFFFF
 
 def _philox(counter: Tensor, rng: Rng) -> Tensor:
     """int64 [..., 4]: the four words of each block with number `counter` [...] (Salmon et al., SC 2011, table 2)."""
-    # Offsets are 64 bits unsigned: as int64 the upper half is negative, and the sum wraps modulo 2**64 as it should.
+    # Offsets are unsigned 64-bit integers. As int64 the upper half is negative, and the sum wraps modulo 2**64 as
+    # required.
     counter = counter + (rng.offset if rng.offset < 1 << 63 else rng.offset - (1 << 64))
     c0, c1, c2, c3 = counter & _MASK, (counter >> 32) & _MASK, torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = rng.seed & _MASK, rng.seed >> 32
@@ -45,8 +46,8 @@ def draw(shape: Sequence[int], rng: Rng, device: torch.device) -> Tensor:
     while split and (shape[split - 1] == 1 or strides[split - 1] == math.prod(shape[split:])):
         split -= 1
     aligned = not any(n > 1 and stride % 4 for n, stride in zip(shape[:split], strides))
-    # If all rows start at the same position within a block of four, whole blocks serve consecutive elements; otherwise
-    # each element computes the block it is in and takes its word.
+    # If all rows start at the same position within a block of four, each block gives four consecutive elements;
+    # otherwise a block is computed for each element.
     split, skipped = (split, first % 4) if aligned else (len(shape), 0)
     start = torch.full(shape[:split], first, dtype=torch.int64, device=device)
     for d, (n, stride) in enumerate(zip(shape[:split], strides)):

@@ -1,4 +1,4 @@
-"""rotary (npu_rotary_mul), computed in float32. The backward pass rotates by the opposite angles."""
+"""rotary (npu_rotary_mul), computed in float32. The backward pass rotates by the negative angles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool)
     half = cos.shape[-1]
     if not half or not x.numel():
         return x.clone()
-    # npu_rotary_mul takes an angle per channel, in four dimensions that broadcast against x.
+    # npu_rotary_mul takes one angle per channel, in four dimensions that broadcast against x.
     cos, sin = (
         t.repeat_interleave(2, dim=-1) if interleaved else torch.cat((t, t), dim=-1)
         for t in (cos.detach(), sin.detach())
@@ -48,7 +48,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool)
 
 
 def _rotary_bwd(residuals: tuple[Tensor, Tensor, str, bool], dy: Tensor) -> tuple[Tensor]:
-    """dx from dy like x: the rotation by the opposite angles, whose sine is -sin."""
+    """dx from dy like x: the rotation by the negative angles, whose sine is -sin."""
     cos, sin, layout, interleaved = residuals
     return (_rotate(dy, cos, -sin, layout, interleaved),)
 

@@ -53,7 +53,7 @@ def scale_mask_softmax_vendor(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     masked = _masked(x, mask, causal)
-    # In float32, because the backward pass uses the probabilities; rounding them would cost its gradients digits.
+    # In float32, because the backward pass uses the probabilities, and rounding them would reduce its accuracy.
     y = torch.ops.npu.npu_scaled_masked_softmax(x.contiguous().float(), masked, scale, False)
     y = y.masked_fill(masked, 0.0)
     return y.to(x.dtype), (y, masked, scale, x.dtype)

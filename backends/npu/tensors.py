@@ -13,7 +13,7 @@ REAL = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def reasons(*tensors: Tensor | None) -> list[str]:
-    """Why Ascend's operators refuse these tensors; empty = they take them."""
+    """Reasons why Ascend's operators refuse these tensors; empty if they accept them."""
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t is not None and t.dtype not in REAL})
     return (
         [f"dtype {', '.join(dtypes)} (Ascend's operators compute in float32, float16 and bfloat16)"] if dtypes else []
@@ -25,7 +25,7 @@ refuses = partial(why_not_tensors, reasons=reasons)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., h] + bias [h] in float32, or x itself without a bias: the operators round their result only once."""
+    """x [..., h] + bias [h] in float32, so that operators round only their result; x itself without a bias."""
     return x if bias is None else x.float() + bias.float()
 
 

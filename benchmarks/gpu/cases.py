@@ -1,6 +1,6 @@
-"""What `make gpu` measures: attention against each of torch's kernels, HAL's kernels against eager and compiled torch.
+"""The cases of `make gpu`: attention against each of torch's kernels, HAL's kernels against eager and compiled torch.
 
-Ours and the peers take the same tensors. Bytes are those that must move at least once: inputs read, outputs written.
+Ours and the peers get the same tensors. Bytes are those that must move at least once: inputs read, outputs written.
 The tests run the calls on the simulator, with sizes divided by `shrink`.
 """
 
@@ -28,14 +28,14 @@ Function = Callable[..., Any]
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS, HEADS, KV_HEADS, SIZE, WINDOW = 32768, 16, 4, 128, 1024
-"""Of the attention cases: tokens in a batch, heads, key/value heads, channels of a head, keys in the window."""
+"""Sizes of the attention cases: tokens in a batch, heads, key/value heads, channels of a head, keys in the window."""
 
 
 @dataclass(frozen=True)
 class GpuCase:
     """One comparison.
 
-    calls: by name, "ours" among them. bytes: how many one call must move; 0 if memory does not bound it.
+    calls: by name, including "ours". bytes: the minimum memory traffic of one call; 0 if it is not bound by memory.
     """
 
     name: str
@@ -49,7 +49,7 @@ def _both(
 ) -> Iterator[GpuCase]:
     """A case for the forward pass and one for forward and backward.
 
-    wanted: how many of the inputs, from the first, get a gradient. size: bytes of the forward pass.
+    wanted: the first `wanted` inputs get a gradient. size: bytes of the forward pass.
     """
     sets = _sets(inputs)
     yield GpuCase(f"{name} fwd", shape, {n: _forward(f, sets) for n, f in functions.items()}, size)
@@ -57,17 +57,17 @@ def _both(
 
 
 def _sets(inputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """The inputs, and enough copies of them that the others fill the L2 cache before a set is used again."""
+    """The inputs and copies of them, enough to evict a set from the L2 cache before it is used again."""
     cache = torch.cuda.get_device_properties(hal.device()).L2_cache_size if hal.device().type == "cuda" else 0
     sets = [inputs]
     for _ in range(-(-cache // sum(x.numel() * x.element_size() for x in inputs))):
-        copies = {id(x): x.clone() for x in inputs}  # a tensor that is passed twice stays one tensor
+        copies = {id(x): x.clone() for x in inputs}  # a tensor that is passed twice is copied once
         sets.append([copies[id(x)] for x in inputs])
     return sets
 
 
 def _forward(function: Function, sets: Sequence[Sequence[Tensor]]) -> Thunk:
-    """Each call takes the next of the sets."""
+    """Each call uses the next set."""
     cycle = itertools.cycle(sets)
 
     def run() -> object:
@@ -78,14 +78,14 @@ def _forward(function: Function, sets: Sequence[Sequence[Tensor]]) -> Thunk:
 
 
 def _forward_backward(function: Function, sets: Sequence[Sequence[Tensor]], wanted: int) -> Thunk:
-    """Each call takes the next of the sets. The function first runs in the first call, so a peer that cannot run fails
-    there, where `parts.measure` expects it."""
+    """Each call uses the next set. The function runs for the first time in the first call, so that a peer that cannot
+    run fails there, where `parts.measure` expects it."""
     cycle: Iterator[Thunk] | None = None
 
     def run() -> object:
         nonlocal cycle
         if cycle is None:
-            # Detached, so that every function has leaves of its own, and a tensor that is passed twice two gradients.
+            # Detached, so that every function has separate leaves, and a tensor that is passed twice has two gradients.
             leaves = [[x.detach() for x in inputs] for inputs in sets]
             cycle = itertools.cycle([forward_backward(function, inputs, wanted) for inputs in leaves])
         return next(cycle)()
@@ -104,7 +104,7 @@ def _sdpa(backend: SDPBackend) -> Function:
 
 
 def _pinned(impl: hal.Impl) -> Function:
-    """One implementation, called as the dispatcher would. hal's own pins rebuild the dispatcher, at a cost per call."""
+    """One implementation, called as by the dispatcher. hal's pins would rebuild the dispatcher, at a cost per call."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         reasons = impl.why_not(q, k, v, **options)
@@ -144,7 +144,7 @@ def attention(shrink: int = 1) -> Iterator[GpuCase]:
 def _op_case(
     name: str, op: Function, plain: Function, inputs: Sequence[Tensor], wanted: int, unread: int = 0
 ) -> Iterator[GpuCase]:
-    """unread: bytes of the inputs that the forward pass need not read."""
+    """unread: bytes of the inputs that the forward pass does not have to read."""
     shape = f"{'x'.join(map(str, inputs[0].shape))} {str(inputs[0].dtype).removeprefix('torch.')}"
     with torch.no_grad():
         out: Tensor = op(*inputs)
@@ -154,7 +154,7 @@ def _op_case(
 
 
 def kernels(shrink: int = 1) -> Iterator[GpuCase]:
-    """Every kernel of HAL's at the sizes of a 7B model, bfloat16; peers: the ops' references and torch's own layers."""
+    """Every kernel of HAL at the sizes of a 7B model, bfloat16; peers: the ops' references and torch's layers."""
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=hal.device())
@@ -208,7 +208,7 @@ def kernels(shrink: int = 1) -> Iterator[GpuCase]:
 
 
 def _optimizer(shrink: int) -> Iterator[GpuCase]:
-    """Lists of 200 tensors in training's mixture of dtypes: float32 states, bfloat16 gradients and model copies."""
+    """Lists of 200 tensors with the dtypes of training: float32 states, bfloat16 gradients and model copies."""
     sizes = [4_000_000 // shrink] * 100 + [4096 // shrink] * 100
     p, m, v = ([torch.zeros(n, device=hal.device()) for n in sizes] for _ in range(3))
     g = [torch.randn(n, device=hal.device()).bfloat16() for n in sizes]

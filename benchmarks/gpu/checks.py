@@ -1,6 +1,6 @@
-"""What the CUDA simulator cannot show, checked on the device: CUDA graphs, streams, threads, memory, events.
+"""Device checks of features that the CUDA simulator lacks: CUDA graphs, streams, threads, memory, events.
 
-A check is a function that returns a description of the problem, "" if there is none. An exception is a problem, too.
+A check is a function that returns a description of the problem, or "" if there is none. Exceptions are problems, too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def checks(backend: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def _arguments(backend: Any, op: Any, impl: Any) -> Callable[[], tuple[dict[str, Any], bool]]:
-    """A function that builds the arguments of the first of the kit's edge cases that `impl` accepts, new ones at every
-    call, and says whether gradients are wanted. Raises HalError if `impl` accepts none.
-    """
+    """A function that builds new arguments of the first edge case that `impl` accepts, and returns whether it has
+    gradients. Raises HalError if `impl` accepts no edge case."""
     for dtype in DTYPES:
         for sample in op.edge_cases():
             arguments = build(op, sample, dtype, backend.device())
@@ -59,7 +58,7 @@ def _arguments(backend: Any, op: Any, impl: Any) -> Callable[[], tuple[dict[str,
 
 
 def _results(op: Any, impl: Any, arguments: dict[str, Any], with_grad: bool, dys: list[Tensor]) -> list[Tensor]:
-    """Everything that one call returns, gradients included.
+    """Everything that one call returns, including gradients.
 
     dys: the output gradients. The first call fills the list, so that further calls use the same ones.
     """
@@ -74,7 +73,7 @@ def _graph(backend: Any, op: Any, impl: Any) -> str:
     make = _arguments(backend, op, impl)
     dys: list[Tensor] = []
     expected = _results(op, impl, *make(), dys)
-    with backend.stream():  # warms up on a side stream, as torch asks for before a capture
+    with backend.stream():  # warm-up on a side stream, which torch requires before a capture
         _results(op, impl, *make(), dys)
     arguments, with_grad = make()
     backend.synchronize()
@@ -86,7 +85,7 @@ def _graph(backend: Any, op: Any, impl: Any) -> str:
 
 
 def _mask(dtype: torch.dtype) -> str:
-    """cuda/flex with a mask and rows that see nothing. It declines the kit's calls with masks, which are shorter."""
+    """cuda/flex with a mask and fully masked rows. It declines the kit's calls with masks, which are shorter."""
     lengths, window = (150, 140), {"pre_tokens": 60, "next_tokens": 3}
     q, k = TensorSpec((2, 4, lengths[0], 64)), TensorSpec((2, 2, lengths[1], 64))
     mask = TensorSpec((2, 1, *lengths), "bool", p=0.4, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""The report of `make gpu`, docs/verified/cuda-<device>.json and .md: its format, and what it concludes.
+"""The report of `make gpu`, docs/verified/cuda-<device>.json and .md: its format and its conclusions.
 
 The run consists of parts (parts.py), a part of units, a unit of rows. The files are replaced by rename at every row, so
-a process that is killed leaves complete ones, and the part's next run continues after the last unit that had finished.
+that a killed process leaves complete files, and the part's next run continues after the last finished unit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PARTS = ("parity", "checks", "kernels", "train_step", "attention", "training")
 MEASURED = ("kernels", "train_step", "attention")
 """The parts whose rows are ratios."""
 RUNNING, COMPLETE, STOPPED, NOT_RUN = "running", "complete", "stopped", "not run"
-"""A part's states: its process runs (or was killed together with its parent); all units have finished; its process
-ended between two units; a package is missing."""
+"""The states of a part: its process is running (or was killed together with its parent); all units have finished; its
+process ended between two units; a package is missing."""
 GOAL_OF_BANDWIDTH = 0.85
 TRAIN = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
@@ -30,14 +30,14 @@ TRAIN = (
     " --hidden-dropout 0.1 --swiglu --tokenizer-type ByteTokenizer --sample-tokens 0"
 )
 TRAIN_TOLERANCE = 0.05
-"""Largest difference of losses over 40 steps. Different roundings diverge slowly; a wrong kernel exceeds it at once."""
+"""Largest allowed difference of losses over 40 steps. Rounding differences grow slowly and stay below it."""
 
 GpuRow = dict[str, Any]
-"""One result. Its keys depend on the part; {"error": TEXT} stands for what a broken unit would still have produced."""
+"""One result. Its keys depend on the part; {"error": TEXT} replaces the remaining results of a failed unit."""
 
 
 class UnitRecord(TypedDict):
-    """done: whether the unit has finished, be it by an exception."""
+    """done: whether the unit has finished, possibly with an exception."""
 
     done: bool
     rows: list[GpuRow]
@@ -69,7 +69,7 @@ def load(path: Path) -> Report:
 
 
 def begin(path: Path, machine: dict[str, Any]) -> str:
-    """Creates the report, or keeps one of the same device and sources; returns a sentence that says which of them."""
+    """Creates the report, or keeps an existing one of the same device and sources; returns a message about this."""
     kept: dict[str, PartRecord] = {}
     message = f"a new report, {path}"
     if path.exists():
@@ -102,7 +102,7 @@ def rows(report: Report, part: str) -> list[GpuRow]:
 
 
 def missed(row: GpuRow) -> str:
-    """Which goal a row misses; "" if none."""
+    """The goals that a row misses; "" if none."""
     if "absent" in row:
         return ""
     misses = []
@@ -115,9 +115,10 @@ def missed(row: GpuRow) -> str:
 
 
 def attention_order(rows: Sequence[GpuRow]) -> list[str]:
-    """The implementations of attention, fastest first, by the mean logarithm of their times over forward and backward.
+    """The implementations of attention, fastest first, by the mean logarithm of their forward and backward times.
 
-    What MEASURED in backends/cuda/order.py should say of this device. Only those that ran every such case.
+    This is the entry for this device in MEASURED of backends/cuda/order.py. Only implementations that ran every such
+    case are included.
     """
     times: dict[str, list[float]] = {}
     for r in rows:
@@ -139,7 +140,7 @@ def losses(report: Report) -> tuple[dict[str, list[float]], float | None]:
 
 
 def _part_failures(report: Report, part: str) -> list[str]:
-    """Why a part is not complete, and which of its units broke."""
+    """The reasons why a part is incomplete, and its failed units."""
     record = report["parts"].get(part)
     if record is None:
         return [f"{part} has not run"]
@@ -155,7 +156,7 @@ def _part_failures(report: Report, part: str) -> list[str]:
 
 
 def failures(report: Report, parts: Sequence[str] = PARTS) -> list[str]:
-    """What of `parts` did not run, or failed."""
+    """The failures of `parts`, including units that did not run."""
     texts = [text for part in PARTS if part in parts for text in _part_failures(report, part)]
     if "parity" in parts:
         for r in rows(report, "parity"):

@@ -1,6 +1,6 @@
 """The parts of `make gpu`, unit by unit. A unit is a name and a function that yields its rows.
 
-Each part runs in a process of its own (run.py), so neither what it imports nor a crash affects the others.
+Each part runs in a separate process (run.py), so neither its imports nor a crash affect other parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .gpu_report import TRAIN, GpuRow
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, SECONDS = 7, 0.03
-"""How often a case's calls are timed in turn, and for how long each time."""
+"""The number of timing rounds of a case, and the seconds per round."""
 NEEDS = {
     "parity": {"hypothesis": "hypothesis"},
     "checks": {"hypothesis": "hypothesis"},
@@ -39,7 +39,7 @@ Unit = tuple[str, Callable[[], Iterable[GpuRow]]]
 
 
 def lacking(part: str) -> str:
-    """Which packages a part needs that are missing here, and how to install them; "" if none."""
+    """The missing packages of a part and how to install them; "" if none is missing."""
     missing = [package for module, package in NEEDS.get(part, {}).items() if not _installed(module)]
     if not missing:
         return ""
@@ -55,7 +55,7 @@ def _installed(module: str) -> bool:
 
 
 def alive() -> bool:
-    """Whether the CUDA context still accepts work; after an illegal memory access it never does again."""
+    """Whether the CUDA context still accepts work, which it does not after an illegal memory access."""
     try:
         torch.cuda.synchronize()
     except Exception:  # torch.AcceleratorError or RuntimeError, depending on torch's version
@@ -64,10 +64,10 @@ def alive() -> bool:
 
 
 def parity() -> Iterator[Unit]:
-    """The conformance kit on the device: every op with torch's deterministic backward kernels, then attention by cuDNN.
+    """The conformance kit on the device: every op with torch's deterministic backward kernels, then cuDNN's attention.
 
-    cuDNN has no deterministic kernels and declines in that mode, so it gets a second pass without it; the kit's calls
-    are short enough for its results to repeat.
+    cuDNN has no deterministic kernels and declines calls in that mode, so it is tested in a second pass without it. The
+    kit's calls are so short that its results are still reproducible.
     """
     from hal.testing import golden, kit
 
@@ -113,7 +113,7 @@ def measured(group: str) -> Iterator[Unit]:
     hal.use("cuda", simulate=False)
     for case in getattr(gpu_cases, group)():
         yield f"{case.name} {case.shape}", partial(_ratio_rows, case)
-        # dynamo keeps compiled code per function, up to a small number of versions, and cases share functions.
+        # dynamo limits the number of compiled versions per function, and cases share functions.
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 
@@ -146,7 +146,7 @@ UNITS: dict[str, Callable[[], Iterable[Unit]]] = {
     "attention": partial(measured, "attention"),
     "training": training,
 }
-"""Part -> its units. They are generated while the part runs, since making a case allocates its tensors."""
+"""Part -> its units. They are generated while the part runs, because creating a case allocates its tensors."""
 
 
 def seconds_per_call(call: Thunk, count: int) -> float:
@@ -163,7 +163,7 @@ def seconds_per_call(call: Thunk, count: int) -> float:
 
 @cache
 def copy_bandwidth() -> float:
-    """Bytes per second of a device copy of 1 GiB, read and write counted: the ceiling of memory-bound kernels."""
+    """Bytes read and written per second by a device copy of 1 GiB: the ceiling of memory-bound kernels."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     seconds_per_call(lambda: target.copy_(source), 3)  # the warm-up
@@ -173,8 +173,8 @@ def copy_bandwidth() -> float:
 def measure(case: GpuCase, bandwidth: float) -> Iterable[GpuRow]:
     """Rows {name, shape, peer, ratio_median, ratio_min, ratio_max, ceiling, share_of_ceiling, seconds} of one case.
 
-    A peer that cannot run is a row with the reason as `absent`; if ours cannot, that is the only row. Raises
-    RuntimeError if one of them breaks the CUDA context, so that nothing can run any more.
+    A peer that cannot run gets a row with the reason as `absent`; if ours cannot run, this is the only row. Raises
+    RuntimeError if a call breaks the CUDA context, after which nothing can run.
     """
     counts: dict[str, int] = {}  # calls per round
     absent: dict[str, str] = {}
@@ -192,7 +192,7 @@ def measure(case: GpuCase, bandwidth: float) -> Iterable[GpuRow]:
     if OURS in absent:
         yield {**row, "peer": OURS, "absent": absent[OURS]}
         return
-    # Ours and the peers run in turn, so that a change of the clock rate within a round affects their ratio little.
+    # Ours and the peers run alternately, so that changes of the clock rate have little effect on their ratio.
     rounds = [{name: seconds_per_call(case.calls[name], n) for name, n in counts.items()} for _ in range(ROUNDS)]
     ours = statistics.median(seconds[OURS] for seconds in rounds)
     share = case.bytes / ours / bandwidth if case.bytes else None

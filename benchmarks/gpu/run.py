@@ -1,13 +1,13 @@
-"""`make gpu`: everything that needs an NVIDIA GPU, into docs/verified/cuda-<device>.json and .md.
+"""`make gpu`: runs everything that needs an NVIDIA GPU and writes docs/verified/cuda-<device>.json and .md.
 
-parity: the conformance kit. checks: what the simulator lacks (checks.py). kernels, train_step, attention: benchmark
-ratios (cases.py). training: a run whose losses must follow cpu_ref's. Parts may be named; without names all run.
+parity: the conformance kit. checks: features that the simulator lacks (checks.py). kernels, train_step, attention:
+benchmark ratios (cases.py). training: a run whose losses must match cpu_ref's. By default all parts run.
 
-Each part has a process of its own, and a new one after each unit that breaks its process. Rows are written as they are
-produced. An existing report of this device and these sources is extended: a part that was interrupted continues, one
-that was complete runs again. Exit code 0 if all parts asked for ran without a failure, 1 if not, 2 without a GPU.
-Ratios do not affect it; the report only marks those that miss a goal: 85 % of the measured copy bandwidth, and no
-kernel of torch's faster.
+Each part runs in a separate process, and in a new one after each unit that ends its process. Rows are written as soon
+as they are available. An existing report of this device and these sources is extended: an interrupted part continues,
+and a complete part runs again. The exit code is 0 if all requested parts ran without a failure, 1 if not, and 2 without
+a GPU. Ratios do not affect it; the report only marks those that miss a goal. The goals are 85 % of the measured copy
+bandwidth, and no kernel of torch being faster.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .gpu_report import COMPLETE, NOT_RUN, PARTS, RUNNING, STOPPED, GpuRow, Part
 ROOT = parts.ROOT
 VERIFIED = ROOT / "docs" / "verified"
 BROKEN = 75
-"""Exit code of a part's process that recorded a unit after which its CUDA context accepts no more work."""
+"""Exit code of a part's process after a unit that left its CUDA context unusable."""
 TESTED = ("hal", "backends", "ops", "model", "benchmarks")
-"""The folders whose sources a report is about."""
+"""The folders of the sources that a report covers."""
 SUFFIXES = {".py", ".cu", ".cpp", ".c", ".h", ".table", ".template", ".yaml"}
 
 
-# The parent: it starts a process per part and records how each ended.
+# The parent starts a process per part and records how each one ended.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def machine() -> dict[str, Any] | str:
-    """`about`, or why there is none. A child process is asked: a CUDA context of the parent's would use memory beside
-    those of the parts."""
+    """`about`, or the reason why it is not available. It runs in a child process, because a CUDA context of the parent
+    would use device memory during all parts."""
     probe = Cuda(simulate=False).probe()
     if not probe.ok:
         return probe.reason
@@ -90,7 +90,7 @@ def machine() -> dict[str, Any] | str:
 
 
 def about() -> dict[str, Any]:
-    """This device and this software. Starts CUDA. Raises HalError if the backend cannot be used."""
+    """The device and the software versions. Initialises CUDA. Raises HalError if the backend cannot be used."""
     hal.use("cuda", simulate=False)
     return {
         "device": torch.cuda.get_device_name(),
@@ -103,7 +103,7 @@ def about() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A digest of the tested code. Unlike the commit, it stays the same while other files change."""
+    """A digest of the tested code. Unlike the commit, it does not change with other files."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in TESTED for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES):
         if not path.is_dir():
@@ -129,14 +129,14 @@ def command(*arguments: str) -> list[str]:
 
 
 def ended(code: int) -> str:
-    """How a process ended."""
+    """A description of how a process ended."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
 def run_parts(device: dict[str, Any], names: Sequence[str], out: Path) -> int:
-    """Runs the parts and prints what failed; the exit code."""
+    """Runs the parts, prints the failures, and returns the exit code."""
     path = gpu_report.path_of(out, device["device"])
     print(gpu_report.begin(path, device), flush=True)
     for part in (part for part in PARTS if part in names):
@@ -153,14 +153,14 @@ def run_parts(device: dict[str, Any], names: Sequence[str], out: Path) -> int:
 
 
 def run_part(path: Path, part: str) -> None:
-    """Runs a part to its end, in as many processes as that takes."""
+    """Runs a part to its end, in one or more processes."""
     why = parts.lacking(part)
     if why:
         _update(path, part, {"units": {}, "seconds": 0.0, "state": NOT_RUN, "why": why, "current": ""})
         return
     begin_part(path, part)
     more, before = True, -1
-    # Every process must finish a unit: one that cannot even start would otherwise be started for ever.
+    # Stop when a process finishes no unit; otherwise a part whose process cannot start would be restarted forever.
     while more and (done := _units_done(path, part)) > before:
         before, start = done, time.monotonic()
         code = subprocess.run(command(part, "--child-of", str(path)), cwd=ROOT, check=False).returncode
@@ -179,9 +179,9 @@ def begin_part(path: Path, part: str) -> None:
 
 
 def end_process(path: Path, part: str, code: int, seconds: float) -> bool:
-    """Records how a part's process ended; whether another one should continue.
+    """Records how a part's process ended; returns whether another process should continue.
 
-    A process that ended within a unit died of it: the unit gets an error, and the next process continues behind it.
+    If a process ended within a unit, the unit caused it: it gets an error, and the next process continues after it.
     """
     record = gpu_report.load(path)["parts"][part]
     unit = record["current"]
@@ -207,11 +207,11 @@ def _units_done(path: Path, part: str) -> int:
     return sum(unit["done"] for unit in gpu_report.load(path)["parts"][part]["units"].values())
 
 
-# The child: it runs the units of one part that are left.
+# The child runs the remaining units of one part.
 
 
 def run_units(path: Path, part: str) -> int:
-    """Runs the units of a part that have not finished yet; the process's exit code."""
+    """Runs the units of a part that have not finished yet; returns the process's exit code."""
     report = gpu_report.load(path)
     record = report["parts"][part]
     try:
@@ -221,7 +221,7 @@ def run_units(path: Path, part: str) -> int:
             _run_unit(path, report, record, name, make)
             if not parts.alive():
                 return BROKEN
-    except Exception as error:  # between units: while a case is made, for example
+    except Exception as error:  # between units, e.g. while a case is created
         traceback.print_exc()
         record["why"] = parts.first_line(error)
         gpu_report.save(path, report)

@@ -1,1 +1,1 @@
-"""How a case is run, timed against its peers and reported."""
+"""Runs cases, times them against their peers, and reports the results."""

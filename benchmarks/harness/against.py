@@ -1,12 +1,12 @@
 """Compares this tree with another checkout of HAL: `python -m hal.bench.harness.against CHECKOUT [SUITE ...]`.
 
-"ours" of every case runs in a worker of this tree and in one of the checkout in turn, for five rounds. The ratio of a
-round is the checkout's time (or bytes) / this tree's: 0.97 means that this tree takes 3 % longer. A case whose median
-ratio is below `--require` is measured again, up to three times in all; all rounds count.
+"ours" of every case runs alternately in a worker of this tree and in one of the checkout, for five rounds. The ratio of
+a round is the checkout's time (or bytes) / this tree's: 0.97 means that this tree takes 3 % longer. A case whose median
+ratio is below `--require` is measured again, up to three times in total; all rounds count.
 
-The checkout is driven through the protocol of its own worker.py, so it may be older than the folders of benchmarks/.
-Cases are matched by suite, name and shape. Exit code 0 if every compared row meets `--require`, 1 if one does not or
-could not run, 2 if nothing was compared.
+The checkout runs its own worker.py, with which this program communicates by its protocol, so the checkout may be older
+than the folders of benchmarks/. Cases are matched by suite, name and shape. The exit code is 0 if every compared row
+meets `--require`, 1 if one does not or could not run, and 2 if nothing was compared.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ print(json.dumps([(case.name, case.shape) for case in importlib.import_module(sy
 
 @dataclass(frozen=True)
 class Checkout:
-    """A working tree of HAL; its processes import `hal` from `root`, whatever is installed."""
+    """A working tree of HAL; its processes import `hal` from `root` instead of an installed package."""
 
     root: Path
 
     def module(self, name: str) -> str:
-        """`name` as this checkout spells it: before benchmarks/ had folders, hal.bench.suites.X was hal.bench.X."""
+        """The module's name in this checkout: before benchmarks/ had folders, hal.bench.suites.X was hal.bench.X."""
         folder, _, module = name.rpartition(".")
         old = f"{folder.rpartition('.')[0]}.{module}"
         return old if (self.root / old.replace(".", "/")).with_suffix(".py").exists() else name
@@ -54,7 +54,7 @@ class Checkout:
         return {"PYTHONPATH": os.pathsep.join([str(self.root), *([inherited] if inherited else [])])}
 
     def program(self) -> Program:
-        # Python puts the working directory before PYTHONPATH, hence both.
+        # Python puts the working directory before PYTHONPATH, so both must be set.
         return Program(self.module(Program.module), self.root, self.environment())
 
     def cases(self, suite: str) -> dict[tuple[str, str], int]:
@@ -73,7 +73,7 @@ class Checkout:
 
 
 class Pair:
-    """The workers of both trees as one `Meter`. A candidate's name is its tree's, a space, and its own."""
+    """The workers of both trees as one `Meter`. Names of candidates are prefixed with that of the tree and a space."""
 
     def __init__(self, trees: Mapping[str, Workers]) -> None:
         self._trees = trees
@@ -104,7 +104,7 @@ class Pair:
 def compare(
     suite: str, case: Case, allocator: str, index: Mapping[str, int], trees: Mapping[str, Workers], require: float
 ) -> Row:
-    """Measures one case in both trees. index: its number in each. Raises Unavailable if one of them cannot run it."""
+    """Measures one case in both trees. index: its number in each tree. Raises Unavailable if one cannot run it."""
     candidates = [OURS, *([case.minus] if case.minus else [])]
 
     def net(times: Mapping[str, float], tree: str) -> float:
@@ -136,7 +136,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line per row as soon as it is known, and those that do not meet the requirement at the end."""
+    """Prints a line per row as soon as it is measured, and at the end the rows that do not meet the requirement."""
     parser = argparse.ArgumentParser(
         prog="python -m hal.bench.harness.against",
         description=__doc__,

@@ -1,7 +1,7 @@
-"""What a suite declares: cases, each with one candidate called "ours" and named peers that do the same work.
+"""The declarations of a suite: cases, each with one candidate called "ours" and named peers that do the same work.
 
-A suite is a module with `cases() -> list[Case]`. Candidates are made only in worker processes, so building the list is
-cheap, and the list is the same in every process.
+A suite is a module with `cases() -> list[Case]`. Candidates are created only in worker processes, so building the list
+is cheap, and the list is the same in every process.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 OURS = "ours"
 Thunk = Callable[[], object]
-"""A call without arguments: what is timed, or the memory of which is measured."""
+"""A call without arguments, whose time or memory is measured."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of doing a case's work.
+    """One implementation of a case's work.
 
-    make: runs in the worker and returns the call that is measured; an exception says that it cannot run here.
-    process: candidates that name the same process share one. HAL ("hal") and its peers ("torch", ...) never share, so
-        that neither's process-wide settings affect the other.
+    make: runs in the worker and returns the call to measure; an exception means that it cannot run here.
+    process: candidates with the same process name share a process. HAL ("hal") and its peers ("torch", ...) never do,
+        so that process-wide settings of one do not affect the other.
     allocators: the entries of machine.ALLOCATORS that it runs under; empty: all of the case's.
-    ranks: how many processes make the call together.
+    ranks: the number of processes that make the call together.
     """
 
     make: Callable[[], Thunk]
@@ -33,12 +33,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work. Its rows compare "ours" with every other candidate and with every budget.
+    """One workload. Its rows compare "ours" with every other candidate and with every budget.
 
     work: FLOP or bytes of one call, for the share of `ceiling` (a key of roofline.CEILINGS).
-    budgets: name -> seconds (or bytes) that ours may take; a peer whose figure is given instead of measured.
+    budgets: name -> seconds (or bytes) that ours may take, i.e. a peer whose figure is given instead of measured.
     minus: a candidate whose time is subtracted from that of ours (the cost of an empty call); it is not a peer.
-    series, x: the line of the growth plot that this case is a point of, and its abscissa.
+    series, x: the line of the growth plot to which this case adds a point, and the point's x coordinate.
     quantity: "seconds" of a call; "bytes" that one call adds to the resident memory at its peak; "counted bytes" or
         "counted share" for calls that return the figure themselves.
     """

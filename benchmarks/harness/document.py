@@ -1,14 +1,14 @@
 """Writes a run into a page: `hal bench all --json all.json`, then
 `python -m hal.bench.harness.document all.json PAGE.md`.
 
-Tables and growth plots of the page are replaced, its text stays. A table follows a comment that says what it shows:
+Tables and growth plots of the page are replaced; its text is kept. A table follows a comment that defines its content:
 
     <!-- cases SUITE PATTERN -->  a line per case and allocator, a column per peer
     <!-- rows SUITE PATTERN -->   a line per comparison
 
-PATTERN is a regular expression that must match all of a case's name and shape; a row goes into the first table that
-matches. A plot is an SVG image whose alternative text is the name of its series; its file is written beside the page. A
-table or plot without rows is an error, and so is a row that no table of its suite shows; nothing is written then.
+PATTERN is a regular expression that must match the entire "name shape" of a case; a row goes into the first table that
+matches. A plot is an SVG image whose alternative text is the name of its series; its file is written next to the page.
+A table or plot without rows is an error, as is a row that is in no table of its suite; nothing is written in that case.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def fill(page: str, rows: Sequence[Row]) -> str:
-    """The page with its tables replaced by tables of `rows`. Raises ValueError as the module's docstring says."""
+    """The page with its tables replaced by tables of `rows`. Raises ValueError as the module's docstring describes."""
     if len(_TABLE.findall(page)) != len(re.findall("<!-- (?:cases|rows) ", page)):
         raise ValueError("a comment `<!-- cases|rows SUITE PATTERN -->` must be a line of its own before an empty line")
     suites = {suite for _, _, suite, _ in _TABLE.findall(page)}

@@ -1,7 +1,8 @@
-"""How HAL measures: ours and its peers in turn, round after round, and the ratio within each round.
+"""The measuring engine: runs ours and its peers alternately in rounds, and computes the ratio within each round.
 
-A ratio of two times taken milliseconds apart is stable on a noisy machine; a time is not. Rounds in which other
-processes used the processors are dropped when enough others remain. Nothing here knows what is measured, or where.
+On a noisy machine, the ratio of two times taken milliseconds apart is stable, whereas a time is not. Rounds in which
+other processes used the processors are dropped if enough other rounds remain. The engine is independent of what is
+measured, and where.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from .case import OURS, Case
 CLEAN_SHARE = 0.15
 """A round counts as clean if other processes used less than this share of one processor."""
 MIN_CLEAN = 3
-"""With at least this many clean rounds only they count; with fewer, all rounds do."""
+"""If there are at least this many clean rounds, only these count; otherwise all rounds count."""
 CLOSE, LOOKS = 0.05, 3
-"""A figure within this share of its goal is measured again, up to LOOKS times in all; all rounds count."""
+"""A figure within this share of its goal is measured again, up to LOOKS times in total; all rounds count."""
 FAR = 0.1
 """A case is settled once `least` clean rounds have each met all of its goals by more than this share."""
 CEILING = "ceiling"
@@ -29,10 +30,10 @@ UNIT_OF = {"seconds": "s", "bytes": "B", "counted bytes": "B", "counted share": 
 
 
 class Meter(Protocol):
-    """Runs candidates by name and says what they took."""
+    """Runs candidates by name and measures their time and memory."""
 
     def run(self, name: str, n: int) -> float:
-        """Seconds that n calls take together."""
+        """Total seconds of n calls."""
 
     def peak(self, name: str) -> float:
         """Bytes that one call adds to the resident memory at its peak."""
@@ -49,7 +50,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a case is measured.
+    """The duration of the measurement of a case.
 
     rounds: as many as fit into `budget` seconds, but not more than this (up to twice as many while fewer than MIN_CLEAN
         are clean) and not fewer than `least`.
@@ -64,10 +65,10 @@ class Effort:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ratio = the peer's time (or bytes) / ours: 2.0 = twice as fast.
+    """One comparison. ratio = the peer's time (or bytes) / ours; 2.0 means that ours is twice as fast.
 
-    ours: our median in `unit`. share_of_ceiling, share_min: our rate / the ceiling's in the same rounds; median and
-    smallest. goal, share_goal: what `--check` demands. clean: how many of `rounds` had no other load (see MIN_CLEAN).
+    ours: our median in `unit`. share_of_ceiling, share_min: median and minimum of our rate / the ceiling's in the same
+    rounds. goal, share_goal: required by `--check`. clean: the number of `rounds` without other load (see MIN_CLEAN).
     """
 
     suite: str
@@ -107,7 +108,7 @@ class Row:
 
     @property
     def close(self) -> bool:
-        """Whether a figure is so near its goal, on either side, that noise may decide."""
+        """Whether a figure is so close to its goal, on either side, that noise may determine the verdict."""
         pairs = ((self.ratio_median, self.goal), (self.share_of_ceiling, self.share_goal))
         return any(v is not None and g is not None and abs(v - g) <= CLOSE * g for v, g in pairs)
 
@@ -135,7 +136,7 @@ class Absent:
 class Samples:
     """Seconds (or bytes) per call of every candidate.
 
-    rounds: one entry per round that counts. clean, taken: how many rounds were clean, and how many there were.
+    rounds: one entry per round that counts. clean, taken: the numbers of clean rounds and of all rounds.
     """
 
     rounds: list[dict[str, float]]
@@ -143,7 +144,7 @@ class Samples:
     taken: int
 
     def __add__(self, other: Samples) -> Samples:
-        """Both; but where only one of the two has enough clean rounds, the rounds of the other do not count."""
+        """All rounds of both; if only one of the two has enough clean rounds, the other's rounds do not count."""
         parts = [s for s in (self, other) if s.clean >= MIN_CLEAN] or [self, other]
         return Samples([r for s in parts for r in s.rounds], self.clean + other.clean, self.taken + other.taken)
 
@@ -157,7 +158,8 @@ def sample(
 ) -> Samples:
     """Measures the candidates `names` of `case`: times in interleaved rounds, memory and counts once.
 
-    Counts do not vary. A process's peak does: what the first call leaves allocated, a second one would not add.
+    A count is the same for every call. A peak can be measured only once per process, because memory that the first call
+    leaves allocated would not be counted for a second call.
     """
     if case.quantity == "seconds":
         return interleave(names, meter, effort, settled)
@@ -168,15 +170,15 @@ def sample(
 def interleave(
     names: Sequence[str], meter: Meter, effort: Effort, settled: Callable[[Samples], bool] = lambda samples: False
 ) -> Samples:
-    """Times every candidate once per round. The order rotates, so that none always follows the same neighbour.
+    """Times every candidate once per round. The order rotates, so that no candidate always follows the same one.
 
-    settled: asked after `effort.least` clean rounds and after each further one; true ends the measurement.
+    settled: called after `effort.least` clean rounds and after each further one; true ends the measurement.
     """
     calls, seconds_per_round = {}, 0.0
     for name in names:
         meter.run(name, 1)  # the warm-up
         seconds = max(meter.run(name, 1), 1e-9)
-        if seconds < effort.seconds / 4:  # a single short call is a poor estimate of the mean of many
+        if seconds < effort.seconds / 4:  # a single short call is a poor estimate of the mean of several calls
             n = max(1, math.ceil(effort.seconds / 4 / seconds))
             seconds = meter.run(name, n) / n
         calls[name] = max(1, round(effort.seconds / seconds))
@@ -219,7 +221,8 @@ def rows(
     result: list[Row] = []
     for peer in [*peers, *case.budgets]:
         budget = case.budgets.get(peer)
-        # Noise can make an overhead zero or negative. It is then within any budget, but JSON has no infinity.
+        # Noise can make an overhead zero or negative. The ratio is limited then, because JSON cannot represent
+        # infinity.
         ratios = sorted((t[peer] if budget is None else budget) / max(ours(t), 1e-12) for t in samples.rounds)
         result.append(
             Row(
@@ -237,7 +240,7 @@ def rows(
                 share_of_ceiling=statistics.median(shares) if shares else None,
                 share_min=min(shares, default=None),
                 goal=goal(peer),
-                # The share does not depend on the peer, so its goal is counted in the case's first row only.
+                # The share does not depend on the peer, so its goal is set only in the first row of the case.
                 share_goal=None if result else share_goal,
                 clean=samples.clean,
                 rounds=samples.taken,

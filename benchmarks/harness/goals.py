@@ -1,7 +1,7 @@
-"""Every goal that `hal bench --check` holds cpu_ref to, in one place.
+"""All goals of cpu_ref that `hal bench --check` verifies.
 
-They are ratios for two threads of a current x86-64 server processor. A goal that presumes an instruction set, or a
-vendor, says so and applies only there. A goal that could not be measured counts as missed.
+They are ratios for two threads of a current x86-64 server processor. A goal that depends on an instruction set or a
+vendor declares this and applies only there. A goal that could not be measured counts as missed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Goal:
     holds: Callable[[], bool] = _always
 
 
-_EVEN = [  # the "odd ..." cases of the same ops are held to 80 % of these
+_EVEN = [  # the "odd ..." cases of the same ops have 80 % of these goals
     Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),
     Goal("linear *", "f32 *", "torch.mm", 0.95),
     Goal("scale_mask_softmax fwd+bwd", "*", "eager", 10.0, "default"),
@@ -61,7 +61,7 @@ _EVEN = [  # the "odd ..." cases of the same ops are held to 80 % of these
     Goal("adamw", "*", "AdamW(fused=True)", 0.95),
 ]
 
-RATIOS = [  # the first that matches and holds counts
+RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
@@ -70,15 +70,15 @@ RATIOS = [  # the first that matches and holds counts
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
-    # Shapes that fit no tile: 80 % of what is demanded of even ones.
+    # Shapes that do not fit the tiles: 80 % of the goals of even shapes.
     Goal("attention odd shapes *", "f32 * S777 *", "sdpa", 0.8 * 3.3, holds=_avx512),
     Goal("attention odd shapes *", "f32 * S4001 *", "sdpa-mask", 0.8 * 25.0, holds=_avx512),
     Goal("attention odd shapes *", "f32 * causal", "sdpa*", 0.8 * 2.5, holds=_avx512),
     Goal("attention one query", "*", "sdpa", 1.0, holds=_avx512),
     Goal("attention memory", "*", "naive", 50.0),
     Goal("growth", "window 256: S", "linear growth", 0.9),
-    # 2.0 would mean that the loss needs no buffer besides the logits; pages of code that the first call touches count
-    # too. With a second buffer for the gradient the ratio would fall below 1.
+    # 2.0 would mean that the loss needs no buffer besides the logits, but pages of code that the first call touches
+    # also count. With a second buffer for the gradient the ratio would be below 1.
     Goal("cross_entropy memory", "*", "two buffers of logits", 1.5),
     *_EVEN,
     *(replace(g, name=f"odd {g.name}", least=0.8 * g.least) for g in _EVEN),
@@ -86,7 +86,7 @@ RATIOS = [  # the first that matches and holds counts
     Goal("all_reduce", "1 KB", "budget of 3 us", 1.0),
     Goal("all_reduce", "1 MB", "gloo", 6.0),
     Goal("all_reduce", "64 MB", "gloo", 6.0),
-    # The formulas of `hal plan` may be too high, which leaves memory unused. If one were too low, a planned run
+    # The formulas of `hal plan` may overestimate, which leaves memory unused. If one underestimated, a planned run
     # would not fit.
     Goal("weights between steps", "*", "formula", 0.99),
     Goal("gradients between steps", "*", "formula", 0.99),
@@ -116,10 +116,10 @@ def _find(goals: list[Goal], name: str, shape: str, peer: str, allocator: str) -
 
 
 def ratio(name: str, shape: str, peer: str, allocator: str) -> float | None:
-    """The ratio demanded of this comparison, or None."""
+    """The ratio required of this comparison, or None."""
     return _find(RATIOS, name, shape, peer, allocator)
 
 
 def share(name: str, shape: str, ceiling: str, allocator: str) -> float | None:
-    """The share of the ceiling demanded of this case, or None."""
+    """The share of the ceiling required of this case, or None."""
     return _find(SHARES, name, shape, ceiling, allocator)

@@ -1,8 +1,8 @@
-"""Exact bytes that torch operations hold: those alive now, and the most that ever were. No allocator is asked.
+"""Counts the bytes of live tensors in torch operations, now and at the peak, without querying an allocator.
 
-A storage counts, with its present size, from the operation that returned it until nothing refers to it; views share
-theirs. The figures are therefore the same on every machine and repeatable to the byte. Storages that existed before do
-not count.
+A storage counts, with its current size, from the operation that returned it until nothing refers to it; views share
+their storage. Therefore the figures are the same on every machine and exactly reproducible. Storages that existed
+before do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of plain tensors among `values`, by identity; wrappers such as DTensor hold plain ones inside."""
+    """The storages of plain tensors among `values`, by identity; wrappers like DTensor contain plain tensors."""
     plain = (
         t for t in tree_leaves(values) if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type != "meta"
     )
@@ -50,8 +50,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def now(self) -> int:
-        """Bytes of all storages that were made inside the context and are still referred to."""
+        """Bytes of all storages that were created inside the context and are still referenced."""
         self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}  # type: ignore[no-untyped-call]
-        # fully_shard frees a storage by resizing it to zero, so sizes are asked for every time.
+        # fully_shard frees a storage by resizing it to zero, so sizes are queried every time.
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._alive.values())
         return sum(s.nbytes() for s in storages if s is not None)

@@ -1,4 +1,4 @@
-"""The conditions of a measurement: processor, threads, the allocator's environment, and what else is running."""
+"""The conditions of a measurement: processor, threads, the allocator's environment, and the load of other processes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ALLOCATORS: dict[str, dict[str, str]] = {
-    # glibc's own settings: every large block is mapped anew, and the kernel clears its pages at the first touch.
+    # glibc's defaults: every large block is newly mapped, and the kernel clears its pages on first access.
     "default": {},
-    # glibc told to keep freed memory. It reads this when a process starts, hence one process per setting.
+    # glibc keeps freed memory. It reads these variables when a process starts, so each setting needs its own process.
     "pooled": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "67108864"},
 }
 
 ONE_THREAD = "HAL_BENCH_ONE_THREAD"
 """Set in a worker's environment: one thread, and processor time instead of the wall clock."""
 RENDEZVOUS = "HAL_BENCH_MEETING"
-"""Names, in the environment of workers that communicate, the file over which their process group meets."""
+"""Environment variable of communicating workers: the file through which their process group is initialised."""
 
 
 def environment(allocator: str, *, one_thread: bool = False) -> dict[str, str]:
-    """This process's environment with exactly the allocator settings (and threads) asked for."""
+    """This process's environment with exactly the requested allocator settings and threads."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "HAL_BACKEND"}
     threads = {ONE_THREAD: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if one_thread else {}
     return {**inherited, **ALLOCATORS[allocator], **threads}
@@ -38,7 +38,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def vendor() -> str:
-    """The processor's vendor as the system spells it; "" where the system does not say."""
+    """The processor's vendor as reported by the system; "" if it is not reported."""
     return _cpuinfo().get("vendor_id", "")
 
 
@@ -48,7 +48,7 @@ def features() -> frozenset[str]:
 
 
 def describe(one_thread: bool = False) -> str:
-    """One line for the head of a report. It names no host."""
+    """One line for the head of a report, without the name of the host."""
     import torch
 
     info = _cpuinfo()
@@ -61,7 +61,7 @@ def describe(one_thread: bool = False) -> str:
 
 
 def busy_elsewhere(own: Iterable[int]) -> float:
-    """Processor seconds used so far by everything except the processes `own`; 0 where the system does not say."""
+    """Processor seconds used so far by everything except the processes `own`; 0 if the system does not report them."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -78,7 +78,7 @@ def busy_elsewhere(own: Iterable[int]) -> float:
 
 
 class OtherLoad:
-    """What processes other than `own` use of the processors from now on."""
+    """Measures the processor time of processes other than `own` from now on."""
 
     def __init__(self, own: Iterable[int]) -> None:
         self._own = list(own)

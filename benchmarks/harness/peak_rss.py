@@ -1,8 +1,8 @@
-"""What training adds to a process's resident memory at its peak, and whether the peak creeps from step to step.
+"""Measures the peak resident memory that training adds to a process, and its growth from step to step.
 
-The measured backend is asked for it. On a processor its figures are those of the whole process, so plain torch's peers
-are measured alike. Every peak is measured in a process of its own: one that has grown before would take what it needs
-from the memory that it already holds.
+The figures are those of the measured backend. On the CPU these are the figures of the process, so plain torch's peers
+are measured in the same way. Every peak is measured in a separate process, because a process that has grown before
+would reuse memory that it already has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _stats() -> Mapping[str, int]:
 
 
 def peak_of(make: Callable[[], Thunk], steps: int) -> Callable[[], float]:
-    """A call that makes `steps` steps and returns how far, in bytes, the peak is above the use before `make`."""
+    """A call that runs `steps` steps and returns the bytes by which the peak exceeds the usage before `make`."""
     gc.collect()
     target.backend().reset_peak_memory()
     before, step = _stats()["allocated"], make()

@@ -45,7 +45,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def layout(record: Mapping[str, Any]) -> str:
-    """What `hal bench train` measured under a layout."""
+    """The results of `hal bench train` with a layout."""
     times = record["seconds_per_step"]
     simulated = " (simulated)" if record["simulated"] else ""
     lines = [

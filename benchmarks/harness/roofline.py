@@ -1,8 +1,8 @@
-"""What the machine can do at most, measured in the same rounds as the candidates.
+"""The ceilings of the machine, measured in the same rounds as the candidates.
 
-The ceilings are a matrix product of a size that suits the caches (oneDNN through torch, into memory that is not fresh),
-and a copy of more memory than any cache holds. Shares of the copy count the bytes that an ideal kernel moves: inputs
-read once, outputs written once.
+The ceilings are a matrix product of a size that suits the caches (oneDNN through torch, with its output in reused
+memory), and a copy that exceeds all caches. Shares of the copy rate count the bytes that an ideal kernel moves, which
+reads inputs once and writes outputs once.
 """
 
 from __future__ import annotations

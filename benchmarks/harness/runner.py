@@ -18,7 +18,7 @@ SUITES = {n: f"hal.bench.suites.{n}" for n in ("attention", "ops", "linear", "di
 
 @dataclass
 class Results:
-    """What a run produced, in order."""
+    """The results of a run, in order."""
 
     rows: list[Row] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Results:
 
     @property
     def goals(self) -> int:
-        """How many goals apply to the comparisons that were asked for."""
+        """The number of goals that apply to the requested comparisons."""
         of_rows = sum((r.goal is not None) + (r.share_goal is not None) for r in self.rows)
         return of_rows + sum(a.goal is not None for a in self.absent)
 
@@ -80,8 +80,8 @@ def run(
 
 
 def selected(suite: str, only: Sequence[str]) -> list[tuple[int, Case]]:
-    """The suite's cases with their numbers; of these, if `only` is not empty, those whose name and shape contain one of
-    its texts."""
+    """The suite's cases with their numbers. If `only` is not empty, only cases whose name and shape contain one of its
+    texts."""
     cases: list[Case] = importlib.import_module(SUITES[suite]).cases()
     return [
         (index, case)
@@ -91,7 +91,7 @@ def selected(suite: str, only: Sequence[str]) -> list[tuple[int, Case]]:
 
 
 def ratio_goal(backend: str, name: str, shape: str, peer: str, allocator: str) -> float | None:
-    """The ratio demanded of a comparison, or None. Goals exist for one backend only."""
+    """The ratio required of a comparison, or None. Goals exist for one backend only."""
     return goals.ratio(name, shape, peer, allocator) if backend == goals.BACKEND else None
 
 
@@ -109,7 +109,7 @@ class CaseRun:
     results: Results
 
     def measure(self, workers: Workers) -> None:
-        """Does nothing if the case has none of the peers that were asked for."""
+        """Measures the case, unless it has none of the requested peers."""
         names = self.case.under(self.allocator)
         peers = [n for n in names if n not in (OURS, self.case.minus) and (not self.peers or n in self.peers)]
         if not peers and (self.peers or not self.case.budgets):
@@ -125,13 +125,13 @@ class CaseRun:
         finally:
             workers.release()
         if self.case.quantity == "bytes" and any(r.ours <= 0 for r in measured):
-            # The call's memory came from what the process already held, so the ratio would mean nothing.
+            # The call used memory that the process already had, so the ratio would be meaningless.
             self._absent([*peers, *self.case.budgets], f"no memory was seen to be used ({measured[0].ours:.0f} bytes)")
         else:
             self.results.rows += measured
 
     def _prepare(self, workers: Workers, peers: Sequence[str]) -> list[str]:
-        """Makes the candidates. Returns those that can run here; none if ours cannot, which leaves no comparison."""
+        """Creates the candidates. Returns those that can run here, or none if ours cannot run."""
         minus = [self.case.minus] if self.case.minus else []
         ceiling = [CEILING] if self.case.ceiling else []
         available = []
@@ -147,8 +147,9 @@ class CaseRun:
         return available
 
     def _compare(self, workers: Workers, names: Sequence[str]) -> list[Row]:
-        """Measures the candidates, again while a figure is close to its goal."""
-        # Every point adds to the exponent of its series, so a series with a goal takes all rounds at each of them.
+        """Measures the candidates, and repeats this while a figure is close to its goal."""
+        # Every point affects the exponent of its series, so all rounds are measured at each point of a series with a
+        # goal.
         growth_goal = ratio_goal(self.backend, "growth", self.case.series, "linear growth", self.allocator)
         samples = sample(
             self.case,

@@ -1,7 +1,7 @@
-"""The backend that a worker process measures. Suites ask for it when they make a candidate's tensors.
+"""The backend that a worker process measures. Suites use it to create a candidate's tensors.
 
-In HAL's own processes it is also the active backend. In a peer's process it is only constructed, so that nothing that
-`hal.use` sets up can help or hurt the peer.
+In HAL's own processes it is also the active backend. In a peer's process it is only constructed, so that settings made
+by `hal.use` cannot affect the peer.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def backend() -> hal.Backend:
 
 
 def device() -> torch.device:
-    """The device that candidates put their tensors on."""
+    """The device of the candidates' tensors."""
     return backend().device()

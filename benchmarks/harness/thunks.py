@@ -1,4 +1,4 @@
-"""The two calls that most candidates are: a function's forward pass, and its forward and backward pass."""
+"""The calls that most candidates measure: a function's forward pass, and its forward and backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Thunk:
 def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], wanted: int) -> Thunk:
     """Calls `function`, then computes the gradients of the first `wanted` inputs (leaves) for a random output gradient.
 
-    Calls the function once now, to learn the shape of its output.
+    Calls the function once immediately to determine the shape of its output.
     """
     leaves = [x.requires_grad_() for x in inputs[:wanted]]
     dy = torch.randn_like(function(*inputs).detach())

@@ -1,7 +1,7 @@
-"""The program of a worker process: it makes candidates and runs them on request. `workers.py` is the parent's side.
+"""The program of a worker process, which creates and runs candidates on request. `workers.py` is the parent's side.
 
-Requests and replies are JSON objects, one per line. `against.py` sends the same to the workers of other checkouts, so
-that a change of this protocol makes comparisons with older commits impossible:
+Requests and replies are JSON objects, one per line. `against.py` sends the same requests to the workers of other
+checkouts, so a change of this protocol makes comparisons with older commits impossible:
 
     {"do": "make", "suite": MODULE, "case": INDEX, "candidate": NAME}   -> {"value": null}
     {"do": "run", "candidate": NAME, "n": CALLS}                        -> {"value": SECONDS}
@@ -36,7 +36,7 @@ from .roofline import CEILINGS
 
 
 def timed(thunk: Thunk, n: int) -> float:
-    """Seconds that n calls in a row take, until the device has finished them."""
+    """Seconds of n consecutive calls, until the device has completed them."""
     clock = time.process_time if machine.ONE_THREAD in os.environ else time.perf_counter
     start = clock()
     for _ in repeat(None, n):
@@ -68,7 +68,7 @@ def _make(suite: str, index: int, name: str) -> Thunk:
 
 
 def _answer(request: dict[str, Any], thunks: dict[str, Thunk]) -> object:
-    """Carries out one request. thunks: the candidates made so far, by name; "make" and "drop" change it."""
+    """Executes one request. thunks: the candidates created so far, by name; "make" and "drop" change it."""
     name = request["candidate"]
     match request["do"]:
         case "make":

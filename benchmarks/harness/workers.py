@@ -1,7 +1,8 @@
-"""The parent's side of the worker processes in which candidates run (`worker.py` is theirs).
+"""The parent's side of the worker processes in which candidates run (`worker.py` is the workers' side).
 
-There is one process per (process name, allocator, rank): glibc reads the allocator's environment when a process starts,
-and a peer that changes a process-wide setting cannot affect another. Parent and worker talk over a socket pair.
+There is one process per (process name, allocator, rank), because glibc reads the allocator's environment when a process
+starts, and so that a peer that changes a process-wide setting cannot affect others. Parent and worker communicate over
+a socket pair.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ PATIENCE = 900.0
 
 
 class Unavailable(Exception):
-    """A candidate that cannot run here; the text says why."""
+    """A candidate that cannot run here, with the reason."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker process runs: the module with `worker.main`, in the folder `cwd` (None: this one) under `env`."""
+    """The program of a worker process: the module with `worker.main`, run in `cwd` (None: this folder) with `env`."""
 
     module: str = "hal.bench.harness.worker"
     cwd: Path | None = None
@@ -58,7 +59,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,  # Ctrl-C goes to the parent alone, which decides what ends
+            start_new_session=True,  # Ctrl-C must reach only the parent, which ends the workers
         )
         child_end.close()
         self._socket, self._stream = parent_end, parent_end.makefile("rw")
@@ -129,7 +130,7 @@ class Workers:
         self._folder.cleanup()
 
     def prepare(self, index: int, case: Case, name: str, allocator: str) -> None:
-        """Makes candidate `name` of the suite's case number `index`. Raises Unavailable if it cannot run."""
+        """Creates candidate `name` of the suite's case number `index`. Raises Unavailable if it cannot run."""
         if name == CEILING:
             process, allocator, ranks = "ceiling", "pooled", 1
         else:
@@ -162,7 +163,7 @@ class Workers:
         self._group_of.clear()
 
     def kill(self) -> None:
-        """Ends all workers at once, even in the middle of a call."""
+        """Ends all workers immediately, even during a call."""
         for group in self._groups.values():
             for worker in group:
                 worker.kill()
@@ -181,12 +182,12 @@ class Workers:
         return float(max(self._ask_all(name, do="count", candidate=name)))
 
     def _ask_all(self, name: str, **request: Any) -> list[Any]:
-        """The replies of all ranks. Every rank is asked before the first is waited for: they may run collectives."""
+        """The replies of all ranks. All requests are sent before waiting, because ranks may run collectives."""
         group = self._group_of[name]
         for worker in group:
             worker.ask(**request)
         replies, unavailable = [], None
-        for worker in group:  # every reply is read, so that none is taken for the answer to a later request
+        for worker in group:  # every reply is read, so that none is mistaken for that of a later request
             try:
                 replies.append(worker.answer())
             except Unavailable as error:

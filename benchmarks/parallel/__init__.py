@@ -1,1 +1,1 @@
-"""Trainers under any parallel layout, one process per rank, and what is measured of them."""
+"""Trainers under any parallel layout, one process per rank, and measurements of them."""

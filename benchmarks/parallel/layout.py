@@ -15,7 +15,7 @@ from hal.model.config.validation import check_model
 from hal.model.training.trainer import Trainer, make_trainer
 
 VOCABULARY = 255
-"""How many token ids a config has that does not say; with end-of-document, a power of two."""
+"""The default number of token ids; a power of two including end-of-document."""
 
 
 @dataclass(frozen=True)

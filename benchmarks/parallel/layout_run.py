@@ -27,7 +27,7 @@ from .layout import VOCABULARY, trainer_of
 
 OUTPUT, STEPS = "HAL_BENCH_OUTPUT", "HAL_BENCH_STEPS"
 WARM_UP = 2
-"""Steps before the timed ones: kernels are compiled, caches are filled, buffers are allocated."""
+"""Warm-up steps, in which kernels are compiled, caches are filled and buffers are allocated."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(argv: Sequence[str]) -> Config:
-    """The checked config. Where the options name no tokenizer or data: VOCABULARY token ids, and random tokens."""
+    """The validated config. Without a tokenizer or data in the options, VOCABULARY token ids and random tokens."""
     values: dict[str, Any] = read(argv)
     if "tokenizer_type" not in values:
         values |= {"tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY}
@@ -55,7 +55,7 @@ def config_of(argv: Sequence[str]) -> Config:
 
 
 def measure(config: Config, steps: int) -> dict[str, Any] | None:
-    """What rank 0 reports of `steps` steps; None on the others."""
+    """The report of `steps` steps on rank 0; None on other ranks."""
     trainer = trainer_of(config)
     for _ in range(WARM_UP):
         trainer.step()

@@ -11,7 +11,7 @@ from ..harness import machine
 
 
 def join() -> None:
-    """Joins the ranks' gloo group, once per process; the ranks meet over a file. A single process joins nothing."""
+    """Joins the ranks' gloo group, once per process, through a shared file. Does nothing for a single process."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1 and not dist.is_initialized():
         dist.init_process_group(

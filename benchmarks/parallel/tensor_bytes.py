@@ -1,5 +1,7 @@
-"""What a rank holds and does in one training step, counted exactly: bytes of tensors, and the order of a pipeline's
-work. Every rank of a layout calls these functions; nothing is timed."""
+"""Exact counts of a training step on one rank: bytes of tensors, and the order of a pipeline's actions.
+
+Every rank of a layout calls these functions; nothing is timed.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ def state_bytes(options: Mapping[str, Any]) -> dict[str, int]:
 
 
 def activation_bytes(options: Mapping[str, Any]) -> int:
-    """Bytes that one microbatch keeps on this rank between its forward and its backward pass. Without a pipeline."""
+    """Bytes that a microbatch keeps on this rank between forward and backward pass, without pipeline parallelism."""
     config = config_of(options)
     trainer = trainer_of(config)
     model = trainer.model
     rows = model.parallel.context_rows(config.seq_length).count
     tokens = torch.zeros(config.micro_batch_size, rows, dtype=torch.int64)
     dropout_rng = _dropout_rng(config, trainer.rng)
-    model(tokens, dropout_rng)  # creates what stays for good, such as the rotary table: no microbatch's activations
+    model(tokens, dropout_rng)  # allocates permanent tensors, e.g. the rotary table
     with LiveBytes() as live:
         loss = model.loss(model(tokens, dropout_rng), tokens)
         return live.now() - loss.nbytes
@@ -56,18 +58,18 @@ def _dropout_rng(config: Config, rng: Any) -> DropoutRng | None:
 
 
 def peak_bytes(options: Mapping[str, Any]) -> int:
-    """The peak of this rank's bytes in a step, everything included: weights, optimizer, buffers, temporaries."""
+    """The peak of this rank's bytes in a step, including weights, optimizer, buffers and temporaries."""
     config = config_of(options)
     with LiveBytes() as live:
         trainer = trainer_of(config)
-        trainer.step()  # allocates the buffers that stay
+        trainer.step()  # allocates permanent buffers
         live.peak = live.now()
         trainer.step()
         return live.peak
 
 
 def recorded_order(options: Mapping[str, Any]) -> list[Action]:
-    """What this rank's pipeline did in one step, in order, recorded by wrapping its stages' methods."""
+    """The actions of this rank's pipeline in one step, in order, recorded by wrapping the methods of its stages."""
     trainer = trainer_of(config_of(options))
     assert isinstance(trainer.pipeline, Pipeline)
     done: list[Action] = []
@@ -90,7 +92,7 @@ def _record(stage: Any, name: str, kind: Callable[[Mapping[str, Any]], str], don
 
 
 def recorded_bubble(options: Mapping[str, Any]) -> float:
-    """Idle time / working time that follows from the recorded orders of all ranks if all stages take equally long."""
+    """Idle time / working time, computed from the recorded orders of all ranks for stages of equal duration."""
     own = recorded_order(options)
     orders: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(orders, own)

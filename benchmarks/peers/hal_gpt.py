@@ -1,4 +1,4 @@
-"""The GPT of the training step in HAL: what its peers in this folder are compared with."""
+"""The GPT of the training step in HAL, with which the peers in this folder are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..harness.case import Thunk
 
 
 def config_of(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, bf16: bool = False) -> Config:
-    """The model that PlainGPT and `megatron_gpt.gpt` compute: without dropout, and without clipping."""
+    """The config of the model that PlainGPT and `megatron_gpt.gpt` compute, without dropout and without clipping."""
     return Config(
         num_layers=layers,
         hidden_size=hidden,
@@ -34,7 +34,7 @@ def step_of(config: Config, device: torch.device, tokens: Tensor, labels: Tensor
 
     def step() -> None:
         optimizer.zero_grad()
-        # The trainer, too, lets the loss write its gradient over the logits.
+        # As in the trainer, the loss writes its gradient over the logits.
         model.loss(model(tokens), labels, inplace_backward=True).backward()  # type: ignore[no-untyped-call]
         optimizer.step(1e-4, 0.0)
 

@@ -1,8 +1,8 @@
-"""The same GPT in megatron-core: its GPTModel on its own layers, under its own wrapper, schedule and optimizer.
+"""The same GPT in megatron-core: its GPTModel with its own layers, wrapper, schedule and optimizer.
 
 megatron-core is written for NVIDIA devices; hal_device() redirects the CUDA names that it uses to the processor
 (docs/megatron.md). It uses none of HAL's ops. The backend is activated but not built, because building cpu_ref would
-change malloc's settings, which are those that the row names.
+change malloc's settings, which must be those of the row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..harness import target
 from ..harness.case import Thunk
 
 _redirected: ExitStack | None = None
-"""Holds hal_device() open once `enter` was called."""
+"""Keeps hal_device() active after `enter` has been called."""
 
 
 def enter() -> None:
-    """Prepares this process for megatron-core, as a world of one, for the rest of its life.
+    """Prepares this process permanently for megatron-core, as a world of one rank.
 
     Raises ImportError where megatron-core is not installed, HalError where it cannot run.
     """
@@ -67,7 +67,7 @@ def gpt(layers: int, hidden: int, heads: int, length: int, vocabulary: int, *, b
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        # These fusions are kernels for NVIDIA devices, or compiled; the peer is eager.
+        # These fusions need NVIDIA kernels or compilation, but the peer runs in eager mode.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -1,4 +1,4 @@
-"""The GPT a torch user would write: the same function as HAL's default GPT, in torch's own operations.
+"""A GPT in plain torch, which computes the same function as HAL's default GPT with torch's operations.
 
 Pre-norm, learned positions, tanh gelu, biases, tied embedding, no dropout. Activations are [b, s, h].
 """

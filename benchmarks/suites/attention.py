@@ -1,9 +1,9 @@
 """Attention against torch: causal in three layouts, a sliding window, growth with S, window and heads, memory, shapes
-that fit no tile, and one query, as in decoding.
+that do not fit the tiles, and a single query as in decoding.
 
 FLOP counts include only (query, key) pairs inside the band: 4 D per pair forward (two products), 14 D forward and
-backward (seven), so a peer that also computes masked pairs gets no credit for them. One query is bound by memory, and
-its ceiling is the copy rate.
+backward (seven). Masked pairs that a peer computes do not count. A single query is bound by memory, so its ceiling is
+the copy rate.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AttentionShape:
     """B sequences of S tokens, H heads of D channels. A query sees itself, `pre` keys before it (None: all) and `next`
     keys after it.
 
-    kv: key/value heads, if fewer. lengths: of packed sequences (layout TND), in place of b and s. last: only the last
-    token is a query.
+    kv: key/value heads, if fewer than H. lengths: lengths of packed sequences (layout TND), in place of b and s. last:
+    only the last token is a query.
     """
 
     dtype: str = "f32"
@@ -63,7 +63,7 @@ class AttentionShape:
         return float(self.h * pairs * self.d * (14 if backward else 4))
 
     def keys_and_values(self) -> float:
-        """Bytes of K and V, which are nearly all that one query has to read."""
+        """Bytes of K and V, which are nearly the entire memory traffic of a single query."""
         return float(2 * self.b * (self.kv or self.h) * self.s * self.d * DTYPES[self.dtype].itemsize)
 
     def inputs(self) -> list[Tensor]:
@@ -77,14 +77,14 @@ class AttentionShape:
         return tensors
 
     def bnsd(self, x: Tensor) -> Tensor:
-        """A view of x [layout] as [b, n, s, d]: torch's kernels read strides, so a peer pays for no copy."""
+        """A view of x [layout] as [b, n, s, d]; torch's kernels support strides, so peers need no copy."""
         if self.layout in ("SBH", "BSH"):
             x = x.unflatten(-1, (self.h, self.d))  # type: ignore[no-untyped-call]
         return x.permute(_TO_BNSD[self.layout])
 
 
 def _corner(n: int) -> int:
-    """Pairs in the triangle that a band leaves out on one side."""
+    """The number of pairs in the triangle outside of a band on one side."""
     return n * (n - 1) // 2 if n > 0 else 0
 
 
@@ -109,14 +109,14 @@ def _hal(shape: AttentionShape) -> Attend:
             cu_seqlens_q=starts,
             cu_seqlens_k=starts,
         )
-        assert isinstance(out, Tensor)  # a pair only with return_lse
+        assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return out
 
     return attend
 
 
 def _sdpa(shape: AttentionShape) -> Attend:
-    # torch aligns causal masks at the first key, so its single query would see one key only; unmasked it sees all.
+    # torch aligns causal masks at the first key, so a single query would see only one key; without a mask it sees all.
     causal, gqa = not shape.last, shape.kv is not None
     return lambda q, k, v: F.scaled_dot_product_attention(
         shape.bnsd(q), shape.bnsd(k), shape.bnsd(v), is_causal=causal, enable_gqa=gqa
@@ -124,7 +124,7 @@ def _sdpa(shape: AttentionShape) -> Attend:
 
 
 def _sdpa_each(shape: AttentionShape) -> Attend:
-    """Packed sequences [t, n, d], one after the other."""
+    """Packed sequences [t, n, d], computed one after the other."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences = zip(*(torch.split(x.transpose(0, 1)[None], list(shape.lengths), 2) for x in (q, k, v)))
@@ -140,7 +140,7 @@ def _sdpa_medium(shape: AttentionShape) -> Attend:
 
 
 def _allowed(s: int, pre: int, next: int = 0) -> Tensor:
-    """Which keys each query sees: bool [s, s]."""
+    """The keys that are visible to each query, bool [s, s]."""
     i, j = torch.arange(s)[:, None], torch.arange(s)
     return ((j <= i + next) & (j >= i - pre)).to(target.device())
 
@@ -222,7 +222,7 @@ def _case(
     x: float = 0.0,
     memory: bool = False,
 ) -> Case:
-    # Memory has a process of its own: one that has grown before takes what it needs from the memory it already holds.
+    # Memory is measured in a separate process, because a process that has grown before reuses its memory.
     candidates = {OURS: _candidate(shape, _hal, backward, "hal-memory" if memory else "hal")}
     candidates |= {p: _candidate(shape, _PEERS[p][0], backward, _PEERS[p][1]) for p in peers}
     work, ceiling = (shape.keys_and_values(), "copy") if shape.last else (shape.flop(backward), f"GEMM {shape.dtype}")
@@ -252,11 +252,11 @@ ODD = (
     (_PACKED, False, ("sdpa-each",)),
     (_PACKED, True, ("sdpa-each",)),
 )
-"""Shapes that fit no tile, no layout and no power of two: (shape, backward, peers)."""
+"""Irregular shapes, which are no multiples of tiles or powers of two: (shape, backward, peers)."""
 
 
 def cases() -> list[Case]:
-    """All attention cases; goals.py says what is expected of which."""
+    """All attention cases; goals.py has their goals."""
     result = []
     for dtype, layout, (mode, backward), d, s in product(DTYPES, ("BNSD", "SBH", "BSH"), _MODES, (64, 128), LENGTHS):
         plain = layout == "BNSD"

@@ -1,6 +1,6 @@
 """all_reduce between two processes of one machine: the backend's communicator against gloo.
 
-HAL's all_reduce returns a new tensor and leaves its input alone. gloo's works in place, so the peer does one copy less.
+HAL's all_reduce returns a new tensor and does not change its input. gloo's works in place, so the peer saves one copy.
 """
 
 from __future__ import annotations

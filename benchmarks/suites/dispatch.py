@@ -1,11 +1,11 @@
-"""What HAL adds to a call, against its budgets: 1 us through the registry into a C function, 6 us with autograd.
+"""HAL's overhead per call, against its budgets: 1 us through the registry into a C function, 6 us with autograd.
 
-The implementation makes one call through cffi (eleven arguments, no rows, so the kernel returns at once). It returns
-its input or, where autograd needs a new tensor, an empty one; a function that does only this is subtracted. This leaves
-checking the contract (and why_not: once for all calls with the same metadata if it is marked `by_metadata`, else at
-every call), forwarding the arguments, reading addresses, crossing into C and, in the last case, autograd's node. Every
-tensor costs 0.2 us, most of it for reading its shape and dtype, so calls with one and with three tensors are both held
-to the budget.
+The implementation makes one call through cffi (eleven arguments, no rows, so the kernel returns immediately). It
+returns its input or, where autograd needs a new tensor, an empty one; the time of a function that does only this is
+subtracted. The remaining time is that of checking the contract (and why_not: once for all calls with the same metadata
+if it is marked `by_metadata`, otherwise at every call), forwarding the arguments, reading addresses, the call into C
+and, in the last case, autograd's node. Every tensor costs 0.2 us, mostly for reading its shape and dtype, so the budget
+is checked for calls with one and with three tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _kernel() -> Callable[..., None]:
 
 
 class Idle(hal.Backend):
-    """A backend whose ops compute nothing, so that a call's time is that of dispatch."""
+    """A backend whose ops compute nothing, so that the time of a call is the overhead of dispatch."""
 
     name = "idle"
 
@@ -63,7 +63,7 @@ def _why_layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
 
 
 def _register() -> None:
-    """Adds the implementations. Not at import, because this needs the compiled kernels."""
+    """Registers the implementations. This does not happen at import, because it needs the compiled kernels."""
     kernel = _kernel()
 
     @Idle.impl(ops.swiglu, id="idle/cffi", why_not=_why_swiglu)
@@ -107,7 +107,7 @@ def _register() -> None:
 
 
 def _direct(x, *rest, **options):  # type: ignore[no-untyped-def]
-    """What is subtracted: a call that returns what the implementations return."""
+    """The baseline that is subtracted: a call that returns the same as the implementations."""
     return torch.empty_like(x) if x.requires_grad else x
 
 

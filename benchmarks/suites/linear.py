@@ -1,7 +1,8 @@
 """Linear layers against torch.mm, forward and backward, at the shapes of the training suite's GPT and larger ones.
 
-The backward pass is two products: the input's gradient and the weight's. It is timed alone, on a retained graph.
-"wgrad" is what a further microbatch adds to a weight's float32 gradient, against addmm_ (bfloat16: torch.mm and add_).
+The backward pass consists of two products, for the gradients of the input and of the weight. It is timed separately, on
+a retained graph. "wgrad" accumulates the gradient of a further microbatch into a weight's float32 gradient, against
+addmm_ (bfloat16: torch.mm and add_).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _case(
     allocators: tuple[str, ...],
     products: int = 1,
 ) -> Case:
-    """products: how many matrix products of this shape one call makes."""
+    """products: the number of matrix products of this shape per call."""
     rows, n_in, n_out = shape
     return Case(
         name,
@@ -82,7 +83,7 @@ def _case(
 
 
 def cases() -> list[Case]:
-    """Every shape, forward, backward and wgrad, float32 and bfloat16; float32 also in shapes that fit no tile."""
+    """Every shape, forward, backward and wgrad, float32 and bfloat16; float32 also in odd shapes."""
     makers: dict[str, tuple[Callable[[], Linear], str]] = {
         OURS: (_ours, "hal"),
         "torch.mm": (_torch, "torch"),
@@ -90,7 +91,7 @@ def cases() -> list[Case]:
     }
     result = []
     for dtype, (mode, backward) in product(_DTYPES, (("fwd", False), ("bwd", True))):
-        # "medium" lets float32 products run in bfloat16; it changes nothing for bfloat16 itself.
+        # "medium" allows float32 products to run in bfloat16; it does not affect bfloat16 products.
         of_dtype = {n: m for n, m in makers.items() if dtype == "f32" or n != "torch.mm medium"}
         for title, shapes in (("linear", _SHAPES), ("odd linear", _ODD if dtype == "f32" else ())):
             for shape in shapes:

@@ -1,4 +1,4 @@
-"""The fused ops against eager and compiled torch, with glibc's malloc as it is and told to keep freed memory.
+"""The fused ops against eager and compiled torch, with glibc's default malloc settings and with kept freed memory.
 
 Shares of the copy rate count ideal traffic: the forward pass reads the inputs and writes the output; the backward pass
 reads again what the gradient needs, reads the output's gradient and writes the inputs'.
@@ -26,10 +26,10 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Fused:
-    """An op, how a torch user writes it, and its inputs.
+    """An op, its equivalent in plain torch, and its inputs.
 
-    dims: the first input's shape. inputs: makes the tensors that both take; the first `grads` of them get gradients.
-    passes: bytes that the forward pass, and forward and backward, must move, in sizes of the first input.
+    dims: the first input's shape. inputs: creates the tensors for both; the first `grads` of them get gradients.
+    passes: memory traffic of the forward pass, and of forward and backward, in units of the first input's size.
     """
 
     name: str
@@ -143,7 +143,7 @@ def _fused() -> list[Fused]:
 
 
 def _odd() -> list[Case]:
-    """Rows that are not whole cache lines, and many small tensors, in the modes that have goals; against eager only."""
+    """Rows that are no multiples of cache lines, and lists of small tensors, in modes with goals; eager peers only."""
     even = [
         _case(_fused_op("scale_mask_softmax", 2, 6, 777, 777), "fwd+bwd"),
         _cross_entropy_backward(333, 50257),
@@ -167,7 +167,7 @@ def _thunk(function: Function, op: Fused, mode: str) -> Thunk:
 
 
 def _compiled(function: Function) -> Function:
-    torch._dynamo.reset()  # its limit of recompilations is per function, and cases share functions
+    torch._dynamo.reset()  # recompilations are limited per function, and cases share functions
     return torch.compile(function, dynamic=False)
 
 
@@ -222,7 +222,7 @@ def _adamw(shape: str, sizes: Sequence[int]) -> Case:
 
 
 class _Logits(torch.autograd.Function):
-    """Logits as a model passes them to its loss: only the graph refers to them. make: returns them."""
+    """Logits as a model passes them to its loss, i.e. referenced only by the graph. make: returns them."""
 
     @staticmethod
     def forward(ctx: object, seed: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -242,7 +242,7 @@ def _loss(rows: int, v: int, make: Callable[[], Tensor], function: Function) -> 
 
 
 def _loss_backward(rows: int, v: int, function: Callable[[], Function]) -> Thunk:
-    """On the CPU every call's logits are a new tensor over the same memory, which costs nothing to make."""
+    """On the CPU the logits of every call are a new tensor over the same memory, which takes negligible time."""
     if target.device().type != "cpu":
         return _loss(rows, v, lambda: _randn(rows, v), function())
     values = torch.randn(rows, v).numpy()
@@ -287,7 +287,7 @@ def cases() -> list[Case]:
         _case(op, mode)
         for op in _fused()
         for mode in ("fwd", "fwd+bwd")
-        if (op.name, mode) != ("cross_entropy", "fwd+bwd")  # it may overwrite its logits, so it has a case of its own
+        if (op.name, mode) != ("cross_entropy", "fwd+bwd")  # has a separate case, because it may overwrite its logits
     ]
     result += [_cross_entropy_backward(1024, 50304), _cross_entropy_backward(2048, 8192)]
     result += [_adamw(shape, sizes) for shape, sizes in _ADAMW.items()]

@@ -1,7 +1,7 @@
-"""What parallelism does to one rank, measured and by formula: state and activations in bytes, a pipeline's bubble.
+"""The effect of parallelism on one rank, measured and by formula: state and activation bytes, and pipeline bubbles.
 
-Everything is counted (parallel/tensor_bytes.py), so a busy machine changes nothing. The peer of every row is a formula
-of `hal.model.apps.planning`, which `hal plan` uses. The tables of docs/scaling.md come from this suite.
+Everything is counted (parallel/tensor_bytes.py), so the load of the machine has no effect. The peer of every row is a
+formula of `hal.model.apps.planning`, which `hal plan` uses. The tables of docs/scaling.md come from this suite.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ BUBBLES: list[tuple[str, int, Options]] = [
 
 
 def cases() -> list[Case]:
-    """State, activations, the peak of a whole step, and bubbles."""
+    """State, activations, the peak of a step, and bubbles."""
     state = [
         _bytes(f"{kind} between steps", name, world, {**GPT, **options}, _state(kind), _state_formula(kind))
         for kind in ("weights", "gradients", "optimizer")
@@ -123,15 +123,15 @@ def cases() -> list[Case]:
         _bytes("peak of a step", name, world, {**GPT, **options}, tensor_bytes.peak_bytes, _peak)
         for name, world, options in PEAKS
     ]
-    # Untied: with a tied weight only the first and last stage create a process group, after which the ranks of a worker
-    # that goes on to another layout would number their groups differently.
+    # The embedding is untied. With a tied weight only the first and the last stage create a process group, after which
+    # the ranks of a worker that continues with another layout would number their groups differently.
     untied = {"untie_embeddings_and_output_weights": True}
     bubbles = [_bubble(name, world, {**GPT, **untied, **options}) for name, world, options in BUBBLES]
     return [*state, *activations, *peaks, *bubbles]
 
 
 def plan_of(options: Options, world: int) -> tuple[Config, ParallelLayout]:
-    """What `world` processes would run."""
+    """The config and layout of `world` processes with these options."""
     config = config_of(options)
     return config, make_parallel_layout(config, world)
 

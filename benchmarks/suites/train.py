@@ -1,8 +1,8 @@
-"""One training step of a small GPT: HAL's model and optimizer against the same model in plain torch and megatron-core.
+"""A training step of a small GPT: HAL's model and optimizer against the same model in plain torch and megatron-core.
 
 float32, and bfloat16 (HAL: a bfloat16 model with float32 master weights, like Megatron; torch: autocast over a float32
 model; megatron-core: its own mixed precision). "tuned" peers use set_float32_matmul_precision("medium") and the
-allocator that keeps memory. Also the memory that training takes at its peak, and its growth over 1,000 steps.
+allocator that keeps memory. The suite also measures the peak memory of training, and its growth over 1,000 steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL = {
     "micro_batch_size": 4,
     "train_iters": 1000,
 }
-"""A model whose 1,000 steps take seconds."""
+"""A model so small that 1,000 steps take seconds."""
 
 
 def flop() -> float:
@@ -45,7 +45,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def _ours(bf16: bool) -> Thunk:
-    from ..peers import hal_gpt  # here, so that its peers' processes do not import HAL's model
+    from ..peers import hal_gpt  # imported here, so that processes of peers do not import HAL's model
 
     config = hal_gpt.config_of(LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY, bf16=bf16)
     return hal_gpt.step_of(config, target.device(), *batch())
@@ -65,12 +65,12 @@ def _megatron(bf16: bool) -> Thunk:
 
 def _peak(make: Callable[[bool], Thunk], bf16: bool) -> Thunk:
     if make is _megatron:
-        megatron_gpt.enter()  # before the measurement: memory that importing takes is not training's
+        megatron_gpt.enter()  # called before the measurement, which must not count the memory of imports
     return peak_of(lambda: make(bf16), 3)
 
 
 def _growth() -> Thunk:
-    """A call that returns the trainer's peak after 1,000 steps / the peak after 100."""
+    """A call that returns the trainer's peak memory after 1,000 steps / that after 100 steps."""
     from ..parallel.layout import config_of, trainer_of
 
     trainer = trainer_of(config_of(SMALL))

@@ -15,9 +15,9 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE / "hal_opencl"
 KERNELS = PACKAGE / "kernels"
 SHARED = ("reduce",)
-"""Kernel files that belong to no op."""
+"""Kernel files that do not belong to an op."""
 HELPERS = {"attention": ("attention", "rows")}
-"""Kernel files of a module, if it is not just the one with its name."""
+"""Kernel files of a module, where these are not only the file with its name."""
 
 
 def python_lines(path: Path) -> int:

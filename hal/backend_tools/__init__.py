@@ -1,7 +1,7 @@
-"""What backends share: optional helpers for those who write one, in the tree or in a package of their own.
+"""Optional helpers for writing backends, in the tree or in a separate package.
 
-Nothing here knows a device or keeps state. A helper serves at registration, or costs one function call; the contract
-itself is `hal` and `hal.ops`, and a backend needs nothing else.
+The helpers are device-independent and stateless. They run at registration, or add one Python call per call of an op.
+The contract itself is `hal` and `hal.ops`; a backend needs nothing else.
 """
 
 from .activation import activations_from

@@ -1,4 +1,4 @@
-"""swiglu, geglu and bias_gelu from one function that knows the kinds of activation."""
+"""Builds swiglu, geglu and bias_gelu from one function that implements all kinds of activation."""
 
 from __future__ import annotations
 

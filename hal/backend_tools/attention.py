@@ -1,4 +1,4 @@
-"""A call of ops.flash_attention in terms of sizes and strides, whatever its layout; made for `with_signature_of`."""
+"""Describes calls of ops.flash_attention by sizes and strides, independent of the layout, for `with_signature_of`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hal.core.op import require
 from hal.rng import Rng
 
 UNBOUNDED = 1 << 40
-"""Stands for None in pre_tokens and next_tokens: beyond any sequence, far from overflow in 64 bits."""
+"""Replaces None in pre_tokens and next_tokens. It exceeds every sequence length and is far from 64-bit overflow."""
 
 
 class AttentionSpec(NamedTuple):
@@ -49,7 +49,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether only j <= i + skv - sq is visible, and the window hides nothing else."""
+        """Whether the window is exactly causal: key j is visible to query i if and only if j <= i + skv - sq."""
         return self.pre is None and self.next == 0
 
     @property
@@ -75,7 +75,7 @@ def attention_spec(
     kv_heads = num_kv_heads or heads if layout in ("SBH", "BSH") else k.shape[layout.index("N")]
     skv = k.shape[layout.index("T" if layout == "TND" else "S")]
     used = 1.0 / math.sqrt(d) if scale is None else float(scale)
-    # One form of "no dropout", so that callers test one of the two, and equal calls have equal specs.
+    # Normalize "no dropout" so that callers need to test only one of the two, and equal calls have equal specs.
     if rng is None or dropout_p == 0.0:
         rng, dropout_p = None, 0.0
     return AttentionSpec(layout, batch, heads, kv_heads, sq, skv, d, pre_tokens, next_tokens, used, dropout_p, rng)
@@ -90,19 +90,19 @@ def attention_strides(layout: str, strides: Sequence[int], d: int) -> tuple[int,
 
 
 def bounded(tokens: int | None) -> int:
-    """One side of a window as a number that a kernel can add to: None and all beyond it become UNBOUNDED."""
+    """One side of a window, clamped so that a kernel can add to it without overflow; None becomes UNBOUNDED."""
     return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
 
 
 CuSeqlens = tuple[list[int], list[int]] | None
-"""Where sequences start, of queries and of keys, as `packed_starts` returns it; None for a dense call."""
+"""Start offsets of the query and of the key sequences, as returned by `packed_starts`; None for a dense call."""
 
 
 def packed_starts(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> CuSeqlens:
     """cu_seqlens of a packed call as lists, for kernels launched per sequence. Reading them waits for the device.
 
-    Raises ContractError unless both rise from 0 to the number of tokens: ops.flash_attention leaves this check, which
-    looks at what tensors hold, to the backends.
+    Raises ContractError unless both rise from 0 to the number of tokens. ops.flash_attention leaves this check to the
+    backends because it depends on the contents of tensors.
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return None

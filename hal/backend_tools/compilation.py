@@ -1,7 +1,7 @@
 """Compiling kernels into a cache on first use.
 
-Guarantees: each result is compiled once per machine, and a file under its final name is complete, whatever crashed or
-ran at the same time.
+Guarantees: each result is compiled once per machine, and a file under its final name is complete, even if processes
+crash or build concurrently.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
-    """`target`, a file or folder of a cache; made by `build` if it does not exist, in one process at a time.
+    """Returns `target`, a file or folder in a cache, built by `build` if it does not exist, in one process at a time.
 
-    build(work): makes it in the empty folder `work` and returns its path there. Only the finished result gets the name
-    `target`, by a rename, and what a crashed process left is removed.
+    build(work): creates the result in the empty folder `work` and returns its path there. Only the finished result is
+    renamed to `target`. Leftovers of crashed processes are removed.
     """
     if target.exists():
         return target
@@ -82,7 +82,7 @@ def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
 
 
 def find_compiler(language: str, purpose: str) -> list[str]:
-    """The command of the compiler for "C" or "C++": `$CC` or `$CXX`, else the usual ones.
+    """The command of the compiler for "C" or "C++": `$CC` or `$CXX` if set, else the first usual compiler that exists.
 
     Raises BackendUnavailable if there is none; `purpose` begins its message ("cpu_ref compiles its kernels").
     """
@@ -99,7 +99,7 @@ def find_compiler(language: str, purpose: str) -> list[str]:
 
 
 def compiler_version(compiler: list[str]) -> str:
-    """What `compiler --version` prints; part of a cache's key."""
+    """The output of `compiler --version`, which is part of a cache's key."""
     return subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
 
 
@@ -113,5 +113,5 @@ def run_compiler(command: list[str], what: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Tells the user, on stderr, about something that takes long: stdout belongs to the command that runs."""
+    """Prints a message about a slow step to stderr, because stdout is reserved for the output of the command."""
     print(f"hal: {text}", file=sys.stderr, flush=True)

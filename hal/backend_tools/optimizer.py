@@ -1,4 +1,4 @@
-"""The arguments of ops.adamw as kernels take them; made for `with_signature_of`."""
+"""The arguments of ops.adamw in the form that kernels take, for `with_signature_of`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def adamw_members(
 
 
 def adamw_groups(members: Iterable[AdamWMember]) -> dict[tuple[torch.dtype, torch.dtype], list[AdamWMember]]:
-    """Members by the dtypes that a kernel is compiled for: of the gradient and of the copy (float32 without one)."""
+    """Groups members by (gradient dtype, copy dtype), for which kernels are compiled (float32 if there is no copy)."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[AdamWMember]] = {}
     for member in members:
         grad, copy = member[1], member[4]
@@ -69,7 +69,7 @@ def adamw_written(
 
 
 def in_place_reasons(written: Iterable[Tensor]) -> Sequence[str]:
-    """Why a kernel that takes addresses refuses to update these tensors: it cannot write through gaps."""
+    """Reasons why a kernel that takes addresses cannot update these tensors in place: they must be contiguous."""
     if all(t.is_contiguous() for t in written):
         return ()
     return ["a parameter, moment or model copy that is not contiguous (it is updated in place)"]

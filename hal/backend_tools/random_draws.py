@@ -1,4 +1,4 @@
-"""How a kernel is told of a random draw, and dropout from one function that drops elements."""
+"""Describes random draws for kernels, and builds ops.dropout from one function that drops elements."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Rows = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def draw_rows(rng: Rng, shape: Sequence[int], width: int) -> Rows:
-    """A draw of `shape` (at least one element) as a kernel walks it: (index of the first element, sizes, strides).
+    """A draw of `shape` (at least one element) in a kernel's terms: (index of the first element, sizes, strides).
 
-    The draw is four-dimensional: sizes [a, b, c, width], of which the last dimension is a row of consecutive elements;
-    strides are those of a, b and c, in elements of the whole draw. A draw that is no block of a larger one is divided
-    into rows of `width`, which must divide it; a block has the rows that its shape says.
+    sizes is [a, b, c, width], where the last dimension is a row of consecutive elements. strides are those of a, b and
+    c, in elements of the full draw. A draw that is not a block of a larger one is split into rows of `width`, which
+    must divide its size; a block keeps the rows of its shape.
     """
     if rng.full_shape is None:
         return 0, (1, 1, math.prod(shape) // width, width), (0, 0, width)
@@ -29,8 +29,8 @@ def draw_rows(rng: Rng, shape: Sequence[int], width: int) -> Rows:
 def draw_steps(rng: Rng, shape: Sequence[int]) -> tuple[int, int, int, int]:
     """(index of the first element, strides of the first three dimensions) of a draw of up to four dimensions.
 
-    The last dimension's stride is 1; missing leading dimensions have stride 0. Indices are those of the whole draw, of
-    which this may be a block.
+    The last dimension's stride is 1; missing leading dimensions have stride 0. Indices refer to the full draw if this
+    one is a block.
     """
     index0, strides = rng.indexing(shape)
     a, b, c = ((0,) * (4 - len(strides)) + strides)[:3]
@@ -38,9 +38,9 @@ def draw_steps(rng: Rng, shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
-    """Why `draw_rows` cannot describe this draw; empty = it can."""
+    """Reasons why `draw_rows` cannot describe this draw; empty if it can."""
     if rng is not None and rng.full_shape is not None and len(shape) > 4:
-        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a whole draw may have any number)"]
+        return [f"a block of a draw with {len(shape)} dimensions (at most 4; a full draw may have any number)"]
     return ()
 
 

@@ -1,4 +1,4 @@
-"""rotary from one function that rotates by an angle or its opposite."""
+"""Builds ops.rotary from one function that rotates by an angle or its negative."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rotary_from(
 ) -> tuple[Callable[..., tuple[Tensor, tuple[Any, ...]]], Callable[..., tuple[Tensor]]]:
     """The forward and backward function of ops.rotary, for `Backend.impl`.
 
-    rotate(x, cos, sin, layout, interleaved, sign): x rotated by the angles, or with sign -1.0 by their opposites, which
-    is how the gradient follows from dy, because a rotation's inverse is its transpose.
+    rotate(x, cos, sin, layout, interleaved, sign): x rotated by the angles, or by their negatives with sign -1.0. The
+    latter computes the gradient from dy, because the transpose of a rotation is its inverse.
     """
 
     def rotary(

@@ -1,7 +1,7 @@
-"""Functions that take some of an op's parameters, made to have the op's whole signature.
+"""Adapts functions that take only some of an op's parameters to the op's complete signature.
 
 `Backend.impl` accepts an implementation or a why_not only with the reference's parameters, kinds and defaults. The
-functions here generate that signature once, at registration, so that a backend writes down the parameters it uses.
+functions here generate that signature once, at registration, so that a backend lists only the parameters it uses.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def with_signature_of(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for a function whose parameters are some of the op's: the result takes all of them.
 
-    derived: parameter of the decorated function -> function that computes it from the op's parameters, which it names
-        as its own. A call costs one Python call more, and one per derived parameter.
+    derived: parameter of the decorated function -> function that computes it from parameters of the op, which it
+        declares under the same names. Each call costs one extra Python call, plus one per derived parameter.
 
     >>> @with_signature_of(ops.cross_entropy)
     ... def why_not(logits, comm):
@@ -51,7 +51,7 @@ def why_not_tensors(
 ) -> Callable[..., Sequence[str]]:
     """A why_not that returns `reasons(*tensors)` for the op's tensor parameters of these names.
 
-    parameters: default those with a gradient. A list of tensors is passed as its tensors.
+    parameters: by default those that have a gradient. A list of tensors is passed as separate arguments.
     by_metadata: whether the result is marked with `hal.by_metadata`; `reasons` must then keep to what that allows.
     """
     names = parameters or op.grads

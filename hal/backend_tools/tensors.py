@@ -1,4 +1,4 @@
-"""Questions about tensors that backends with kernels of their own ask in the same way."""
+"""Queries about tensors that are shared by backends with their own kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 def host_tensor_reasons(
     dtypes: Collection[torch.dtype], dtype_note: str, device_note: str
 ) -> Callable[..., Sequence[str]]:
-    """The function `reasons(*tensors)` of kernels that read host memory: why they cannot take these tensors.
+    """Returns `reasons(*tensors)` for kernels that read host memory: the reasons why they cannot take these tensors.
 
-    dtypes: what the kernels take. The notes say in words what that is, and where tensors must be; they follow the
-    refused dtype or device in parentheses. The function accepts None for a missing tensor and meta tensors, which
-    `hal why` asks about; what it says depends on dtypes and devices only, so it suits `hal.by_metadata`.
+    dtypes: what the kernels take. The notes describe the accepted dtypes and devices; they follow the refused dtype or
+    device in parentheses. The function accepts None for a missing tensor, and meta tensors, which `hal why` passes. Its
+    result depends on dtypes and devices only, so it may be marked with `hal.by_metadata`.
     """
 
     def reasons(*tensors: Tensor | None) -> Sequence[str]:
@@ -37,7 +37,7 @@ def host_tensor_reasons(
 
 
 def rows_of(x: Tensor) -> int:
-    """How many rows x has when its last dimension is a row; 0 if rows are empty."""
+    """The number of rows of x, where a row is its last dimension; 0 if rows are empty."""
     width = x.shape[-1]
     return x.numel() // width if width else 0
 
@@ -51,7 +51,7 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 
 
 def copy_back(tensors: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
-    """Completes an in-place op that ran on `t.contiguous()` of every tensor: copies results back to their tensors."""
+    """Copies the results of an in-place op that ran on `t.contiguous()` of every tensor back to those tensors."""
     for t, copy in zip(tensors, dense):
         if copy is not t:
             t.copy_(copy)

@@ -1,4 +1,4 @@
-"""embedding and cross_entropy over a vocabulary that may be sharded across a Comm: what is the same on every device."""
+"""Device-independent parts of embedding and cross_entropy over a vocabulary that may be sharded across a Comm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def cross_entropy_from(
     """The forward and backward function of ops.cross_entropy, for `Backend.impl`.
 
     forward(logits [..., v_local], target [...], smoothing, vocab_start, classes, comm): (loss [...], statistics), of
-        contiguous tensors. smoothing is e' of the op's definition; classes is v, the size of the whole vocabulary;
-        comm is None unless it has several ranks.
+        contiguous tensors. smoothing is e' of the op's definition; classes is v, the size of the full vocabulary; comm
+        is None unless it has several ranks.
     backward(logits, target, statistics, dloss, dlogits, smoothing, vocab_start, classes): writes dlogits, which is
-        contiguous as dloss is, has at least one element, and may be the memory of logits.
-    empty_like: makes dlogits unless the caller gave logits up (`inplace_backward`).
+        contiguous (as is dloss), has at least one element, and may share the memory of logits.
+    empty_like: allocates dlogits unless the caller permits overwriting logits (`inplace_backward`).
     """
 
     @with_signature_of(ops.cross_entropy)
@@ -61,7 +61,7 @@ def cross_entropy_from(
 def sharded_embedding(
     weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """ops.embedding by torch's own on any device: (output, residuals for `sharded_embedding_gradient`).
+    """ops.embedding implemented with torch's embedding: (output, residuals for `sharded_embedding_gradient`).
 
     weight [v_local, h], ids [...] -> [..., h]. A rank contributes zeros for ids that other ranks hold.
     """

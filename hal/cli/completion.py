@@ -55,7 +55,7 @@ def tree() -> argparse.ArgumentParser:
 
 
 def _with_choices(command_parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds choices to a parser for completion; the commands do without, because their own errors explain more."""
+    """Adds choices to a parser for completion. The commands omit them because their own errors are more helpful."""
     from shtab import FILE
 
     import hal.ops  # noqa: F401  (defines the ops)

@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.port > 65535:
         command_parser.error("--port must be at most 65535")
 
-    # The port is bound before the model is loaded and other ranks wait for requests, so that an error comes early. A
-    # process that only starts the ranks does not bind it.
+    # The port is bound before the model is loaded and other ranks wait for requests, so that an error is reported
+    # early. A process that only starts the ranks does not bind it.
     rank = "0" if getattr(arguments, "nproc_per_node", 1) == 1 else None
     with contextlib.ExitStack() as stack:
         listener = None

@@ -92,12 +92,12 @@ class Comm(ABC):
     rank: int
     size: int
     device: torch.device = torch.device("cpu")
-    """Where HAL allocates tensors for communication."""
+    """The device on which HAL allocates tensors for communication."""
     emulations: Mapping[str, str] = {}
-    """What the transport lacks and HAL emulates: "avg" or a collective -> the reason. For reports."""
+    """Operations that HAL emulates because the transport lacks them, for reports: "avg" or a collective -> reason."""
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
-        """Why the transport cannot run this collective on `x`, even by emulation; empty = it can."""
+        """Reasons why the transport cannot run this collective on `x`, even by emulation; empty if it can."""
         return ()
 
     @abstractmethod

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class _Meeting:
-    """Where the threads of one group exchange their tensors."""
+    """The shared state through which the threads of one group exchange their tensors."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.slots: list[Any] = [None] * size

@@ -1,7 +1,8 @@
 """Comm over torch.distributed's process groups, for any backend that has one (gloo, nccl, hccl, ...).
 
-A backend declares its `Transport`: its name in torch, what it lacks, and what HAL does instead. Nothing is emulated
-that is not declared. Every communicator has a timeout; when it expires, the error names the ranks that had not arrived.
+A backend declares its `Transport`: its name in torch, the operations that it lacks, and how HAL emulates them. HAL
+emulates only what is declared. Every communicator has a timeout; when it expires, the error names the ranks that had
+not arrived.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from .watchdog import Progress
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
 _EMULATIONS = ("avg", "reduce_scatter", "all_to_all")
-# torch 2.13 renamed both and warns about the old names, which are the only ones 2.11 has.
+# torch 2.13 renamed both functions and warns about the old names; torch 2.11 has only the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What one torch.distributed backend can do; declared by the HAL backend that uses it.
+    """The capabilities of a torch.distributed backend, declared by the HAL backend that uses it.
 
     backend: its name for init_process_group.
     emulate: "avg" (sum, then divide), "reduce_scatter" (all_reduce, keep a chunk) or "all_to_all" (all_gather, keep
         the chunks) -> the reason.
-    carry: dtype -> (dtype in which it is sent, reason). The carrier must represent every value: int64 stays int64.
+    carry: dtype -> (dtype in which it is sent, reason). The carrier must represent every value, so int64 stays int64.
     refuse: (collective, dtype, reduction or None) -> reasons why neither works; called after `carry`.
     """
 

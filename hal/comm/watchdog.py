@@ -1,4 +1,4 @@
-"""Names the ranks that a collective waited for in vain: each rank publishes how many it has started in each group.
+"""Identifies the ranks that did not join a collective: each rank publishes its count of started collectives per group.
 
 A thread writes the counts into the world's store twice a second, so that the cost for a collective is one integer
 addition. The count of a rank that has stopped or hangs no longer increases, which is how the other ranks identify it.

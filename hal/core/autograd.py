@@ -51,9 +51,9 @@ def _requires_grad(op: Op[Any, Any]) -> str:
 
 
 def noting_writes(op: Op[Any, Any], call: Callable[..., Any], id: str) -> Callable[..., Any]:
-    """`call`, after which the versions of `op.mutates` are incremented, as torch's own in-place functions do it.
+    """Wraps `call` to increment the version counters of `op.mutates` afterwards, as torch's in-place functions do.
 
-    A backward pass that has saved the old values then raises instead of using the new ones.
+    A backward pass that saved the old values then raises an error instead of using the new ones.
     """
     f = fragments(op.signature)
     source = (

@@ -1,7 +1,7 @@
-"""What a backend is: four methods, then one function per op.
+"""The base class of backends: four required methods, and one function per op.
 
-`Backend.impl` registers an implementation of an op on the class. The optional methods have honest defaults: where a
-device cannot answer, they say so instead of inventing a value. Nothing here touches a device.
+`Backend.impl` registers an implementation of an op on the class. Where a device does not provide some information, the
+defaults of the optional methods report that it is missing instead of inventing a value. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ API = 1
 
 @dataclass(frozen=True)
 class Probe:
-    """What a backend detects on this machine, without initialising a device.
+    """The result of a backend's detection on this machine, which does not initialise a device.
 
     ok: the backend can run here. count: the number of devices. reason: one line, why it cannot run, or what was
     detected. facts: name -> value.
@@ -110,7 +110,7 @@ class Backend(ABC):
     simulated: bool = False
     """True while the backend runs on a simulator instead of its device; reports show it."""
     stand_ins: Mapping[str, str] = {}
-    """On a simulator: implementation id -> what runs in place of those of its kernels that the simulator lacks."""
+    """On a simulator: implementation id -> what runs in place of kernels that the simulator lacks."""
     order_sources: Mapping[str, str] = {}
     """Op name -> where the order of its implementations comes from (what it was measured on); `hal why` prints it."""
     device_specs: ClassVar[Sequence[DeviceSpec]] = ()
@@ -123,11 +123,11 @@ class Backend(ABC):
         # A subclass starts from its parent's implementations, so that a wrapper (a recorder, say) can add to them.
         cls.impls = {name: list(impls) for name, impls in getattr(cls, "impls", {}).items()}
 
-    # The four methods.
+    # Required methods.
 
     @abstractmethod
     def probe(self) -> Probe:
-        """What is available on this machine. Never raises, never initialises the device, never compiles."""
+        """Detects what is available on this machine. Must not raise, initialise the device or compile anything."""
 
     @abstractmethod
     def device(self, index: int = 0) -> torch.device:
@@ -144,7 +144,7 @@ class Backend(ABC):
     def local_index(self) -> int:
         """The index of this process's device: entry LOCAL_RANK of the launcher's list HAL_DEVICES, else LOCAL_RANK.
 
-        Where there is one device it is 0, because a launcher may show each process only the process's own device.
+        With a single visible device the index is 0, because a launcher may expose only its own device to each process.
         """
         rank, listed = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("HAL_DEVICES")
         count = self.probe().count
@@ -160,7 +160,7 @@ class Backend(ABC):
             raise HalError(f"process {rank} of this machine needs device {index}, but {self.name} has {count}")
         return index
 
-    # Honest optional defaults.
+    # Optional methods.
 
     def build(self) -> None:
         """Compiles or loads kernels. Called by `hal.use`; raises BackendUnavailable if that fails."""
@@ -198,11 +198,12 @@ class Backend(ABC):
         returns what the reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it
         returns `(output, residuals)`; `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in
         `op.grads`, in that order. Residuals are a tuple of tensors and plain values. Forward and backward are always
-        selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per name in `op.grads`:
-        what it returns where needs is False is discarded, so it may return None there instead of computing it.
+        selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per name in `op.grads`. It
+        may return None for gradients whose entry is False, because they are discarded.
 
-        why_not(same parameters): reasons why a call is refused, empty = it runs. Pure and cheap; it may be given
-            meta tensors and must not touch a device. Called on every call unless marked with `by_metadata`.
+        why_not(same parameters): returns the reasons for refusing a call, empty to accept it. Must be pure and
+            cheap; may be given meta tensors and must not touch a device. Runs on every call unless marked with
+            `by_metadata`.
         waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
             every report prints the reason.
 

@@ -1,4 +1,4 @@
-"""Data-sheet figures of a kind of device: those that bound the time and the memory of a training step.
+"""Data-sheet figures of a device model that bound the time and the memory of a training step.
 
 A backend lists the devices it knows in `Backend.device_specs`; `hal plan` uses their figures and touches no device.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One kind of device, in a machine of `per_node` of them.
+    """One device model, and the machine that contains `per_node` of these devices.
 
     memory: bytes. flops: peak of dense matrix products in FLOP/s, by "bf16", "fp16" and "fp32" (absent: not known).
     memory_bandwidth: bytes/s. node_link, network: bytes/s that one device can send to others of its machine, and to

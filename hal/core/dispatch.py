@@ -1,4 +1,4 @@
-"""Which implementation a call runs on.
+"""Selects the implementation that a call runs on.
 
 Order: a pin > the active backend's order of registration > the reference (only with fallback="reference") >
 `UnsupportedOp` with every reason. Only declared refusals (`why_not`) move on to the next candidate; an exception inside
@@ -42,7 +42,7 @@ _fallback_counts: Counter[str] = Counter()
 
 
 def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = None, **options: Any) -> Backend:
-    """Makes `name` the active backend of this process; what `--backend` does. Processes it starts inherit the name.
+    """Makes `name` the active backend of this process, as `--backend` does. Child processes inherit the name.
 
     fallback: for a call that no implementation accepts: "error" (raise UnsupportedOp) or "reference" (run the op's
         reference).
@@ -126,7 +126,7 @@ def device(index: int = 0) -> torch.device:
 
 
 def local_device() -> torch.device:
-    """The device of this process: of the devices of its node, the one that the launcher's local rank stands for."""
+    """The device of this process, selected by the launcher's local rank among the devices of the node."""
     return device(backend().local_index())
 
 
@@ -156,7 +156,7 @@ def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, s
 
 
 class _ActiveDispatcher:
-    """Answers ops by the active backend and the policy; implements `hal.core.op.Dispatcher`."""
+    """Resolves calls according to the active backend and policy; implements `hal.core.op.Dispatcher`."""
 
     def admit(self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         op.verify(*args, **kwargs)
@@ -202,7 +202,7 @@ install_dispatcher(_ActiveDispatcher())
 
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handles a call that no candidate accepts: runs the reference or raises, as the policy says."""
+    """Handles a call that no candidate accepts: runs the reference or raises, depending on the policy."""
     report = why(op, *args, **kwargs)
     if active.fallback != "reference":
         raise UnsupportedOp(f"{report}\nWhat to do: change the call, or allow the slow path with fallback='reference'.")
@@ -244,7 +244,7 @@ class Why:
 
 
 def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
-    """Which implementation this call would run on, with every candidate's reasons. Runs nothing.
+    """Determines the implementation that this call would run on, with every candidate's reasons. Runs nothing.
 
     Tensors may be on the meta device. Raises ContractError if the call is wrong on every backend.
     """
@@ -267,7 +267,7 @@ def _reasons(impl: Impl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def fallbacks() -> dict[str, int]:
-    """How many calls ran an op's reference as a fallback, by op name, in this process."""
+    """The number of calls in this process that ran an op's reference as a fallback, by op name."""
     return dict(_fallback_counts)
 
 

@@ -2,8 +2,8 @@
 
 `hal.lower(op)` defines `hal::NAME` with a schema derived from the op's signature: tensors and plain values as they are,
 an `Rng` as its integers. It runs the dispatcher; its fake is the reference on fake tensors; its gradient is a second
-op, `hal::NAME_backward`, that calls the dispatcher again with autograd on and differentiates that. This costs one extra
-forward, and needs no saved tensors whose number and shapes only one backend knows.
+op, `hal::NAME_backward`, that calls the dispatcher again with autograd enabled and differentiates that call. This costs
+one extra forward, but avoids saved tensors, whose number and shapes differ between backends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Value:
     mutable: bool
     """The op writes to it."""
     count = 1
-    """How many arguments of the torch op the parameter becomes."""
+    """The number of arguments of the torch op that represent the parameter."""
 
     def declare(self, position: int) -> list[str]:
         """The arguments in a torch.library schema; `position` makes alias names unique."""
@@ -49,7 +49,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _RngFields:
-    """An Rng, as four arguments; an absent one is four times None."""
+    """An Rng as four arguments; all four are None if the Rng is absent."""
 
     parameter: Parameter
     count = 4
@@ -61,7 +61,7 @@ class _RngFields:
     def flatten(self, value: Rng | None) -> list[Any]:
         if value is None:
             return [None] * self.count
-        # torch's int is signed, so it holds the same 64 bits as a signed integer.
+        # torch's int is signed, so each unsigned value is passed as the signed integer with the same 64 bits.
         seed, offset = (v - (1 << 64) if v >= 1 << 63 else v for v in (value.seed, value.offset))
         return [seed, offset, *(None if t is None else list(t) for t in (value.full_shape, value.start))]
 
@@ -75,10 +75,10 @@ class _RngFields:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A parameter that the torch op does not have, because a lowered op runs with one value of it.
+    """A parameter that the torch op does not have, because a lowered op always runs with the same value of it.
 
-    This is so for a Comm, which must be one rank (None), and for a hint: compiled code decides by itself which memory
-    is reused, so permissions to overwrite are not passed on (the hint's default).
+    This applies to a Comm, which must have one rank (None), and to a hint, which keeps its default: compiled code
+    decides by itself which memory is reused, so permissions to overwrite are not passed on.
     """
 
     parameter: Parameter
@@ -102,7 +102,7 @@ class _Constant:
 
 
 def _argument(op: Op[Any, Any], parameter: Parameter) -> _Value | _RngFields | _Constant:
-    """How a parameter of the op is passed to its torch op."""
+    """The representation of a parameter of the op in its torch op."""
     if parameter.kind == "comm":
         return _Constant(parameter, op.name, None)
     if parameter.name in op.hints:
@@ -117,7 +117,7 @@ class Lowered:
 
     `torch_op` is `torch.ops.hal.NAME`. Raises ContractError when given a communicator of several ranks.
 
-    Its arguments are called "flat" below: those of the HAL op, in order, each replaced by what `_argument` makes of it.
+    Its arguments are called "flat" below: those of the HAL op, in order, each converted as `_argument` specifies.
     """
 
     def __init__(self, op: Op[Any, Any]) -> None:
@@ -187,8 +187,8 @@ class Lowered:
             return prepare(result)
         return [prepare(y) for y in (result if isinstance(result, tuple) else (result,))]
 
-    # The backward op: the forward's arguments and the gradients of the differentiable outputs ("upstream") to the
-    # gradients of the arguments in `op.grads` that are not None, each of its argument's shape.
+    # The backward op takes the forward's arguments and the gradients of the differentiable outputs ("upstream"). It
+    # returns the gradients of the arguments in `op.grads` that are not None, each in the shape of its argument.
 
     def _backward(self, *flat: Any) -> list[Tensor]:
         *inputs, upstream = flat
@@ -220,10 +220,10 @@ class Lowered:
     def _differentiable(self, outputs: Sequence[Any]) -> list[Any]:
         return [y for i, y in enumerate(outputs) if i not in self.op.nondiff_outputs]
 
-    # What torch.library calls around them.
+    # Callbacks that torch.library calls to set up and run the backward pass.
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keeps the forward's arguments, and of its outputs what is needed to make zeros for an absent gradient."""
+        """Saves the forward's arguments, and the output metadata needed to create zeros for absent gradients."""
         ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
         ctx.plain = tuple(_SAVED_TENSOR if isinstance(v, Tensor) else v for v in inputs)
         outputs = self._differentiable(output if isinstance(output, list) else (output,))
@@ -239,7 +239,7 @@ class Lowered:
             for dy, (shape, dtype, device) in zip(arrived, ctx.outputs)
         ]
         grads = dict(zip(self._differentiated(self._restore(flat)), self._torch_backward(*flat, upstream)))
-        # What becomes several arguments (an Rng) or none (a Comm, a hint) is never in `op.grads`.
+        # Parameters that become several arguments (an Rng) or none (a Comm, a hint) are never in `op.grads`.
         return tuple(g for a in self._arguments for g in [grads.get(a.parameter.name)] * a.count)
 
 

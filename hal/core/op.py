@@ -1,4 +1,4 @@
-"""What an op is: a reference function with its contract, tolerances and sample calls.
+"""Definition of ops: a reference function with its contract, tolerances and sample calls.
 
 The reference is the schema (its signature), the semantics (its text) and, in float64, the oracle every backend is
 tested against. `Op` instances are callables: calling one dispatches to the active backend (see dispatch.py).
@@ -57,7 +57,7 @@ class TensorSpec:
     strided: str = ""
 
     def build(self, dtype: torch.dtype, seed: int) -> torch.Tensor:
-        """The tensor, on the CPU; the same for the same seed, whatever the dtype (up to rounding)."""
+        """The tensor, on the CPU; the same for the same seed in every dtype (up to rounding)."""
         generator = torch.Generator().manual_seed(seed)
         dtype = self.dtype or dtype
         if self.dist == "int":
@@ -99,7 +99,7 @@ class Sample:
             if isinstance(value, TensorSpec):
                 count += 1
                 x = value.build(dtype, seed=count)
-                # A plain .to() would lose the strides and the offset that the sample asks for.
+                # A plain .to() would lose the strides and the offset that the sample specifies.
                 if torch.device(device).type == "cpu":
                     return x
                 store = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=device)
@@ -113,7 +113,7 @@ class Sample:
 
 
 class Dispatcher(Protocol):
-    """What an op asks where its calls run. hal.dispatch implements it on the active backend and policy.
+    """Decides which function runs an op's call. hal.core.dispatch implements it for the active backend and policy.
 
     An op remembers the answers until `Op.forget` is called.
     """
@@ -130,14 +130,14 @@ class Dispatcher(Protocol):
         """
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
-        """A function with the op's signature that asks every candidate's why_not, and runs the first that accepts."""
+        """A function with the op's signature that calls every candidate's why_not and runs the first that accepts."""
 
 
 _dispatcher: Dispatcher
 
 
 def install_dispatcher(dispatcher: Dispatcher) -> None:
-    """Sets what all ops ask; hal.dispatch calls this once, when it is imported."""
+    """Sets the dispatcher of all ops; hal.core.dispatch calls this once, when it is imported."""
     global _dispatcher
     _dispatcher = dispatcher
 
@@ -205,7 +205,7 @@ class Op(Generic[P, R]):
     def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Verifies a call whose metadata `key` is new, and remembers and returns what runs calls with this metadata.
 
-        key None: the call is so wrong that it has no metadata (a list in place of a tensor), and is refused here.
+        key None: an argument of the wrong type (a list in place of a tensor) has no metadata; the call is refused here.
         """
         _dispatcher.admit(self, args, kwargs)
         run = _dispatcher.by_metadata(self, args, kwargs) or self.candidates()
@@ -222,7 +222,7 @@ class Op(Generic[P, R]):
         return self.candidates()
 
     def candidates(self) -> Callable[..., Any]:
-        """The dispatcher's function that asks every candidate on every call, made once per backend and policy."""
+        """The dispatcher's function that checks every candidate on every call, created once per backend and policy."""
         if self._candidates is None:
             self._candidates = _dispatcher.candidates(self)
         return self._candidates
@@ -258,7 +258,7 @@ _METADATA: dict[Kind, str] = {
 def _memo_key(schema: Schema) -> str | None:
     """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
 
-    None for an op on lists of tensors: to read the metadata of hundreds of tensors would cost as much as the check.
+    None for an op on lists of tensors: reading the metadata of hundreds of tensors would cost as much as the check.
     """
     elements = []
     for p in schema.parameters.values():
@@ -273,9 +273,9 @@ def _memo_key(schema: Schema) -> str | None:
 
 
 def _call_source(f: Fragments, key: str | None) -> str:
-    """Source text of an op's __call__: look the call's metadata up and run what is found; `resolve` what is not.
+    """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
 
-    This is the whole price of a call over a direct one (about 0.5 us), hence one function without a loop.
+    This is the entire overhead compared with a direct call (about 0.5 us), hence one function without a loop.
     """
     if key is None:
         return f"def __call__(_self, {f.header}):\n    return _self.resolve_unremembered({f.passed})({f.passed})\n"

@@ -1,4 +1,4 @@
-"""Which backends exist: three in-tree names and the entry-point group `hal.backends`.
+"""The registry of backends: three in-tree names and the entry-point group `hal.backends`.
 
 A backend's code is imported only when its name is used, so that a broken plug-in does not affect other backends. A name
 that two distributions register is an error for that name only.

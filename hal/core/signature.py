@@ -1,10 +1,10 @@
-"""An op's signature as data: the types of its parameters, and source text that repeats it.
+"""An op's signature as data: the types of its parameters, and source text for generating functions that share it.
 
 `Schema` is read from the reference's resolved type hints once, when the op is defined; everything that treats a tensor
 differently from an `Rng` (verification, memo keys, autograd, lowering, the kit) asks it.
 
 `fragments` and `define` make functions with an op's signature from source text, like a dataclass's __init__: binding
-*args and **kwargs generically would cost more than the whole dispatch budget of 1 us.
+*args and **kwargs generically would cost more than the complete dispatch budget of 1 us.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TYPES: dict[Any, _Type] = {
     torch.dtype: _Type("dtype", "plain", (torch.dtype,), "ScalarType"),
 }
 _ELEMENTS = (Tensor, int, float, bool, str)
-"""What a sequence may hold."""
+"""The element types of sequences."""
 
 _KNOWN = (
     "Tensor, Rng, Comm, int, float, bool, str, torch.device and torch.dtype, each of them also '| None'; sequences "
@@ -127,7 +127,7 @@ class Schema:
 
 
 def _resolved(reference: Callable[..., Any], what: str, annotation: Any) -> Any:
-    """The type that an annotation of `reference` stands for; `what` is annotated, for the error."""
+    """The type that an annotation of `reference` resolves to; `what` names the annotated item in errors."""
     if annotation is inspect.Parameter.empty:
         raise HalError(f"op '{reference.__name__}': {what} has no type hint. Known: {_KNOWN}")
 
@@ -177,7 +177,7 @@ def _parameter(name: str, hint: Any) -> Parameter | None:
 
 
 def _returns(hint: Any) -> Literal["none", "tensor", "tensors"] | None:
-    """What a function with this resolved return hint returns; None where an op may not return that."""
+    """The kind of result for a resolved return hint; None if an op may not return it."""
     hint = getattr(hint, "__value__", hint)  # an alias made by a `type` statement
     if hint is type(None):
         return "none"

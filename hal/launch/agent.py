@@ -28,10 +28,10 @@ from .megatron import mark_path
 from .worker import FOLDER, failure_path, log_path
 
 _INTERVAL = 0.1
-"""Seconds between two looks at the workers and their logs."""
+"""Seconds between two polls of the workers and their logs."""
 _GRACE = 2
 """Seconds between SIGTERM and SIGKILL for the other workers when one has failed. It is short because they have nothing
-to save, and those that wait in a collective never end."""
+to save, and because workers that wait in a collective do not end by themselves."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """HTML reports as single files: a page from a jinja2 template, with charts that matplotlib draws as SVG.
 
-A page needs a browser and nothing else: it has no script, and its Content-Security-Policy forbids it to load anything.
-Every value is escaped, so a file that a report shows cannot bring markup onto the page.
+A page is self-contained: it has no script, and its Content-Security-Policy forbids it to load anything. Every value is
+escaped, so a file that a report shows cannot inject markup into the page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
-    "svg.hashsalt": "hal",  # equal charts are equal bytes
+    "svg.fonttype": "none",  # text elements can be selected, and use the page's font
+    "svg.hashsalt": "hal",  # identical charts have identical bytes
 }
 
 
@@ -61,7 +61,7 @@ def chart(draw: Callable[[Any], None], *, inches: tuple[float, float] = (9.0, 3.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(drawn, format="svg", transparent=True, metadata=no_metadata)
     svg = drawn.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which has no place inside a page
-    # Groups are named alike in every figure and nothing refers to them; ids must be unique within a page.
+    svg = svg[svg.index("<svg") :]  # the XML declaration is not allowed inside HTML
+    # matplotlib uses the same group ids in every figure, but ids must be unique within a page. Nothing refers to them.
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
     return Markup(svg.replace(_INK, "currentColor"))

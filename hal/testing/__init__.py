@@ -1,4 +1,4 @@
-"""The conformance kit: checks what every backend must do, on any backend.
+"""The conformance kit: checks that a backend fulfils the contract.
 
 `hal parity --backend NAME`, `pytest --pyargs hal.testing --backend NAME` and `hal.testing.run(backend)` run it. They
 share one engine (kit.py) and one tolerance rule (comparison.py). Names are imported on first access, so that the parts

@@ -1,4 +1,4 @@
-"""Calls as data: arguments by name, copies for the oracle, leaves for autograd, and the code that repeats a call.
+"""Calls as data: arguments by name, copies for the oracle, leaves for autograd, and code that reproduces a call.
 
 `run` executes a call and collects everything it produced (outputs, tensors written in place, gradients) under one set
 of names, so that an implementation, the reference and the float64 oracle are compared name by name.
@@ -18,7 +18,7 @@ from hal.core.op import Op, Sample
 
 
 def bind(op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every parameter of the op by name, defaults included."""
+    """Every parameter of the op by name, including defaults."""
     bound = op.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
@@ -72,7 +72,7 @@ def to_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """What a call produced. gradients is set by the caller, from `backward`; None = autograd returned none."""
+    """The results of a call. gradients is set by the caller, from `backward`; None: autograd returned none."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -90,8 +90,8 @@ def run(
 ) -> Outcome:
     """Calls `function`, recording for autograd if `with_grad`; `backward` is the second half.
 
-    The arguments that have gradients (of these, `wanted`; None = all) become detached leaves, which share memory with
-    `arguments`.
+    The differentiable arguments (those in `wanted`, or all if it is None) become detached leaves, which share memory
+    with `arguments`.
     """
     given = dict(arguments)
     leaves = {}

@@ -1,10 +1,10 @@
-"""All that is checked with one call of one implementation.
+"""All checks that are made with a single call of an implementation.
 
 `check_sample` raises `Failure` unless: why_not is pure, gives the same reasons for meta tensors, and the implementation
 runs exactly when there are none; outputs and gradients are within tolerance of the float64 reference; nothing but
 `op.mutates` is written, not even between the elements of a strided argument; outputs do not share memory with
-arguments; a second call and a second backward give the same bits, with and without autograd; gradients that are not
-contiguous work; and all memory of the call is freed once its results and its graph are deleted.
+arguments; a second call and a second backward give the same bits, with and without autograd; non-contiguous upstream
+gradients are accepted; and all memory of the call is freed once its results and its graph are deleted.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class _Memory:
         ]
 
     def changes(self) -> list[str]:
-        """What was written that may not be: arguments not in `mutates`, and the gaps in the storages of the others."""
+        """Forbidden writes: to arguments that are not in `mutates`, and to gaps in the storages of those that are."""
         written = []
         for label, x, may_write, before in self.copies:
             after = _storage(x)
@@ -356,6 +356,6 @@ def _strided(x: Tensor) -> bool:
 
 
 def _storage(x: Tensor) -> Tensor:
-    """A copy of x's whole storage, [elements] of x's dtype on the CPU."""
+    """A copy of x's entire storage, [elements] of x's dtype on the CPU."""
     count = x.untyped_storage().nbytes() // x.element_size()
     return x.detach().as_strided((count,), (1,), 0).cpu().clone()

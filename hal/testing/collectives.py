@@ -85,7 +85,7 @@ def cases(size: int, per_kind: int, seed: int = 0) -> Iterator[Case]:
 
 
 def error_in_tolerances(case: Case, result: Tensor, size: int, rank: int) -> float:
-    """Largest |result - reference| in units of what rounding allows; 0 = equal, inf = wrong dtype or shape."""
+    """Largest |result - reference| in units of the allowed rounding error; 0 = equal, inf = wrong dtype or shape."""
     inputs = [case.input(r) for r in range(size)]
     options = {"op": case.op, "source": case.source}
     expected = run_reference(inputs, case.collective, **options)[rank]

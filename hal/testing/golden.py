@@ -1,8 +1,8 @@
-"""The golden loss: a tiny GPT trained for 20 steps on the backend and on the references, loss by loss.
+"""The golden loss: compares the losses of a tiny GPT trained for 20 steps on the backend and on the references.
 
-Ops that pass one by one can still make a model that trains differently (a stale mask, a gradient that is added twice,
-dropout that differs between forward and recomputation). Both runs have the same weights, data and dropout bits, so
-their losses may differ by rounding only.
+A model can train incorrectly although every op passes its tests (a stale mask, a gradient that is added twice, dropout
+that differs between forward and recomputation). Both runs have the same weights, data and dropout bits, so their
+losses may differ by rounding only.
 """
 
 from __future__ import annotations

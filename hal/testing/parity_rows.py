@@ -14,11 +14,11 @@ NO_IMPLEMENTATION = "no implementation"
 
 @dataclass
 class Row:
-    """What was found about one implementation of one op in one dtype.
+    """The result for one implementation of one op in one dtype.
 
     samples: calls that ran and were compared. worst_error_in_tolerances: None if none ran. reasons: why calls were
-    declined, or why a waiver is in force. message, code: of a failure, the code repeats it. facts: versions and device,
-    in the row of the probe.
+    declined, or why a waiver is in force. message, code: the description of a failure, and code that reproduces it.
+    facts: versions and device, in the row of the probe.
     """
 
     op: str
@@ -35,7 +35,7 @@ class Row:
     facts: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The row with an infinite error written as the string "inf", which JSON has no number for."""
+        """The row with an infinite error as the string "inf", because JSON cannot represent it as a number."""
         worst = self.worst_error_in_tolerances
         plain = worst if worst is None or worst < float("inf") else "inf"
         row = {**vars(self), "worst_error_in_tolerances": plain}
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed. Declined calls, missing ops and calls that were not run are no failure."""
+        """Whether nothing failed. Declined calls, missing ops and calls that were not run are not failures."""
         return not self.failed
 
     def summary(self) -> str:

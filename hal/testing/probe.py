@@ -1,4 +1,4 @@
-"""Checks that a probe is pure: it returns the same twice, raises nothing, and leaves the device uninitialised."""
+"""Checks that a probe is pure: two calls return the same result, raise nothing, and do not initialise the device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ProbeFailure(HalError):
 def check_probe(name: str, options: Mapping[str, Any] | None = None) -> Probe:
     """Probes a fresh instance of the backend `name` twice. Raises ProbeFailure, or what loading the backend raises.
 
-    Has to be the first thing a process does with the backend, because it compares which of torch's device modules
-    (torch.cuda, torch.xpu, a PrivateUse1 module, ...) are initialised before and after.
+    Must be called before the process uses the backend in any other way, because it compares which of torch's device
+    modules (torch.cuda, torch.xpu, a PrivateUse1 module, ...) are initialised before and after.
     """
-    load(name)  # before `_initialised`: importing may initialise a device module, constructing and probing may not
+    load(name)  # loaded first, because importing may initialise a device module, but constructing and probing must not
     before = _initialised()
     backend = make(name, options)
     try:

@@ -36,7 +36,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a source must not do.
+    """Restrictions on a source.
 
     forbidden: dotted names, with everything below them. allowed: if given, called with every name below `hal` that is
     not forbidden; False is a violation. devices: device strings ("cuda", f"npu:{i}") and device attributes (x.cuda(),
@@ -76,7 +76,7 @@ def violations(source: str, rule: Rule, *, package: str = "", file: str = "<sour
 def check_tree(root: Path, rule: Rule, *, package: str) -> list[Violation]:
     """`violations` of every Python file below `root`, which is imported as `package`.
 
-    Raises FileNotFoundError if there is no file, because such a check would pass whatever the rule.
+    Raises FileNotFoundError if there is no file, because such a check would pass with every rule.
     """
     result = []
     paths = sorted(root.rglob("*.py"))
@@ -114,7 +114,7 @@ def _devices(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def references(tree: ast.AST, package: str = "") -> list[tuple[int, str]]:
-    """(line, dotted name) of everything the tree refers to. Scopes are ignored: an alias holds in the whole file."""
+    """(line, dotted name) of all references in the tree. Scopes are ignored: an alias is valid in the entire file."""
     names = _Names(package)
     for _ in range(2):  # the second pass resolves aliases of aliases that are defined further down
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Random numbers as values: extra calls for ops that draw.
+"""Additional checks for ops that draw random numbers.
 
 `edge_samples` sets the dropout probability to the bits of a drawn element, and to one step below and above, where a
 kernel that compares floats, or with > in place of >=, drops the wrong element. `check_order` checks that a draw depends

@@ -80,7 +80,7 @@ class Support:
         return self._reasons(column, lambda reason: not reason.startswith(others))
 
     def stand_ins(self, column: int) -> list[tuple[str, str]]:
-        """(what, reason) of every implementation that a simulator stands in for."""
+        """(what, reason) of every implementation that a simulator replaces by a stand-in."""
         return self._reasons(column, lambda reason: reason.startswith(STAND_IN))
 
     def missing(self, column: int) -> list[str]:

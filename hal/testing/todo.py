@@ -93,8 +93,8 @@ class _TimedGraph:
         given = bind(self.op, args, kwargs)
         with_grad = any(isinstance(given[n], Tensor) and given[n].requires_grad for n in self.op.grads)
         # Activation checkpointing drops the tensors that autograd saves and computes the forward again when they are
-        # needed. The hooks keep this call's own graph out of that; the tensor that is returned beside the outcome is
-        # what it drops, so that it still sees one saved tensor per call and recomputes.
+        # needed. The hooks exclude this call's own graph from that. The tensor returned in addition to the outcome is
+        # saved for checkpointing to drop, so that it still sees one saved tensor per call and recomputes.
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             outcome = self.timed(run, self.op, self.call, given, with_grad)
         residuals = outcome, given[self.op.grads[0]].detach()

@@ -1,1 +1,1 @@
-"""What a trained or planned model is used for: planning, evaluation, conversion, reports, serving."""
+"""Applications of a model: planning, evaluation, conversion, reports and serving."""

@@ -1,1 +1,1 @@
-"""What is on disk: checkpoints written atomically, and read without trusting them."""
+"""Checkpoints on disk: written atomically, and validated when they are read."""

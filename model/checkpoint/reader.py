@@ -1,8 +1,8 @@
 """Finds and reads checkpoints: torch.distributed.checkpoint files in folders with Megatron's names.
 
 `SAVE/iter_0000100/` is complete before `latest_checkpointed_iteration.txt` names it (see writer.py). Every file's
-checksum is verified on load. Tensors are stored under parameter names in whole-model coordinates, so that neither their
-order nor the parallel layout matters.
+checksum is verified on load. Tensors are stored under parameter names in the coordinates of the full model, so that
+neither their order nor the parallel layout matters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tracked(root: Path) -> int | str | None:
 
 
 def latest(root: Path) -> int | None:
-    """The iteration of the latest checkpoint (0 for a release), or None. ConfigError as `tracked`."""
+    """The iteration of the latest checkpoint (0 for a release), or None. Raises ConfigError like `tracked`."""
     iteration = tracked(root)
     return 0 if isinstance(iteration, str) else iteration
 
@@ -60,7 +60,7 @@ def latest(root: Path) -> int | None:
 def prune(root: Path, keep: int) -> None:
     """Removes all but the `keep` newest checkpoints of `root`, and never the one that the tracker file names."""
     folders = [p for p in root.glob("iter_*") if p.is_dir() and p.name[5:].isdecimal()]
-    folders.sort(key=lambda p: int(p.name[5:]))  # as text, eight digits would come before seven
+    folders.sort(key=lambda p: int(p.name[5:]))  # sorted as numbers, because iterations above 9999999 have more digits
     newest = latest(root)
     for folder in folders[:-keep]:
         if int(folder.name[5:]) != newest:
@@ -91,7 +91,7 @@ def read_state(root: Path, world: Comm | None = None) -> tuple[Path, dict[str, A
     problem = next(
         filter(None, (_damage(folder, n, manifest["sha256"][n]) for n in files[world.rank :: world.size])), ""
     )
-    # The lowest rank that found a problem tells it to all; world.size stands for no problem.
+    # The lowest rank that found a problem broadcasts it to all; world.size means that there was no problem.
     failed = torch.tensor([world.rank if problem else world.size], device=world.device)
     first = int(world.all_reduce(failed, "min").item())
     if first < world.size:
@@ -136,8 +136,8 @@ def _hint(folder: Path) -> str:
 def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[str, T]:
     """The tensors of a run to load, by their names in the checkpoint in `folder`.
 
-    Weights are loaded from float32 master copies if either side has them, so that a model of another precision starts
-    as exactly as possible; the caller then rounds the 16-bit weights. moments: also the optimizer's moments.
+    Weights are loaded from float32 master copies if the checkpoint or the run has them, so that a model of another
+    precision loses no accuracy; the caller then rounds the 16-bit weights. moments: also the optimizer's moments.
     """
     stored = stored_tensors(folder)
     masters = {n.removeprefix(FP32): x for n, x in tensors.items() if n.startswith(FP32)}

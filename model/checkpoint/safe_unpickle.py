@@ -31,7 +31,7 @@ class UnsafeFile(HalError):
 
 
 class Inert:
-    """Stands in for objects of other programs: accepts any construction and any state, and ignores them."""
+    """A placeholder for objects of other programs: accepts and ignores all constructor arguments and state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -112,7 +112,7 @@ def _unsafe(path: Path, names: str) -> UnsafeFile:
 
 @contextlib.contextmanager
 def _only(allowed: list[Any]) -> Iterator[None]:
-    """Allows these classes besides torch's own, but not what other packages have allowed in this process."""
+    """Allows these classes and torch's own, but not those that other packages have allowed in this process."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -151,8 +151,8 @@ def stored_tensors(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
 
 
 def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadata]) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors to read these into. Raises HalError, before allocating, if the files hold less than a shape
-    needs."""
+    """Uninitialised tensors to read these into. Raises HalError, before allocating, if the files contain less data than
+    a shape requires."""
     for name, info in infos.items():
         stored = sum(math.prod(chunk.sizes) for chunk in info.chunks)
         if not 0 < math.prod(info.size) <= stored:
@@ -206,7 +206,7 @@ def _check_storage(path: Path, key: Any, place: Any, free: dict[str, int]) -> No
     if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str):
         raise HalError(f"{_invalid(path)}: it has no storage location for {key}")
     file = path.parent / name
-    if pathlib.PurePath(name).name != name:  # a file name with a path could point anywhere
+    if pathlib.PurePath(name).name != name:  # a file name that contains a path could refer to any file
         raise UnsafeFile(f"{path} places {key} outside its folder, in {name}")
     if not file.is_file():
         raise HalError(f"{path} names the file {name!r}, which does not exist")
@@ -214,7 +214,7 @@ def _check_storage(path: Path, key: Any, place: Any, free: dict[str, int]) -> No
     numbers = place.offset, place.length
     if not (_counts(numbers) and sum(numbers) <= size):
         raise HalError(f"{path} places {key} at byte and length {numbers} of {file}: was it cut off?")
-    # Without this, a small file could stand for any number of large tensors.
+    # Entries must not overlap: otherwise a small file could expand to any number of large tensors.
     free[name] = free.get(name, size) - place.length
     if free[name] < 0:
         raise HalError(f"{path} places more in {file} than it holds")

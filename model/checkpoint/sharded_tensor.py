@@ -1,7 +1,7 @@
-"""What a rank holds of a tensor, in the whole tensor's coordinates: how checkpoints move between layouts.
+"""Shards of tensors in the coordinates of the full tensor, which make checkpoints independent of the layout.
 
-A `LocalShard` speaks torch.distributed.checkpoint's protocol for sharded tensors, so a checkpoint written under one
-layout is read under any other: names and coordinates are those of the whole model.
+A `LocalShard` implements torch.distributed.checkpoint's protocol for sharded tensors. Names and coordinates are those
+of the full model, so a checkpoint written under one layout can be read under any other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..parallel.tensor_sharding import Shard
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of the whole tensor, starting at `offsets`, and the view of local memory that holds it."""
+    """A rectangular block of the full tensor, starting at `offsets`, and the view of local memory that contains it."""
 
     offsets: tuple[int, ...]
     view: Tensor
 
 
 class LocalShard(Tensor):
-    """Some blocks of a tensor of shape `full`; empty ones are dropped. A Tensor, because the protocol asks for one, but
-    nothing can be computed with it: it holds places, not values."""
+    """Blocks of a tensor of shape `full`; empty blocks are dropped. It is a Tensor because the protocol requires one,
+    but it does not support any computation."""
 
     blocks: list[Block]
 
@@ -49,21 +49,21 @@ class LocalShard(Tensor):
         raise TypeError(f"{func} cannot run on a LocalShard; use its blocks")
 
     def copy_to(self, whole: Tensor) -> None:
-        """Copies the blocks to their places in a tensor of the whole shape."""
+        """Copies the blocks to their positions in a tensor of the full shape."""
         for b in self.blocks:
             whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.view.shape))].copy_(b.view)
 
     def copy_from(self, whole: Tensor) -> None:
-        """Copies from a tensor of the whole shape into the blocks."""
+        """Copies from a tensor of the full shape into the blocks."""
         for b in self.blocks:
             b.view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.view.shape))])
 
     def copied(self) -> LocalShard:
-        """The same places, with copies of the values in host memory."""
+        """The same shard with copies of the blocks in host memory."""
         copies = [Block(b.offsets, torch.empty(b.view.shape, dtype=b.view.dtype).copy_(b.view)) for b in self.blocks]
         return LocalShard(self.shape, copies, self.dtype)
 
-    # torch.distributed.checkpoint's protocol.
+    # The protocol of torch.distributed.checkpoint.
 
     def _chunk(self, block: Block) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(block.offsets), block.view.shape)
@@ -91,13 +91,13 @@ class LocalShard(Tensor):
 def local_shard(
     parameter: Tensor, values: Tensor, shard: Shard | None, rank: int, size: int, replica: int
 ) -> LocalShard:
-    """Where this rank's `values` (of the parameter, its gradient or a moment) of `parameter` lie in the whole tensor.
+    """The shard for `values` (the parameter, its gradient or a moment) that this rank has of `parameter`.
 
-    shard, rank, size: how tensor-parallel ranks split the whole (None = not at all). A parameter sharded by
-    fully_shard is one more split of that, by rows, of which this rank holds number `replica`.
+    shard, rank, size: how tensor-parallel ranks split the full tensor (None = not at all). fully_shard splits each of
+    these parts further by rows; this rank has part number `replica`.
     """
-    local = list(parameter.shape)  # of the tensor-parallel part, also for a DTensor
-    first_row = 0  # of `values` in that part
+    local = list(parameter.shape)  # the shape of the tensor-parallel part, also for a DTensor
+    first_row = 0  # the first row of `values` in that part
     if isinstance(parameter, DTensor):
         rows_per_replica = -(-local[0] // parameter.device_mesh.size())
         first_row = min(replica * rows_per_replica, local[0])
@@ -106,14 +106,14 @@ def local_shard(
         return LocalShard(local, [Block((first_row, *rest), values)], values.dtype)
     dim = shard.dim % len(local)
     full = [n * size if d == dim else n for d, n in enumerate(local)]
-    # Along `dim`, the whole consists of `parts` blocks, each split over the ranks. This rank's share of a block is
-    # `width` long; the shares lie side by side here, but `width * size` apart in the whole.
+    # Along `dim`, the full tensor consists of `parts` blocks, each split over the ranks. This rank's share of a block
+    # has length `width`. The shares are adjacent in local memory, but `width * size` apart in the full tensor.
     width = local[dim] // shard.parts
     blocks = []
     for part in range(shard.parts):
         offset = part * width * size + rank * width
         if dim == 0:
-            # Both splits are by rows: intersect this rank's share of the block with the rows that it holds.
+            # Both splits are by rows: intersect this rank's share of the block with the rows of its shard.
             begin, end = max(part * width, first_row), min((part + 1) * width, first_row + len(values))
             if begin < end:
                 view = values[begin - first_row : end - first_row]

@@ -1,7 +1,7 @@
 """Writes checkpoints atomically, optionally in the background.
 
-All ranks write into a temporary folder, which is flushed and renamed; only then does the tracker file name it as the
-latest. A failed save raises SaveFailed on every rank, at the latest at the next call.
+All ranks write into a temporary folder, which is flushed and renamed. The tracker file is updated only after that. A
+failed save raises SaveFailed on every rank, at the latest at the next call.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _space(folder: Path) -> str:
-    """A sentence if the disk is almost full: torch's own error is about its file format instead."""
+    """A note if the disk is almost full, because torch's error does not mention that."""
     free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else None
     return f"Its disk has {free / 2**20:.1f} MiB left. " if free is not None and free < 64 << 20 else ""
 

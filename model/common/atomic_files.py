@@ -1,6 +1,6 @@
 """Atomic replacement of files: written to a temporary name, flushed to disk, then renamed, with fixed permissions.
 
-A reader sees the old content or the new one, never a part of it, even if the writer is killed.
+A reader sees either the old or the new content in full, even if the writer is killed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def publish_folder(path: Path) -> Iterator[Path]:
     """Yields a temporary folder, which is renamed to `path` when the block ends without an error.
 
-    If `path` exists by then (another process was faster), that one stays.
+    If another process has created `path` in the meantime, the existing folder is kept.
     """
     new = beside(make_folder(path.parent) / path.name, new_token())
     new.mkdir(FOLDER_MODE)
@@ -135,7 +135,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def new_token() -> int:
-    """A random number for `beside`. Process ids would not do: machines that share a folder may have equal ones."""
+    """A random number for `beside`. A process id would not be unique across machines that share a folder."""
     return secrets.randbits(48)
 
 

@@ -1,4 +1,4 @@
-"""One progress bar for all commands: rich's, on a terminal; nothing where the output is piped or a file."""
+"""The progress bar of all commands: drawn by rich on a terminal; nothing is shown if the output is redirected."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hal import HalError
 
 
 class ProgressBar:
-    """A bar that the first `update` starts: rich draws in a thread, which processes forked before do not inherit.
+    """A bar that starts at the first `update`, so that processes forked before do not inherit rich's drawing thread.
 
-    total: what `update` counts up to. stream: where to draw; None for a process that shows nothing. counted: show
-    "3/10" instead of a percentage. Use as a context manager, or call `close`.
+    total: the value at which the bar is full. stream: where to draw; None to show nothing. counted: show "3/10" instead
+    of a percentage. Use as a context manager, or call `close`.
     """
 
     def __init__(self, total: float, *, stream: TextIO | None, counted: bool = False) -> None:
@@ -27,21 +27,21 @@ class ProgressBar:
         self.close()
 
     def update(self, completed: float, text: str = "") -> None:
-        """Moves the bar; text: what stands beside it."""
+        """Moves the bar; text: shown next to it."""
         if self.shown:
             if self._bar is None:
                 self._start()
             self._bar.update(self._task, completed=completed, text=text)
 
     def print(self, text: str) -> None:
-        """One line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it is on the terminal."""
+        """Stops updating; the bar remains on the terminal."""
         if self._bar is not None:
             self._bar.stop()
 

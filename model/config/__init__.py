@@ -1,1 +1,1 @@
-"""The one schema of a run, its sources (command line, YAML, other systems' files, environment) and its checks."""
+"""The schema of a run's options, their sources (command line, YAML, other systems' files, environment) and checks."""

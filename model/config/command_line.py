@@ -1,6 +1,6 @@
 """Reads options from the command line, files and the environment into a Config, in this order of precedence.
 
-A file may hold HAL's own options or the configuration of MindSpeed-Core-MS, the MindFormers tutorial or DeepSpeed
+A file may contain HAL's own options or the configuration of MindSpeed-Core-MS, the MindFormers tutorial or DeepSpeed
 (config/formats). The source of every value is recorded (`Config.origins`).
 
 YAML keys and environment variables are named like the flags (`num-layers` or `num_layers`; `HAL_NUM_LAYERS`). An
@@ -71,7 +71,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Given
         values.notes += reading.notes
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()}
     if values.get("tokenizer_type") != given.get("tokenizer_type", values.get("tokenizer_type")):
-        # A tokenizer given on the command line replaces the file's, together with the options of that one.
+        # A tokenizer given on the command line replaces the file's tokenizer and all its options.
         for name in OPTIONS:
             if given["tokenizer_type"] not in readers(name):
                 values.pop(name, None)
@@ -91,7 +91,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Given
 def _drop_idle_reduction(values: GivenOptions, foreign: set[str]) -> None:
     """Turns options of the gradient reduction into notes if there is no such reduction.
 
-    Other systems' files contain them whatever the layout. Given as HAL's own options, they are errors in that case
+    Other systems' files contain these options for every layout. As options of HAL they would be errors in that case
     (parallel_layout.py).
     """
     probe = Config(**values)
@@ -110,7 +110,7 @@ def _microbatches(reading: Reading) -> list[tuple[int, str]]:
 
 
 def _agree(reading: Reading, values: GivenOptions) -> None:
-    """Adds a file's values to those given elsewhere. They must agree; only environment variables are overridden."""
+    """Adds a file's values to those given elsewhere. Values must agree; only environment variables are overridden."""
     for name, value in reading.values.items():
         origin = values.origins.get(name, "")
         if name in values and values[name] != value and not origin.startswith("HAL_"):
@@ -138,7 +138,7 @@ def _require_microbatches(values: GivenOptions, count: int, where: str) -> None:
 
 
 def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) -> Config:
-    """A checked Config from option values by field name, all of which count as given by the user."""
+    """A validated Config from option values by field name. All values count as given by the user."""
     for name in values:
         if name not in _OPTIONS:
             raise ConfigError(f"there is no option '{name}'.{_nearest(name)}")
@@ -173,7 +173,7 @@ def read_config(path: str) -> Reading:
     else:
         _read_flat(reading, content)
         return reading
-    # HAL's options may stand beside the sections: those systems give some settings on their command lines.
+    # HAL's options may be mixed with the sections, because those systems set some options on their command lines.
     ours = {key: value for key, value in content.items() if str(key).replace("_", "-") in _SPELLINGS}
     translate(reading, {key: value for key, value in content.items() if key not in ours}, front.rules())
     front.finish(reading)

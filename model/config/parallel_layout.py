@@ -94,9 +94,9 @@ def _layers_of_stages(c: Config) -> tuple[tuple[int, ...], ...]:
 
 
 def problems(c: Config, world: int) -> Iterator[str]:
-    """What is wrong with running `c` on `world` ranks, one line each. Callers report the first one.
+    """The problems with running `c` on `world` ranks, one line each. Callers report the first one.
 
-    The order of the rules matters: a later one may divide by, or parse, what an earlier one has checked.
+    The order of the rules matters: a rule may divide by or parse values that an earlier rule has checked.
     """
     if c.expert_model_parallel_size > 1:
         yield "--expert-model-parallel-size: this model has no experts; leave it at 1"
@@ -156,7 +156,7 @@ def _without_pipeline(c: Config) -> Iterator[str]:
 
 
 def _schedule(c: Config, layout: Layout) -> Iterator[str]:
-    """What torch's 1F1B and interleaved 1F1B schedules require (zero bubble: see `_zero_bubble`)."""
+    """Requirements of torch's 1F1B and interleaved 1F1B schedules (zero bubble: see `_zero_bubble`)."""
     pp, microbatches = layout.pp, _microbatches(c, layout)
     if c.num_layers_per_virtual_pipeline_stage and c.pipeline_schedule == "zbv":
         yield "--pipeline-schedule zbv has its own two stages per rank; remove --num-layers-per-virtual-pipeline-stage"
@@ -170,7 +170,7 @@ def _schedule(c: Config, layout: Layout) -> Iterator[str]:
 
 
 def _interleaving(c: Config, pp: int, virtual: int, microbatches: int) -> Iterator[str]:
-    """Each rank holds several stages of `virtual` layers; microbatches pass them in rounds of `pp`."""
+    """Each rank holds several stages of `virtual` layers; microbatches pass through them in rounds of `pp`."""
     if c.num_layers % (virtual * pp):
         yield (
             f"--num-layers {c.num_layers} is not divisible by --num-layers-per-virtual-pipeline-stage {virtual} x "
@@ -211,12 +211,12 @@ def _noop_layers(c: Config) -> Iterator[str]:
 
 
 def _all_below(numbers: tuple[str, ...], limit: int) -> bool:
-    """Whether these options' values are whole numbers from 0 to `limit` - 1."""
+    """Whether these option values are integers from 0 to `limit` - 1."""
     return all(n.isdigit() and int(n) < limit for n in numbers)
 
 
 def _zero_bubble(c: Config, layout: Layout) -> Iterator[str]:
-    """torch's ZBV schedule computes weight gradients apart from input gradients, and outside of autograd's hooks."""
+    """torch's ZBV schedule computes weight gradients separately from input gradients and without autograd's hooks."""
     needed, microbatches = 2 * layout.pp, _microbatches(c, layout)
     if zero_stage(c) == 3:
         yield (
@@ -276,7 +276,7 @@ def _context_parallel(c: Config) -> Iterator[str]:
 
 
 def _global_batch(c: Config, layout: Layout) -> Iterator[str]:
-    """Every replica computes the same number of whole microbatches."""
+    """Every replica computes the same number of full microbatches."""
     if c.global_batch_size % (c.micro_batch_size * layout.dp):
         yield (
             f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size} x "

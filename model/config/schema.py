@@ -1,7 +1,7 @@
-"""The one schema of a training run: every option with its Megatron name, default and meaning.
+"""The schema of a training run: every option with its Megatron name, default and meaning.
 
 The command line, YAML files and the environment are read into `GivenOptions` (command_line.py). `resolve` turns these
-into a `Config`, in which every default that follows from other options is filled in: no such field is None.
+into a `Config`, in which every default that follows from other options is filled in, so that no such field is None.
 validation.py finds contradictions between options.
 """
 
@@ -106,9 +106,9 @@ def _default_ffn_hidden_size(c: Config) -> int:
 class Config:
     """All options of a run, resolved. Field names are the flags with underscores.
 
-    None in a field means that the option is absent (no --save, no --exit-interval), never "to be derived": construction
-    fills in the defaults that follow from other options. origins: where each option of `given` was set, by name;
-    notes: what was given and has no effect, in lines to show.
+    None in a field means that the option is absent (no --save, no --exit-interval), because construction fills in the
+    defaults that follow from other options. origins: where each option of `given` was set, by name; notes: messages
+    about given values that have no effect.
     """
 
     # execution
@@ -336,9 +336,9 @@ class Config:
 
 
 class GivenOptions(dict[str, Any]):
-    """What the user gave: values by field name, only for options that were given somewhere.
+    """Values of the options that the user gave, by field name.
 
-    origins: where each was given; notes: what was given and has no effect.
+    origins: where each was given; notes: messages about given values that have no effect.
     """
 
     def __init__(self) -> None:
@@ -347,13 +347,13 @@ class GivenOptions(dict[str, Any]):
         self.notes: list[str] = []
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-        """Adds values; they override those taken before."""
+        """Adds values; they override earlier ones."""
         self.update(values)
         self.origins.update(origins)
 
 
 def resolve(options: Mapping[str, Any]) -> Config:
-    """The Config of these options (by field name), all of which count as given by the user. Does not validate."""
+    """The Config of these options (by field name). All of them count as given by the user. Does not validate."""
     config = Config(**options)
     config.given = frozenset(options)
     if isinstance(options, GivenOptions):

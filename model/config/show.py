@@ -1,7 +1,7 @@
-"""`hal config show`: the merged configuration, every value with its origin, as YAML that --config reads back.
+"""`hal config show`: the merged configuration with the origin of every value, as YAML that --config can read.
 
-Options that the user gave are written as YAML values; defaults and derived values are comments, so that reading the
-text back gives the same run with the same options counted as given.
+Options that the user gave are written as YAML values; defaults and derived values are comments. Reading the text back
+therefore gives the same run with the same options marked as given.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ KINDS = {
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """The tokenizer's type and the options that type reads, by name."""
+    """The tokenizer's type and the options that this type reads, by name."""
     kind = KINDS[config.tokenizer_type]
     values = {name: getattr(config, name) for name in (*kind.needs, *kind.takes)}
     return {"tokenizer_type": config.tokenizer_type, **values}

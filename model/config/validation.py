@@ -22,12 +22,12 @@ def check(config: Config) -> None:
 
 
 def check_given(config: Config) -> None:
-    """Validates a configuration that is only displayed: options and processes that are still missing are no problem."""
+    """Validates a configuration that is only displayed: missing options and processes are allowed."""
     _require(config, *_ALONE, _ignored, lambda c: problems(c, world_size(c) + missing_processes(c)))
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError with the first problem of the model's own options, whatever the model is used for."""
+    """Raises ConfigError with the first problem of the options of the model itself."""
     _require(config, _bounds, _split, _shape)
 
 
@@ -41,7 +41,7 @@ def lacking(c: Config) -> Iterator[str]:
 
 
 def missing_processes(c: Config) -> int:
-    """How many more processes one replica needs, if the number of processes was not given."""
+    """The number of additional processes that one replica needs, if the number of processes was not given."""
     given = "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
     replica = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
     return 0 if given else max(0, replica - world_size(c))
@@ -149,7 +149,7 @@ _ALONE = (_bounds, _split, _shape, _batch, _learning_rate, _recomputation, _data
 
 
 def _ignored(c: Config) -> Iterator[str]:
-    """Given options that have no effect. A row: option names, whether the run reads them, what would read them."""
+    """Given options that have no effect. Each row: option names, whether the run reads them, what would read them."""
     full = c.recompute_granularity == "full"
     rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
     rules = [
@@ -178,7 +178,7 @@ def _ignored(c: Config) -> Iterator[str]:
     ]
     for names, is_read, reader in rules:
         for name in names.split():
-            # False, None and () are what an option has that was not given; saying so explicitly is harmless.
+            # False, None and () are the values of options that were not given; giving them explicitly is harmless.
             if name in c.given and not is_read and getattr(c, name) not in (False, None, ()):
                 yield f"{_flag(name)} would be ignored: it needs {reader}. Remove it, or add that"
 

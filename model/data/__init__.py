@@ -1,1 +1,1 @@
-"""Text to batches: tokenizers, indexed datasets, preprocessing, and the samples that training reads."""
+"""The data pipeline: tokenizers, indexed datasets, preprocessing, and the samples that training reads."""

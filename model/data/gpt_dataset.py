@@ -1,4 +1,4 @@
-"""Batches of tokens from megatron-core's GPTDataset over .bin/.idx files, which are validated first and can be blended.
+"""Batches of tokens from megatron-core's GPTDataset over .bin/.idx files, with validation and blending.
 
 Sample n of a split is a function of the data, the seed and the requested number of samples, so a run resumes exactly
 from its count of consumed samples. One process builds the index maps while the others wait.
@@ -27,7 +27,7 @@ from .tokenizers.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _SURPLUS = 0.005
-"""Megatron's margin: each blended dataset has 0.5 % more samples than its weight asks for, since blending rounds."""
+"""Megatron's margin: each blended dataset has 0.5 % more samples than its weight requires, since blending rounds."""
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Split:
 
 @dataclass(frozen=True)
 class _Blend:
-    """The datasets of a split. weights: they sum to 1; None takes every sample of each dataset once. shared: all splits
-    come from these prefixes, divided by --split."""
+    """The datasets of a split. weights: sum to 1; None takes every sample of each dataset once. shared: all splits come
+    from these prefixes, divided by --split."""
 
     prefixes: tuple[Path, ...]
     weights: tuple[float, ...] | None
@@ -217,7 +217,7 @@ def _open_one(
     lengths: dict[Path, numpy.ndarray],
     count: int | None,
 ) -> Any:
-    """The part of a split that one prefix holds. count: number of samples needed, or None for one epoch."""
+    """The part of a split that comes from one prefix. count: number of samples needed, or None for one epoch."""
     span = _ranges(config.split, len(lengths[prefix]))[name] if blend.shared else (0, len(lengths[prefix]))
     tokens = int(lengths[prefix][slice(*span)].sum(dtype=numpy.int64))
     if tokens <= config.seq_length:
@@ -225,7 +225,7 @@ def _open_one(
             f"the {name} split of {prefix} has {tokens} tokens in {span[1] - span[0]} sequences, fewer than one sample "
             f"of --seq-length {config.seq_length} + 1; use more data, a shorter sequence, or another --split"
         )
-    # None means one epoch. All runs that need no more than that share one set of index maps and one order.
+    # None means one epoch. All runs that need at most one epoch share the same index maps and the same order.
     requested = None if count is None or count * config.seq_length < tokens else count
     module = gpt_dataset()
 

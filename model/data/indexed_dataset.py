@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets (an .idx and a .bin file), validated on reading, and HAL's note on how they were made.
+"""Megatron's indexed datasets (an .idx and a .bin file), validated on reading, and HAL's note about their origin.
 
 `read_index` verifies that every sequence lies inside the .bin before the file is mapped, so that no later access can be
 out of bounds. The format: magic, version 1, a dtype code, the numbers of sequences and of document ends, then int32
@@ -125,7 +125,7 @@ def note_path(prefix: Path) -> Path:
 
 
 def read_note(prefix: Path) -> dict[str, Any] | None:
-    """The note of a dataset, or None if there is none (Megatron's own files). Raises ConfigError if it is damaged."""
+    """The note of a dataset, or None without one (files written by Megatron). Raises ConfigError if it is damaged."""
     path = note_path(prefix)
     if not path.is_file():
         return None
@@ -143,7 +143,7 @@ def read_note(prefix: Path) -> dict[str, Any] | None:
 
 
 def require_match(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the data's note says that another tokenizer made it.
+    """Raises ConfigError if according to its note the data was written with another tokenizer.
 
     A NullTokenizer matches every tokenizer with the same end-of-document id.
     """

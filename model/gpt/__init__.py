@@ -1,4 +1,4 @@
-"""The thin GPT: torch, `hal.ops`, the configuration and the sharding of tensors, and nothing else."""
+"""The GPT model, which depends only on torch, `hal.ops`, the configuration and the sharding of tensors."""
 
 from .model import GPT
 

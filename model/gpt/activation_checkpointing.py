@@ -1,6 +1,7 @@
 """Activation recomputation: a function's intermediate values are dropped and computed again in the backward pass.
 
-Dropout needs no saved state for it (random numbers are values), so the result is bit-equal to not recomputing.
+Dropout masks are a function of an Rng value, so no generator state has to be saved, and the result is bit-equal to the
+one without recomputation.
 """
 
 from __future__ import annotations

@@ -60,11 +60,11 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """mask: bool [b, 1, s, s] of whole sequences, True = hidden beside what the window hides."""
+        """mask: bool [b, 1, s, s] of full sequences, True = hidden in addition to what the window hides."""
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
-        # One split, whose gradient is one concatenation; indexing would make a gradient of zeros per part.
+        # The gradient of a split is one concatenation; indexing would create a zero-filled gradient for each part.
         q, k, v = mixed.split((self.per_group, 1, 1), dim=3)
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if rotation is not None:
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None = None
     ) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; s is this rank's rows with context parallelism."""
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; with context parallelism s counts this rank's rows."""
         if self.cp.size == 1:
             return self._whole(q, k, v, dropout_rng, self.first_head, mask)
         if self.cp_algorithm == "ulysses":
@@ -95,13 +95,13 @@ class SelfAttention(nn.Module):
     def _whole(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, first_head: int, mask: Tensor | None
     ) -> Tensor:
-        """Attention of whole sequences: q [s, b, n, d], k and v [skv, b, g, d] -> [s, b, n*d]; q's heads start at
-        `first_head` of the model's."""
+        """Attention over full sequences: q [s, b, n, d], k and v [skv, b, g, d] -> [s, b, n*d]; the first head of q is
+        head `first_head` of the model."""
         dropout = self._dropout(q, k, dropout_rng, first_head)
         return self._flash(q, k, v, mask, dropout) if self.flash else self._softmax(q, k, v, mask, dropout)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
-        """As `_whole`, by one op in the layout --shape-order."""
+        """Like `_whole`, with a single op in the layout --shape-order."""
         pre, next_ = self.window
         out = ops.flash_attention(
             *(_arrange(t, self.layout) for t in (q, k, v)),
@@ -113,11 +113,11 @@ class SelfAttention(nn.Module):
             mask=mask,
             **dropout,
         )
-        assert isinstance(out, Tensor)  # return_lse was not asked for
+        assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return _restore(out, self.layout)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
-        """As `_whole`, with the probabilities [b, n, s, skv] in memory."""
+        """Like `_whole`, with the probabilities [b, n, s, skv] in memory."""
         s, b, n, d = q.shape
         g = k.shape[2]
         # [b, g, (n/g)*s, d], so that the query heads of a group share its keys without copying them.
@@ -158,7 +158,7 @@ _TO_SBND = {"SBND": (0, 1, 2, 3), "BSND": (1, 0, 2, 3), "BNSD": (2, 0, 1, 3)}
 
 
 def _arrange(x_SBND: Tensor, layout: str) -> Tensor:
-    """x [s, b, n, d] in the order of `layout`; a view, but for BSH."""
+    """x [s, b, n, d] in the order of `layout`; a view except for BSH."""
     x = x_SBND.permute(_FROM_SBND[layout])
     return x.flatten(2) if layout.endswith("H") else x
 
@@ -176,7 +176,7 @@ def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor,
     Source: Su et al., "RoFormer", arXiv 2104.09864, with the base and the rotated share as options.
     """
     r = int(config.kv_channels * config.rotary_percent) // 2 * 2
-    # float64 on the host: the angle of a late position has few bits left in float32.
+    # float64 on the host, because in float32 the angles of late positions would have few bits after the point.
     frequency = config.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)

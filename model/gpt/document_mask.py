@@ -1,8 +1,8 @@
 """Documents within a sequence, delimited by the end-of-document id: their positions and their attention mask.
 
 As in Megatron's get_ltor_masks_and_position_ids, an end-of-document token belongs to the document that it ends.
-Everything derives from `starts`, one number per token, which a rank has for whole sequences even where it computes only
-a part of them.
+Everything derives from `starts`, one number per token, which a rank has for full sequences even if it computes only a
+part of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The random numbers of a microbatch's dropout: one draw per (step, layer, dropout) over the whole global batch.
+"""The random numbers of a microbatch's dropout: one draw per (step, layer, dropout) over the entire global batch.
 
 A microbatch takes its block of that draw, so the masks do not depend on the micro batch size, on accumulation, or on
 which rank holds which part of a tensor. Recomputation draws them again from the same integers.
@@ -16,9 +16,9 @@ from ..parallel.sequence_shard import SequenceShard
 
 @dataclass(frozen=True)
 class DropoutRng:
-    """rng: the step's stream. The microbatch holds the samples [first_sample, ...) of a global batch of `batch`.
+    """rng: the step's stream. The microbatch starts at `first_sample` of a global batch of `batch` samples.
 
-    rows: the positions that hidden activations have on this rank; None = all.
+    rows: the sequence positions of this rank's hidden activations; None = all.
     """
 
     rng: Rng
@@ -27,7 +27,7 @@ class DropoutRng:
     rows: SequenceShard | None = None
 
     def hidden(self, name: str, layer: int, shape: Sequence[int]) -> tuple[Rng, list[int]]:
-        """(stream, block shape) for an activation of `shape` [s, b, h], which the op must see as one of block shape."""
+        """(stream, block shape) for an activation of `shape` [s, b, h]; the op must get a view of the block shape."""
         rows = self.rows or SequenceShard.all_of(shape[0])
         return rows.draw(self.rng.fork(name, layer), shape, (self.batch, shape[2]), (self.first_sample, 0))
 
@@ -36,7 +36,7 @@ class DropoutRng:
     ) -> Rng:
         """The stream of attention probabilities [b, n, sq, skv] of the heads from `first_head` on, out of `heads`.
 
-        starts: the first query and key of the call, if it has a block of the `sq` queries and `skv` keys only.
+        starts: the first query and key of the call, if it computes only a block of the `sq` queries and `skv` keys.
         """
         full = (self.batch, heads, sq, skv)
         return self.rng.fork("attention", layer).block(full, (self.first_sample, first_head, *starts))

@@ -1,7 +1,7 @@
-"""How many floating-point operations the model asks for per token: the figure behind "model FLOP/s".
+"""The number of floating-point operations of the model per token, from which "model FLOP/s" is computed.
 
-Counted: the multiplications and additions of matrix products, forward and backward (3 x forward). Not counted: layers
-that do nothing, recomputation, and attention between positions that the window hides. Padding of the vocabulary counts.
+Multiplications and additions of matrix products count, forward and backward (3 x forward), including those for the
+padding of the vocabulary. Noop layers, recomputation, and attention to positions outside the window do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..config.schema import Config
 
 @lru_cache
 def visible_pairs(length: int, pre: int | None, next_: int) -> int:
-    """Number of (query, key) pairs of a sequence that a window shows."""
+    """Number of (query, key) pairs of a sequence that are inside a window."""
     total = 0
     for i in range(length):
         first = 0 if pre is None else max(0, i - pre)

@@ -1,6 +1,6 @@
-"""The keys and values that a stage's layers have computed for the tokens so far.
+"""The key/value cache of a stage's layers for incremental decoding.
 
-With them, a forward pass over the next tokens gives the logits that one over all tokens would give.
+With it, a forward pass over the next tokens gives the same logits as a forward pass over all tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .attention import rotation
 
 
 class KeyValueCache:
-    """Room for `capacity` tokens of `batch` sequences; `length` of them are filled. One per stage and batch.
+    """Memory for `capacity` tokens of `batch` sequences, of which `length` are filled. One per stage and batch.
 
     Every sequence of the batch has the same length: the positions of a forward pass are [length, length + s).
     """

@@ -1,7 +1,7 @@
 """Linear layers and the embedding of a tensor-parallel GPT, and the initialisation of parameters.
 
-Every weight is drawn in full, on the CPU, from the seed and the parameter's name, and each rank keeps its slice: the
-initial model does not depend on the parallel layout. With one rank nothing communicates.
+Every weight is drawn in full, on the CPU, from the seed and the parameter's name, and each rank keeps its slice.
+Therefore the initial model does not depend on the parallel layout. A single rank does not communicate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ mappings = ops.mappings
 
 @dataclass
 class Init:
-    """Makes parameters. `shards` records, by parameter name, how each is split (absent = every rank holds it all)."""
+    """Creates parameters. `shards` records how each is split, by parameter name (absent = replicated on every rank)."""
 
     seed: int
     dtype: torch.dtype
@@ -40,9 +40,9 @@ class Init:
         *,
         drawn_as: str | None = None,
     ) -> nn.Parameter:
-        """Normal with standard deviation `std`, a function of the seed, the name and the full shape only.
+        """Normally distributed with standard deviation `std`; depends only on the seed, the name and the full shape.
 
-        drawn_as: the name to draw under, for a second copy of a parameter that has another name.
+        drawn_as: the name that determines the values, for a copy of a parameter under another name.
         """
         generator = torch.Generator().manual_seed(Rng(self.seed).fork("init", drawn_as or name).seed)
         return self._place(name, torch.empty(*full_shape).normal_(0.0, std, generator=generator), shard)
@@ -52,7 +52,7 @@ class Init:
         return self._place(name, torch.full(tuple(full_shape), value), shard)
 
     def _place(self, name: str, full: Tensor, shard: Shard | None) -> nn.Parameter:
-        """This rank's part of the parameter's `full` value, on the device in the model's dtype."""
+        """This rank's shard of the parameter's `full` value, on the device and in the model's dtype."""
         if shard is not None:
             self.shards[name] = shard
             full = shard.slice(full, self.parallel.tp.rank, self.parallel.tp.size)
@@ -87,8 +87,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
-    """The product of a column-parallel layer, x [s, b, in] -> [s, b, out / ranks]: enters the tensor-parallel region.
-    With sequence parallelism x is this rank's [s / ranks, b, in]."""
+    """The product of a column-parallel layer, x [s, b, in] -> [s, b, out / ranks], which enters the tensor-parallel
+    region. With sequence parallelism x is this rank's [s / ranks, b, in]."""
     if parallel.sequence:
         y: Tensor = _GatheredLinear.apply(x, weight, bias, parallel.tp)  # type: ignore[no-untyped-call]
         return y
@@ -96,8 +96,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Para
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """ops.linear with weight-gradient accumulation fused into `main_grad` where the parameters have one: the float32
-    sum, named as Megatron does, that the optimizer sets from the second microbatch on."""
+    """ops.linear with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
+    float32 gradient sum (Megatron's name), which the optimizer sets from the second microbatch on."""
     main_grads = _main_grads(weight, bias)
     if main_grads is None:
         return ops.linear(x, weight, bias)
@@ -106,11 +106,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 _MainGrads = tuple[Tensor, Tensor | None]
-"""Of a linear layer's weight [out, in] and bias [out], float32."""
+"""The float32 gradient sums of a linear layer's weight [out, in] and bias [out]."""
 
 
 def _main_grads(weight: Tensor, bias: Tensor | None) -> _MainGrads | None:
-    """What a layer's gradients are added to, if every one of its parameters has a `main_grad`."""
+    """The gradient sums of a layer, or None unless each of its parameters has a `main_grad`."""
     weight_sum: Tensor | None = getattr(weight, "main_grad", None)
     bias_sum: Tensor | None = getattr(bias, "main_grad", None)
     if weight_sum is None or (bias is not None and bias_sum is None):
@@ -138,10 +138,10 @@ class _AccumulatingLinear(torch.autograd.Function):
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """linear(all_gather(x), weight, bias) that keeps x [s / ranks, b, in], this rank's rows, for the backward pass.
+    """linear(all_gather(x), weight, bias) that saves only this rank's rows x [s / ranks, b, in] for the backward pass.
 
-    They are gathered a second time, while the gradient of x is computed (Korthikanti et al., arXiv 2205.05198, section
-    4.2.2: what a layer keeps is then divided by the ranks throughout).
+    The rows are gathered a second time while the gradient of x is computed, so that all activations that a layer saves
+    are divided by the number of ranks (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class _GatheredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # Both collectives run beside a product: the gather while dx is computed, the scatter beside dw.
+        # Both collectives overlap with a matrix product: the gather with that of dx, the scatter with that of dw.
         gathering = ctx.comm.start("all_gather", x)
         scattering = ctx.comm.start("reduce_scatter", ops.linear(dy, weight.t()))
         dy_rows, x_rows = dy.flatten(0, -2), gathering.wait().flatten(0, -2)
@@ -166,9 +166,10 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """x [..., in / ranks] -> [..., out]; the weight's columns are split, the products summed over the ranks.
+    """x [..., in / ranks] -> [..., out]; the weight's columns are split and the products are summed over the ranks.
 
-    The bias (`self.bias`, which every rank holds) is never added here: it is fused with the dropout that follows.
+    The bias (`self.bias`, replicated on every rank) is not added here, because it is fused with the dropout that
+    follows.
     """
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool) -> None:
@@ -183,8 +184,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [s, ...] -> [s, ..., hidden] (this rank's rows of it with sequence parallelism); the table's rows
-    (vocabulary) are split over the ranks."""
+    """ids [s, ...] -> [s, ..., hidden] (with sequence parallelism this rank's rows); the table's rows (the vocabulary)
+    are split over the ranks."""
 
     def __init__(self, init: Init, name: str, vocabulary: int, hidden: int, *, std: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The GPT: GPT-2 and Llama shapes from one config, with Megatron-core's parameter names and initialisation.
 
-Activations are [s, b, h]. A model may hold a slice of the layers (a pipeline stage); parameter names are those of the
-whole model whatever it holds. Everything computed here goes through `hal.ops`.
+Activations are [s, b, h]. A model may have only a slice of the layers (a pipeline stage); its parameter names are still
+those of the full model. All computation goes through `hal.ops`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ embedding: it is that stage's copy of WORD_EMBEDDING."""
 
 
 def saved_name(name: str, config: Config) -> str:
-    """The name of a parameter in checkpoints: a copy of the tied weight goes by the name of the word embedding."""
+    """The name of a parameter in checkpoints; a copy of the tied weight has the name of the word embedding."""
     tied = not config.untie_embeddings_and_output_weights
     return WORD_EMBEDDING if tied and name == OUTPUT_LAYER else name
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 WORD_EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Parameter names of the two tables of the vocabulary, which are one weight if they are tied."""
+"""Parameter names of the two tables of the vocabulary, which are a single weight if they are tied."""
 
 
 class PositionEmbedding(nn.Module):
@@ -55,19 +55,19 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The matrix that makes logits [v / ranks, h]: a weight of its own, or the last stage's copy of a tied one."""
+    """The matrix [v / ranks, h] that computes logits: a separate weight, or the last stage's copy of a tied one."""
 
     def __init__(self, config: Config, init: Init, tied: bool) -> None:
         super().__init__()
         std = config.embedding_init_method_std if tied else config.init_method_std
         shape = config.padded_vocab_size, config.hidden_size
-        # A copy starts equal to the first stage's table, because it is drawn under that one's name.
+        # A copy is initialised under the name of the first stage's table, so that both have equal values.
         drawn_as = WORD_EMBEDDING if tied else None
         self.weight = init.weight(OUTPUT_LAYER, shape, std, Shard(0), drawn_as=drawn_as)
 
 
 class Embedding(nn.Module):
-    """tokens [b, s] int64 -> [s, b, h]: word plus learned position (of `start` and on), with dropout."""
+    """tokens [b, s] int64 -> [s, b, h]: word plus learned position embedding (from position `start`), with dropout."""
 
     def __init__(self, config: Config, init: Init) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, dropout_rng: DropoutRng | None, start: int = 0, positions: Tensor | None = None
     ) -> Tensor:
-        """positions: int64 [b, s] of whole sequences; default: those from `start` on."""
+        """positions: int64 [b, s] of full sequences; default: consecutive positions from `start`."""
         x: Tensor = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
             rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
@@ -99,7 +99,7 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); each addition with bias, dropout and, if asked, a norm before."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); each sum includes bias, dropout and optionally a sandwich norm."""
 
     def __init__(self, config: Config, init: Init, layer: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class TransformerLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A run of layers (global numbers as keys) and, on the last stage, the final norm."""
+    """Consecutive layers (global numbers as keys) and, on the last stage, the final norm."""
 
     def __init__(self, config: Config, init: Init, layers: Sequence[int], final: bool) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class Decoder(nn.Module):
 class GPT(nn.Module):
     """A GPT or a pipeline stage of one.
 
-    layers: global numbers of the layers held (default all). first: holds the embedding and takes tokens [b, s] (else
-    hidden [s, b, h]). last: holds the final norm and output layer and returns logits [s, b, v] (else hidden).
+    layers: global numbers of the layers to build (default all). first: has the embedding and takes tokens [b, s] (else
+    hidden [s, b, h]). last: has the final norm and output layer and returns logits [s, b, v] (else hidden).
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(config, init) if first else None
         self.decoder = Decoder(config, init, range(config.num_layers) if layers is None else layers, last)
         self.tied = not config.untie_embeddings_and_output_weights
-        # A last stage without the embedding holds its own copy of a tied weight.
+        # A last stage without the embedding has its own copy of a tied weight.
         self.output_layer = OutputLayer(config, init, self.tied) if last and not (self.tied and first) else None
         self.last = last
         self._rotary_cos_sin: tuple[Tensor, Tensor] | None = None
@@ -225,11 +225,11 @@ class GPT(nn.Module):
 
         dropout_rng: dropout of this microbatch; None = no dropout (evaluation). cache: keys and values of the tokens
         before these. rows: return logits for the last `rows` positions only. starts: where each token's document begins
-        (`document_mask.starts`), int64 [b, s] of whole sequences, for --reset-position-ids and --reset-attention-mask.
+        (`document_mask.starts`), int64 [b, s] of full sequences, for --reset-position-ids and --reset-attention-mask.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
-        s = x.shape[0]  # of the activations between layers on this rank
+        s = x.shape[0]  # rows of the activations between layers on this rank
         if self.embedding is not None:
             s = x.shape[1] // (self.parallel.tp.size if self.parallel.sequence else 1)
         full = self.parallel.full_length(s)
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
 
     def output_weight(self) -> Tensor:
-        """The matrix that makes logits [v_local, h]: the output layer's, or the word embedding's if tied."""
+        """The matrix [v_local, h] that computes logits: the output layer's, or the word embedding's if tied."""
         if self.output_layer is not None:
             return self.output_layer.weight
         assert self.embedding is not None
@@ -260,8 +260,8 @@ class GPT(nn.Module):
     def loss(self, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
         """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s].
 
-        With --eod-mask-loss, labels of document_mask.IGNORED do not count; the mean of none is 0. inplace_backward: the
-        caller does not look at the logits again, so the backward pass may write over them.
+        With --eod-mask-loss, labels equal to document_mask.IGNORED do not count; if no label counts, the mean is 0.
+        inplace_backward: the caller does not read the logits again, so the backward pass may overwrite them.
         """
         start = self.parallel.tp.rank * logits.shape[-1]
         target, counts = labels.t().contiguous(), None
@@ -292,7 +292,7 @@ class GPT(nn.Module):
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole GPT's parameters. Nothing is allocated."""
+    """Names and shapes of a full GPT's parameters. Nothing is allocated."""
     layers = [n for n in range(config.num_layers) if str(n) not in config.noop_layers]
     with torch.device("meta"):
         model = GPT(config, torch.device("meta"), layers=layers)

@@ -1,1 +1,1 @@
-"""A loaded model that generates."""
+"""Inference with a trained model: loading, decoding and text generation."""

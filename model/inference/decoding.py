@@ -1,7 +1,7 @@
 """Token-by-token decoding with a key/value cache, for batches of prompts and any parallel layout.
 
-Sampling uses HAL's random numbers: a seed gives the same text whatever else is in the batch. The model sees at most
-`seq_length` tokens; when a text exceeds that, the context is cut to its newer half.
+Sampling uses HAL's random numbers, so that the text of a seed does not depend on the rest of the batch. The model sees
+at most `seq_length` tokens; when a text exceeds that, the older half of the context is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .engine import NOT_FINITE, Engine, NotFinite
 from .sampling import Sampling
 
 _NONE = -1
-"""Stands for an id where none can be chosen."""
+"""Marks a row for which no token can be chosen."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def context_start(length: int, limit: int) -> int:
 
 
 class _Context:
-    """The part of the rows' texts that the model sees, and the cache of its keys and values."""
+    """The part of the texts that the model sees, and the cache of its keys and values."""
 
     def __init__(self, engine: Engine, rows: int, longest: int, cached: bool) -> None:
         self.engine, self.rows, self.longest, self.cached = engine, rows, longest, cached
@@ -68,7 +68,7 @@ class _Context:
         """Logits [rows, v] for the token after the first `length` tokens of every text (None: this rank has none)."""
         limit = self.engine.config.seq_length
         start = context_start(length, limit)
-        # When the context moves on, the positions of its tokens change, and with them all keys and values.
+        # When the start of the context moves, the positions of its tokens change, and therefore all keys and values.
         if self.cached and (self.cache is None or start != self.start):
             self.cache = self.engine.new_cache(self.rows, min(limit, self.longest - start))
             self.cached_length = start
@@ -97,8 +97,8 @@ def stream(
     the same tokens. Raises ConfigError for an empty prompt or an id outside the vocabulary, NotFinite on every rank if
     the logits are not finite.
 
-    Prompts of different lengths share a batch without padding or masks: at every step all rows are read up to the same
-    length, and rows whose prompt is longer than that do not choose a token yet.
+    Prompts of different lengths share a batch without padding or masks: at every step all rows are processed up to the
+    same length, and rows whose prompt is longer than that do not choose a token yet.
     """
     _check(engine, prompts)
     if count < 1:
@@ -109,6 +109,7 @@ def stream(
     while active:
         logits = context.next_logits(texts, length)
         steps = {row: length - len(prompts[row]) for row in sorted(active) if len(prompts[row]) <= length}
+        # A row's stream is forked by the number of its own tokens, so that it does not depend on the other prompts.
         for token in _choose(engine, logits, sampling, {r: rngs[r].fork(n) for r, n in steps.items()}, logprobs):
             texts[token.row].append(token.id)
             yield token
@@ -132,7 +133,7 @@ def complete(
     finished: Callable[[int, list[int]], bool] = lambda row, ids: False,
     cached: bool = True,
 ) -> list[Continuation]:
-    """As `stream`, but returns one Continuation per prompt when all have ended."""
+    """Like `stream`, but returns one Continuation per prompt when all have ended."""
     continuations = [Continuation() for _ in prompts]
     for token in stream(engine, prompts, count, sampling, rngs, eod=eod, finished=finished, cached=cached):
         row = continuations[token.row]
@@ -148,7 +149,7 @@ def complete(
 def generate(
     model: GPT, tokenizer: Tokenizer, prompt: list[int], count: int, *, temperature: float, rng: Rng
 ) -> list[int]:
-    """Up to `count` ids that continue one prompt, with a whole model in one process."""
+    """Up to `count` ids that continue one prompt, with an unsharded model in one process."""
     engine = Engine(model, tokenizer.vocab_size)
     (continuation,) = complete(engine, [prompt], count, Sampling(temperature), [rng], eod=tokenizer.eod)
     return continuation.ids
@@ -169,7 +170,7 @@ def _choose(
     """One token per row of `rngs`, from logits [rows, v]. The leader of the last stage chooses for all ranks."""
     if not rngs:
         return []
-    # Column 0 is the chosen token, the others are the most likely ones.
+    # Column 0 is the chosen token, the others are the most likely ones. Ranks without logits receive both tensors.
     width = 1 + logprobs
     ids, log_p = torch.zeros(len(rngs), width, dtype=torch.int64), torch.zeros(len(rngs), width)
     if logits is not None:

@@ -1,7 +1,7 @@
-"""A model laid out over ranks for forward passes only: what generation, evaluation and serving run on.
+"""A model distributed over ranks for forward passes only, as used by generation, evaluation and serving.
 
-Tensor parallel ranks share layers, pipeline ranks hold stages, context parallel ranks share sequences; the numbers are
-those of one process up to rounding. Every rank of the world makes the same calls.
+Tensor-parallel ranks share layers, pipeline ranks hold stages, and context-parallel ranks share sequences. Results
+equal those of a single process up to rounding. Every rank of the world must make the same calls.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NOT_FINITE = ": the weights hold NaN or infinite values, or --dtype is too narro
 
 
 class NotFinite(HalError):
-    """The model's numbers are infinite or NaN. Raised on every rank, so that all of them can serve the next request."""
+    """The model's results are infinite or NaN. Raised on every rank, so that all of them can serve the next request."""
 
 
 class Engine:
     """This rank's stage of a model.
 
-    vocabulary: the number of ids that are tokens; the padding ids beyond them never get any probability. lead: whether
-    this process speaks for all ranks.
+    vocabulary: the number of ids without padding; padding ids never get any probability. lead: whether this process
+    prints and answers on behalf of all ranks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine:
         return Engine(model.requires_grad_(False), vocabulary, mesh, layers=layers)
 
     def load(self, folder: Path) -> None:
-        """Fills the weights from a checkpoint's folder, of whatever layout. Raises HalError if it does not fit."""
+        """Loads the weights from a checkpoint's folder, of any layout. Raises HalError if it does not fit the model."""
         tp = self.parallel.tp
         shards = {
             self.model.stored_name(name): local_shard(p, p.detach(), self.model.shards.get(name), tp.rank, tp.size, 0)
@@ -72,16 +72,16 @@ class Engine:
 
     @property
     def replicas(self) -> int:
-        """How many data-parallel ranks hold the same part of the model."""
+        """The number of data-parallel ranks, which hold the same part of the model."""
         return self.mesh.layout.dp
 
     @property
     def replica(self) -> int:
-        """Which of them this is."""
+        """This rank's index among its replicas."""
         return self.mesh.at["dp"]
 
     def require_one_replica(self, what: str) -> None:
-        """Raises ConfigError if data-parallel ranks would only repeat each other's work."""
+        """Raises ConfigError if there are several replicas, which would only repeat each other's work."""
         if self.replicas > 1:
             raise ConfigError(
                 f"{what} shares one model among its ranks, but {self.mesh.layout.world} processes hold {self.replicas} "
@@ -106,8 +106,8 @@ class Engine:
     ) -> Tensor | None:
         """Logits [s or rows, b, v_local] of tokens [b, s] on the last stage's ranks, None elsewhere.
 
-        tokens: whole sequences; with context parallelism each rank computes its share of the rows. padding: keep the
-        logits of the padding ids, which are otherwise the lowest finite number. starts: as in GPT.forward.
+        tokens: full sequences; with context parallelism each rank computes its share of the rows. padding: keep the
+        logits of the padding ids, which otherwise become the lowest finite number. starts: as in GPT.forward.
         """
         x = self.parallel.context_rows(tokens.shape[1]).take(tokens, 1).to(self.device)
         if self.pp.rank > 0:
@@ -125,7 +125,7 @@ class Engine:
         return None
 
     def settle(self) -> None:
-        """Waits until the next stage has what was sent to it."""
+        """Waits until the next stage has received what was sent to it."""
         if self._sent is not None:
             self._sent()
             self._sent = None
@@ -143,7 +143,7 @@ class Engine:
         self.settle()
         if self.mesh.world.size == 1:
             assert numbers is not None
-            return numbers  # no detour through the device for every token
+            return numbers  # avoids a copy to the device and back for every token
         source = self.mesh.layout.rank(pp=self.mesh.layout.pp - 1)
         sent = like if numbers is None else numbers
         return self.mesh.world.broadcast(sent.to(self.device), source).cpu()
@@ -159,9 +159,9 @@ class Engine:
     ) -> Tensor:
         """Per sequence, this rank's share of (negative log-likelihood, labels missed, labels counted), float32 [b, 3].
 
-        tokens, labels: int64 [b, s]; counted: bool [b, s], which labels count. A label is missed unless it is the
-        likeliest token. padding: the vocabulary's padding takes part in the softmax, as it does in training. `total`
-        sums the shares. s may be any length: sequences are padded to a multiple that the layout can split.
+        tokens, labels: int64 [b, s]; counted: bool [b, s], which labels count. A label is missed unless it is the most
+        likely token. padding: the vocabulary's padding takes part in the softmax, as in training. `total` sums the
+        shares. s may be any length: sequences are padded to a multiple that the layout can split.
         """
         tokens, labels, counted = (self._pad(x) for x in (tokens, labels, counted))
         share = torch.zeros(len(tokens), 3, device=self.device)
@@ -179,7 +179,7 @@ class Engine:
         return share
 
     def total(self, shares: Tensor) -> Tensor:
-        """The sum of all ranks' shares [b, 3], on the CPU of every rank. Raises NotFinite for losses that are not."""
+        """The sum of all ranks' shares [b, 3], on the CPU of every rank. Raises NotFinite if a loss is not finite."""
         self.settle()
         whole = self.mesh.world.all_reduce(shares).cpu()
         bad = int((~whole.isfinite().all(-1)).sum())
@@ -188,8 +188,8 @@ class Engine:
         return whole
 
     def _likeliest(self, logits: Tensor, start: int) -> Tensor:
-        """Ids [s, b] with the largest of the logits [s, b, v_local] of all tensor-parallel ranks; this one's start at
-        the id `start`."""
+        """Ids [s, b] of the largest logits over all tensor-parallel ranks. logits [s, b, v_local]; this rank's ids
+        begin at `start`."""
         value, index = logits.float().max(-1)
         tp = self.parallel.tp
         values, indices = tp.all_gather(value[None]), tp.all_gather((index + start)[None])

@@ -1,7 +1,7 @@
-"""Loads a checkpoint for inference: the common part of all commands that run a trained model.
+"""Loads a checkpoint for inference; shared by all commands that run a trained model.
 
 The checkpoint defines the model and its tokenizer; the command line defines the backend and the parallel layout, which
-need not be those of training. Options that contradict the checkpoint are refused.
+may differ from those of training. Options that contradict the checkpoint are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Prepare = Callable[[Config, Tokenizer, Mapping[str, Any]], Any]
 
 @dataclass
 class Pretrained:
-    """A loaded checkpoint. iteration: of its training. saved: the options of its run. prepared: see open_pretrained."""
+    """A loaded checkpoint. iteration: training steps. saved: options of its run. prepared: see open_pretrained."""
 
     config: Config
     engine: Engine
@@ -96,9 +96,9 @@ def run_command(
 def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare: Prepare | None = None) -> Pretrained:
     """The latest checkpoint of given["load"], on the backend and layout of `given` (option values by name).
 
-    prepare: called with the config, the tokenizer and the saved options before the ranks meet (for data, whose maps
-    megatron-core builds on one rank only once there is a world); what it returns is `prepared`.
-    Raises ConfigError for what contradicts the checkpoint, HalError for one that is damaged.
+    prepare: called with the config, the tokenizer and the saved options; its result becomes `prepared`. It is called
+    before the ranks join the world, because afterwards megatron-core would build index maps on one rank only.
+    Raises ConfigError for options that contradict the checkpoint, HalError if the checkpoint is damaged.
     """
     pins = dict(pin.split("=", 1) for pin in given.get("pin", ()))
     simulate = {"simulate": True} if given.get("simulate") or os.environ.get("HAL_SIMULATE") == "1" else {}
@@ -158,7 +158,7 @@ def _set_vocabulary(config: Config, tokenizer: Tokenizer, state: Mapping[str, An
     config.set_vocabulary(tokenizer.vocab_size)
     padded = state["config"].get("padded_vocab_size")
     if padded is not None and config.padded_vocab_size != padded:
-        # The checkpoint's table may have more rows of padding, which never get any probability.
+        # The checkpoint's table may have additional padding rows, which never get any probability.
         if tokenizer.vocab_size > padded:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size} ids and the model {padded}: this is not the tokenizer that "

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.schema import ConfigError
 
 LOWEST = 1e-4
-"""The lowest temperature above 0: logits divided by less may overflow, and the result would be greedy anyway."""
+"""The lowest temperature above 0. Logits divided by a lower one may overflow, and the result would be greedy anyway."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Sampling:
                 order = order[: self.top_k]
             if self.top_p < 1.0:
                 kept = p[order] / p[order].sum()
+                # The token at which the cumulative probability reaches top_p belongs to the set, hence + 1.
                 order = order[: int((kept.cumsum(0) < self.top_p).sum()) + 1]
             p = torch.zeros_like(p).index_copy_(0, order, p[order])
         return p / p.sum()
@@ -70,5 +71,5 @@ class Sampling:
             return int(logits.argmax())
         cumulative = self.probabilities(logits).cumsum(0)
         at = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
-        # The product may round up to the sum itself, which would select past the last id with any probability.
+        # The product may round up to the sum itself; without `min`, an id of probability 0 could then be selected.
         return min(at, int(torch.searchsorted(cumulative, float(cumulative[-1]))))

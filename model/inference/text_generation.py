@@ -81,7 +81,7 @@ def answer(
 ) -> list[list[Answer]]:
     """The samples of each prompt (ids), computed `batch` at a time."""
     jobs = [(number, sample) for number in range(len(prompts)) for sample in range(request.samples)]
-    # Sorted by length, because every row of a batch waits for the prompts that are longer than its own.
+    # Sorted by length, because every row of a batch waits until longer prompts have been processed.
     order = sorted(range(len(jobs)), key=lambda j: len(prompts[jobs[j][0]]))
     answers: list[list[Answer]] = [[] for _ in prompts]
     by_job = {}
@@ -124,23 +124,23 @@ def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 
 class IncrementalDetokenizer:
-    """Decodes one continuation token by token. Returns only whole characters, and nothing of a stop string.
+    """Decodes one continuation token by token. Returns only complete characters, and no part of a stop string.
 
-    `add` returns the text that later tokens cannot change; `rest`, at the end, returns the remainder. `stopped`: a stop
-    string was found.
+    `add` returns text that later tokens cannot change; `rest` returns the remainder at the end. `stopped`: whether a
+    stop string has occurred.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
         self._ids: list[int] = []
-        # _ids[:_read] have been decoded and returned, and _returned characters of the ids after them. Decoding starts
-        # at _start < _read, because a tokenizer may drop a space before the first token it decodes.
+        # _ids[:_read] and the first _returned characters of the ids after them have been returned. Decoding starts at
+        # _start < _read, because a tokenizer may drop a space before the first token it decodes.
         self._start = self._read = self._returned = 0
         self._withheld, self.stopped = "", False
-        """_withheld: the end of the text so far, which may be the beginning of a stop string."""
+        """_withheld: the end of the text, not returned yet because it may be the beginning of a stop string."""
 
     def add(self, token: int) -> str:
-        """Appends a token and returns the text that is final now."""
+        """Appends a token and returns the text that has become final."""
         self._ids.append(token)
         text = self._undecoded()
         if text.endswith(_REPLACEMENT):  # possibly an incomplete character; the text before it is final
@@ -164,7 +164,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 
     def _release(self, text: str) -> str:
-        """The text up to a stop string, without an end that may be the beginning of one."""
+        """The text up to a stop string, without a suffix that may be the beginning of one."""
         if self.stopped:
             return ""
         text, self.stopped = cut(self._withheld + text, self._stop)

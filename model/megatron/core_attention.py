@@ -113,7 +113,7 @@ class HalCoreAttention(MegatronModule):
         return self._attend(q, k, v, window, rng, layout="SBND", mask=mask).flatten(2)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], packed: Any) -> Tensor:
-        """q [t, n, d], k and v [t, g, d], documents one after the other -> [t, n*d]."""
+        """q [t, n, d], k and v [t, g, d] of concatenated documents -> [t, n*d]."""
         if self.cp is not None or packed.cu_seqlens_q_padded is not None:
             raise HalError(
                 "packed sequences: HAL's attention does not support padding or context parallelism with them"

@@ -64,8 +64,8 @@ def _gather_flat(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Patch:
-    """The replacement of `owner.name`, which was `before`, by `now`. own: `before` is the owner's own attribute, not
-    inherited."""
+    """The replacement of `owner.name`, originally `before`, by `now`. own: whether `before` is the owner's own
+    attribute and not an inherited one."""
 
     owner: Any
     name: str
@@ -93,7 +93,7 @@ class _Session:
 
     def apply(self, names: Mapping[str, Make]) -> None:
         """Applies the patches that are new. If one of the names has been replaced by someone else, applies none."""
-        # All patches are prepared, and so validated, before the first one is applied.
+        # All patches are prepared, and thereby validated, before the first one is applied.
         new = {name: _prepare(name, make, self.proxy) for name, make in names.items() if name not in self.patches}
         for name, patch in new.items():
             self.patches[name] = patch
@@ -124,7 +124,7 @@ _entering = threading.RLock()
 
 @contextlib.contextmanager
 def hal_device(names: Mapping[str, Make] = CORE) -> Iterator[None]:
-    """Redirects `names` to the active backend (`hal.use`) while a `with` block runs, for the whole process.
+    """Redirects `names` to the active backend (`hal.use`), process-wide, while a `with` block runs.
 
     Blocks may nest and overlap, in one or several threads: an inner block may add names, and all patches stay until the
     last block ends. On an NVIDIA device nothing is done.
@@ -224,7 +224,7 @@ def _in_torchs_files(function: Any) -> bool:
 
 
 def _origin(thing: Any) -> str:
-    """Where an object comes from: the file and line of a function, or else its qualified name."""
+    """The origin of an object: the file and line of a function, or else its qualified name."""
     foreign = [f for f in _unwrapped(thing) if hasattr(f, "__code__") and not _in_torchs_files(f)]
     code = getattr((foreign or [thing])[0], "__code__", None)
     if code is not None:

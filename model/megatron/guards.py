@@ -149,7 +149,7 @@ def _refuse_autocast(arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_persistent_writer(arguments: Mapping[str, Any]) -> None:
-    """Its process is not patched, so it fails at once, and the trainer waits for it forever."""
+    """The writer's process is not patched, so it would fail immediately and the trainer would wait for it forever."""
     if arguments.get("persistent", False):
         raise HalError(
             "a persistent process for asynchronous checkpoints (Megatron-LM: --async-save with "

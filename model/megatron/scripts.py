@@ -83,7 +83,7 @@ def _training_replacements(proxy: DeviceProxy) -> dict[tuple[Any, str], Any]:
         (initialize, "torch"): _torch_with(is_available=lambda: True, device_count=lambda: devices),
         (utils, "torch"): _torch_with(get_device_properties=lambda device=None: _properties(proxy)),
         (initialize, "_warmup_jit_function"): _without_draws(initialize._warmup_jit_function),
-        (fused_kernels, "load"): lambda args: None,  # it would compile CUDA sources
+        (fused_kernels, "load"): lambda args: None,  # the original would compile CUDA sources
         (tokenizer, "_vocab_size_with_padding"): _padding_warning(tokenizer._vocab_size_with_padding),
     }
 

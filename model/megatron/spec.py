@@ -59,7 +59,7 @@ def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=HalMLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
-            # Transformer Engine's names: checkpoints have the same names whatever the layer implementation.
+            # Transformer Engine's names, so that names in checkpoints do not depend on the layer implementation.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

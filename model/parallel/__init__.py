@@ -1,1 +1,1 @@
-"""How tensors and sequences are sharded over ranks. There is no training loop here."""
+"""Sharding of tensors and sequences over ranks, independent of the training loop."""

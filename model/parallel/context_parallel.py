@@ -1,6 +1,7 @@
-"""Attention over a sequence that context-parallel ranks share: Ulysses (heads change hands) and ring (keys travel).
+"""Attention over a sequence that is split over context-parallel ranks, by Ulysses or in a ring.
 
-Both give what one process would compute: windows, dropout, grouped heads and rows that see nothing included. Layout is
+Ulysses exchanges sequence shards for head shards; a ring passes keys and values from rank to rank. Both give the
+results of a single process, including windows, dropout, grouped heads and rows without visible keys. The layout is
 SBND; q, k and v are the rank's rows (`Parallel.context_rows`). Shape letters as in attention.py.
 """
 
@@ -20,9 +21,9 @@ mappings = ops.mappings
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Each rank gets all rows of a share of the heads, attends, and gives back: DeepSpeed-Ulysses, arXiv 2309.14509.
+    """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all exchanges give each rank all rows of a share of the heads.
 
-    attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over whole sequences. Returns [s/ranks, b, n*d].
+    attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over full sequences. Returns [s/ranks, b, n*d].
     """
     q, k, v = (mappings.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
     s, b, n, d = q.shape
@@ -32,10 +33,10 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tenso
 
 @dataclass(frozen=True)
 class Ring:
-    """What a ring attention needs to know besides q, k and v.
+    """The parameters of a ring attention besides q, k and v.
 
-    window: (pre_tokens, next_tokens) over the whole sequence. draw(q_start, k_start) gives the dropout stream of a
-    block of probabilities; p is its probability. mask: bool [b, 1, s, s] of the whole sequence, True = hidden.
+    window: (pre_tokens, next_tokens) over the full sequence. draw(q_start, k_start) gives the dropout stream of a block
+    of probabilities; p is its probability. mask: bool [b, 1, s, s] of the full sequence, True = hidden.
     """
 
     comm: Comm
@@ -49,17 +50,17 @@ class Ring:
         return rank, 2 * self.comm.size - 1 - rank
 
     def pairs(self, source: int, c: int) -> Iterator[tuple[slice, slice, int, int, dict[str, Any]]]:
-        """(rows of q, rows of k, first position of each, arguments) of every pair of chunks that see each other, for
-        this rank's queries and the keys of rank `source`; c is the length of a chunk."""
+        """(rows of q, rows of k, first position of each, arguments) of every pair of chunks that is not entirely
+        masked, for this rank's queries and the keys of rank `source`; c is the length of a chunk."""
         pre, next_ = self.window
         for i, a in enumerate(self.chunks(self.comm.rank)):
             for j, b in enumerate(self.chunks(source)):
                 distance = (a - b) * c  # from key row 0 to query row 0
-                # The window's edges run along diagonals: of the block's corners, one query is the furthest behind its
-                # key, by c - 1 - distance, and one the furthest ahead, by distance + c - 1.
+                # The window's edges are diagonals, so the corners of the block decide. There, (query - key) ranges from
+                # distance - (c - 1) to distance + (c - 1).
                 if (next_ is not None and distance + c - 1 + next_ < 0) or (pre is not None and distance - c + 1 > pre):
                     continue
-                # An edge that lies outside the block hides nothing of it.
+                # An edge outside the block has no effect on it.
                 window: dict[str, Any] = {
                     "pre_tokens": None if pre is None or distance + c - 1 <= pre else pre - distance,
                     "next_tokens": None if next_ is None or distance - c + 1 + next_ >= 0 else next_ + distance,
@@ -73,7 +74,7 @@ class Ring:
         return {} if self.draw is None else {"dropout_p": self.p, "rng": self.draw(q_start, k_start)}
 
     def ring_step(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts sending `tensors` to the next rank; the function returned waits for those of the previous one."""
+        """Starts sending `tensors` to the next rank; the returned function waits for those of the previous rank."""
         to, source = (self.comm.rank + 1) % self.comm.size, (self.comm.rank - 1) % self.comm.size
         return self.comm.exchange_start([Message(to, t) for t in tensors], [Message(source, t) for t in tensors])
 
@@ -85,8 +86,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor
 
 
 class _RingAttention(torch.autograd.Function):
-    """Ring attention (Liu et al., arXiv 2310.01889): keys and values go round, partial results are merged by their
-    log-sum-exp. Backward recomputes each block and corrects for the rest of the row; see `_block_gradients`."""
+    """Ring attention (Liu et al., arXiv 2310.01889): keys and values are sent round the ring, and partial results are
+    merged by their log-sum-exp. The backward pass recomputes each block; see `_block_gradients`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -95,10 +96,11 @@ class _RingAttention(torch.autograd.Function):
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
         kv = [k.contiguous(), v.contiguous()]
         for step in range(size):
-            # The keys of the next step travel while this step's are computed with.
+            # The transfer of the next step's keys and values overlaps with the computation of this step.
             arriving = ring.ring_step(kv) if step + 1 < size else None
             for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
                 part, part_lse = _attend(q[at_q], kv[0][at_k], kv[1][at_k], **window, **ring.dropout(q_start, k_start))
+                # Each partial result is normalised by its own sum, so both are rescaled to the sum of both.
                 total = torch.logaddexp(lse[at_q], part_lse)
                 out[at_q] = out[at_q] * _share(lse[at_q], total) + part * _share(part_lse, total)
                 lse[at_q] = total
@@ -125,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
                 grads = _block_gradients(block, rest, window, ring.dropout(q_start, k_start))
                 for total, at, grad in zip((dq, *dkv), (at_q, at_k, at_k), grads):
                     total[at] += grad
-            # The gradients travel with their keys, and after the last step one rank further: home.
+            # The gradients travel with their keys. One more transfer after the last step returns them to their rank.
             dkv = ring.ring_step(dkv)()
             if arriving is not None:
                 kv = arriving()
@@ -133,7 +135,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total) of log-sum-exps [c, b, n, 1], 0 for rows that see nothing."""
+    """exp(part - total) of log-sum-exps [c, b, n, 1]; 0 for rows without visible keys."""
     return torch.where(total == -math.inf, torch.zeros_like(total), torch.exp(part - total))
 
 
@@ -143,15 +145,15 @@ def _block_gradients(
     window: dict[str, Any],
     dropout: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) of one block of keys, given the whole row's output, log-sum-exp and output gradient.
+    """Gradients (dq, dk, dv) of one block of keys, given the full row's output, log-sum-exp and output gradient.
 
     block: q [c, b, n, d], k and v [c, b, g, d]. rest: out and dout [c, b, n, d], log-sum-exp [c, b, n, 1].
 
-    With w the block's share of the row, P the block's own softmax and O_b its output: dv is that of the block for the
-    gradient w dO. The scores' gradient is wP (dP - rowsum(dO O)), of which the block alone gives
-    wP (dP - rowsum(dO O_b)). What is missing is P times g = w rowsum(dO (O_b - O)), one number per row:
-    dq gets scale * g * (P k), which is attention with the keys as values, and dk gets scale * P^T (g q), which is the
-    value gradient of that attention.
+    Let w be the block's share of the row, P the softmax within the block and O_b its output. Then dv is the value
+    gradient of the block for the output gradient w dO. The gradient of the scores is wP (dP - rowsum(dO O)), but the
+    backward pass of the block alone gives wP (dP - rowsum(dO O_b)). The difference is P times
+    g = w rowsum(dO (O_b - O)), one number per row. It adds scale * g * (P k) to dq, where P k is attention with the
+    keys as values, and scale * P^T (g q) to dk, which is the value gradient of that attention.
     """
     out, lse, dout = rest
     with torch.enable_grad():

@@ -1,6 +1,6 @@
 """The positions of a sequence that a rank holds when context- or sequence-parallel ranks split the sequence.
 
-At most two runs of equal length, so that a random draw over the whole sequence can be addressed from a part of it.
+There are at most two runs, of equal length, so that a rank can address its part of a random draw over the sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hal import ContractError, Rng
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """`runs` of (first position, length), in the order in which the rank holds them, out of `full` positions.
+    """`runs` of (first position, length) out of `full` positions, in the order in which they are stored on the rank.
 
-    The positions that are held are called rows, numbered from 0 in that order.
+    These positions are called rows, and are numbered from 0 in that order.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ class SequenceShard:
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return sum(length for _, length in self.runs)
 
     def positions(self, device: torch.device | None = None) -> Tensor:
@@ -70,18 +70,18 @@ class SequenceShard:
         return torch.cat([x.narrow(dim, first, n) for first, n in self.runs], dim)
 
     def draw(self, rng: Rng, shape: Sequence[int], rest: Sequence[int], start: Sequence[int]) -> tuple[Rng, list[int]]:
-        """(stream, block shape): how these rows get their numbers of one draw of [full, *rest].
+        """(stream, block shape) with which these rows get their numbers of one draw of [full, *rest].
 
-        shape: this rank's [count, ...], which starts at `start` in the dimensions after the first. An op that draws
-        for a tensor of `shape` must see it as one of the block shape, which has the same elements in the same order.
+        shape: this rank's [count, ...], which starts at `start` in the dimensions after the first. An op that draws for
+        a tensor of `shape` must get a view of the block shape, which has the same elements in the same order.
         """
         (first, length), *others = self.runs
         if not others:
             return rng.block((self.full, *rest), (first, *start)), list(shape)
-        # An Rng addresses one rectangular block of a draw, and two runs of positions are not one. They are if position
-        # p is written as (p // distance, p % distance), where `distance` lies between the runs' first positions: then
-        # the second run lies right below the first, in the same columns. The numbers stay the same, because a draw is
-        # numbered in row-major order, where splitting a dimension changes nothing.
+        # An Rng addresses one rectangular block of a draw, which two runs of positions are not. They become one if
+        # position p is written as (p // distance, p % distance), where `distance` is the distance of the runs' first
+        # positions: then the second run is directly below the first, in the same columns. The numbers do not change,
+        # because a draw is numbered in row-major order, which splitting a dimension preserves.
         distance = others[0][0] - first
         row, column = divmod(first, distance) if distance > 0 else (0, 0)
         if len(others) > 1 or others[0][1] != length or distance < length or column + length > distance:

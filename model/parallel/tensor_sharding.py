@@ -1,4 +1,4 @@
-"""How weights and activations are split over the ranks that share a layer."""
+"""Splitting of weights and activations over the ranks that share a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sequence_shard import SequenceShard
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place among the ranks that share a layer. The default is one process that holds everything.
+    """This process's coordinates among the ranks that share a layer. The default is a single process.
 
     tp: ranks that share the weights. sequence: activations between the layers are split over them along the sequence.
     cp: ranks that share each sequence, by the method `cp_algorithm` (ring or ulysses).
@@ -29,28 +29,28 @@ class Parallel:
 
     @staticmethod
     def of(mesh: Mesh, config: Config) -> Parallel:
-        """The place of this rank in `mesh`; sequences are split by the methods that the config chooses."""
+        """The coordinates of this rank in `mesh`; sequences are split by the methods that the config chooses."""
         return Parallel(mesh.comm("tp"), config.sequence_parallel, mesh.comm("cp"), config.context_parallel_algo)
 
     def context_rows(self, full: int) -> SequenceShard:
-        """The positions of a sequence of `full` that this rank's attention has queries for."""
+        """The positions of the queries of this rank's attention, out of a sequence of `full`."""
         if self.cp_algorithm == "ring":
             return SequenceShard.zigzag(full, self.cp.rank, self.cp.size)
         return SequenceShard.all_of(full).part(self.cp.rank, self.cp.size)
 
     def hidden_rows(self, full: int) -> SequenceShard:
-        """The positions that activations between the layers have on this rank."""
+        """The positions of the activations between the layers on this rank."""
         rows = self.context_rows(full)
         return rows.part(self.tp.rank, self.tp.size) if self.sequence else rows
 
     def full_length(self, hidden: int) -> int:
-        """The length of a sequence of which this rank holds `hidden` rows between the layers."""
+        """The length of a sequence whose activations between the layers have `hidden` rows on this rank."""
         return hidden * (self.tp.size if self.sequence else 1) * self.cp.size
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is split over tensor-parallel ranks: along `dim`, separately in each of `parts` equal blocks.
+    """The split of a parameter over tensor-parallel ranks: along `dim`, separately in each of `parts` equal blocks.
 
     parts = 2 is for gated MLPs, whose first layer stacks two matrices: a rank holds its slice of both.
     """
@@ -59,7 +59,7 @@ class Shard:
     parts: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's part of the full parameter; a copy, since a view would keep the whole alive."""
+        """This rank's part of the full parameter; a copy, since a view would keep the full parameter in memory."""
         if size == 1:
             return full
         pieces = [block.chunk(size, self.dim)[rank] for block in full.chunk(self.parts, self.dim)]

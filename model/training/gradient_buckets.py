@@ -1,6 +1,6 @@
-"""Sums over ranks of the gradients of parameters that several ranks hold.
+"""Sums the gradients of replicated parameters over ranks.
 
-Gradients of replicas are summed in buckets, during the backward pass or after it; fully_shard sums its own.
+Gradients of replicas are summed in buckets, during the backward pass or after it; fully_shard sums its own gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 class GradientReducer:
-    """Sums the gradients `grads()` over `comm`, bucket by bucket, last parameters first.
+    """Sums the gradients `grads()` over `comm`, bucket by bucket, starting with the last parameters.
 
     overlap: a bucket is sent as soon as all its parameters have their gradient of the `count`-th microbatch.
     """
@@ -64,7 +64,8 @@ class GradientReducer:
         self._arrivals[name] += 1
         if self._arrivals[name] == self.count:
             self._missing[self._bucket_of[name]] -= 1
-            # All ranks must issue the same collectives in the same order, whatever order their gradients arrive in.
+            # All ranks must issue the same collectives in the same order, even if their gradients arrive in different
+            # orders.
             while self._next < len(self.buckets) and self._missing[self._next] == 0:
                 self._send(self._next)
                 self._next += 1
@@ -75,7 +76,7 @@ class GradientReducer:
         self._pending[bucket] = self.comm.start("all_reduce", flat)
 
     def finish(self) -> None:
-        """Sends what has not been sent, waits, and puts the sums in place of the gradients."""
+        """Sends the remaining buckets, waits for all of them, and replaces the gradients by the sums."""
         for bucket in range(len(self.buckets)):
             if bucket not in self._pending:
                 self._send(bucket)
@@ -101,10 +102,10 @@ def _buckets(parameters: Mapping[str, nn.Parameter], size: int) -> list[list[str
 
 
 class GradientSums:
-    """What has to be summed after a step's last backward pass: gradients of replicas, of parameters that
-    sequence-parallel ranks hold alike, and of the two copies of a tied weight.
+    """Sums gradients after a step's last backward pass: those of replicas, of parameters that are replicated over
+    sequence-parallel ranks, and of the two copies of a tied weight.
 
-    All ranks construct it together, because that makes communicators.
+    All ranks must construct it together, because the constructor creates communicators.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class GradientSums:
     ) -> None:
         self.optimizer, self.tp = optimizer, mesh.comm("tp")
         held_alike = [n for m in models for n, _ in m.named_parameters() if n not in m.shards]
-        # Of parameters that tensor-parallel ranks hold alike, each rank has the gradient of its rows of the sequence.
+        # For parameters replicated over tensor-parallel ranks, each rank has only the gradient of its sequence rows.
         self._partial = held_alike if config.sequence_parallel else []
         self._tied = models[0].tied and layout.stages > 1
         self._tied_ends = self._make_tied_ends(layout, mesh) if self._tied else None
@@ -130,14 +131,14 @@ class GradientSums:
 
     @staticmethod
     def _make_tied_ends(layout: ParallelLayout, mesh: Mesh) -> Comm | None:
-        """The ranks that hold the two copies of a tied weight, if they are two and this is one of them."""
+        """The communicator of the two ranks with copies of a tied weight, if there are two and this is one of them."""
         ends = {layout.rank_of(0), layout.rank_of(layout.stages - 1)}
         if len(ends) == 1 or mesh.at["pp"] not in ends:
             return None
         return mesh.comm_of(tuple(sorted(mesh.layout.rank(**{**mesh.at, "pp": pp}) for pp in ends)))
 
     def finish(self) -> None:
-        """Puts the sums in place of the gradients. Called by all ranks after the last microbatch's backward pass."""
+        """Replaces the gradients by the sums. All ranks call it after the last microbatch's backward pass."""
         if self._reducer is not None:
             self._reducer.finish()
         if not (self._partial or self._tied):

@@ -25,7 +25,7 @@ class LossScaler:
 
     @staticmethod
     def of(config: Config) -> LossScaler:
-        """The scaler that a config asks for."""
+        """The scaler of a config."""
         if not config.fp16:
             return LossScaler()
         if config.loss_scale is not None:
@@ -47,7 +47,7 @@ class LossScaler:
             self.good_steps, self.hysteresis_left = stored.good_steps, stored.hysteresis_left
 
     def update(self, overflow: bool) -> None:
-        """Counts a step and changes the scale if it is time."""
+        """Counts a step, and changes the scale if a threshold is reached."""
         if not self.dynamic:
             return
         if overflow:

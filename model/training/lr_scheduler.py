@@ -27,7 +27,7 @@ class LRScheduler:
 
     @staticmethod
     def of(config: Config) -> LRScheduler:
-        """The schedule that a config asks for."""
+        """The schedule of a config."""
         assert config.lr_decay_iters is not None
         return LRScheduler(
             config.lr,
@@ -53,7 +53,7 @@ class LRScheduler:
         return self.final + (self.peak - self.final) * self._remaining(step)
 
     def _remaining(self, step: int) -> float:
-        """Which fraction of peak - final is left: from 1 to 0."""
+        """The remaining fraction of (peak - final), which falls from 1 to 0."""
         done = (step - self.warmup) / (self.decay - self.warmup)
         if self.style == "linear":
             return 1.0 - done
@@ -66,6 +66,7 @@ class LRScheduler:
         remaining: dict[str, float] = {
             "linear": 1.0 - done,
             "cosine": 0.5 * (math.cos(math.pi * done) + 1.0),
+            # Exponential decay from 2 to 1, shifted down by 1 so that it ends at 0.
             "exponential": 2.0 * 0.5**done - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(done),
         }

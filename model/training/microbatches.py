@@ -1,4 +1,4 @@
-"""A global batch as microbatches: which samples and which columns of them a rank computes with."""
+"""Division of a global batch into microbatches: the samples and columns that each rank computes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..parallel.tensor_sharding import Parallel
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What this rank sees of some samples of the global batch, on its device.
+    """This rank's part of some samples of the global batch, on its device.
 
-    tokens, labels: int64 [b, s]; with context parallelism this rank's columns. first_sample: place in the global batch.
-    starts: where each token's document begins, int64 [b, s] of whole sequences, or None (see GPT.forward).
+    tokens, labels: int64 [b, s]; with context parallelism this rank's columns. first_sample: index in the global batch.
+    starts: where each token's document begins, int64 [b, s] of full sequences, or None (see GPT.forward).
     """
 
     tokens: Tensor
@@ -29,14 +29,14 @@ class Microbatch:
     starts: Tensor | None
 
     def sample_numbers(self) -> Tensor:
-        """The samples' places in the global batch, int64 [b] on the CPU."""
+        """The samples' indices in the global batch, int64 [b] on the CPU."""
         return torch.arange(self.first_sample, self.first_sample + len(self.tokens))
 
 
 def fetch_microbatches(
     config: Config, split: Split, first: int, mesh: Mesh, parallel: Parallel, device: torch.device
 ) -> list[Microbatch]:
-    """The microbatches, on `device`, that this rank's replica has of the global batch that starts at sample `first`.
+    """The microbatches of this rank's replica, on `device`, of the global batch that starts at sample `first`.
 
     The replicas take turns: replica r has the microbatches r, r + dp, r + 2 dp, ... of the global batch.
     """
@@ -53,5 +53,5 @@ def fetch_microbatches(
 
 
 def counted_tokens(labels: Tensor) -> Tensor:
-    """How many labels [b, s] are trained on with --eod-mask-loss, int64 scalar."""
+    """The number of labels [b, s] that count with --eod-mask-loss, int64 scalar."""
     return (labels != document_mask.IGNORED).sum()

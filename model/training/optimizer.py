@@ -1,7 +1,7 @@
 """AdamW on a model's parameters: Megatron's no-decay rule, clipping, float32 master weights, loss scaling.
 
-Parameters are addressed by name, so that a checkpoint does not depend on their order. The arithmetic is three ops of
-HAL (unscale_and_check, l2norm, adamw), each over all tensors in one call.
+Parameters are addressed by name, so that a checkpoint does not depend on their order. The arithmetic uses three ops of
+HAL (unscale_and_check, l2norm, adamw), each of which processes all tensors in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def no_decay(name: str, parameter: Tensor) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient, sharing memory with it: a shard, or all of it."""
+    """This rank's part of a parameter or gradient, sharing memory with it: a shard, or the entire tensor."""
     x = x.detach()
     part: Tensor = x.to_local() if isinstance(x, DTensor) else x
     return part
@@ -36,8 +36,8 @@ def local(x: Tensor) -> Tensor:
 def owned_names(models: Sequence[GPT], at: Mapping[str, int], zero: int) -> set[str]:
     """Names of the parameters of `models` that the rank at the coordinates `at` owns; see Optimizer.
 
-    What several ranks hold alike is owned by the first of them, and a tied weight by the first stage. With `zero` > 0
-    fully_shard gives every replica a part of its own.
+    A replicated parameter is owned by the first of its ranks, and a tied weight by the first stage. With `zero` > 0,
+    fully_shard gives every replica a different part, which it owns.
     """
     if not zero and (at["dp"] > 0 or at["cp"] > 0):
         return set()
@@ -50,11 +50,11 @@ def owned_names(models: Sequence[GPT], at: Mapping[str, int], zero: int) -> set[
 
 
 class Optimizer:
-    """AdamW over this rank's named parameters of a model that the ranks of `world` hold together.
+    """AdamW over this rank's named parameters of a model that is distributed over the ranks of `world`.
 
-    Overflow and gradient norm are those of the whole model. `steps` counts the steps taken; skipped ones do not count.
-    For a low-precision model, `main` holds float32 copies and gradients are summed over microbatches in float32;
-    for a float32 model, `main` is the parameters themselves.
+    Overflow and gradient norm are those of the entire model. `steps` counts the steps taken, without skipped ones. For
+    a low-precision model, `main` holds float32 copies and gradients are summed over microbatches in float32; for a
+    float32 model, `main` is the parameters themselves.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Optimizer:
         world: Comm | None = None,
         owned: Collection[str] | None = None,
     ) -> None:
-        """owned: names of the parameters that this rank adds to the gradient norm and writes to checkpoints; over all
-        ranks, every element of the model once. Default: all."""
+        """owned: names of the parameters that this rank adds to the gradient norm and writes to checkpoints, such that
+        each element of the model is owned by exactly one rank. Default: all."""
         self.config, self.model, self.world = config, dict(parameters), world or SingleRankComm()
         self.owned = set(self.model if owned is None else owned)
-        # Parameters sharded by fully_shard are the float32 ones; it casts them itself.
+        # Parameters sharded by fully_shard are float32; fully_shard casts them for the computation.
         self.low = any(p.dtype != torch.float32 for p in self.model.values())
         self.main = {n: local(p).float() if self.low else local(p) for n, p in self.model.items()}
         self.exp_avg = {n: torch.zeros_like(p) for n, p in self.main.items()}
@@ -79,8 +79,8 @@ class Optimizer:
         ]
         self.scaler, self.steps = LossScaler.of(config), 0
         self.main_grads: dict[str, Tensor] = {}
-        # A 16-bit gradient to which nothing is added has nothing to gain from float32, and is copied once less without.
-        # If ranks add theirs, it has; in fp16, too, where unscaling would round it again and underflow.
+        # The gradient of a single microbatch can stay in 16 bits, which saves a copy, because nothing is added to it.
+        # It has to be converted to float32 if it is summed over ranks, and in fp16, where unscaling could underflow.
         self._keeps_rounded = self.world.size == 1 and not config.fp16
         if self.low:
             for name, parameter in self.model.items():
@@ -88,7 +88,7 @@ class Optimizer:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _collect(self, name: str, parameter: Tensor) -> None:
-        """Moves a 16-bit gradient into the float32 sum of the microbatches before."""
+        """Moves a 16-bit gradient into the float32 sum of the previous microbatches."""
         grad, total = parameter.grad, self.main_grads.get(name)
         if grad is None:  # the layer has added it to the sum itself: see sum_in_place
             return
@@ -99,24 +99,24 @@ class Optimizer:
         parameter.grad = None
 
     def collect(self) -> None:
-        """Collects the 16-bit gradients that were computed without autograd's hooks, as zero bubble does."""
+        """Collects 16-bit gradients that were computed without autograd's hooks, as in the zero-bubble schedule."""
         if self.low:
             for name, parameter in self.model.items():
                 self._collect(name, parameter)
 
     def sum_in_place(self) -> None:
-        """Gives parameters the float32 gradients so far as `main_grad`, to which the linear layers of the step's
-        remaining microbatches add their products, instead of making a gradient of each that is added afterwards."""
+        """Sets the float32 gradient sums as `main_grad` of the parameters. In the remaining microbatches of the step
+        the linear layers accumulate into these directly, instead of creating a gradient that is added afterwards."""
         if not hal.backend().impls.get(ops.linear_wgrad.name):
             return
         if self.low:
-            for name in self.main_grads:  # one by one, so that not all of them are there in both dtypes at once
+            for name in self.main_grads:  # one by one, so that only one gradient at a time exists in both dtypes
                 self.main_grads[name] = self.main_grads[name].float()
         for name, grad in self.grads().items():
             self.model[name].main_grad = grad  # type: ignore[attr-defined]
 
     def grads(self) -> dict[str, Tensor]:
-        """This step's gradients of parameters that have one, by name: float32, or 16-bit (see _keeps_rounded)."""
+        """This step's gradients by parameter name, where they exist: float32, or 16-bit (see _keeps_rounded)."""
         if self.low:
             return self.main_grads
         return {n: local(p.grad) for n, p in self.model.items() if p.grad is not None}
@@ -136,7 +136,7 @@ class Optimizer:
         """The norm of all gradients of the model together."""
         owned = [grad for name, grad in self.grads().items() if name in self.owned]
         if self.world.size == 1:
-            return float(ops.l2norm(owned))  # its square may not be a float32
+            return float(ops.l2norm(owned))  # not summed as a square, which may overflow float32
         device = next(iter(self.main.values())).device
         norm = ops.l2norm(owned) if owned else torch.zeros((), device=device)
         return float(self.world.all_reduce(norm * norm).sqrt())

@@ -31,11 +31,11 @@ _SCHEDULES = {
 }
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits [s, b, v_local], labels [b, s]) -> the scalar whose gradients are wanted."""
+"""(logits [s, b, v_local], labels [b, s]) -> the scalar to differentiate."""
 
 
 class Stage(nn.Module):
-    """Number `index` of the GPT's stages as torch's engines call it.
+    """Stage number `index` of the GPT, with the interface that torch's engines call.
 
     dropout: the stream of the step's dropout; None = no dropout.
     """
@@ -54,19 +54,19 @@ class Stage(nn.Module):
             assert batch is not None
             dropout_rng = DropoutRng(self.dropout, int(sample[0]), batch)
         y: Tensor = self.model(x, dropout_rng, starts=starts)
-        # The zero-bubble schedule detaches what it sends in place, which torch refuses for a view.
+        # The zero-bubble schedule detaches the tensors that it sends in place, which torch does not allow for views.
         return y.clone() if y._is_view() and not self.model.last else y
 
 
 def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
     """Shards the stage's parameters over `mesh`, layer by layer (ZeRO; see ParallelLayout.zero).
 
-    Parameters become float32, so that the optimizer's shard is its master copy; the layers compute in the config's
-    dtype, and gradients are summed in float32, not averaged, because the loss is that of the whole batch already.
+    Parameters become float32, so that the optimizer's shard is the master copy; the layers compute in the config's
+    dtype. Gradients are summed in float32, not averaged, because the loss is already that of the global batch.
     """
-    # torch warns because in-place changes of such a view would be lost; nothing here makes any.
+    # torch warns because in-place changes of such a view would be lost, but there are none here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # The values stay rounded to the model's dtype, as those of a replicated model are.
+    # The initial values stay rounded to the model's dtype, like those of a replicated model.
     stage.float()
     policy = MixedPrecisionPolicy(
         param_dtype=None if config.params_dtype == torch.float32 else config.params_dtype,
@@ -81,7 +81,7 @@ def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
 
 
 class GradientAccumulation:
-    """Forward and backward of a model that is all on this rank, microbatch by microbatch.
+    """Forward and backward of a model without pipeline parallelism, microbatch by microbatch.
 
     after_first: called between the first microbatch's backward pass and the second's forward pass.
     """
@@ -95,38 +95,38 @@ class GradientAccumulation:
         for i, m in enumerate(microbatches):
             if isinstance(self.stage, FSDPModule) and torch.is_grad_enabled():
                 self._prepare(i == last)
-            # The logits must not have a name here: they would stay in memory during the backward pass and beside those
-            # of the next microbatch.
+            # The logits must not be assigned to a variable, because they would then stay in memory during the backward
+            # pass and the next microbatch's forward pass.
             value = loss(self.stage(m.tokens, m.sample_numbers(), m.starts), m.labels)
             if torch.is_grad_enabled():
                 value.backward()  # type: ignore[no-untyped-call]
                 if i == 0 and last > 0:
                     self.after_first()
-            del value  # frees what the backward pass has left of the graph before the next forward pass
+            del value  # frees the rest of the graph before the next forward pass
 
     def _prepare(self, last: bool) -> None:
         stage: Any = self.stage
         stage.set_is_last_backward(last)
-        # ZeRO 1 keeps whole gradients until the last microbatch, 2 and 3 never do; only 3 shards the weights again
-        # between microbatches.
+        # ZeRO 1 keeps unsharded gradients until the last microbatch; ZeRO 2 and 3 reduce-scatter them after each one.
+        # Only ZeRO 3 shards the weights again between microbatches.
         stage.set_requires_gradient_sync(last or self.zero >= 2)
         stage.set_reshard_after_backward(last or self.zero == 3)
 
 
 class _PipelineStage(pipelining.PipelineStage):
-    """torch's wrapper of a stage, with what zero bubble's schedule lacks."""
+    """torch's wrapper of a stage, with corrections for the zero-bubble schedule."""
 
     collect: Callable[[], object] = staticmethod(lambda: None)
-    """Called after each microbatch's weight gradients, which zero bubble computes without autograd's hooks: so that
-    16-bit gradients are summed in float32 there too."""
+    """Called after each microbatch's weight gradients, which zero bubble computes without autograd's hooks, so that
+    16-bit gradients are summed in float32 there as well."""
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         result = super().backward_weight_one_chunk(*args, **kwargs)
         self.collect()
         return result
 
-    # In an evaluation torch skips the backward passes, but not the V shape's handover of their gradients from one stage
-    # of a rank to the other, and then refuses that there are none.
+    # During evaluation torch skips the backward passes, but the V-shaped schedule still passes their gradients between
+    # the two stages of a rank, and raises an error because there are none.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
@@ -163,10 +163,10 @@ class Pipeline:
         )
 
     def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
-        """As GradientAccumulation.run; the ranks of the pipeline call it together, with the same microbatches."""
+        """Like GradientAccumulation.run; all ranks of the pipeline call it together, with the same microbatches."""
         self._loss = loss
         step = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
-        # torch takes the batch as a whole and cuts it into the same microbatches again.
+        # torch's schedule takes the complete batch and splits it into the same microbatches again.
         inputs = (torch.cat([m.tokens for m in microbatches]),) if self.holds_first else ()
         labels = torch.cat([m.labels for m in microbatches]) if self.holds_last else None
         more = {"sample": torch.cat([m.sample_numbers() for m in microbatches])}
@@ -179,7 +179,7 @@ class Pipeline:
 def _pipeline_stage(
     stage: Stage, config: Config, layout: ParallelLayout, group: Any, device: torch.device
 ) -> _PipelineStage:
-    """A stage, told the shapes of its input and output so that it need not run the model to know."""
+    """A stage with given input and output shapes, so that torch does not run the model to infer them."""
     model, parallel, b = stage.model, stage.model.parallel, config.micro_batch_size
     s, s_hidden = parallel.context_rows(config.seq_length).count, parallel.hidden_rows(config.seq_length).count
     floats: dict[str, Any] = {"dtype": config.params_dtype, "device": "meta", "requires_grad": True}

@@ -1,4 +1,4 @@
-"""`hal train`: parse, build, train, leave a report.
+"""`hal train`: parses the options, builds the trainer, trains, and writes the report.
 
 Exit codes: 0 done (also after Ctrl-C or SIGTERM, with a checkpoint saved), 1 failed, 2 wrong usage or input.
 """
@@ -64,7 +64,7 @@ def _launch(config: Config, argv: Sequence[str]) -> int:
 
 
 def train(config: Config) -> Trainer:
-    """Trains on the active backend and writes the run's folder. Returns the trainer, at the end of its run."""
+    """Trains on the active backend and writes the run's folder. Returns the trainer after the run."""
     save = _save_folder(config)
     with StopRequest() as stop, _alone(save):
         trainer, tokenizer = build(config)
@@ -90,7 +90,7 @@ def train(config: Config) -> Trainer:
                     trainer.save(save or folder / "checkpoints")
                 trainer.saver.wait()
             except TrainingFailed:
-                trainer.saver.wait()  # all ranks are here: what failed is the same on all of them
+                trainer.saver.wait()  # all ranks reach this line, because a failed save raises on all of them
                 raise
             for path in trainer.saver.finished():
                 report.say(f" saved {path}")
@@ -114,17 +114,17 @@ def build(config: Config) -> tuple[Trainer, Tokenizer]:
     samples = {"train": config.train_iters * config.global_batch_size}
     if config.eval_interval:
         samples["valid"] = config.eval_iters * config.global_batch_size
-    # The data first: megatron-core builds its maps on one rank only once there is a world.
+    # Data is opened first, because once the world is initialised, megatron-core builds index maps on one rank only.
     return make_trainer(config, open_data(config, tokenizer, samples)), tokenizer
 
 
 def _save_folder(config: Config) -> Path | None:
-    """Where the end of the run is saved, or None. Raises ConfigError now rather than after the training."""
+    """The folder for the final checkpoint, or None. Raises ConfigError before the training rather than after it."""
     return None if config.save is None else _writable(Path(config.save), "--save")
 
 
 def _writable(folder: Path, option: str) -> Path:
-    """Makes a folder if it is not there. Raises ConfigError unless it can be written."""
+    """Creates a folder if it does not exist. Raises ConfigError unless it is writable."""
     try:
         require_writable(make_folder(folder))
     except OSError as error:
@@ -134,11 +134,11 @@ def _writable(folder: Path, option: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(save: Path | None) -> Iterator[None]:
-    """Within it no other run saves in this folder; the kernel lets go of it if the process dies."""
+    """Holds a lock that keeps other runs from saving in this folder; the kernel releases it if the process dies."""
     if save is None or os.environ.get("RANK", "0") != "0":
         yield
         return
-    # A file is locked, not the folder: common/atomic_files.py locks the folder while index maps and corpora are made.
+    # A file is locked, not the folder: common/atomic_files.py locks the folder while index maps and corpora are built.
     handle = os.open(save / "lock", os.O_RDONLY | os.O_CREAT, FILE_MODE)
     try:
         try:
@@ -153,7 +153,7 @@ def _alone(save: Path | None) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # also if a process that was forked meanwhile has the file open
+                fcntl.flock(handle, fcntl.LOCK_UN)  # explicit, because a forked process may still have the file open
     finally:
         os.close(handle)
 
@@ -181,7 +181,7 @@ def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
 
 
 def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:
-    """(prompt, continuation): the prompt is the beginning of a text the run holds."""
+    """(prompt, continuation): the prompt is the beginning of one of the run's texts."""
     split = trainer.data.get("valid") or trainer.data["train"]
     tokens, _ = split.fetch(0, 1)
     prompt = [i for i in tokens[0, : max(1, config.seq_length // 4)].tolist() if i != tokenizer.eod] or [tokenizer.eod]

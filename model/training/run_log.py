@@ -60,8 +60,8 @@ class NullRunLog:
 class RunLog:
     """Collects the results of a run. Use it as a context manager, which closes the progress bar and the event files.
 
-    run.json holds all iterations of a run that ended or failed, and those up to the last checkpoint of one that was
-    killed.
+    run.json contains all iterations of a run that ended or failed. If a run was killed, it contains those up to the
+    last checkpoint.
     """
 
     def __init__(self, config: Config, folder: Path, start: int) -> None:
@@ -86,7 +86,7 @@ class RunLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and self._seconds and not self._finished:
-            # A second error, of a full disk for example, must not hide the one that ended the run.
+            # A second error, e.g. because of a full disk, must not hide the one that ended the run.
             with contextlib.suppress(OSError):
                 self.finish("", "")
         self._bar.close()
@@ -131,7 +131,7 @@ class RunLog:
         )
 
     def record(self) -> None:
-        """Writes run.json, for a run that resumes from the next checkpoint. Leaves an OSError for `finish` to raise."""
+        """Writes run.json for runs that resume from the next checkpoint. Ignores OSErrors, which `finish` raises."""
         with contextlib.suppress(OSError):
             self._write_record()
 
@@ -144,7 +144,7 @@ class RunLog:
             _plot(self.folder / "loss.png", self.losses, self.evaluations)
 
     def tokens_per_second(self) -> float:
-        """The mean over the steps of this process without the first, in which caches and kernels warm up."""
+        """The mean over the steps of this process, without the first step, which warms up caches and kernels."""
         steady = self._seconds[1:] or self._seconds
         return self.tokens_per_step * len(steady) / sum(steady) if steady else 0.0
 
@@ -203,7 +203,7 @@ class RunLog:
         }
 
     def _continue(self, start: int) -> None:
-        """Reads what an earlier process recorded in this folder, up to the iteration that the run resumes from."""
+        """Reads the record of an earlier process in this folder, up to the iteration from which the run resumes."""
         path = self.folder / "run.json"
         if not path.is_file():
             return

@@ -1,6 +1,6 @@
 """Metrics of a run while it runs: TensorBoard's event files, and Weights & Biases with --wandb-project.
 
-Each package is imported when a run begins to use it.
+Each package is imported on first use.
 """
 
 from __future__ import annotations

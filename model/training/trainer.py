@@ -1,9 +1,9 @@
 """The training loop: every rank runs the same steps on its share of the batch, and all report the same numbers.
 
-A step is: forward and backward over the microbatches; sums over the ranks; unscale and check; norm; AdamW with
-clipping. Everything that decides what a step computes is a function of (config, iteration, samples consumed), so a
-resumed run is bit-equal. Losses and gradient norms do not depend on the layout of the ranks, up to rounding; dropout
-is bit-equal, because each rank draws its block of the same numbers.
+A step consists of forward and backward passes over the microbatches, sums over the ranks, unscaling with a check for
+overflow, the gradient norm, and AdamW with clipping. The inputs of a step are a function of (config, iteration, samples
+consumed), so a resumed run is bit-equal. Losses and gradient norms do not depend on the layout of the ranks, up to
+rounding; dropout is bit-equal, because each rank draws its block of the same numbers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .trainer_state import ModelState, options, read_checkpoint
 
 
 class TrainingFailed(HalError):
-    """The run cannot go on: the loss or the gradients are not finite."""
+    """The run cannot continue because the loss or the gradients are not finite."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration did; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
+    """The result of one iteration; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
     overflow), seconds is its wall time."""
 
     iteration: int
@@ -61,7 +61,7 @@ class StepResult:
 def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
     """The trainer of a config whose vocabulary is known, at iteration 0 on the active backend; joins the world.
 
-    world: how many processes train together; default all that were started.
+    world: the number of processes that train together; by default all that were started.
     """
     layout = make_parallel_layout(config, world_size(config) if world is None else world)
     mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
@@ -71,8 +71,8 @@ def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = 
 class Trainer:
     """A rank's stages of the model, the data all ranks share, and this rank's part of the optimizer.
 
-    One rank is a mesh of size 1. `iteration` and `consumed` (samples) are where the run stands. `lead`: whether this
-    process speaks for the run, that is, prints and writes its report.
+    One rank is a mesh of size 1. `iteration` and `consumed` (samples) are the progress of the run. `lead`: whether this
+    process prints the log and writes the report of the run.
     """
 
     def __init__(self, config: Config, data: Mapping[str, Split], mesh: Mesh, layout: ParallelLayout) -> None:
@@ -118,37 +118,38 @@ class Trainer:
         return int(self.world.all_reduce(number, "max").item())
 
     def parameter_count(self) -> int:
-        """How many parameters the whole model has."""
+        """The number of parameters of the full model."""
         optimizer = self.optimizer
         owned = sum(local(p).numel() for n, p in optimizer.model.items() if n in optimizer.owned)
         return int(self.world.all_reduce(torch.tensor([owned], device=self.world.device)).item())
 
     def whole_model(self) -> GPT:
-        """The whole model on every rank, as one process would have it (for sampling at the end of a run)."""
+        """The full, unsharded model on every rank (for sampling at the end of a run)."""
         return self._model_state.gather([n for stage in self.layout.layers for n in stage], self.device)
 
     # One iteration.
 
     @property
     def _losses_per_batch(self) -> int:
-        """How many mean losses a global batch has: one per microbatch of each replica and context-parallel rank."""
+        """The number of mean losses per global batch: one per microbatch of each replica and context-parallel rank."""
         return self.layout.microbatches * self.replicas.size
 
     def _run(self, split: str, first: int, scale: float, total: Tensor) -> None:
         """Forward (and backward, if gradients are enabled) of the global batch that starts at sample `first`.
 
-        Adds the mean losses of this rank's microbatches to `total` (float32 scalar): its sum over all ranks, divided by
-        `_losses_per_batch`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
+        Adds the mean losses of this rank's microbatches to `total` (float32 scalar). The sum of `total` over all ranks,
+        divided by `_losses_per_batch`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
         """
         c = self.config
         microbatches = fetch_microbatches(c, self.data[split], first, self.mesh, self.parallel, self.device)
         draws = torch.is_grad_enabled() and (c.attention_dropout > 0.0 or c.hidden_dropout > 0.0)
+        # Forked by the iteration, so that a resumed run draws the same dropout masks as an uninterrupted one.
         for stage in self.stages:
             stage.dropout = self.rng.fork("dropout", self.iteration) if draws else None
         try:
             self.pipeline.run(microbatches, self._loss(microbatches, scale, total))
         except RuntimeError as error:
-            # A failure of torch's engines may be due to another rank. A single rank has none to name.
+            # A failure of torch's engines may be caused by another rank, which the error then names.
             alone, iteration = self.world.size == 1, self.iteration + 1
             failure = None if alone else hal.engine_failure(error, "step", self.mesh.timeout, iteration)
             if failure is None:
@@ -156,7 +157,7 @@ class Trainer:
             raise failure from error
 
     def _loss(self, microbatches: list[Microbatch], scale: float, total: Tensor) -> Loss:
-        """What `_run` differentiates for each microbatch."""
+        """The function that `_run` differentiates for each microbatch."""
         last, tp_rank = next((s.model for s in self.stages if s.model.last), None), self.parallel.tp.rank
         # All microbatches have the same number of tokens, so the mean of their means is the mean over all tokens.
         count, counted = self._losses_per_batch, self._counted(microbatches)
@@ -165,16 +166,16 @@ class Trainer:
             assert last is not None
             value = last.loss(logits, labels, inplace_backward=True)
             if counted is not None:
-                # Not all tokens count: weight each mean by the share of its tokens among those that do (1 on average).
+                # Only some tokens count, so each mean is weighted by its share of the counted tokens (1 on average).
                 value = value * (counted_tokens(labels) * count / counted)
-            if tp_rank == 0:  # tensor-parallel ranks all have the same loss
+            if tp_rank == 0:  # all tensor-parallel ranks have the same loss
                 total.add_(value.detach())
             return value * (scale / count)
 
         return loss
 
     def _counted(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """With --eod-mask-loss, how many tokens of the whole global batch count (float32 scalar, at least 1)."""
+        """With --eod-mask-loss, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
         if not self.config.eod_mask_loss:
             return None
         counts = torch.stack([counted_tokens(m.labels) for m in microbatches])
@@ -226,11 +227,11 @@ class Trainer:
     # Checkpoints.
 
     def tensors(self) -> dict[str, LocalShard]:
-        """What this rank writes of a checkpoint's tensors, by Megatron's names, sharing memory with the run."""
+        """This rank's part of a checkpoint's tensors, by Megatron's names, sharing memory with the run."""
         return self._model_state.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Everything else of a checkpoint, as JSON."""
+        """The rest of a checkpoint, as JSON values."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed,
@@ -242,16 +243,16 @@ class Trainer:
         }
 
     def save(self, root: Path) -> Path:
-        """Writes a checkpoint, makes it the latest of `root`, and removes the oldest beyond keep_checkpoint_max.
+        """Writes a checkpoint, makes it the latest of `root`, and removes old ones in excess of keep_checkpoint_max.
 
-        With async_save that goes on after the return; `saver` tells when it has ended, and how.
+        With async_save this continues in the background; `saver` reports completion and errors.
         """
         return self.saver.save(root, self.iteration, self.tensors(), self.state())
 
     def load(self, root: Path) -> None:
-        """Continues from the latest checkpoint of `root`, as far as the config's load options say.
+        """Continues from the latest checkpoint of `root`, subject to the config's load options.
 
-        Of a release, as with finetune, only the weights are taken.
+        Only the weights of a release are loaded, as with finetune.
         """
         c = self.config
         folder, state, weights_only = read_checkpoint(root, c, self.rng, self.world)
@@ -278,8 +279,8 @@ class Trainer:
     ) -> None:
         """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
 
-        before_save: called when all that a checkpoint covers is known, before it is written.
-        on_save: called with each checkpoint that has become whole, with async_save maybe some iterations later.
+        before_save: called before a checkpoint is written, when its iteration and evaluation are complete.
+        on_save: called with each completed checkpoint, which with async_save may be some iterations later.
         """
         c = self.config
         root = Path(c.save) if c.save else None
@@ -297,7 +298,7 @@ class Trainer:
 
 
 def peak_memory_bytes() -> int:
-    """The backend's peak of device memory, or where it does not count, the process's peak resident size."""
+    """The backend's peak of device memory, or the process's peak resident set size if the backend does not count."""
     peak = hal.backend().memory_stats().get("peak")
     if peak is None:
         import resource

@@ -1,7 +1,7 @@
-"""What a checkpoint of a training run contains, and which checkpoints a run can continue from.
+"""The content of a training run's checkpoints, and the checks that decide whether a run can continue from one.
 
-Tensors have Megatron's names and whole-model coordinates; everything else is JSON. What a checkpoint holds does not
-depend on the layout of the ranks that wrote it.
+Tensors have Megatron's names and the coordinates of the full model; everything else is JSON. The content of a
+checkpoint does not depend on the layout of the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ModelState:
     def tensors(self, *, replicas: bool = False) -> dict[str, LocalShard]:
         """This rank's part of every tensor of a checkpoint, sharing memory with the run where dtypes agree.
 
-        Over all ranks every element is there once; with `replicas`, each rank returns all that it holds. The last
-        stage's copy of a tied weight has the name of the weight, which the first stage writes.
+        Each element is returned by exactly one rank; with `replicas`, each rank returns everything that it holds. The
+        last stage's copy of a tied weight has the name of the weight, which the first stage writes.
         """
         optimizer, dtype = self.optimizer, self.config.params_dtype
         # Parameters that fully_shard holds in float32 are stored in the dtype in which the model computes.
@@ -96,7 +96,7 @@ def options(config: Config) -> dict[str, Any]:
 
 
 def read_checkpoint(root: Path, config: Config, rng: Rng, world: Comm) -> tuple[Path, dict[str, Any], bool]:
-    """(folder, state, whether only its weights are taken) of the latest checkpoint of `root`, read by all ranks of
+    """(folder, state, whether to load only the weights) of the latest checkpoint of `root`, read by all ranks of
     `world` together. Raises HalError, on every rank, unless this run can continue from it."""
     folder, state = reader.read_state(root, world)
     weights_only = config.finetune or folder.name == reader.RELEASE
@@ -112,7 +112,7 @@ def read_checkpoint(root: Path, config: Config, rng: Rng, world: Comm) -> tuple[
 
 
 def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
-    """Raises HalError unless a checkpoint's state has what training continues from."""
+    """Raises HalError unless a checkpoint's state has all values that training needs to continue."""
     scaler, rng = state.get("loss_scaler"), state.get("rng")
     numbers = {n: state.get(n) for n in ("consumed_samples", "skipped", "optimizer_steps")}
     wrong = [n for n, value in numbers.items() if type(value) is not int or value < 0]
@@ -128,10 +128,10 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *, weights_only: bool) -> None:
-    """Raises ConfigError if the checkpoint's model differs from this run's in a way that the names and shapes of this
-    run's weights do not show: it has more weights, or computes something else with the same ones.
+    """Raises ConfigError if the checkpoint's model differs from this run's in a way that names and shapes of this run's
+    weights do not reveal: it has additional weights, or computes a different function of the same weights.
 
-    weights_only: what it computes may differ.
+    weights_only: the function may differ.
     """
     saved_options, run_options = state.get("config"), options(config)
     if not isinstance(saved_options, dict):
@@ -151,8 +151,8 @@ def require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *
 
 
 def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a config's options that decide which weights there are and how they are laid out."""
-    # Layers go by their numbers, so a model without its last layers is one with fewer, but a gap is part of the names.
+    """The options of a config that determine which weights exist, and their layout."""
+    # Names contain layer numbers. A model without its last layers equals one with fewer layers, but gaps affect names.
     absent = sorted({int(n) for n in o["noop_layers"]} & set(range(o["num_layers"])))
     layers = [n for n in range(o["num_layers"]) if n not in absent]
     gapless = layers == list(range(len(layers)))
@@ -166,7 +166,7 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(o: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a config's options that decide what a model computes with its weights; None where one has no effect."""
+    """The options of a config that determine the function of the weights; None for options without effect."""
     rope, pre = o["position_embedding_type"] == "rope", o["pre_tokens"]
     return {
         "norm_epsilon": o["norm_epsilon"],

@@ -5,8 +5,8 @@
 // derivative Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx as a degree-9
 // polynomial in t = 1 / (1 + 0.35 a) fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
 // Rows are processed in blocks of 64 columns, whose intermediate values stay in L1. Large rows that do not begin on a
-// cache line are processed in pieces of such blocks (see streams in common.h). The bias gradient is summed as a norm's
-// weight gradient is, in pieces of consecutive rows (see piece_count).
+// cache line are processed in pieces of such blocks (see streams in common.h). The bias gradient is summed over pieces
+// of consecutive rows (see piece_count), like a norm's weight gradient.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx. Large results are written with
 // non-temporal stores. Nothing is stored in between: the backward pass recomputes the activation, which is cheaper than
@@ -58,7 +58,7 @@ HAL_INLINE void normal_f32(float v, float *cdf, float *pdf) {
 // s[i] = 1 / (1 + exp(-z[i])) for a block.
 #ifdef __AVX512F__
 // Four vectors are interleaved, because one chain of dependent instructions of this length fills the scheduler before
-// it is half done. The clamps are one instruction each; compilers generate that from C only if told to ignore NaN.
+// half of it is done. The clamps are one instruction each; compilers generate that from C only if they ignore NaN.
 HAL_INLINE void sigmoids_f32(float *s, const float *z) {
     __m512 x[4], n[4], r[4], q[4], even[4], odd[4];
 #define EACH for (int k = 0; k < 4; k++)
@@ -297,7 +297,7 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const int64_t x_width = gated ? 2 * width : width, pieces = piece_count(rows);
     const family_t family = family_of(kind);
     const int64_t row_bytes = width * (int64_t)sizeof(T);
-    // Not where running sums are kept: there it costs more than it saves (measured).
+    // Not used together with running sums, where it is slower (measured).
     const int stream = bias ? STREAM_NOT : streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
     double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)

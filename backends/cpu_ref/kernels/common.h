@@ -1,4 +1,4 @@
-// What every kernel shares: element types, conversions, exp and its relatives, reductions, the dtype template.
+// Shared by all kernels: element types, conversions, exp and related functions, reductions, the dtype template.
 //
 // Style of the kernels: rows are split over OpenMP threads. Inside a row there are plain loops under `#pragma omp
 // simd`, which the compiler turns into AVX-512, AVX2 or NEON code with exact tails, so that one source serves every
@@ -92,8 +92,8 @@ HAL_INLINE float fast_expf(float x) {
     return x < -86.98f ? 0.0f : result;
 }
 
-// The same number for x <= 88. Sufficient where a row's maximum or log-sum-exp has been subtracted, which rounding may
-// leave slightly above 0. Saves three instructions of seventeen.
+// Equal to fast_expf for x <= 88. This suffices where a row's maximum or log-sum-exp has been subtracted, because
+// rounding leaves x at most slightly above 0. It saves three of seventeen instructions.
 HAL_INLINE float low_expf(float x) {
     float shifted, p = exp_reduced(x, &shifted);
     return x < -86.98f ? 0.0f : p * float_of((bits_of(shifted) + 127) << 23);
@@ -132,8 +132,9 @@ HAL_INLINE void stream_line(__m256i *to, const __m256i *from) {
 #define HAL_NO_STREAM
 #endif
 
-// How to write a result of `bytes` bytes in rows of `row`. Large results use non-temporal stores, which write whole
-// lines. Rows that do not begin on a cache line are computed in pieces that stream_copy copies to their place.
+// The method of writing a result of `bytes` bytes in rows of `row`. Large results use non-temporal stores, which write
+// full cache lines. Rows that do not begin on a cache line are computed in pieces that stream_copy copies to their
+// place.
 enum { STREAM_NOT = 0, STREAM_LINES = 1, STREAM_PIECES = 2, STREAM_PIECE = 4096 /* bytes */ };
 HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
 #ifdef HAL_NO_STREAM
@@ -141,11 +142,11 @@ HAL_INLINE int streams(uintptr_t to, int64_t bytes, int64_t row) {
 #else
     if (bytes <= HAL_STREAM_MIN) return STREAM_NOT;
     if (to % 64 == 0 && row % 64 == 0) return STREAM_LINES;
-    return row >= 512 ? STREAM_PIECES : STREAM_NOT;  // shorter rows hold too few whole lines
+    return row >= 512 ? STREAM_PIECES : STREAM_NOT;  // shorter rows contain too few full cache lines
 #endif
 }
 
-// Copies `bytes` bytes to any address; whole lines are written with non-temporal stores.
+// Copies `bytes` bytes to any address; full cache lines are written with non-temporal stores.
 HAL_INLINE void stream_copy(void *to_, const void *from_, int64_t bytes) {
     char *to = (char *)to_;
     const char *from = (const char *)from_;

@@ -1,9 +1,9 @@
 // Softmax cross entropy over a (part of a) vocabulary, with label smoothing; rows are split over threads.
 //
-// Forward, one sweep over a row in blocks of 2048 logits that stay in L1: the block's maximum; if it exceeds the
-// running one, the running sum is rescaled; then the block's exponentials are added. No exponential is stored: the
-// backward pass recomputes them from the maximum and the sum, in one sweep that writes the gradient. Maximum and sum
-// are saved separately, because the log-sum-exp of large logits would lose the digits of the sum.
+// Forward: one sweep over a row in blocks of 2048 logits that stay in L1. The block's maximum is computed; if it
+// exceeds the running one, the running sum is rescaled; then the block's exponentials are added. No exponential is
+// stored: the backward pass recomputes them from the maximum and the sum, in one sweep that writes the gradient.
+// Maximum and sum are saved separately, because the log-sum-exp of large logits would lose the digits of the sum.
 // For a vocabulary shard, the kernel returns four statistics per row, which the caller combines (maximum first, then
 // sums); the backward pass of every shard is then local.
 //

@@ -1,5 +1,5 @@
 // logits [rows, v] contiguous: the part of the vocabulary with ids start .. start + v - 1. targets: int64 global ids.
-// stats, real [4, rows]: maximum, sum of exp(logit - maximum), the target's logit (0 where its id is elsewhere), sum of
+// stats, real [4, rows]: maximum, sum of exp(logit - maximum), the target's logit (0 if its id is outside), sum of
 // the logits (only when smoothing; else 0).
 void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t stats, int smoothing, int64_t rows,
                              int64_t v, int64_t start);

@@ -3,11 +3,11 @@
 // An element's random word is a function of its index alone, so nothing is stored for the backward pass: the gradient
 // of dropout is dropout applied to dy. Rows (the last dimension, whose elements have consecutive indices) are split
 // over threads. A row is processed in pieces of 64 elements = 16 Philox blocks, one per SIMD lane (17 blocks, and so
-// two sets of lanes, where a row does not begin at a multiple of 4); the random words stay in L1. p = 0 (threshold 0)
-// skips the generator and processes whole rows.
+// two sets of lanes, if a row does not begin at a multiple of 4); the random words stay in L1. p = 0 (threshold 0)
+// skips the generator and processes entire rows.
 //
 // The backward pass of a bias sums the unrounded gradient over rows, in pieces (see piece_count). The residual stream
-// may be wider than x (float32 with bfloat16 x): a flag each selects T or real for input and output.
+// may be wider than x (float32 with bfloat16 x): two flags select T or real for input and output.
 //
 // Memory traffic: uniform writes 4 bytes per element; dropout reads and writes one element each; bias_dropout_add reads
 // two and writes one. Philox itself costs about 40 vector instructions per 16 elements.

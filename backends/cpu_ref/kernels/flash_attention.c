@@ -4,8 +4,8 @@
 // most 16), Q^T is packed once; then for each tile of 96 keys
 //   S^T [key][query] = K Q^T        K's scalars are broadcast from memory, queries fill the vector lanes,
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
-//   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It is
-//                                   rescaled when a maximum has grown.
+//   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It
+// is                                   rescaled when a maximum has grown.
 // Backward, with P recomputed from the saved log-sum-exp (whose rounding error limits P's accuracy for scores beyond
 // about 10^5, as in every implementation that saves only the log-sum-exp) and delta = rowsum(dO * O):
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
@@ -128,7 +128,7 @@ static int64_t head_cost(const struct fa_sequence *seq) {
 }
 
 // Divides the sequence of the tiles of all heads into segments of equal cost. A head is cut only where a segment ends
-// inside it, so most heads are whole, and there are at most two partial results per segment.
+// inside it, so most heads are not cut, and there are at most two partial results per segment.
 int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t heads = g->batch * g->kv_heads;
@@ -142,8 +142,8 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     const int64_t group = g->heads / g->kv_heads;
     // Below about 10^6 multiplications a parallel region costs more than it saves.
     plan->threads = total * group * FA_QUERIES * g->head_size < 1000000 ? 1 : omp_get_max_threads();
-    // Up to four segments per thread, as long as heads stay whole, balance the time that other processes take from the
-    // cores.
+    // Up to four segments per thread, as long as no additional heads are cut, balance the load when other processes
+    // use some of the cores.
     int64_t rounds = heads / plan->threads;
     rounds = rounds < 1 ? 1 : (rounds > 4 ? 4 : rounds);
     plan->segment_count = plan->threads * rounds;

@@ -16,10 +16,10 @@ struct hal_flash_attention {
 };
 
 // lse: [batch, heads, sq] ([heads, tokens] when packed), contiguous, float (double for HAL_F64).
-// rest: the rounding error of out (exact minus rounded), in out's dtype and strides; 0 = not wanted, or unknown. The
-// gradient of the scores is P (dP - dO . out), a difference that cancels: without rest, 16-bit gradients lose digits.
+// rest: the rounding error of out (exact minus rounded), in out's dtype and strides; 0 = not requested, or unknown. The
+// difference in the gradient of the scores, P (dP - dO . out), cancels, so 16-bit gradients lose digits without rest.
 // mask: bytes, non-zero = masked out; mask, cu_seqlens_q and cu_seqlens_k (int32 [batch + 1]) may be 0.
-// They return 0, 1 when out of memory, or 2 when cu_seqlens do not rise from 0 to the number of tokens.
+// The functions return 0, 1 when out of memory, or 2 when cu_seqlens do not rise from 0 to the number of tokens.
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse);

@@ -269,9 +269,9 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     struct operands o = {.k = operand_of(ks, g->k[1], g, 0, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, 0, w->v)};
     o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, 0, w->kp);
     const int64_t group = g->heads / g->kv_heads, ld = padded(g->head_size);
-    // Three positions along the keys, which only move forward: keys are packed, and their gradients zeroed, just before
-    // the first use; the gradients are flushed after the last use, while in cache. The scratch of a cut head is kept
-    // for backward_reduce.
+    // Three positions along the keys, which only move forward: keys are packed and their gradients are zeroed just
+    // before the first use, and the gradients are flushed after the last use, while they are in cache. The scratch of a
+    // cut head is kept for backward_reduce.
     int64_t packed = -1, zeroed = 0, flushed = 0;
     struct fa_sweep sweep;
     for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {

@@ -57,8 +57,8 @@ HAL_INLINE vec dots(const unit *q, const unit *k, int64_t ld, int count, int64_t
     return add_across(r);
 }
 
-// A sweep over the keys: its rows are all queries of the heads from `head` on; it stands at the tile of keys from k0
-// on.
+// The state of a sweep over the keys. Its rows are all queries of the heads from `head` on; its current tile of keys
+// begins at k0.
 struct decode_state {
     int64_t head, k0;
     int rows, keys;
@@ -67,7 +67,7 @@ struct decode_state {
     real *o;  // [rows][padded(d)]
     vec top[FA_QUERIES], l[FA_QUERIES];  // maxima of the tile, and sums; each lane covers every W-th key
     real m[FA_QUERIES];
-    uint8_t hidden[FA_QUERIES][FA_KEYS];  // by the mask, not by the window
+    uint8_t hidden[FA_QUERIES][FA_KEYS];  // hidden by the mask (the window is applied separately)
 };
 
 // Reads the mask under the tile; only keys [*from, *to) are visible to any row.
@@ -127,7 +127,7 @@ static void decode_softmax(struct decode_state *state, int r, int from, int to, 
     }
 }
 
-// Adds the keys [k0, k0 + keys) to the rows' sums.
+// Adds the contribution of the keys [k0, k0 + keys) to the rows' sums.
 static void decode_keys(struct decode_state *state, const struct fa_call *call, const struct fa_sequence *seq,
                         const char *ks, const char *vs, const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;
@@ -149,7 +149,7 @@ static void decode_keys(struct decode_state *state, const struct fa_call *call, 
              padded(d));
 }
 
-// Processes all heads of a group, which is a whole piece, because its queries are one tile.
+// Processes all heads of a group, which are a complete piece, because their queries are one tile.
 static void decode_piece(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
                          const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;

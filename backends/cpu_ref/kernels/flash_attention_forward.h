@@ -22,8 +22,8 @@ struct operand {
     int pairs;
 };
 
-// Rows are used in place if they are whole vectors of units already, and if they are adjacent (rows at a large stride
-// would compete for the same cache sets) or are read only once (`decoding`).
+// Rows are used in place if their length is a multiple of a vector of units, and if they are adjacent (rows at a large
+// stride would compete for the same cache sets) or are read only once (`decoding`).
 static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
                                  int decoding, unit *scratch) {
     const int64_t d = g->head_size;

@@ -1,6 +1,6 @@
 // One arithmetic kind of flash attention; included once by each flash_attention_<kind>.c.
 //
-// Compiler vectors (vectors.h); intrinsics only where these do not express an instruction.
+// Uses compiler vectors (vectors.h), and intrinsics only for instructions that these cannot express.
 #pragma once
 #include "flash_attention_plan.h"
 #include "philox.h"
@@ -109,7 +109,7 @@ HAL_INLINE vec exp2_of(vec x) {
 #include "flash_attention_backward.h"
 
 // Up to FA_DECODE_QUERIES queries are bound by the memory traffic of K and V: they take the decode path, which has no
-// dropout. Its pieces are whole heads, because so few queries are one tile.
+// dropout. Its pieces are complete heads, because so few queries are one tile.
 static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space) {
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold)
@@ -121,7 +121,7 @@ static void run_piece(const struct fa_call *call, const struct fa_piece *piece, 
 int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
     struct carver counter = {NULL, 0};
     forward_carve(&counter, call, plan);
-    // So that threads start at different offsets within a page.
+    // The additional bytes make threads start at different offsets within a page.
     const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;
     char *workspace = fa_acquire(bytes * (size_t)plan->threads);
     if (!workspace) return 1;

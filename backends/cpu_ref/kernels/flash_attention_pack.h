@@ -91,8 +91,8 @@ static void write_row(char *dst, char *rest, const real *src, real scale, int64_
 #undef WRITE
 }
 
-// Prefetches the rows that are read next. At a stride above a page the hardware prefetcher does not help. (Always
-// inlined, because compilers drop calls without a visible effect.)
+// Prefetches the rows that are read next, because the hardware prefetcher does not help at strides above a page.
+// (Always inlined, because compilers remove calls without a visible effect.)
 HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
     if (stride <= 4096) return;
     for (int64_t r = 0; r < rows; r++)
@@ -144,7 +144,7 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 #endif
 
 // Prefetches the rows of the next sweep, a few lines per step, while the current sweep computes. Used only where it
-// pays: with a window, where sweeps are short (in a long sweep the new rows are a small part); for tensors larger than
+// helps: with a window, where sweeps are short (in a long sweep the new rows are a small part); for tensors larger than
 // the last level of cache; for contiguous rows (rows at a stride would evict one another from the few cache sets they
 // map to).
 struct ahead {

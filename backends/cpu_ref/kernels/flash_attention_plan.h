@@ -1,4 +1,4 @@
-// How a flash attention call is divided: sequences, the keys visible to a tile of queries, and an even split over
+// Division of a flash attention call: sequences, the keys visible to a tile of queries, and an even split over
 // threads that depends only on the shape and the number of threads, so that results are bit-equal from run to run.
 #pragma once
 #include "common.h"
@@ -38,7 +38,7 @@ struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);
 void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t *first, int64_t *end);
 
 // Tiles [t0, t1) share a sweep over the keys [first, end). Sweeps are aligned to tile 0 wherever a head is cut, so that
-// the order of summation, and with it every bit of the output and of dQ, is the same for any number of threads.
+// the order of summation is the same for any number of threads, and the output and dQ are bit-equal.
 struct fa_sweep {
     int64_t t0, t1, first, end;
 };

@@ -1,5 +1,6 @@
-// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h). A may be a band: its row m
-// is then zero outside of the columns m + low ... m + high, and blocks of rows begin and end where theirs do.
+// The micro-kernel: C[m][n] (+)= sum over kk of A(m, kk) B[kk][n], on units (see vectors.h). A may be a band, whose row
+// m is zero outside of the columns m + low ... m + high; each block of rows then sums over the columns of its band
+// only.
 //
 // A block of MR rows x NV vectors of C lives in registers. Each step of kk loads NV vectors of B and broadcasts MR
 // units of A in place; B is a packed tile in L1, or rows in place. With 32 registers blocks are 8 x 3 (24 accumulators,
@@ -45,12 +46,12 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
             store(c + i * ldc + j * W, add ? load(c + i * ldc + j * W) + acc[i][j] : acc[i][j]);
 }
 
-// The band in elements, of which a unit holds KU. NULL (a compile-time constant): all of A.
+// The band in elements (a unit has KU elements). NULL (a compile-time constant) means that A is dense.
 struct band {
     int64_t low, high;
 };
 
-// All rows for nv vectors of columns; the rows left over after whole blocks are done in blocks of 4, 2 and 1.
+// All rows for nv vectors of columns; the rows left over after full blocks are processed in blocks of 4, 2 and 1.
 HAL_INLINE void stripe(int mr, int nv, int64_t m, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b,
                        int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
     int64_t i = 0;

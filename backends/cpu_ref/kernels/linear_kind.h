@@ -49,7 +49,7 @@ HAL_INLINE void pack_row(unit *dst, const elem *src, const elem *next, unit seco
 
 // Packs panels of `width` columns: dst[panel][unit][width] = src[token][columns from panel * width on], zero beyond the
 // last column and token. Inlined with constants, in particular `most` columns: copies of a size that the compiler did
-// not know took a third of the whole product's time.
+// not know took a third of the product's total time.
 HAL_INLINE void pack_panels(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width,
                             int64_t most) {
     const int64_t whole = columns / width * width, rest = columns - whole;
@@ -92,7 +92,7 @@ static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit 
         for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
 }
 
-// What a thread needs for its share of one block of tokens: packed panels of X, and space for a packed block of dY.
+// The buffers of a thread for its share of one block of tokens: packed panels of X, and space for a packed block of dY.
 struct share {
     const elem *dy, *x;
     float *dw;

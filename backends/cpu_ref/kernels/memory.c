@@ -1,5 +1,5 @@
-// Memory that is reused: per-thread scratch for kernels, the setting that makes the C library reuse freed blocks, and
-// plain malloc for large results (see memory.py).
+// Memory reuse: per-thread scratch for kernels, the setting that makes the C library reuse freed blocks, and plain
+// malloc for large results (see memory.py).
 //
 // A large tensor in fresh memory costs a page fault per 4 KiB (about 4 GB/s), more than most kernels. By default glibc
 // maps and unmaps such blocks at every allocation. A thread's scratch lives as long as the thread; OpenMP's worker

@@ -106,7 +106,7 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
             dbi += d;
         }
 #pragma GCC unroll 4
-        // In a loop of its own, after all loads: a compiler cannot move loads across a store.
+        // In a separate loop after all loads, because a compiler cannot move loads across a store.
         for (int r = 0; r < count; r++) {
             if (line)
                 line[r * columns + i] = value[r];

@@ -1,6 +1,6 @@
 // Multi-tensor optimizer kernels: AdamW, sum of squares, unscale-and-check. One call processes all tensors of a model.
 //
-// The tensors are cut into tasks of at most 32768 elements, so that threads share the work evenly whatever the sizes of
+// The tensors are cut into tasks of at most 32768 elements, so that threads share the work evenly for all sizes of
 // the tensors; a table of tasks is built first. AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"):
 //   g = grad_scale grad;  p -= lr weight_decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g
 //   p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
@@ -57,9 +57,9 @@ double hal_sum_of_squares(int dtype, int64_t count, uintptr_t sizes, uintptr_t t
 }
 
 int hal_unscale(int dtype, int64_t count, uintptr_t sizes, uintptr_t tensors, double inv_scale) {
-    int found = 0;
-    HAL_DISPATCH(dtype, unscale, count, (const int64_t *)sizes, (const uintptr_t *)tensors, inv_scale, &found);
-    return found;
+    int nonfinite = 0;
+    HAL_DISPATCH(dtype, unscale, count, (const int64_t *)sizes, (const uintptr_t *)tensors, inv_scale, &nonfinite);
+    return nonfinite;
 }
 
 #else
@@ -130,8 +130,8 @@ static void NAME(unscale)(int64_t count, const int64_t *sizes, const uintptr_t *
     void *none;
     const task_t *table = make_tasks(count, sizes, 0, &tasks, &none);
     const real factor = (real)inv_scale;
-    int found = 0;
-#pragma omp parallel for schedule(static) reduction(| : found) if (tasks > 1)
+    int nonfinite = 0;
+#pragma omp parallel for schedule(static) reduction(| : nonfinite) if (tasks > 1)
     for (int64_t t = 0; t < tasks; t++) {
         T *x = (T *)tensors[table[t].tensor] + table[t].begin;
         const int64_t n = table[t].end - table[t].begin;
@@ -143,9 +143,9 @@ static void NAME(unscale)(int64_t count, const int64_t *sizes, const uintptr_t *
             const real scaled = LOAD(x + i);
             bad |= !(scaled - scaled == 0);   // true for inf and NaN
         }
-        found |= bad;
+        nonfinite |= bad;
     }
-    *out |= found;
+    *out |= nonfinite;
 }
 
 #endif

@@ -2,20 +2,20 @@
 //
 // Every rank owns two slots and two counters. A collective is a number of steps, one per chunk of data; in step s a
 // rank
-//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite (implied for a peer that is known to
-//       have posted step s-1),
+//   (1) waits until every peer has read step s-2, whose slot it is about to overwrite (implied for a peer that is known
+// to       have posted step s-1),
 //   (2) copies its chunk into slot s % 2 and publishes posted = s + 1,
 //   (3) waits until the peers have posted, copies or reduces their slots into its result, and publishes read = s + 1.
 // Counters only grow and every rank writes only its own, so nothing is ever reset and there are no races. Every rank
 // reduces in rank order: results are bit-equal on every rank and from run to run. Slots are small enough to stay in the
-// second-level caches, so memory is read and written once, whatever the size of the tensors. Large results are written
+// second-level caches, so memory is read and written only once for tensors of any size. Large results are written
 // with non-temporal stores, because an ordinary store would read memory a second time and evict the slots.
 //
 // Between cores that share a cache, this runs at the speed of memory. Between other cores, reading data from the
 // writer's cache takes longer than reading it from memory (64 MB: 13 ms against 7), so there the slots are written with
 // non-temporal stores as well, which is slower between cores that share a cache (10 ms against 8). Which case applies
-// is not known beforehand, and it can change under a hypervisor: a large collective tries both on some chunks and
-// continues with the faster one. Every rank decides for its own slots.
+// is not known beforehand and can change under a hypervisor. Therefore a large collective tries both variants on some
+// chunks and continues with the faster one. Every rank decides for its own slots.
 //
 // A wait spins for some microseconds, then yields, then sleeps (20 us at a time, later 200 us), so that more ranks than
 // processors make progress. It ends with a fault on timeout, when a peer has died (its pidfd is readable), when the
@@ -37,13 +37,13 @@ enum { FAULT_TIMEOUT = 1, FAULT_DEAD, FAULT_MISMATCH, FAULT_CLOSED };
 // These follow the dtypes of common.h. Booleans are reduced as U8: sum and max are "or", min is "and".
 enum { SHM_I8 = 4, SHM_U8, SHM_I16, SHM_I32, SHM_I64 };
 
-// Smaller slots mean more steps, each of which costs a context switch where ranks share a processor.
+// Smaller slots mean more steps, and each step costs a context switch if ranks share a processor.
 enum { SLOT = 256 << 10, MAX_RANKS = 64, BLOCK = 256 };
 // Bytes copied at a time, and the distance in bytes of the prefetch ahead of them (from memory or the peer's cache).
 enum { PIECE = 1024, AHEAD = 4096 };
 enum { TRIAL = 6 };  // chunks per variant; only a collective of at least eight times as many runs the trial
 
-// One rank's part of the segment. Counters that another core polls have a cache line of their own (128 bytes, because
+// One rank's part of the segment. Counters that another core polls are on separate cache lines (128 bytes, because
 // adjacent lines are fetched in pairs).
 typedef struct {
     _Alignas(128) uint64_t posted;  // steps whose chunk is in a slot
@@ -117,7 +117,7 @@ static int wait_for(group *g, int peer, const uint64_t *counter, uint64_t target
             continue;
         }
         if (__atomic_load_n(&g->closed, __ATOMIC_ACQUIRE)) return 256 * FAULT_CLOSED + peer;
-        // A peer may have posted and then exited; what it posted counts, so the counter is read once more.
+        // A peer may have posted its data before it exited, so the counter is read once more.
         if (has_died(g, peer)) return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= target ? 0 : 256 * FAULT_DEAD + peer;
         if (now() > deadline) return 256 * FAULT_TIMEOUT + peer;
         const struct timespec pause = {.tv_nsec = (round < 128 ? 20 : 200) * 1000};

@@ -6,7 +6,7 @@ uintptr_t hal_shm_open(uintptr_t segment, int rank, int size, double timeout, ui
 int64_t hal_shm_bytes(int size);
 // Makes every wait of this process on the handle return. The handle stays valid: a thread may still be in a call.
 void hal_shm_close(uintptr_t handle);
-// Runs one collective: `count` elements per piece (a piece is the whole input, except for reduce_scatter and
+// Runs one collective: `count` elements per piece (a piece is the entire input, except for reduce_scatter and
 // all_to_all, whose input has one per rank). kind, reduction, dtype: the enums in shared_memory.c. root: the sender of
 // a broadcast.
 // bytes: of an element. Returns 0, or 256 * fault + peer.

@@ -23,8 +23,8 @@ HAL_INLINE int64_t visible_columns(int causal, int64_t query, int64_t sq, int64_
     return visible < 0 ? 0 : (visible < sk ? visible : sk);
 }
 
-// How many columns of a causal row to write as if they were visible: rounded up to a multiple of LANES, within the row,
-// where a tail would otherwise be written element by element, or where whole lines are written.
+// The number of columns of a causal row to write as if they were visible: rounded up to a multiple of LANES, in the
+// row, where a tail would otherwise be written element by element, or where whole lines are written.
 HAL_INLINE int64_t written_columns(int masks, int stream, int64_t visible, int64_t sk) {
     if (masks && stream != STREAM_LINES) return visible;
     return whole_lanes(visible) < sk ? whole_lanes(visible) : sk;
@@ -42,7 +42,7 @@ HAL_INLINE void zero_out(int stream, void *to_, int64_t bytes) {
     memset(to + at, 0, (size_t)(bytes - at));
 }
 
-// Causal rows differ in length, so threads take them in turns, which balances the work. A turn is 64 KiB of rows, so
+// Causal rows differ in length, so they are distributed cyclically to balance the work. A turn is 64 KiB of rows, so
 // that the hardware prefetcher seldom reads ahead into another thread's rows, but at most an eighth of all rows.
 HAL_INLINE int64_t rows_in_turn(int64_t rows, int64_t row_bytes) {
     const int64_t some = row_bytes > 0 ? 65536 / row_bytes : 1, most = rows / 8;
@@ -54,8 +54,8 @@ typedef struct {
     int64_t b, n, q, k;  // strides in bytes
 } mask_t;
 
-// Beyond this magnitude the spacing of floats is 128 or more, so that a rounded product may differ from the exact one
-// by more than exp tolerates.
+// Above this magnitude the spacing of floats is 128 or more, so that the rounding error of a product may exceed what
+// exp tolerates.
 #define COARSE_f32 0x1p30f
 #define COARSE_f64 0x1p59
 #define LARGEST_LSE 8192  // a float below it is within 2^-12 of the exact value, which is the precision of a float16 y
@@ -125,7 +125,7 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             int alive = NAME(masked_row)(beyond, in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
                 memset(out, 0, (size_t)sk * sizeof(T));
-                if (lse) lse[row] = 0;  // not used: y is 0
+                if (lse) lse[row] = 0;  // not used, because y is 0
                 continue;
             }
             const int64_t whole = whole_lanes(columns), padded = written_columns(NAME(HAL_MASKS), stream, columns, sk);

@@ -1,9 +1,9 @@
-// Compiler vectors as wide as the registers of the target, for kernels that keep whole tiles in registers (attention,
+// Compiler vectors as wide as the registers of the target, for kernels that keep entire tiles in registers (attention,
 // the weight gradient of linear). Included once per arithmetic kind: FA_KIND_F32, FA_KIND_F64 or FA_KIND_BF16.
 //
 //   real   arithmetic and accumulation (float or double); vec is a vector of W of them, ivec of integers as wide
-//   unit   what the micro-kernel multiplies: KU consecutive elements along the summed dimension. A float (KU = 1), a
-//          double (1), or two bfloat16 (KU = 2) for vdpbf16ps; as wide as real, so that shapes agree
+//   unit   the operand type of the micro-kernel: KU consecutive elements along the summed dimension, i.e. a float or
+//          a double (KU = 1), or two bfloat16 (KU = 2) for vdpbf16ps; it has the width of real, so that shapes agree
 #pragma once
 #include "common.h"
 

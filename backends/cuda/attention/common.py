@@ -29,7 +29,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a refusal may depend on: the call, its dtype and the shape of its mask."""
+    """The inputs of a refusal: the call, its dtype and the shape of its mask."""
 
     call: AttentionSpec
     dtype: torch.dtype
@@ -47,8 +47,7 @@ def as_given(x: Tensor, layout: str) -> Tensor:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x with adjacent channels and every row on a 16-byte boundary, as torch's attention kernels need it; copied if
-    not."""
+    """x with adjacent channels and 16-byte aligned rows, as torch's attention kernels require; copied if necessary."""
     lanes = 16 // x.element_size()
     aligned = x.stride(-1) == 1 and all(s % lanes == 0 for s in x.stride()[:-1])
     # Not .contiguous(), which returns x itself if only its first element is not on the boundary.
@@ -60,8 +59,8 @@ def ordered_sums() -> Iterator[None]:
     """A context in which torch's backward kernels sum in a fixed order (otherwise they use atomics), if the backend has
     the option deterministic.
 
-    It encloses nothing but the call of such a kernel: matrix products raise in it unless CUBLAS_WORKSPACE_CONFIG is
-    set.
+    It must enclose only the call of such a kernel, because matrix products raise in it unless CUBLAS_WORKSPACE_CONFIG
+    is set.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if not launch.deterministic or before == (True, False):
@@ -135,7 +134,7 @@ def register(
             out = q_BNQD * 0.0 if backward is None else torch.zeros_like(q_BNQD)
             lse = torch.full(q_BNQD.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
             saved = (False, q_BNQD, k_BGKD, v_BGKD)
-        lse = lse.detach()  # it carries no gradient, see ops.flash_attention
+        lse = lse.detach()  # lse carries no gradient, see ops.flash_attention
         result: Any = as_given(out, call.layout)
         if return_lse:
             result = result, lse[0] if call.packed else lse

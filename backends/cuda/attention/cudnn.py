@@ -1,4 +1,4 @@
-"""cuda/cudnn: cuDNN's attention, as torch calls it: full or causal squares, GQA, head sizes up to 128."""
+"""cuda/cudnn: cuDNN's attention through torch, for full or causal square masks, GQA and head sizes up to 128."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _refuse(request: Request) -> list[str]:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`readable(x)`, copied as well if elements share memory, as in an expanded gradient."""
+    """Like `readable`, but also copies x if elements share memory, as in an expanded gradient."""
     return readable(x) if all(x.stride()) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -65,8 +65,8 @@ def _rows(x: Tensor, packed: bool) -> Tensor:
 
 
 def _how(call: AttentionSpec) -> dict[str, Any]:
-    # A side that hides nothing is passed as unbounded: as a number it might not fit the kernel's 32 bits, and for sq =
-    # 1 it would prevent the kernel from using the query heads of a group as rows of one tile (mha_fwd in
+    # A side that hides nothing is passed as unbounded. As a number it might not fit into the kernel's 32 bits, and for
+    # sq = 1 it would prevent the kernel from using the query heads of a group as rows of one tile (mha_fwd in
     # flash_api.cpp).
     left = -1 if call.pre is None or call.pre >= call.skv else call.pre
     right = -1 if call.next is None or call.next >= call.sq - 1 else call.next

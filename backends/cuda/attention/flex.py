@@ -33,7 +33,7 @@ SHAPES = 1024
 
 @cache
 def _cannot_compile() -> str:
-    """What is missing for Triton to compile here ("" if nothing is)."""
+    """The reason why Triton cannot compile here ("" if it can)."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (flex_attention is compiled with it): pip install triton"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
@@ -64,7 +64,7 @@ def _keep_what_is_saved() -> None:
     """Keeps torch's compiler from reusing memory saved for the backward pass as scratch space of that pass.
 
     The compiler decides this at the first backward pass of a shape; later ones with retain_graph=True would then raise.
-    The setting applies to the whole process, because compiled functions read it again in their backward pass.
+    The setting is process-wide, because compiled functions read it again in their backward pass.
     """
     from torch._functorch import config
 

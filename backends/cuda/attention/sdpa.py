@@ -1,7 +1,8 @@
-"""cuda/sdpa: torch's memory-efficient SDPA kernel: also float32, and any mask or window as an additive bias.
+"""cuda/sdpa: torch's memory-efficient SDPA kernel, which supports float32, and any mask or window as an additive bias.
 
-The bias takes sq x skv elements (times the batch and heads of the mask); causal squares need none. The kernel's result
-for a row whose bias is all -inf is undefined, so such rows get a bias of 0, and their output and gradient are zeroed.
+The bias takes sq x skv elements (times the batch and heads of the mask); causal square masks need no bias. The kernel's
+result for a row whose bias is all -inf is undefined, so such rows get a bias of 0, and their output and gradient are
+zeroed.
 """
 
 from __future__ import annotations

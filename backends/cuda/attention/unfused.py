@@ -1,4 +1,4 @@
-"""cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Takes every call and needs sq x skv memory.
+"""cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Accepts every call and needs sq x skv memory.
 
 It gets the calls that torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows. Scores and
 probabilities are float32.
@@ -31,7 +31,7 @@ def _refuse(request: Request) -> Sequence[str]:
 def _hidden(
     call: AttentionSpec, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor
 ) -> Tensor | None:
-    """What the softmax kernel must mask, broadcastable to [b, n, sq, skv]; it applies causal windows itself."""
+    """The mask for the softmax kernel, broadcastable to [b, n, sq, skv]; the kernel applies causal windows itself."""
     if cu_q is not None and cu_k is not None:
         return packed_mask(call, cu_q, cu_k)
     return mask if call.causal else dense_mask(call, mask, q.device)
@@ -72,7 +72,7 @@ def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     """dq [b, n, sq, d], dk and dv [b, g, skv, d]; probabilities are computed again from the scores."""
     q, k, v, hidden, s_BNQK, stats = saved
     do = dout.float()
-    # P is computed again, and its dropout mask drawn again, instead of being saved: both are sq x skv.
+    # P and its dropout mask are recomputed instead of saved, because both have sq x skv elements.
     p_BNQK, _ = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
     dv = _dropped(call, p_BNQK).transpose(-1, -2) @ do
     dp_BNQK = _dropped(call, do @ _wide(v, call.group).transpose(-1, -2))

@@ -5,7 +5,7 @@
 //
 // Kernel parameters are pointers, i64, double, and structs of those: always multiples of 8 bytes, so that the launcher
 // packs them one after the other (launch.py). EXPORT(name<types>) lists an instantiation; launch.py and compile.py read
-// the list. Blocks have a multiple of 32 threads. Statistics and sums are float32, whatever the element type, and the
+// the list. Blocks have a multiple of 32 threads. Statistics and sums are float32 for all element types, and the
 // order of every reduction depends on the shape only, so results are bit-equal from run to run.
 #pragma once
 
@@ -79,8 +79,8 @@ template <int N> struct Width {
     static constexpr int count = N;
 };
 
-// v = p[0 .. N): in 16-byte accesses if N elements are a multiple of 16 bytes (p is then 16-byte aligned), else one by
-// one.
+// v = p[0 .. N), in 16-byte accesses if N elements are a multiple of 16 bytes (p is then 16-byte aligned), otherwise
+// element by element.
 template <class T, int N> INLINE void load(const T *p, float (&v)[N]) {
     if constexpr (sizeof(T) * N % 16 == 0) {
         constexpr int lanes = Lanes<T>::count;
@@ -112,7 +112,7 @@ template <class T, int N> INLINE void store(T *p, const float (&v)[N]) {
     }
 }
 
-// How many elements lie before the first 16-byte boundary at or after p (at most n).
+// The number of elements before the first 16-byte boundary at or after p (at most n).
 template <class T> INLINE int head_of(const T *p, int n) {
     const int head = (int)((16 - ((u64)p & 15)) & 15) / (int)sizeof(T);
     return head < n ? head : n;

@@ -5,8 +5,8 @@
 // sum}.
 // Backward: dz = (exp(z - maximum - log sum) - s/v - (1 - s) [j = target]) dloss, one pass, no communication. The two
 // terms of the log-sum-exp are saved separately: rounding their sum to float32 would cost large logits several digits.
-// (Writing dz during the forward pass would read the logits once less, but write and read dz once more, because dloss
-// is not known yet.)
+// (Writing dz during the forward pass would save one read of the logits, but add a write and a read of dz, because
+// dloss is not known yet.)
 //
 // Memory traffic: forward reads the logits; backward reads the logits and writes the gradient.
 #include "common.h"
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// lse: [2][rows] = {maximum, log of the sum}. classes: size of the whole vocabulary.
+// lse: [2][rows] = {maximum, log of the sum}. classes: size of the full vocabulary.
 __global__ void __launch_bounds__(256)
     cross_entropy_loss(const float *stats, float *loss, float *lse, double smoothing_, i64 rows, i64 classes) {
     const float smoothing = (float)smoothing_;

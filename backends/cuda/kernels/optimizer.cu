@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(256) root_of_sum(const float *partial, float *
     if (threadIdx.x == 0) *out = sqrtf(all.v[0]);
 }
 
-// x *= scale in x's type; sets *found to 1 if a product is not finite.
-template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> tensors, double scale_, float *found) {
+// x *= scale in x's type; sets *found_inf to 1 if a product is not finite.
+template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> tensors, double scale_, float *found_inf) {
     const int tensor = tensors.tensor_of(blockIdx.x);
     T *x = (T *)tensors.at[0][tensor];
     const float scale = (float)scale_;
@@ -118,7 +118,7 @@ template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> ten
         }
         store(x + j, v);
     });
-    if (__syncthreads_or(bad) && threadIdx.x == 0) atomicExch(found, 1.0f);
+    if (__syncthreads_or(bad) && threadIdx.x == 0) atomicExch(found_inf, 1.0f);
 }
 
 EXPORT(adamw<f32, f32>)

@@ -1,8 +1,8 @@
 """Compiles the kernels and cuda_host.h with g++ into one library, cached, and runs kernels from it.
 
 HAL_CUDA_SANITIZE=address,undefined builds it with those sanitizers (the process then needs libasan preloaded, see
-docs/cuda-simulator.md). HAL_CUDA_SEED chooses the order of threads. Tests plant faults by compiling modified copies of
-the kernels' folder.
+docs/cuda-simulator.md). HAL_CUDA_SEED determines the order of threads. Tests inject faults by compiling modified copies
+of the kernels' folder.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Simulator:
     """The engine that runs kernels on the CPU. Tensors are CPU tensors, and a launch returns when it is done."""
 
     device_type = "cpu"
-    multiprocessors = 2  # small grids, because blocks take time, and two are enough to distribute rows
+    multiprocessors = 2  # grids are small because blocks take time; two are enough to test the distribution of rows
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))

@@ -1,7 +1,7 @@
 // The scheduler for cuda_host.h: the threads of a block are fibers scheduled at random; blocks run one after the other.
 //
 // A fiber is a stack and a saved stack pointer; switching is a dozen instructions on x86-64 and swapcontext elsewhere.
-// AddressSanitizer is told of every switch. A failed launch abandons its fibers, because kernels own no resources.
+// AddressSanitizer is notified of every switch. A failed launch abandons its fibers, because kernels own no resources.
 #include "common.h"
 
 #include <sys/mman.h>
@@ -327,8 +327,8 @@ extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, 
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     error.clear();
-    const auto found = kernels().find(name);
-    if (found == kernels().end()) {
+    const auto entry = kernels().find(name);
+    if (entry == kernels().end()) {
         error = "there is no such kernel";
     } else if (!grid_x || !grid_y || grid_x > 0x7fffffff || grid_y > kMaxGridY || !threads || threads > kMaxThreads ||
                threads % 32 || shared > kMaxShared) {
@@ -338,7 +338,7 @@ extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, 
         error = "no memory for " + std::to_string(threads) + " thread stacks";
     }
     if (!error.empty()) return error.c_str();
-    const std::function<void()> run = found->second(parameters, size);
+    const std::function<void()> run = entry->second(parameters, size);
     if (!run) {
         error = "the parameters are not " + std::to_string(size) + " bytes";
         return error.c_str();

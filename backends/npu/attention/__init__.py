@@ -1,5 +1,4 @@
-"""Attention on Ascend: npu_fusion_attention, with one module per kind of call, and an unfused formula beyond its
-limits."""
+"""Attention on Ascend: npu_fusion_attention, with one module per kind of call, and an unfused fallback."""
 
 from . import fusion, dropout, unfused, low_precision  # isort: skip  # the order of registration
 

@@ -1,4 +1,4 @@
-"""Arguments of npu_fusion_attention for a call of flash_attention, such that windows are exact.
+"""Translates calls of flash_attention to arguments of npu_fusion_attention for which windows are exact.
 
 Arguments that the hardware would ignore (pre/next without a mask) or round to tiles (mode 0) are never passed. `plan`
 chooses:
@@ -35,13 +35,13 @@ class Plan:
 
 
 def plan(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> Plan:
-    """The plan that makes exactly the keys i + d - pre <= j <= i + d + next visible, d = sk - sq, minus a mask."""
+    """The plan for which exactly the keys i + d - pre <= j <= i + d + next are visible, d = sk - sq, minus a mask."""
     d = sk - sq
-    left = sk if pre is None else min(pre, sk)  # from the last query, sk reaches back to the first key
+    left = sk if pre is None else min(pre, sk)  # a window of sk reaches from the last query back to the first key
     right = sq if next is None else min(next, sq)
     # A window hides something only if the last query does not see the first key, or the first query not the last key.
     bounded = left < sk - 1 or right < sq - 1
-    # Rows without a key: those before the first key, those behind the last one, or all rows of an empty window.
+    # Rows without a visible key: windows that end before the first key, begin after the last one, or are empty.
     dead = left < 0 or right + d < 0 or left + right < 0
     if masked or (bounded and not _band_is_accepted(sq, sk, left, right)):
         return Plan("full", 1, dead_rows=True)
@@ -53,7 +53,7 @@ def plan(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> P
 
 
 def _band_is_accepted(sq: int, sk: int, pre: int, next: int) -> bool:
-    """The library's validity check of a band, whose edges it measures from the top left corner."""
+    """Replicates the library's validity check of a band, whose edges it measures from the top left corner."""
     pre, next = pre - (sk - sq), next + (sk - sq)
     if pre < 0 and next < 0:
         return False
@@ -73,7 +73,7 @@ def plan_packed(q: Sequence[int], k: Sequence[int], pre: int | None, next: int |
     # sequence.
     left = max(k) if pre is None else pre
     right = max(q) if next is None else next
-    # The TND layout accepts no row without a visible key.
+    # In the TND layout the library refuses rows without a visible key.
     if left < 0 or left + right < 0 or any(a - right > b for a, b in zip(q, k) if a):
         return None
     if right == 0 and left >= max(k):
@@ -92,7 +92,7 @@ def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, 
     both = mask if band is None else band if mask is None else mask | band
     assert both is not None
     both = both.reshape((1,) * (4 - both.ndim) + tuple(both.shape))
-    # The library takes no mask per head that is shared by the batch entries, so that one is expanded over the batch.
+    # The library does not accept [1, n, sq, sk], so a mask per head is expanded over the batch.
     b, n = (batch, heads) if both.shape[1] > 1 else (both.shape[0], 1)
     return both.expand(b, n, sq, sk).contiguous()
 

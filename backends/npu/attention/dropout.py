@@ -1,8 +1,8 @@
 """flash_attention with dropout: forward by npu_fusion_attention with HAL's mask, backward by unfused operators.
 
 The operator's forward pass takes a dropout mask. Its backward pass (npu_fusion_attention_grad, also _v2 and _v3) takes
-the seed and offset of torch_npu's generator instead and redraws the mask, which differs from HAL's. So gradients are
-computed from the saved statistics with plain operators, which form the matrix of scores temporarily.
+the seed and offset of torch_npu's generator instead and redraws the mask, which differs from HAL's. Therefore gradients
+are computed from the saved statistics with plain operators, which form the matrix of scores temporarily.
 """
 
 from __future__ import annotations

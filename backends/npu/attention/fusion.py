@@ -26,7 +26,7 @@ HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
 
 
 def beyond_limits(spec: AttentionSpec, q: Tensor) -> list[str]:
-    """Why npu_fusion_attention refuses tensors of this dtype and these sizes; empty = it takes them."""
+    """Reasons why npu_fusion_attention refuses tensors of this dtype and these sizes; empty if it accepts them."""
     sizes = {
         "heads": (spec.heads, HEADS),
         "channels per head": (spec.d, HEAD_SIZE),
@@ -149,7 +149,7 @@ def _packed(
         out, top, total = calls.forward(q, k, v, atten_mask)
     elif q.numel():
         calls = _Sequences(tuple(q_ends), tuple(k_ends), spec.heads, spec.scale, spec.pre, spec.next)
-        # The statistics that the library gives rows without a key, for the sequences that are skipped below.
+        # The library's statistics of rows without a key, for the sequences that are skipped below.
         top, total = torch.full_like(top, -torch.finfo(torch.float32).max), torch.ones_like(top)
         for rows, columns, call, mask in calls.each(q.device):
             one = call.forward(q[None, rows], k[None, columns], v[None, columns], mask)

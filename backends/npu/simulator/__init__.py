@@ -1,7 +1,7 @@
 """Libraries that simulate AscendCL, the aclnn operators and HCCL on the CPU, below the unmodified torch_npu.
 
-`start()` builds and loads them before torch_npu is imported, so that the wheel finds the symbols it needs in the
-process; no environment variable is read or set. docs/npu-simulator.md says what this proves and what it does not.
+`start()` builds and loads them before torch_npu is imported, so that the wheel finds its symbols in the process; no
+environment variable is read or set. docs/npu-simulator.md describes what the simulation covers and what it does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compiles the simulated libraries into the HAL cache, once per machine.
 
-Guarantees: nothing is compiled at import; the directory is found by a key over everything that determines its content
-(sources, compiler, flags, torch and torch_npu versions); a directory under its final name is complete, whatever crashed
-or ran at the same time. Needs a C++17 compiler, torch's headers and the acl headers that the torch_npu wheel brings.
+Guarantees: nothing is compiled at import; the key of the directory covers everything that determines its content
+(sources, compiler, flags, torch and torch_npu versions); a directory under its final name is complete, even if
+processes crash or build concurrently. Needs a C++17 compiler, torch's headers and the acl headers in the torch_npu
+wheel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def find_compiler() -> list[str]:
 
 
 def acl_headers() -> Path:
-    """The acl and hccl headers inside the torch_npu wheel. Raises BackendUnavailable if they are not there."""
+    """The acl and hccl headers inside the torch_npu wheel. Raises BackendUnavailable if they are missing."""
     spec = importlib.util.find_spec("torch_npu")
     root = Path(spec.origin).parent / "include" / "third_party" if spec and spec.origin else None
     if root is None or not (root / "acl" / "inc" / "acl" / "acl.h").exists():

@@ -1,4 +1,4 @@
-"""Turns operators.table into C++: for each line the pair aclnnNameGetWorkspaceSize / aclnnName.
+"""Generates C++ from operators.table: the pair aclnnNameGetWorkspaceSize / aclnnName for each line.
 
 The generated GetWorkspaceSize has the C signature given by the argument kinds, decodes every argument through opapi.h
 (which refuses null pointers, dtypes and foreign memory with the library's codes) and captures the expression as work.
@@ -60,12 +60,11 @@ class Operator:
     arguments: tuple[Argument, ...]
     targets: tuple[str, ...]
     expression: str
-    rule: str  # C++ that refuses calls that the operator does not accept; empty = no rule
+    rule: str  # C++ that refuses calls that the operator does not accept; empty if there is no rule
     planned: bool  # the expression runs in phase one and returns the work
 
     def _operands(self) -> str:
-        """C++ that tells `write` whether an infinite result is an overflow, which it is not if an operand is
-        infinite."""
+        """C++ that lists the operands for `write`: an infinite result is no overflow if an operand is infinite."""
         used = [a for a in self.arguments if a.name != "out" and re.search(rf"\b{a.name}\b", self.expression)]
         tensors, lists, scalars = (
             ", ".join(f"{mark}{a.name}" for a in used if a.kind in kinds and not (a.kind == "S" and a.optional))

@@ -1,7 +1,7 @@
 """flash_attention (kernels/attention.cl): all layouts are first converted to rows of floats (kernels/rows.cl).
 
-Besides the output, the forward pass saves the log-sum-exp, and for 16-bit tensors also the unrounded output: the
-gradient of the scores is a difference that cancels, and would lose its digits otherwise.
+Besides the output, the forward pass saves the log-sum-exp, and for 16-bit tensors also the unrounded output, because
+the gradient of the scores is a difference in which rounding errors of the output would be amplified by cancellation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ of that size in private memory."""
 
 @dataclass(frozen=True)
 class _Problem:
-    """A call as the kernels take it, where a dense batch is a set of packed sequences of equal length.
+    """The kernels' description of a call, in which a dense batch is a set of packed sequences of equal length.
 
     sequences [count, 4]: (q0, q1, k0, k1), the first token and the end of the queries and of the keys.
     """
@@ -126,9 +126,9 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _problem(spec: AttentionSpec, mask: Tensor | None, cu_seqlens: CuSeqlens) -> _Problem:
-    """The call as the kernels take it; parameters in the order of the macro CALL in attention.cl."""
+    """The kernels' description of a call; parameters are in the order of the macro CALL in attention.cl."""
     b, n, sq, skv = spec.batch, spec.heads, spec.sq, spec.skv
-    # A dense batch is packed sequences of equal lengths, because kernels work on rows [heads][tokens][d].
+    # A dense batch becomes packed sequences of equal lengths, because kernels work on rows [heads][tokens][d].
     q_starts, k_starts = cu_seqlens or ([i * length for i in range(b + 1)] for length in (sq, skv))
     sequences = torch.tensor([(*a, *c) for a, c in zip(pairwise(q_starts), pairwise(k_starts))], dtype=torch.int32)
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(b, n, sq, skv).stride()

@@ -54,7 +54,7 @@ class OpenCL(hal.Backend):
             available = devices()
         except hal.BackendUnavailable as error:
             return hal.Probe(False, 0, str(error))
-        except Exception as error:  # a probe never raises, whatever a broken driver does
+        except Exception as error:  # a probe must never raise, even with a broken driver
             return hal.Probe(False, 0, f"looking for an OpenCL device failed: {type(error).__name__}: {error}")
         facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(available)}
         if not available:

@@ -1,8 +1,8 @@
-"""One OpenCL device: its context, its in-order queue, its programs, and how often and how long kernels ran.
+"""One OpenCL device: its context, its in-order queue, its programs, and counts and times of kernels.
 
-Programs are built when first used, once per file and set of -D options; PyOpenCL and the driver keep the binaries.
-Errors of OpenCL become HAL's: no device or no driver is BackendUnavailable, anything later a HalError that names the
-kernel and says what to do.
+Programs are built on first use, once per file and set of -D options; PyOpenCL and the driver cache the binaries. Errors
+of OpenCL are converted to HAL's: a missing device or driver is BackendUnavailable, later errors are a HalError that
+names the kernel and the remedy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TYPE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Element types of the kernels."""
 
 CHUNK, SPAN = 4096, 512
-"""Columns that one group handles, in kernels without a sum over the row, and in those with sums over rows."""
+"""Columns per group in kernels without a sum over the row, and in kernels with sums over rows."""
 
 
 class OutOfDeviceMemory(hal.HalError, MemoryError):
-    """The OpenCL device (or the host, for it) has no memory left for a buffer."""
+    """The OpenCL device (or the host on its behalf) has no memory left for a buffer."""
 
 
 def opencl() -> Any:
     """The pyopencl module. Raises BackendUnavailable if it cannot be imported."""
     try:
         import pyopencl
-    except Exception as error:  # a broken ICD loader fails with whatever the loader raises
+    except Exception as error:  # a broken ICD loader can raise any exception
         raise hal.BackendUnavailable(
             f"pyopencl cannot be imported ({type(error).__name__}: {error}); install it with: pip install pyopencl"
         ) from error
@@ -55,7 +55,7 @@ def devices() -> list[Any]:
 
 
 def unfit(device: Any) -> str:
-    """Why this device cannot run the kernels ("" if it can): they need a compiler, OpenCL C 1.2 and 64-bit integers."""
+    """Why this device cannot run the kernels, which need a compiler, OpenCL C 1.2 and 64-bit integers; "" if it can."""
     if not device.available or not device.compiler_available:
         return "the driver says that the device or its compiler is not available"
     if device.profile != "FULL_PROFILE":
@@ -66,7 +66,7 @@ def unfit(device: Any) -> str:
 
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turns OpenCL's errors into HAL's; `what` was being done."""
+    """Converts OpenCL's errors to HAL's; `what` describes the operation."""
     cl = opencl()
     try:
         yield
@@ -90,7 +90,8 @@ class Engine:
     def __init__(
         self, device: Any, *, lanes: int | None = None, group: int | None = None, profile: bool = False
     ) -> None:
-        """lanes, group: default what the device prefers (a wide vector and 1, or 1 and up to 64). profile: time it."""
+        """lanes, group: by default those that the device prefers (a wide vector and 1, or 1 and up to 64). profile:
+        measure the time of kernels."""
         cl = opencl()
         self.cl, self.device, self.profile = cl, device, profile
         # Devices that prefer vectors (CPUs) get a row per work-item, others a group of work-items per row.
@@ -158,7 +159,7 @@ class Engine:
         with self._lock:
             done, self._pending = self._pending, []
             for name, event in done:
-                event.wait()  # another thread may have queued it after the queue was seen to be empty
+                event.wait()  # another thread may have queued it after the queue was emptied
                 self.calls[name] += 1
                 self.seconds[name] += (event.profile.end - event.profile.start) * 1e-9
 

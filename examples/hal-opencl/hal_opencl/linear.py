@@ -1,5 +1,4 @@
-"""linear and linear_wgrad (kernels/linear.cl): all products are a b^T of two strided operands, which are packed
-first."""
+"""linear and linear_wgrad (kernels/linear.cl): all products are a b^T of strided operands that are packed first."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def _product(call: Call, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -
 def _backward(
     residuals: tuple[Any, ...], dy: Tensor, *, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx [..., in], dweight [out, in] and dbias [out] from dy [..., out], for those that `needs` asks for."""
+    """dx [..., in], dweight [out, in] and dbias [out] from dy [..., out], as far as `needs` requires them."""
     x, weight = residuals
     dx = torch.empty(x.shape, dtype=x.dtype) if needs[0] else None
     dw = torch.empty(weight.shape, dtype=x.dtype) if needs[1] else None

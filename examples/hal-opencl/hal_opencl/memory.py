@@ -1,10 +1,10 @@
 """Access of kernels to tensors, which are in host memory because torch has no OpenCL device.
 
-If the device shares memory with the host, a tensor's whole storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get the
-tensor's offset in it; tensors that share a storage share a buffer, because overlapping buffers are undefined in OpenCL.
-Otherwise (or with memory="staging") the bytes that a tensor spans are copied to a buffer from a pool, and back if
-written. In both cases a call ends only when its results are in host memory, because any torch operation may read them
-next.
+If the device shares memory with the host, a tensor's entire storage is wrapped (CL_MEM_USE_HOST_PTR) and kernels get
+the tensor's offset in it; tensors that share a storage share a buffer, because overlapping buffers are undefined in
+OpenCL. Otherwise (or with memory="staging") the bytes that a tensor spans are copied to a buffer from a pool, and back
+if they are written. In both cases a call returns only when its results are in host memory, because the next torch
+operation may read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .engine import Engine, engine, translated
 
 @dataclass(frozen=True)
 class Out:
-    """Marks a tensor argument that the kernel writes: completely (default), or in part (update)."""
+    """Marks a tensor argument that the kernel writes, either completely (default) or in part (update)."""
 
     tensor: Tensor
     update: bool = False
@@ -59,7 +59,7 @@ class Memory:
             self.peak = max(self.peak, self.allocated)
 
     def stats(self) -> Mapping[str, int]:
-        """Bytes in buffers now and at most, and bytes reserved by the pool."""
+        """Bytes in buffers, now and at the peak, and bytes reserved by the pool."""
         return {"allocated": self.allocated, "peak": self.peak, "reserved": self.pool.managed_bytes}
 
 
@@ -163,7 +163,7 @@ class Call:
         return region.buffer, np.int64((address - region.address) // t.element_size())
 
     def _wrap(self, t: Tensor) -> _Region:
-        """The region of t's whole storage, used in place."""
+        """The region of t's entire storage, used in place."""
         storage = t.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
         region = self._regions.get((base, size))

@@ -15,7 +15,7 @@ from .memory import Call, Out
 reasons = host_tensor_reasons(
     TYPE, "the kernels have float32, bfloat16 and float16, and compute in float32", "opencl takes CPU tensors"
 )
-"""Why the kernels cannot take these tensors: they compute in float and reach host memory only."""
+"""Reasons why the kernels, which compute in float and access only host memory, cannot take these tensors."""
 
 refuses = partial(why_not_tensors, reasons=reasons)
 """refuses(op, *parameters): a why_not that applies `reasons` to the op's tensors, see why_not_tensors."""
@@ -33,13 +33,13 @@ def blocks(width: int) -> int:
 
 
 def pieces(rows: int) -> int:
-    """The number of pieces into which kernels cut rows to sum over them; it depends only on the shape, so sums
-    repeat."""
+    """The number of pieces of rows that kernels sum separately; it depends only on the shape, so sums are
+    reproducible."""
     return max(1, min(32, rows // 16))
 
 
 def spans(rows: int, width: int) -> tuple[int, int]:
-    """The grid of such a kernel."""
+    """The grid of a kernel that sums over rows."""
     return -(-width // SPAN), pieces(rows)
 
 

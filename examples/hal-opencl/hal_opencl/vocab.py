@@ -78,7 +78,7 @@ def embedding(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     ids, sharded = ids.contiguous(), comm is not None and comm.size > 1
     y = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype)
-    # The kernel gives zeros for ids outside the table, as a shard must; alone, an unknown id is an error.
+    # The kernel returns zeros for ids outside the table, as required for a shard. Without sharding this is an error.
     if not sharded and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= weight.shape[0]:

@@ -1,4 +1,4 @@
-"""Run by `make test-opencl` once hal-opencl is uninstalled: its name is gone, and everything else still works."""
+"""Run by `make test-opencl` after uninstalling hal-opencl: its name must be unknown and other backends must work."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The device, its buffers and its errors, which the kit does not test."""
+"""Tests of the device, its buffers and its errors, which the kit does not cover."""
 
 import gc
 import sys
@@ -34,18 +34,18 @@ def resident():
 
 def after_steps(mode):
     """(reserved, kernels, resident) bytes and count after 30 steps and after 330, and the last memory figures."""
-    backend, seen = hal.use("opencl", memory=mode), []
+    backend, figures = hal.use("opencl", memory=mode), []
     for count in (30, 300):
         for _ in range(count):
             step()
         gc.collect()
-        seen.append((backend.memory_stats()["reserved"], len(engine.engine()._kernels), resident()))
-    return *seen, backend.memory_stats()
+        figures.append((backend.memory_stats()["reserved"], len(engine.engine()._kernels), resident()))
+    return *figures, backend.memory_stats()
 
 
 @pytest.mark.parametrize("mode", ["zero_copy", "staging"])
 def test_many_steps_leave_nothing_behind(mode):
-    # In a process of its own: what a process holds depends on everything else that ran in it.
+    # In a separate process, because the memory of a process depends on everything that ran in it before.
     ((first, last, stats),) = run_processes(1, after_steps, mode)
     assert stats["allocated"] == 0
     assert stats["peak"] > 40 * 96 * 4
@@ -103,7 +103,7 @@ def test_no_memory_is_an_error_of_its_own(opencl):
         call.scratch(1 << 48)
     assert isinstance(caught.value, hal.HalError)
     assert isinstance(caught.value, MemoryError)
-    step()  # and the device still works
+    step()  # the device must still work
 
 
 def test_a_refused_launch_names_the_kernel(opencl, monkeypatch):
@@ -151,9 +151,9 @@ def test_what_the_constructor_refuses():
 
 def test_without_pyopencl_the_probe_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyopencl", None)
-    found = OpenCL().probe()
-    assert not found.ok
-    assert "pip install pyopencl" in found.reason
+    probe = OpenCL().probe()
+    assert not probe.ok
+    assert "pip install pyopencl" in probe.reason
 
 
 def test_without_a_driver_the_probe_says_so(monkeypatch):
@@ -163,9 +163,9 @@ def test_without_a_driver_the_probe_says_so(monkeypatch):
         raise pyopencl.LogicError("clGetPlatformIDs", -1001, "")
 
     monkeypatch.setattr(pyopencl, "get_platforms", no_platforms)
-    found = OpenCL().probe()
-    assert not found.ok
-    assert "pocl-opencl-icd" in found.reason
+    probe = OpenCL().probe()
+    assert not probe.ok
+    assert "pocl-opencl-icd" in probe.reason
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_a_device_that_cannot_run_the_kernels_is_refused(opencl, monkeypatch, ch
     names = ("available", "compiler_available", "profile", "version", "name", "platform", "host_unified_memory")
     device = SimpleNamespace(**{**{n: getattr(real, n) for n in names}, **change})
     monkeypatch.setattr("hal_opencl.device.devices", lambda: [device])
-    found = OpenCL().probe()
-    assert found.ok == (not reason)
-    assert reason in found.reason
+    probe = OpenCL().probe()
+    assert probe.ok == (not reason)
+    assert reason in probe.reason
 
 
 @pytest.mark.parametrize("rank, number", [(None, 0), ("0", 0), ("1", 1), ("2", 0)])

@@ -1,4 +1,4 @@
-"""Cases beyond the kit's, each for a mistake that was made, or nearly made, while the kernels were written."""
+"""Additional cases for mistakes that occurred, or nearly occurred, while the kernels were written."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ def test_attention_keeps_rows_apart_from_a_tensor_of_the_same_shape(opencl):
     q = torch.randn(4, 4, 8, dtype=torch.bfloat16)
     cu = torch.tensor([0, 1, 4], dtype=torch.int32)
     how = {"layout": "TND", "cu_seqlens_q": cu, "cu_seqlens_k": cu}
-    found = gradients(lambda *t: ops.flash_attention(*t, **how), (q, q, q))
+    actual = gradients(lambda *t: ops.flash_attention(*t, **how), (q, q, q))
     exact = gradients(lambda *t: ops.flash_attention.reference(*t, **how), (q.double(), q.double(), q.double()))
-    for a, b in zip(found, exact):
+    for a, b in zip(actual, exact):
         assert torch.allclose(a.double(), b, atol=2e-2, rtol=2e-2)
 
 
@@ -35,11 +35,11 @@ def test_attention_refuses_sequences_that_are_none(opencl, ends):
 @pytest.mark.parametrize("d", [64, 65, 128, 129, 256])
 def test_attention_at_the_edges_of_its_head_sizes(opencl, d):
     q, k, v = (torch.randn(1, 2, n, d) for n in (19, 35, 35))
-    found = gradients(lambda *t: ops.flash_attention(*t, layout="BNSD", next_tokens=0), (q, k, v))
+    actual = gradients(lambda *t: ops.flash_attention(*t, layout="BNSD", next_tokens=0), (q, k, v))
     exact = gradients(
         lambda *t: ops.flash_attention.reference(*t, layout="BNSD", next_tokens=0), (q.double(), k.double(), v.double())
     )
-    for a, b in zip(found, exact):
+    for a, b in zip(actual, exact):
         assert torch.allclose(a.double(), b, atol=1e-4)
 
 
@@ -84,10 +84,10 @@ def test_cross_entropy_may_overwrite_its_logits(opencl):
     leaf = logits.clone().requires_grad_()
     inner = leaf * 1.0
     address = inner.data_ptr()
-    seen = []
-    inner.register_hook(lambda g: seen.append(g.data_ptr()))
+    addresses = []
+    inner.register_hook(lambda g: addresses.append(g.data_ptr()))
     torch.manual_seed(0)
     dy = torch.randn(5, dtype=torch.float64).float()
     ops.cross_entropy(inner, target, inplace_backward=True).backward(dy)
-    assert seen == [address]
+    assert addresses == [address]
     assert torch.equal(leaf.grad, expected)

@@ -1,5 +1,4 @@
-"""The package as an outsider's: it uses public names only, is found by its entry point, and its README is up to
-date."""
+"""Tests of the package: it uses only public names, is found by its entry point, and has an up-to-date README."""
 
 import subprocess
 import sys
@@ -15,8 +14,8 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def test_it_uses_public_names_only():
-    found = check_tree(PACKAGE, backend_rule("hal_opencl"), package="hal_opencl")
-    assert not found, "\n".join(map(str, found))
+    violations = check_tree(PACKAGE, backend_rule("hal_opencl"), package="hal_opencl")
+    assert not violations, "\n".join(map(str, violations))
 
 
 def test_it_is_found_by_its_entry_point():

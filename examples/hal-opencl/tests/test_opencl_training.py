@@ -1,4 +1,4 @@
-"""A GPT trained on OpenCL has the same losses as on cpu_ref, and a second run is bit-equal."""
+"""Tests that a GPT trained on OpenCL has the same losses as on cpu_ref, and that a second run is bit-equal."""
 
 import re
 import subprocess
@@ -41,10 +41,10 @@ def losses(backend, where, iterations, *options):
 
 @pytest.mark.slow
 def test_the_readmes_model_trains_with_the_losses_of_cpu_ref(tmp_path):
-    found, expected = (losses(name, tmp_path / name, 20) for name in ("opencl", "cpu_ref"))
-    assert len(found) == len(expected) == 20
-    assert found[-1] < found[0] - 1.0
-    assert found == pytest.approx(expected, abs=2e-5)
+    actual, expected = (losses(name, tmp_path / name, 20) for name in ("opencl", "cpu_ref"))
+    assert len(actual) == len(expected) == 20
+    assert actual[-1] < actual[0] - 1.0
+    assert actual == pytest.approx(expected, abs=2e-5)
 
 
 def test_two_runs_have_the_same_bits(opencl):
@@ -59,6 +59,6 @@ def test_two_processes_train_as_on_cpu_ref(tmp_path):
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --lr 1e-3"
     parallel = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
     options = f"{model} --hidden-dropout 0.1 --attention-dropout 0.1 {parallel}".split()
-    found, expected = (losses(name, tmp_path / name, 5, *options) for name in ("opencl", "cpu_ref"))
-    assert len(found) == 5
-    assert found == pytest.approx(expected, abs=2e-5)
+    actual, expected = (losses(name, tmp_path / name, 5, *options) for name in ("opencl", "cpu_ref"))
+    assert len(actual) == 5
+    assert actual == pytest.approx(expected, abs=2e-5)

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: their tensors under HAL's names, and HAL's under theirs.
+"""Conversion of checkpoints between HAL and other programs, which name and order the tensors differently.
 
-Every reader gives a `Weights`, every writer takes one; nothing read here is ever unpickled freely.
+Every reader returns a `Weights` and every writer takes one. Files are never unpickled without restrictions.
 """

@@ -24,9 +24,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Target:
-    """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: of the
-    padded vocabulary (not for huggingface, which has no padding). dtype: None keeps the source's. tokenizer: options to
-    store in the checkpoint (hal only) instead of the source's."""
+    """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: divisor
+    of the padded vocabulary size (not for huggingface, which has no padding). dtype: None keeps the source's.
+    tokenizer: options to store in the checkpoint (hal only) instead of the source's."""
 
     format: str
     folder: Path

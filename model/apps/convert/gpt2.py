@@ -65,7 +65,7 @@ def read(c: Fields, tensors: dict[str, Tensor]) -> Weights:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """A weight [in, out] -> [out, in] or back; a bias [out] as it is."""
+    """Transposes a weight ([in, out] <-> [out, in]); a bias [out] is returned unchanged."""
     return x.t()
 
 

@@ -1,4 +1,4 @@
-"""Typed access to config.json, and what the supported Hugging Face models have in common."""
+"""Typed access to config.json, and helpers shared by the supported Hugging Face models."""
 
 from __future__ import annotations
 

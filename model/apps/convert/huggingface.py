@@ -1,6 +1,6 @@
-"""Converts Hugging Face GPT-2 and Llama models, with equal logits: the matrices are the same in another order.
+"""Converts Hugging Face GPT-2 and Llama models. Logits are preserved, because only the order of the rows changes.
 
-A model that the other side cannot express is refused with the option that prevents it.
+A model that the target format cannot express is refused; the error names the option that prevents the conversion.
 """
 
 from __future__ import annotations

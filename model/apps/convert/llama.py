@@ -137,7 +137,7 @@ def write(c: Config, weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor
         "head_dim": d,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,
-        # Both spellings: transformers 5 reads rope_parameters, older versions read rope_theta.
+        # Both are written: transformers 5 reads rope_parameters, and older versions read rope_theta.
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
         "rope_theta": c.rotary_base,
         "attention_bias": not c.disable_bias_linear,

@@ -1,7 +1,7 @@
 """Maps HAL's parameter names to megatron-core's and back.
 
 Both models have the same matrices in the same order (QKV rows per query group [queries, key, value], gated MLPs
-[gate; up] in each tensor-parallel shard), so that whole and sharded state dicts are mapped by name alone. megatron-core
+[gate; up] in each tensor-parallel shard), so that full and sharded state dicts are mapped by name alone. megatron-core
 numbers a pipeline stage's layers from 0, and with Transformer Engine it keeps a norm inside the linear layer that
 follows it.
 """
@@ -81,8 +81,8 @@ def from_megatron_core(tensors: Mapping[str, Tensor | None], *, first_layer: int
 
 
 def stack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A whole model as in megatron-core's distributed checkpoints: the tensors of all layers stacked on a new first
-    dimension as `decoder.layers.<rest>`, with `fused_norms` names. Raises HalError for missing layers."""
+    """A full model in the form of megatron-core's distributed checkpoints: the tensors of all layers are stacked along
+    a new first dimension as `decoder.layers.<rest>`, with `fused_norms` names. Raises HalError for missing layers."""
     stacked: dict[str, Tensor] = {}
     layers: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Reads and writes Megatron-LM's checkpoints of one file per rank, `mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-Reads any layout, the parameter names before and since megatron-core, and all historical orders of the QKV rows; writes
-the present ones. Files are read by torch's weights_only unpickler, which executes no code.
+Reads any layout, the parameter names before and since megatron-core, and all historical orders of the QKV rows. Writes
+the current names and order. Files are read by torch's weights_only unpickler, which executes no code.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def write(weights: Weights, root: Path, *, tp: int = 1, pp: int = 1, divisible_b
 
 
 def shard_of(name: str, gated: bool) -> Shard | None:
-    """How a parameter is sharded over tensor-parallel ranks; None: replicated."""
+    """The sharding of a parameter over tensor-parallel ranks; None if it is replicated."""
     if name in (WORD_EMBEDDING, OUTPUT_LAYER) or "linear_qkv." in name:
         return Shard(0)
     if "linear_fc1." in name:

@@ -34,7 +34,7 @@ def halves_to_pairs(x: Tensor, head: int) -> Tensor:
 
 
 def reorder_legacy_qkv(mixed: Tensor, heads: int, head: int, version: float) -> Tensor:
-    """A QKV matrix of an early Megatron-LM in the present order: version 0 has rows [3, n, d], version 1 [n, d, 3]."""
+    """Reorders a QKV matrix of early Megatron-LM versions: rows are [3, n, d] in version 0, [n, d, 3] in version 1."""
     if version >= 2.0:
         return mixed
     rest = mixed.shape[1:]

@@ -58,7 +58,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{index} has no weight_map")
     files = {name: str(file) for name, file in weight_map.items()}
-    # A name with a path could point anywhere.
+    # A file name that contains a path could refer to a file outside the folder.
     bad = [n for n in sorted(set(files.values())) if Path(n).name != n or not n.endswith(".safetensors")]
     require(not bad, f"{index} names {bad[:3]}, which are not safetensors files in its folder")
     return files

@@ -1,4 +1,4 @@
-"""The intermediate form of a conversion: HAL's options and the whole tensors, checked against a GPT of those options.
+"""The intermediate form of a conversion: HAL's options and the full tensors, checked against a GPT of those options.
 
 The embedding has one row per id of the vocabulary; readers remove padding rows and writers add them.
 """
@@ -26,7 +26,7 @@ class ConversionError(HalError):
 @dataclass
 class Weights:
     """options: model options of a Config, by name. tensors: unsharded, by HAL's parameter names. tokenizer: tokenizer
-    options of a Config, if the source has them. iteration: of the training."""
+    options of a Config, if the source has them. iteration: the training iteration of the checkpoint."""
 
     options: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -59,7 +59,7 @@ class Weights:
         if WORD_EMBEDDING not in self.tensors:
             raise ConversionError(f"the source has no {WORD_EMBEDDING}")
         config = self.config(make_vocab_size_divisible_by=1)
-        # Checked before `shapes`, which builds all layers.
+        # This is checked before calling `shapes`, which builds all layers and would take long for a corrupt number.
         require(config.num_layers <= len(self.tensors), f"the source has fewer than {config.num_layers} layers")
         expected = shapes(config)
         missing, extra = sorted(set(expected) - set(self.tensors)), sorted(set(self.tensors) - set(expected))

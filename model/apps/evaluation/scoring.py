@@ -18,7 +18,7 @@ from ...inference.engine import Engine
 
 @dataclass(frozen=True)
 class Example:
-    """tokens: at least two ids. The last `count` of them are scored, each given all tokens before it."""
+    """tokens: at least two ids. The last `count` of them are scored, each conditioned on all tokens before it."""
 
     tokens: tuple[int, ...]
     count: int
@@ -37,7 +37,7 @@ def score(
 ) -> Tensor:
     """Scores float64 [examples, 3], the same on every rank; `batch` sequences at a time."""
     scores = torch.zeros(len(examples), 3, device=engine.device)
-    # Longest first: a batch that does not fit in memory fails at once, and similar lengths need little padding.
+    # Sorted by decreasing length, so that a batch that does not fit in memory fails immediately, and padding is small.
     order = sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens))
     for number, first in enumerate(range(0, len(order), batch)):
         if number % engine.replicas == engine.replica:

@@ -30,7 +30,7 @@ class Task:
 
 
 def lambada(path: Path, tokenizer: Tokenizer, seq_length: int, *, strict: bool) -> Task:
-    """Predicts the last word of each text (JSON lines with "text"); correct if each of its tokens is the most likely.
+    """Predicts the last word of each text (JSON lines with "text"). It is correct if greedy decoding gives it.
 
     strict: the last whitespace-separated word, tokenised with the space before it; otherwise the last token. Contexts
     are truncated on the left to seq_length. Raises ConfigError, with the line, for a text of less than two tokens.
@@ -81,9 +81,9 @@ def _cloze(text: str, tokenizer: Tokenizer, strict: bool, where: str) -> tuple[l
 
 
 def wikitext(path: Path, tokenizer: Tokenizer, seq_length: int, *, overlapping_eval: int | None) -> Task:
-    """Perplexity of a whole text, in windows of seq_length tokens that advance by `overlapping_eval` (default: the
-    smaller of 32 and seq_length). The first window counts all its labels, the others their last `overlapping_eval`, so
-    that each label counts once.
+    """Perplexity of a text, in windows of seq_length tokens that advance by `overlapping_eval` (default: the smaller of
+    32 and seq_length). The first window counts all its labels, the others their last `overlapping_eval`, so that each
+    label counts once.
 
     The adjusted perplexity is per word of the unprocessed file: exp(loss x tokens / words).
     """

@@ -1,4 +1,4 @@
-"""The loss on the validation or test split, as training computes it: same samples, padding ids in the softmax."""
+"""The loss on the validation or test split, computed as in training: same samples, padding ids in the softmax."""
 
 from __future__ import annotations
 

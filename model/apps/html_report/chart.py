@@ -1,6 +1,6 @@
-"""Curves of several runs over their iterations. Colours and dashes tell the runs apart.
+"""Curves of several runs over their iterations. Colours and dashes distinguish the runs.
 
-The colours are those of Okabe and Ito, which readers with a colour vision deficiency can tell apart.
+The colours are those of Okabe and Ito, which readers with a colour vision deficiency can distinguish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DASHES = ("solid", "dashed", "dotted")
 
 def style(run: int) -> tuple[str, str]:
     """The colour of a run, by its number, and its line style: a name that matplotlib and CSS share."""
-    # Neighbours differ in their dashes, too: where two curves are equal, the lower one shows in the gaps of the other.
+    # Consecutive runs also differ in their dashes: where curves coincide, the lower one shows in the gaps of the upper.
     return COLOURS[run % len(COLOURS)], _DASHES[(run + 2 * (run // len(COLOURS))) % len(_DASHES)]
 
 
@@ -35,7 +35,7 @@ def curves(
     log: bool = False,
     from_zero: bool = False,
 ) -> Markup | None:
-    """A chart with one curve per run, the number of the first being `first`; None if there is nothing to draw.
+    """A chart with one curve per run, numbered from `first`; None if there is nothing to draw.
 
     dots: further rows of each run, drawn as markers. smooth: long curves are drawn as running means over their faint
     original. log: a logarithmic axis, without the values <= 0. from_zero: the axis begins at 0.
@@ -69,7 +69,7 @@ def curves(
 
 
 def running_mean(rows: Rows, window: int) -> Rows:
-    """Each value replaced by the mean of those around it, `window` of them (rounded up to odd), fewer at the ends."""
+    """The centred running mean over `window` values (rounded up to an odd number), and over fewer at the ends."""
     half, index = window // 2, np.arange(len(rows))
     sums = np.concatenate(([0.0], np.cumsum([y for _, y in rows])))
     start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(rows))

@@ -1,6 +1,6 @@
-"""The page on some runs: their curves in the same charts, differences, options, memory, fallbacks, and parity.
+"""Builds the report page: curves of all runs in shared charts, differences, options, memory, fallbacks, and parity.
 
-What is computed is here; how it is shown is in report.html.j2.
+This module computes the content; report.html.j2 defines the presentation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from . import chart
 from .record import Parity, Rows, Run
 
 _PATHS = {"run_dir", "save", "load"}
-"""Options that differ between any two runs and say nothing about them."""
+"""Paths of a run, which are not compared because they differ between runs."""
 _LISTED = 20
-"""Iterations whose values a table lists below a chart."""
+"""The number of iterations in the table below a chart."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A section with a chart. runs: the numbers of those it shows. values: iterations, and the value of each run there.
-    form: how a value is formatted."""
+    """A section with a chart. runs: numbers of the runs that it shows. values: iterations with the value of each run.
+    form: the format of a value."""
 
     title: str
     chart: Markup | None
@@ -82,7 +82,7 @@ def _plots(runs: Sequence[Run], differences: dict[int, Rows]) -> list[Plot]:
 
 
 def _listed(runs: Sequence[Rows]) -> list[tuple[int, list[float | None]]]:
-    """Rows of a table: the first, the last and evenly spaced iterations, and the value of each run there."""
+    """Rows of a table: the first, the last and evenly spaced iterations, with the value of each run."""
     iterations = sorted({n for rows in runs for n, _ in rows})
     if len(iterations) > _LISTED:
         iterations = [iterations[i] for i in np.linspace(0, len(iterations) - 1, _LISTED).round().astype(int)]

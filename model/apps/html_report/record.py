@@ -12,7 +12,7 @@ from typing import Any
 from ...config.schema import ConfigError
 
 _MOST, _LEAST = 1e100, 1e-100
-"""Limits of a number's magnitude, within which charts cannot overflow. Larger numbers are gaps, smaller ones are 0."""
+"""Bounds of a number's magnitude that keep charts from overflowing. Larger numbers are gaps, smaller ones are 0."""
 
 Rows = list[tuple[int, float]]
 """Pairs of iteration and value, sorted by iteration."""
@@ -68,12 +68,12 @@ class Parity:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many rows have each status."""
+        """The number of rows per status."""
         return Counter(str(row["status"]) for row in self.rows)
 
 
 def read_runs(places: list[Path]) -> list[Run]:
-    """The runs of folders (or of run.json files), with names that tell them apart. Raises ConfigError."""
+    """The runs in folders (or run.json files), with names that distinguish them. Raises ConfigError."""
     files = [p / "run.json" if p.is_dir() else p for p in places]
     names = _names([f.parent if f.name == "run.json" else f for f in files])
     return [_run(file, name) for file, name in zip(files, names)]
@@ -97,7 +97,7 @@ def _shown_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(places: list[Path]) -> list[str]:
-    """The last parts of every path, as few as tell it from the others."""
+    """The shortest trailing parts of the paths that distinguish them."""
     parts = [p.absolute().parts for p in places]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-count:]) for p in parts]

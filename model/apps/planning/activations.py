@@ -41,13 +41,13 @@ def _queries(shape: Shape) -> int:
     selective = c.recompute_granularity == "selective"
     if copied and not selective:
         return _mixed(shape)
-    # Views keep the whole QKV output alive, in addition to the copies that rotation or grouping make.
+    # Views keep the entire QKV output in memory, in addition to the copies that rotation or grouping make.
     grouped = c.num_query_groups != c.num_attention_heads
     return _mixed(shape) + per_row * ((shape.heads + shape.groups) if rope else shape.heads if grouped else 0)
 
 
 def _core(shape: Shape) -> int:
-    """The inside of attention, which selective recomputation drops: log-sum-exps, or the probabilities."""
+    """Activations inside attention, which selective recomputation drops: log-sum-exps, or the probabilities."""
     return 0 if shape.config.recompute_granularity == "selective" else _scores(shape)
 
 
@@ -65,7 +65,7 @@ def _scores(shape: Shape) -> int:
 
 
 def _context(shape: Shape) -> int:
-    """The output of attention, kept as the input of the projection; twice where its layout is changed in between."""
+    """The output of attention, kept as the input of the projection, and a second copy if its layout is changed."""
     c, b = shape.config, shape.config.micro_batch_size
     one = shape.rows * b * shape.heads * shape.element
     twice = c.context_parallel_size > 1 and c.context_parallel_algo == "ulysses"
@@ -100,7 +100,7 @@ def _recomputed(shape: Shape, layers: int) -> tuple[int, int]:
 
 
 def recomputed_at_once(shape: Shape, stage: int) -> int:
-    """Bytes that the backward pass recomputes at a time: of one chunk of layers, or of one attention."""
+    """Bytes of activations that the backward pass recomputes at a time: one chunk of layers, or one attention."""
     c, layers = shape.config, len(shape.plan.layers[stage])
     if c.recompute_granularity is None or not layers:
         return 0

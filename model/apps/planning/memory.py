@@ -1,4 +1,4 @@
-"""Peak memory of training on the device of a layout that needs most, by category.
+"""Peak memory of training, by category, on the device of a layout that needs the most memory.
 
 Weights, gradients and optimizer follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3, with float32 gradients
 (16 bits in a single process whose step is one bfloat16 microbatch). Activations are those of activations.py for every
@@ -21,8 +21,8 @@ MASTER, MOMENTS, GRADIENT = 4, 8, 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. weights: those that the model computes with. buffers: receive buffers of the pipeline, or
-    send buffers of the gradient reduction. working: temporary memory of one layer's backward pass."""
+    """Bytes on one device. weights: the copies used for computing. buffers: receive buffers of the pipeline, or send
+    buffers of the gradient reduction. working: temporary memory of one layer's backward pass."""
 
     weights: float
     gradients: float
@@ -39,7 +39,7 @@ class Memory:
 
 
 def memory(c: Config, plan: ParallelLayout) -> Memory:
-    """The memory of the pipeline rank that needs most."""
+    """The memory of the pipeline rank that needs the most."""
     shape, pp = Shape.of(c, plan), plan.layout.pp
     # With equal stages, the ranks between the second and the last have fewer microbatches in flight than the second.
     ranks = range(pp) if c.num_layer_list else sorted({0, min(1, pp - 1), pp - 1})
@@ -58,7 +58,7 @@ def rank_memory(shape: Shape, rank: int) -> Memory:
     if plan.zero == 0 and plan.layout.dp * plan.layout.cp > 1:
         reducing = GRADIENT * shape.parameters(rank)
         if reducing > activations + working:
-            # The peak is after the last backward pass, when all buckets are being reduced at once.
+            # The peak is after the last backward pass, when all buckets are reduced concurrently.
             return Memory(weights, gradients, optimizer, 0, buffers + reducing, 0)
     embedding = _embedding_gradient(shape, stages)
     if embedding > activations + working:
@@ -89,7 +89,7 @@ def _in_a_step(shape: Shape, rank: int) -> tuple[float, float, float]:
     shard = count / (plan.layout.dp * plan.layout.cp)
     gathered: float = count
     if plan.zero == 3:
-        # Embedding and head stay gathered for a whole pass; of the layers, the current one and the prefetched next one.
+        # Embedding and head stay gathered during a pass; of the layers, only the current and the prefetched one are.
         stages = plan.stages_of(rank)
         layers = min(2, max(len(plan.layers[s]) for s in stages))
         gathered = layers * shape.layer_parameters() + sum(shape.end_parameters(s) for s in stages)
@@ -118,8 +118,8 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
 
 
 def _embedding_gradient(shape: Shape, stages: list[int]) -> float:
-    """Memory at the end of a backward pass, when the layers have freed their activations: the gradient of the whole
-    table in float32, and a second one: rounded to 16 bits, or of a tied table that of the output layer."""
+    """Memory at the end of a backward pass, when the layers have freed their activations: the gradient of the full
+    table in float32, and a second gradient: a copy rounded to 16 bits, or that of the output layer if it is tied."""
     if shape.plan.zero or not any(shape.first(s) for s in stages):
         return 0.0
     tied = not shape.config.untie_embeddings_and_output_weights and any(shape.last(s) for s in stages)

@@ -70,7 +70,7 @@ def name(option: Option) -> str:
 
 
 def recomputation(c: Config) -> str:
-    """What is recomputed: "-", "selective", "all", or "block N" (layers per stage)."""
+    """A description of the recomputation: "-", "selective", "all", or "block N" (layers per stage)."""
     if c.recompute_granularity == "full":
         return "all" if c.recompute_method == "uniform" else f"block {c.recompute_num_layers}"
     return c.recompute_granularity or "-"

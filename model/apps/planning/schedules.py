@@ -84,8 +84,10 @@ def _zbv(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
 
 
 def in_flight(actions: Sequence[Action]) -> list[dict[int, int]]:
-    """The numbers of microbatches in flight per stage of a rank, at every moment that no other moment exceeds in all
-    stages. A microbatch is in flight from its forward pass to the end of its backward pass."""
+    """The Pareto-maximal numbers of microbatches in flight per stage of a rank, over all moments of a step.
+
+    A microbatch is in flight from its forward pass to the end of its backward pass.
+    """
     counts: dict[int, int] = dict.fromkeys((a.stage for a in actions), 0)
     fullest: list[dict[int, int]] = []
     for kind, stage, _ in actions:
@@ -127,7 +129,7 @@ def bubble(orders: Sequence[Sequence[Action]]) -> float:
 
 
 def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
-    """The action that an action depends on. A whole backward pass B counts as I."""
+    """The action that an action depends on. A complete backward pass B counts as I."""
     kind, stage, microbatch = action
     if kind == "F":
         return ("F", stage - 1, microbatch) if stage > 0 else None

@@ -49,7 +49,7 @@ class SearchResult:
 
 
 def search(config: Config, devices: int, device: DeviceSpec, limit: float) -> SearchResult:
-    """All layouts of `config` on `devices`, of which those within `limit` bytes per device fit."""
+    """All layouts of `config` on `devices`. A layout fits if it needs at most `limit` bytes per device."""
     result = SearchResult()
     for candidate in candidates(config, devices, device.per_node):
         problem = next(problems(candidate, devices), None)

@@ -1,6 +1,6 @@
-"""How large the pieces of a layout are on one rank: rows, heads, and parameters of each stage.
+"""Sizes of a layout on one rank: rows, heads, and parameters of each stage.
 
-Counts equal those of the model that the trainer builds (gpt/model.py); all tensor-parallel ranks have the same.
+Counts equal those of the model that the trainer builds (gpt/model.py); all tensor-parallel ranks have the same counts.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Shape:
         norms = (4 if c.use_sandwich_norm else 2) * self._norm()
         qkv, inner = self.heads + 2 * self.groups, self.gate * self.ffn
         weights = h * (qkv + self.heads + inner + self.ffn)
+        # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.
         biases = 0 if c.disable_bias_linear else qkv + inner + 2 * h
         if c.disable_bias_linear and c.add_qkv_bias:
             biases = qkv
@@ -99,7 +100,7 @@ class Shape:
 
 
 def total_parameters(c: Config) -> int:
-    """Parameters of the whole model; tied ones count once."""
+    """Parameters of the full model; tied parameters count once."""
     noop = {int(n) for n in c.noop_layers}
     layers = tuple(n for n in range(c.num_layers) if n not in noop)
     whole = replace(c, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)

@@ -19,8 +19,8 @@ from .traffic import gathered_again, traffic
 PRODUCTS, MEMORY, LINKS = 0.72, 0.75, 0.75
 """Fractions of peak FLOP/s, memory bandwidth and link bandwidth that a training step reaches."""
 OPTIMIZER = 4 * 7 + 2
-"""Bytes per parameter that AdamW moves: reads float32 weight, gradient and two moments, writes all but the gradient and
-a 16-bit weight."""
+"""Bytes per parameter that AdamW moves: it reads the float32 weight, gradient and two moments, and writes the weight,
+the moments and a 16-bit copy of the weight."""
 
 
 @dataclass(frozen=True)

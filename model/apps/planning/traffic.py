@@ -68,7 +68,7 @@ def _tensor_ends(shape: Shape) -> float:
 
 
 def context_forward(shape: Shape) -> float:
-    """One layer's attention, forward: keys and values pass the ring, or Ulysses exchanges heads for positions."""
+    """One layer's attention, forward: keys and values are sent round the ring; Ulysses exchanges heads."""
     c, cp = shape.config, shape.plan.layout.cp
     per_channel = shape.rows * c.micro_batch_size * shape.element
     if c.context_parallel_algo == "ulysses":
@@ -77,7 +77,7 @@ def context_forward(shape: Shape) -> float:
 
 
 def context_backward(shape: Shape) -> float:
-    """One layer's attention, backward: a ring also passes float32 gradients of keys and values, in one more step."""
+    """One layer's attention, backward: a ring also sends float32 gradients of keys and values, in one more step."""
     if shape.config.context_parallel_algo == "ulysses" or shape.plan.layout.cp == 1:
         return context_forward(shape)
     per_channel = shape.rows * shape.config.micro_batch_size

@@ -1,5 +1,5 @@
 """An OpenAI-style completions endpoint for a trained model.
 
-protocol.py is its language, worker.py its one model, app.py its web server. Nothing a client sends is trusted: sizes
-are bounded before they are read, and what is not supported is refused.
+protocol.py validates requests and builds responses, worker.py runs the model, and app.py is the web server. Input from
+clients is not trusted: sizes are bounded before data is read, and unsupported features are refused.
 """

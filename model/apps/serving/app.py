@@ -1,4 +1,4 @@
-"""The web server: two routes of OpenAI's API, streaming as server-sent events, bounded in every direction."""
+"""The web server: two routes of OpenAI's API, with streaming as server-sent events and limits on all input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """body: bytes of a request. batch: choices computed at once. seconds: for a request's body to arrive."""
+    """body: maximum bytes of a request. batch: choices computed at once. seconds: timeout for receiving a request."""
 
     body: int = 1 << 20
     batch: int = 8
@@ -34,8 +34,8 @@ class Limits:
 
 
 def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None, loopback: bool) -> FastAPI:
-    """The application. api_key: what clients must present, if anything. loopback: only answer to names of this machine,
-    so that no web page can reach it by a name of its own."""
+    """The application. api_key: the key that clients must present, or None. loopback: accept only loopback host names,
+    so that a web page cannot reach the server through a host name of its own (DNS rebinding)."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -83,7 +83,7 @@ def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None,
         loop = asyncio.get_running_loop()
 
         def emit(piece: Piece | Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the server is going down, and its loop with it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed because the server is shutting down
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
@@ -92,15 +92,15 @@ def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None,
             raise BadRequest("too many requests are waiting; try again later", None, 429)
         echo = [model.tokenizer.decode(p) if asked.echo else "" for p in prompts for _ in range(asked.samples)]
         if asked.stream:
-            told = _events(job, pieces, answers, echo)
-            return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+            events = _events(job, pieces, answers, echo)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         return await _whole(request, job, pieces, answers, asked, echo)
 
     return app
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The request's body. Raises BadRequest, having read no more than the limit, if it is too large or too slow."""
+    """The request's body. Raises BadRequest if it is too large or too slow; never reads more than the limit."""
     said = request.headers.get("content-length", "0")
     too_large = BadRequest(f"the request is larger than {limits.body} bytes", None, 413)
     if not said.isdigit() or int(said) > limits.body:
@@ -123,20 +123,20 @@ async def _body(request: Request, limits: Limits) -> bytes:
 async def _events(
     job: Job, pieces: asyncio.Queue[Piece | Exception | None], answers: Answers, echo: list[str]
 ) -> AsyncIterator[str]:
-    """Server-sent events: a piece each, at last [DONE]. If the client leaves, the job is cancelled."""
-    made, told, offsets = 0, [False] * len(echo), [0] * len(echo)
+    """Server-sent events, one per piece, followed by [DONE]. If the client disconnects, the job is cancelled."""
+    completion_tokens, echoed, offsets = 0, [False] * len(echo), [0] * len(echo)
     try:
         while (piece := await pieces.get()) is not None:
             if isinstance(piece, Exception):
                 yield _event(_failure(piece).body())
                 return
-            text = piece.text if told[piece.index] else echo[piece.index] + piece.text
-            told[piece.index] = True
-            made += len(piece.tokens)
+            text = piece.text if echoed[piece.index] else echo[piece.index] + piece.text
+            echoed[piece.index] = True
+            completion_tokens += len(piece.tokens)
             yield _event(answers.piece(piece.index, text, piece.tokens, offsets[piece.index], piece.reason))
             offsets[piece.index] += len(text)
         if answers.wants_usage:
-            usage = answers.usage(sum(map(len, job.prompts)), made)
+            usage = answers.usage(sum(map(len, job.prompts)), completion_tokens)
             yield _event(answers.whole([], usage))
         yield "data: [DONE]\n\n"
     finally:
@@ -151,7 +151,7 @@ async def _whole(
     asked: Completion,
     echo: list[str],
 ) -> JSONResponse:
-    """All choices at once. If the client leaves, the job is cancelled."""
+    """All choices in one response. If the client disconnects, the job is cancelled."""
     texts = list(echo)
     tokens: list[list[Token]] = [[] for _ in echo]
     reasons: list[str | None] = [None] * len(echo)

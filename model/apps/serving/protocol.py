@@ -1,6 +1,6 @@
-"""The language of OpenAI's completions endpoint: requests checked against the model's limits, and answers built.
+"""The protocol of OpenAI's completions endpoint: validates requests against the model's limits and builds responses.
 
-What is not supported is refused by name, never ignored. Source: OpenAI's API reference, "Completions".
+Unsupported fields are refused by name, never ignored. Source: OpenAI's API reference, "Completions".
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MOST_LOGPROBS, MOST_STOPS = 5, 4
 
 
 class BadRequest(Exception):
-    """A request that cannot be served: the HTTP status, what is wrong, and with which field."""
+    """A request that cannot be served: the HTTP status, the problem, and the field that causes it."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message, self.param, self.status = message, param, status
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form of an error."""
+        """The error in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
 
 
 class Completion(BaseModel):
-    """The body of POST /v1/completions. `top_k` is HAL's; everything else is OpenAI's."""
+    """The body of POST /v1/completions. `top_k` is an extension of HAL; the other fields are OpenAI's."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class Completion(BaseModel):
 
     @property
     def count(self) -> int:
-        """Most tokens per choice."""
+        """Maximum number of tokens per choice."""
         return self.max_tokens or 16
 
     @property
@@ -70,12 +70,12 @@ class Completion(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a choice."""
+        """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn; at temperature 0, top_p and top_k change nothing."""
+        """The sampling parameters; at temperature 0, top_p and top_k have no effect."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if temperature == 0.0:
             return Sampling(0.0)
@@ -83,7 +83,7 @@ class Completion(BaseModel):
 
 
 def parse(body: bytes) -> Completion:
-    """Raises BadRequest for what is no completion request, or asks for what is not supported."""
+    """Parses and validates a request. Raises BadRequest if it is malformed or uses unsupported features."""
     try:
         asked = Completion.model_validate(json.loads(body))
     except (ValueError, RecursionError) as error:
@@ -117,15 +117,15 @@ def parse(body: bytes) -> Completion:
 
 
 def prompts_of(asked: Completion, tokenizer: Tokenizer, *, context: int, most: int) -> list[list[int]]:
-    """The prompts as ids. Raises BadRequest for ids that do not exist and for more than the model or server takes."""
+    """The prompts as ids. Raises BadRequest for invalid ids, and if limits of the model or the server are exceeded."""
     prompt: Any = asked.prompt
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    texts = prompt if several else [prompt]
+    is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    texts = prompt if is_batch else [prompt]
     if len(texts) * asked.samples > most:
         raise BadRequest(
             f"{len(texts)} prompts x n = {asked.samples} are more than the {most} this server runs at once", "n"
         )
-    found = []
+    encoded = []
     for text in texts:
         try:
             ids = encode_prompt(tokenizer, text) if isinstance(text, str) else list(text)
@@ -140,34 +140,34 @@ def prompts_of(asked: Completion, tokenizer: Tokenizer, *, context: int, most: i
                 f"context of {context}",
                 "prompt",
             )
-        found.append(ids)
-    return found
+        encoded.append(ids)
+    return encoded
 
 
 class Answers:
-    """Builds what is sent back: whole (`whole`) or in pieces (`piece`)."""
+    """Builds responses: complete ones (`whole`) and parts of a stream (`piece`)."""
 
     def __init__(self, asked: Completion, model: str, number: str, tokenizer: Tokenizer) -> None:
         self._asked, self._tokenizer, self._created = asked, tokenizer, int(time.time())
         self._head = {"id": f"cmpl-{number}", "object": "text_completion", "created": self._created, "model": model}
 
     def piece(self, index: int, text: str, tokens: list[Token], offset: int, reason: str | None) -> dict[str, Any]:
-        """A part of choice `index`; `offset` is where it begins in that choice's text."""
+        """A part of choice `index`, which begins at `offset` in the text of that choice."""
         logprobs = None if self._asked.logprobs is None else self._logprobs(tokens, offset)
         choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "choices": [choice], **({"usage": None} if self.wants_usage else {})}
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """Everything at once, of choices as `piece` has them."""
+        """The complete response; `choices` have the format of those in `piece`."""
         return {**self._head, "choices": choices, "usage": usage}
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a piece that counts tokens."""
+        """Whether a stream ends with an event that contains the token counts."""
         return bool((self._asked.stream_options or {}).get("include_usage"))
 
     def usage(self, prompt: int, completion: int) -> dict[str, int]:
-        """Counts of tokens."""
+        """The token counts of a request in OpenAI's format."""
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:

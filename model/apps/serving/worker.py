@@ -1,6 +1,6 @@
-"""The one model behind the endpoint: jobs wait in a bounded line and run one after the other, on a thread of its own.
+"""The worker that runs the model: jobs wait in a bounded queue and run one after the other on a separate thread.
 
-On several ranks, the leader's worker tells the others what to run, and all of them compute every token together.
+On several ranks, the leader's worker broadcasts each job to the others, and all ranks compute every token together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IDLE = "idle"
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of choice `index` and the tokens behind it. reason: set on a choice's last piece."""
+    """Generated text of choice `index` and its tokens. reason: the finish reason, set on a choice's last piece."""
 
     index: int
     text: str
@@ -38,8 +38,8 @@ class Piece:
 
 @dataclass
 class Job:
-    """prompts: ids; each makes `samples` choices. emit gets every Piece, then None, or the exception that ended it all;
-    it is called on the worker's thread. cancelled: set it when nobody listens any more."""
+    """prompts: token ids; each prompt gets `samples` choices. emit is called on the worker's thread with every Piece,
+    then with None or with the exception that ended the job. cancelled: to be set when the client has disconnected."""
 
     prompts: list[list[int]]
     samples: int
@@ -52,19 +52,19 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def described(self) -> str:
-        """What the other ranks need to know."""
+        """The job as text for the other ranks."""
         sampling = [self.sampling.temperature, self.sampling.top_k, self.sampling.top_p]
         return json.dumps([self.prompts, self.samples, self.count, sampling, self.seed, self.stop, self.logprobs])
 
     @staticmethod
     def of(text: str) -> Job:
-        """A job as another rank described it; what it makes goes nowhere."""
+        """The job that another rank has described; its output is discarded."""
         prompts, samples, count, sampling, seed, stop, logprobs = json.loads(text)
         return Job(prompts, samples, count, Sampling(*sampling), seed, tuple(stop), logprobs, lambda piece: None)
 
 
 class Worker:
-    """Runs jobs. waiting: how many may wait for the one that runs."""
+    """Runs jobs. waiting: the maximum number of queued jobs in addition to the running one."""
 
     def __init__(self, model: Pretrained, waiting: int) -> None:
         self.model = model
@@ -72,15 +72,15 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="hal-serve", daemon=True)
         mesh = model.engine.mesh
         self._world: Comm | None = None if mesh.world.size == 1 else mesh.world
-        # The others wait in a collective, which has a timeout: while idle they are told so.
+        # The other ranks wait in a collective, which has a timeout. An idle leader sends _IDLE before it expires.
         self._idle_seconds: float | None = None if self._world is None else mesh.timeout / 4
 
     def start(self) -> None:
-        """Begins to work."""
+        """Starts the worker's thread."""
         self._thread.start()
 
     def submit(self, job: Job) -> bool:
-        """Puts a job in line; False if the line is full."""
+        """Adds a job to the queue; returns False if the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -89,11 +89,11 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs in line."""
+        """The number of queued jobs."""
         return self._jobs.qsize()
 
     def stop(self) -> None:
-        """Ends the worker, and the other ranks, after the job that runs."""
+        """Ends the worker and the other ranks after the running job."""
         self._jobs.put(None)
         self._thread.join(timeout=60.0)
 
@@ -123,24 +123,24 @@ class Worker:
 
 
 def follow(model: Pretrained) -> None:
-    """What the ranks that do not lead do: the leader's jobs, until it ends."""
+    """The loop of the ranks that are not the leader: they run the leader's jobs until it ends."""
     while text := broadcast_text(model.engine.mesh.world, "", 0):
         if text != _IDLE:
-            with contextlib.suppress(NotFinite):  # the leader raises it too, and answers
+            with contextlib.suppress(NotFinite):  # the leader raises it too, and reports it to the client
                 run(model, Job.of(text))
 
 
 def run(model: Pretrained, job: Job) -> None:
-    """Generates, and emits pieces as they come."""
+    """Runs a job, and emits pieces of text as soon as they are final."""
     tokenizer = model.tokenizer
     rows = [(p, s) for p in range(len(job.prompts)) for s in range(job.samples)]
     texts = [IncrementalDetokenizer(tokenizer, job.stop) for _ in rows]
-    made = [0] * len(rows)
-    held: list[list[Token]] = [[] for _ in rows]
+    token_counts = [0] * len(rows)
+    pending: list[list[Token]] = [[] for _ in rows]
     alone = model.engine.mesh.world.size == 1
 
     def finished(row: int, ids: list[int]) -> bool:
-        # Ranks must end together, and only the leader knows of a client that left.
+        # All ranks must end a row at the same token, but only the leader knows whether the client has disconnected.
         return texts[row].stopped or (alone and job.cancelled.is_set())
 
     tokens = stream(
@@ -155,13 +155,13 @@ def run(model: Pretrained, job: Job) -> None:
     )
     for token in tokens:
         row, end = token.row, token.id == tokenizer.eod
-        made[row] += 1
+        token_counts[row] += 1
         text = "" if end else texts[row].add(token.id)
         if not end:
-            held[row].append(token)
-        reason = "stop" if end or texts[row].stopped else "length" if made[row] == job.count else None
+            pending[row].append(token)
+        reason = "stop" if end or texts[row].stopped else "length" if token_counts[row] == job.count else None
         if reason is not None:
             text += texts[row].rest()
         if text or reason is not None:
-            job.emit(Piece(row, text, held[row], reason))
-            held[row] = []
+            job.emit(Piece(row, text, pending[row], reason))
+            pending[row] = []

@@ -1,7 +1,8 @@
 """DeepSpeed's JSON (--deepspeed-config): batch sizes, precision, ZeRO, optimizer, schedule, clipping.
 
-Its values must agree with the command line and --config; DeepSpeed itself lets one of them win. Keys that tune what HAL
-does not have become notes; keys that would change results are refused. The keys are in deepspeed.yaml.
+Its values must agree with the command line and --config, whereas DeepSpeed lets one of them take precedence. Keys that
+tune features that HAL does not have become notes; keys that would change results are refused. deepspeed.yaml has the
+keys.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _offload(reading: Reading, key: str, value: Any) -> None:
 
 
 def _loss_scale(reading: Reading, key: str, value: Any) -> None:
-    if number_of(value, f"{reading.file}: {key}") != 0:  # 0 asks for dynamic scaling, which is HAL's default
+    if number_of(value, f"{reading.file}: {key}") != 0:  # 0 selects dynamic scaling, which is HAL's default
         reading.set("loss_scale", value, key)
 
 
@@ -52,7 +53,7 @@ def without_auto(content: Any) -> Any:
 
 
 def finish(reading: Reading) -> None:
-    """Sets what follows from several keys together."""
+    """Sets the options that depend on several keys."""
     scheduler, key = take(reading, "scheduler")
     if key:
         _schedule(reading, scheduler)

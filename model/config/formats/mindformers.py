@@ -24,7 +24,7 @@ def rules() -> dict[str, Rule]:
 
 
 def _operators(fused: bool) -> Rule:
-    """For a list of operators that MindFormers fuses, or does not."""
+    """The rule for a list of operators that MindFormers fuses (or does not fuse)."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         names = value if isinstance(value, list) else str(value or "").split(",")
@@ -43,7 +43,7 @@ def _operators(fused: bool) -> Rule:
 
 
 def finish(reading: Reading) -> None:
-    """Sets what follows from several keys together."""
+    """Sets the options that depend on several keys."""
     values = reading.values
     shared, key = take(reading, "shared")
     if key:

@@ -1,8 +1,8 @@
-"""MindSpeed-Core-MS's sections: Megatron's arguments under its names, 126 of them (mindspeed.yaml).
+"""MindSpeed-Core-MS's sections: 126 of Megatron's arguments, under their own names (mindspeed.yaml).
 
-Where it differs from HAL: it maps `hysteresis` to a factor (in Megatron and HAL it is a count), its validator refuses
-the layout BSH, its `no_load_rng` defaults to True, its default algorithm of context parallelism is Ulysses, and two
-names differ between its documents and its code.
+Differences from HAL: it maps `hysteresis` to a factor (in Megatron and HAL it is a count), its validator refuses the
+layout BSH, its `no_load_rng` defaults to True, its default algorithm of context parallelism is Ulysses, and two names
+differ between its documentation and its code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "fast_gelu": {"gelu_approximate": "fast"},
     },
 }
-"""Words that MindSpeed-Core-MS and the MindFormers tutorial share, and what they stand for."""
+"""Values that MindSpeed-Core-MS and the MindFormers tutorial share, and the corresponding values in HAL."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def rules() -> dict[str, Rule]:
 
 
 def finish(reading: Reading) -> None:
-    """Sets what follows from several keys together, and the defaults that differ from HAL's."""
+    """Sets the options that depend on several keys, and the defaults that differ from HAL's."""
     values = reading.values
     betas, key = take(reading, "betas")
     if key:
@@ -101,7 +101,7 @@ def biases(reading: Reading) -> None:
 
 
 def pipeline(reading: Reading) -> None:
-    """Virtual pipeline stages and the list of layers, which is per stage, or per stage and virtual stage."""
+    """Virtual pipeline stages, and the list of layer counts per stage or per virtual stage."""
     values = reading.values
     virtual, virtual_key = take(reading, "virtual")
     layers, layers_key = take(reading, "layer_list")
@@ -116,7 +116,7 @@ def pipeline(reading: Reading) -> None:
 
 
 def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
-    """A list with the layers of every stage, or a list of rows: one per stage, the layers of its virtual stages."""
+    """A list with the number of layers of every stage, or one row per stage with those of its virtual stages."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -139,10 +139,10 @@ def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
 
 
 def _virtual_stages(reading: Reading, key: str, counts: list[int]) -> None:
-    """Sets the options for virtual stages of these numbers of layers.
+    """Sets the options for virtual stages with these numbers of layers.
 
-    HAL's virtual stages have equal numbers of layers. A last stage with fewer is expressed by a model with more layers,
-    of which the last do nothing (--noop-layers).
+    HAL's virtual stages have equal numbers of layers. A last stage with fewer layers is expressed by a model with
+    additional layers at the end that do nothing (--noop-layers).
     """
     total, full = sum(counts), counts[0]
     missing = full * len(counts) - total

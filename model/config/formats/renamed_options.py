@@ -1,4 +1,4 @@
-"""Options of Megatron and DeepSpeed that have another name in HAL, or that HAL does not need: what to use instead."""
+"""Advice for options of Megatron and DeepSpeed that have another name in HAL, or that HAL does not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Front ends: a rule for every dotted key of another system's configuration, which says what the key means in HAL."""
+"""Front ends: a rule for every dotted key of another system's configuration, which maps the key to HAL's options."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from ..schema import ConfigError
 
 MICROBATCHES = "@microbatches"
-"""Set like an option: microbatches per step and replica, from which the global batch size follows."""
+"""A pseudo-option: microbatches per step and replica, which determine the global batch size."""
 
 
 @dataclass
 class Reading:
-    """A file as it is being translated.
+    """The state of translating one file.
 
-    values: options by name (and MICROBATCHES); origins: the key each came from; notes: what has no effect here;
-    foreign: options that another system's keys gave. convert(option, value, where) checks a value's type.
+    values: options by name (and MICROBATCHES); origins: the key that set each of them; notes: keys without effect in
+    HAL; foreign: options set by another system's keys. convert(option, value, where) checks a value's type.
     """
 
     file: str
@@ -43,11 +43,11 @@ class Reading:
         self.values[option], self.origins[option] = value, key
 
     def note(self, key: str, text: str) -> None:
-        """Records what the user should know about a key that is accepted."""
+        """Records a note to the user about an accepted key."""
         self.notes.append(f"{self.file}: {key}: {text}")
 
     def refuse(self, key: str, text: str) -> ConfigError:
-        """The error for a key that cannot be followed."""
+        """The error for a key whose value HAL does not support."""
         return ConfigError(f"{self.file}: {key}: {text}")
 
 
@@ -58,9 +58,9 @@ Rule = Callable[[Reading, str, Any], None]
 def load_rules(
     path: Path, tables: Mapping[str, Mapping[Any, Any]] | None = None, functions: Mapping[str, Rule] | None = None
 ) -> dict[str, Rule]:
-    """The rules of a front end by key, from the YAML file beside it; mindspeed.yaml describes the kinds of entries.
+    """The rules of a front end by key, read from its YAML file; mindspeed.yaml describes the kinds of entries.
 
-    tables: choices that entries refer to by name. functions: rules that are written out.
+    tables: choices that entries refer to by name. functions: rules that are implemented as functions.
     """
     import yaml
 
@@ -84,12 +84,12 @@ def load_rules(
 
 
 def to(option: str) -> Rule:
-    """The key is this option."""
+    """The key sets this option."""
     return lambda reading, key, value: reading.set(option, value, key)
 
 
 def choices(option: str, table: Mapping[Any, Any]) -> Rule:
-    """The words the key can be, in either case, and what each stands for: the option's value, or several options."""
+    """Maps each value of the key, in upper or lower case, to a value of the option or to several options."""
     words = {_lower(word): meant if isinstance(meant, Mapping) else {option: meant} for word, meant in table.items()}
 
     def rule(reading: Reading, key: str, value: Any) -> None:
@@ -104,10 +104,10 @@ def choices(option: str, table: Mapping[Any, Any]) -> Rule:
 
 
 def only(allowed: Sequence[Any], why: str) -> Rule:
-    """The key may only ask for what HAL does; other values are refused, since results would differ."""
+    """Accepts the values that match HAL's behaviour; others are refused, since results would differ."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
-        # 1 and True are equal, but not the same request.
+        # 1 == True in Python, so the types are compared as well.
         if value is not None and not any(_lower(value) == _lower(a) and type(value) is type(a) for a in allowed):
             raise reading.refuse(key, f"{value!r} cannot be followed: {why}")
 
@@ -115,7 +115,7 @@ def only(allowed: Sequence[Any], why: str) -> Rule:
 
 
 def note(text: str, unless: Sequence[Any]) -> Rule:
-    """The key changes no result in HAL; the user is told so, unless its value asks for what HAL does anyway."""
+    """The key does not change results in HAL; the user gets a note, unless the value matches HAL's behaviour."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is not None and value not in unless:
@@ -125,7 +125,7 @@ def note(text: str, unless: Sequence[Any]) -> Rule:
 
 
 def defer(name: str) -> Rule:
-    """The value is kept under this name until the whole file is read; `take` returns it."""
+    """Keeps the value under this name until the entire file has been read; `take` returns it."""
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is not None:
@@ -160,7 +160,7 @@ def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """A hint at the key that may be meant: the same name in another section, else a similar one."""
+    """A suggestion for an unknown key: the same name in another section, or a similar one."""
     last = key.rsplit(".", 1)[-1]
     same = sorted(k for k in known if k.rsplit(".", 1)[-1] == last)
     close = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)

@@ -1,4 +1,4 @@
-"""YAML for configuration files: data only, no anchors (a small file could expand without limit), no duplicate keys."""
+"""YAML for configuration files: plain data, without anchors (which allow unlimited expansion) and duplicate keys."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text to Megatron's indexed datasets: the implementation of `hal data`, which starts in preprocess.py."""
+"""Preprocessing of text into Megatron's indexed datasets: the implementation of `hal data`; see preprocess.py."""

@@ -1,6 +1,6 @@
 """The workers' part of preprocessing: decodes documents, optionally splits them into sentences, and tokenizes them.
 
-An invalid document becomes a `Broken` instead of an exception, so one bad line costs one line.
+An invalid document becomes a `Broken` instead of an exception, so that it does not affect other documents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .sources import Broken, Raw
 @dataclass(frozen=True)
 class Encoding:
     """How documents are tokenized. keys: fields of a JSON line to encode; language: ISO 639 code for splitting into
-    sentences, or None to keep documents whole."""
+    sentences, or None to encode documents without splitting."""
 
     tokenizer: dict[str, Any]
     keys: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""`hal data inspect`: describes an indexed dataset, after validating all of it."""
+"""`hal data inspect`: validates and describes an indexed dataset."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BAR, _SHOWN = 40, 300
 def describe(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> Iterator[str]:
     """Lines with counts, a histogram of sequence lengths, and the first `samples` documents, decoded if possible.
 
-    tokenizer: the user's; None means the one that the data's note names. Raises ConfigError for damaged data and for a
-    tokenizer that the data was not made with.
+    tokenizer: the user's; None means the one named in the data's note. Raises ConfigError for damaged data and for a
+    tokenizer that does not match the data.
     """
     index, note = read_index(prefix), read_note(prefix)
     documents = len(index.documents) - 1

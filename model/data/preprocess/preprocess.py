@@ -1,7 +1,7 @@
 """`hal data preprocess`: text files to PREFIX_KEY_document (or _sentence) .bin and .idx, in Megatron's format.
 
-The files are written in a hidden temporary folder and renamed when complete, the .idx last: an interrupted or failed
-run leaves nothing behind, and a killed one only that folder, which the next run removes. The order of documents does
+The files are written in a hidden temporary folder and renamed when complete, the .idx last. An interrupted or failed
+run leaves nothing behind; a killed run leaves only that folder, which the next run removes. The order of documents does
 not depend on the number of workers.
 """
 
@@ -171,7 +171,7 @@ def _publish(folder: Path, targets: dict[str, Path]) -> None:
     settle(folder)
     moved: list[Path] = []
     try:
-        # The .idx comes last: a reader that finds it finds the other files too.
+        # The .idx is renamed last, so that if it exists, the other files exist too.
         for suffix in (".bin", ".json", ".idx"):
             for key, target in targets.items():
                 path = Path(f"{target}{suffix}")
@@ -200,7 +200,7 @@ def _output_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_folder(prefix: Path) -> Iterator[Path]:
-    """A locked hidden folder beside the output, removed at the end. Also removes unlocked ones, left by killed runs."""
+    """A locked hidden folder next to the output, removed at the end. Also removes unlocked folders of killed runs."""
     for leftover in prefix.parent.glob(beside(prefix, 0).name.replace("0" * 12, "*")):
         handle = os.open(leftover, os.O_RDONLY)
         try:
@@ -239,7 +239,7 @@ def _encoded(
             for raws, broken, fraction in chunks:
                 _require_running(stop())
                 pending.append((pool.submit(_work, raws), broken, fraction))
-                # Enough chunks in flight to keep every worker busy, but bounded: the input may exceed memory.
+                # Enough chunks to keep every worker busy, but a bounded number, because the input may exceed memory.
                 if len(pending) >= 4 * job.workers:
                     yield _next(pending, stop)
             while pending:
@@ -299,7 +299,7 @@ _worker: Encoder
 
 def _start(encoding: Encoding) -> None:
     global _worker
-    # SIGINT reaches the whole process group, but only the parent handles it.
+    # SIGINT is sent to the entire process group, but only the parent handles it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     _worker = Encoder(encoding)

@@ -187,7 +187,7 @@ def _decompression_error() -> type[Exception]:
 
 
 def _guess(path: Path, stream: Any) -> str:
-    """The format by the file's name, or else by its first bytes. Content that is neither JSON nor <doc> is not assumed
+    """Detects the format from the file's name or its first bytes. Content that is neither JSON nor <doc> is not assumed
     to be plain text, since it may be a damaged file."""
     name = path.name.removesuffix(path.suffix) if path.suffix in (".gz", ".bz2", ".zst") else path.name
     known = {".json": "json", ".jsonl": "json", ".txt": "text"}.get(Path(name).suffix)

@@ -1,8 +1,8 @@
 """The tokenizer interface, and the tokenizers that need no library (the others are in vocabularies.py).
 
-Ids are below `vocab_size`, and one of them, `eod`, ends a document. A special token spelled out in a text is encoded as
-ordinary text, so that no text can end a document. The fingerprint depends on the tokenizer's type and content, not on
-the paths of its files; it is stored with the data.
+Ids are below `vocab_size`; the id `eod` ends a document. The text of a special token is encoded as ordinary text, so
+that no text can end a document. The fingerprint depends on the tokenizer's type and content, not on the paths of its
+files; it is stored with the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...config.schema import ConfigError
 
 
 class Tokenizer(ABC):
-    """`vocab_size` ids, of which `eod` ends a document. Also has what megatron-core's datasets need of one."""
+    """A tokenizer with `vocab_size` ids, which also provides what megatron-core's datasets require of one."""
 
     vocab_size: int
     eod: int
@@ -42,7 +42,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What identifies the tokenizer in cache keys."""
+        """The values that identify the tokenizer in cache keys."""
         return {"class": type(self).__name__, "fingerprint": self.fingerprint}
 
 
@@ -55,7 +55,7 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are not UTF-8 become replacement characters."""
+        """Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 

@@ -161,8 +161,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json, or a folder that has one. `eod` is the `eos_token` of the tokenizer_config.json in the same
-    folder, or else the first of the usual names that the vocabulary has."""
+    """Any tokenizer.json, or a folder that contains one. `eod` is the `eos_token` of the tokenizer_config.json in the
+    same folder, or else the first of the usual names that is in the vocabulary."""
 
     def __init__(self, tokenizer_model: str) -> None:
         from tokenizers import Tokenizer as Pipeline

@@ -78,8 +78,8 @@ const std::map<std::string, Served>& table() {
 }
 
 int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
-  auto found = table().find(name);
-  if (found == table().end()) return kNotServed;
+  auto entry = table().find(name);
+  if (entry == table().end()) return kNotServed;
   aclopAttr attr = arguments.attr ? *arguments.attr : aclopAttr{};
   return launch(name, stream, [&]() -> Work {
     Arrays in, out;
@@ -87,8 +87,8 @@ int run(const char* name, const AclopArguments& arguments, aclrtStream stream) {
       in.push_back(operand(*arguments.inputs[i], *arguments.input_data[i], name, i));
     for (size_t i = 0; i < arguments.outputs.size(); i++)
       out.push_back(operand(*arguments.outputs[i], *arguments.output_data[i], name, i));
-    Kernel kernel = found->second.kernel;
-    if (found->second.rule) found->second.rule(in, out, attr);
+    Kernel kernel = entry->second.kernel;
+    if (entry->second.rule) entry->second.rule(in, out, attr);
     // Host operands belong to the caller, who may free them once the call returns.
     for (size_t i = 0; i < in.size(); i++)
       if (arguments.inputs[i]->on_host) in[i] = in[i].clone();

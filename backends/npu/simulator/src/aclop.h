@@ -20,8 +20,8 @@ struct aclDataBuffer {
 struct aclopAttr {
   std::map<std::string, double> values;
   double real(const std::string& name, double otherwise) const {
-    auto found = values.find(name);
-    return found == values.end() ? otherwise : found->second;
+    auto entry = values.find(name);
+    return entry == values.end() ? otherwise : entry->second;
   }
   bool flag(const std::string& name) const { return real(name, 0) != 0; }
 };

@@ -4,12 +4,12 @@
 // checks (mask shapes per sparse mode, pre/next without a valid block, prefix ranges, TND rows without a key) with
 // 561002. Phase two determines, per batch entry, which scores are computed (visited tiles) and which are masked:
 //   no mask             everything is visible; mode, pre and next are ignored
-//   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip whole tiles (rows of 128,
+//   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip entire tiles (rows of 128,
 //                       columns rounded up to 128), and nothing is skipped while Skv <= 1024
-//   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so that wrong contents have an
-//                       effect
-//   mode 5              the mask decides element by element, as in mode 1; the prefix is checked for its range only (the
-//                       caller's mask is to show: bottom-right causal or the first prefix[b] keys)
+//   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so that wrong contents
+// have an                       effect
+//   mode 5              the mask decides element by element, as in mode 1; the prefix is checked for its range only
+// (the                       caller's mask is to show: bottom-right causal or the first prefix[b] keys)
 //   mode 6              bottom-right causal or the first prefix[b] keys, read through the 3072 x 2048 mask
 // A masked score is -FLT_MAX, so a row without a visible key averages V over the visited tiles. With inner_precise = 2,
 // or where the tiling detects such rows, their output is zero (with max = -FLT_MAX and sum = FLT_MAX).
@@ -295,10 +295,10 @@ Block block(const Call& call, const Tensor& q, const Tensor& k, const Tensor& v,
   out.score = at::matmul(out.q, out.k.transpose(-1, -2));
   if (pse.defined()) out.score.add_((pse.size(0) == 1 ? pse[0] : pse[b]).to(at::kFloat));
   out.score.mul_(scale);
-  Visible seen = visible(call, mask, b);
-  if (seen.masked.defined()) out.score.masked_fill_(seen.masked, -FLT_MAX);
-  if (seen.skipped.defined()) out.score.masked_fill_(seen.skipped, -INFINITY);
-  if (seen.zero_dead_rows) out.dead = std::get<0>(out.score.max(-1, true)).le(-FLT_MAX);
+  Visible visibility = visible(call, mask, b);
+  if (visibility.masked.defined()) out.score.masked_fill_(visibility.masked, -FLT_MAX);
+  if (visibility.skipped.defined()) out.score.masked_fill_(visibility.skipped, -INFINITY);
+  if (visibility.zero_dead_rows) out.dead = std::get<0>(out.score.max(-1, true)).le(-FLT_MAX);
   return out;
 }
 

@@ -1,4 +1,4 @@
-// Ascend's fused attention: what it accepts (phase one), and what it computes, tiles and dead rows included.
+// Ascend's fused attention: the calls that it accepts (phase one), and its results, including tiles and dead rows.
 #pragma once
 #include "opapi.h"
 

@@ -31,12 +31,12 @@ struct Communicator {
   std::unique_ptr<Segment> segment;
   std::string name;
   int64_t timeout_ms;
-  std::mutex collective;  // one at a time, whatever stream they are on
+  std::mutex collective;  // collectives run one at a time, even on different streams
   std::mutex error_mutex;
   HcclResult error = HCCL_SUCCESS;  // the first error; error_text is its text
   std::string error_text;
 
-  // Remembers what fail() has just said on this thread, and returns the stream's error code.
+  // Stores the error text that fail() has just recorded on this thread, and returns the stream's error code.
   int broken(HcclResult code, int stream_code) {
     std::lock_guard<std::mutex> lock(error_mutex);
     if (error == HCCL_SUCCESS) error = code, error_text = halsim::recent_error();
@@ -52,8 +52,8 @@ std::map<HcclComm, Shared>& registry() {
 }
 Shared find(HcclComm handle) {
   std::lock_guard<std::mutex> lock(registry_mutex);
-  auto found = registry().find(handle);
-  return found == registry().end() ? nullptr : found->second;
+  auto entry = registry().find(handle);
+  return entry == registry().end() ? nullptr : entry->second;
 }
 
 int64_t seconds(const char* variable, int64_t otherwise) {

@@ -1,4 +1,4 @@
-// The operators that exist only on Ascend, written with ATen in float32; and random numbers by a counter hash.
+// The operators that exist only on Ascend, implemented with ATen in float32, and random numbers from a counter hash.
 #include "kernels.h"
 
 namespace halsim::kernels {
@@ -63,7 +63,7 @@ OptionalTensor optional(const Tensor& value) { return value.defined() ? Optional
 c10::List<OptionalTensor> indices(const std::vector<Tensor>& given) {
   c10::List<OptionalTensor> result;
   for (const Tensor& index : given) {
-    // torch_npu passes an empty tensor where Python wrote a full slice.
+    // torch_npu passes an empty tensor in place of a full slice.
     bool slice = !index.defined() || (index.numel() == 0 && index.dim() == 1);
     result.push_back(slice ? std::nullopt : OptionalTensor(index));
   }
@@ -221,9 +221,9 @@ void foreach_three(const std::vector<Tensor>& x, const std::vector<Tensor>& a, c
 void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::vector<Tensor>& out) {
   for (size_t i = 0; i < x.size(); i++) write(out.at(i), at::linalg_vector_norm(f32(x[i]), p).reshape(out[i].sizes()));
 }
-void unscale(const std::vector<Tensor>& grads, const Tensor& found, const Tensor& scale) {
+void unscale(const std::vector<Tensor>& grads, const Tensor& found_inf, const Tensor& scale) {
   for (const Tensor& grad : grads) {
-    if (!at::isfinite(grad).all().item<bool>()) found.fill_(1);
+    if (!at::isfinite(grad).all().item<bool>()) found_inf.fill_(1);
     write(grad, grad * scale.reshape({}).to(grad.scalar_type()));
   }
 }

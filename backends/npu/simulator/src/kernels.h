@@ -54,7 +54,7 @@ void foreach_scalars(const std::vector<Tensor>& x, const std::vector<at::Scalar>
 void foreach_three(const std::vector<Tensor>& x, const std::vector<Tensor>& a, const std::vector<Tensor>& b,
                    const std::vector<at::Scalar>& value, const std::vector<Tensor>& out, const ThreeAndScalar& f);
 void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::vector<Tensor>& out);
-void unscale(const std::vector<Tensor>& grads, const Tensor& found, const Tensor& scale);
+void unscale(const std::vector<Tensor>& grads, const Tensor& found_inf, const Tensor& scale);
 
 // power1 and power2 are beta1 and beta2 raised to the number of this step.
 void adamw(const Tensor& var, const Tensor& m, const Tensor& v, const Tensor& grad, double power1, double power2,

@@ -1,4 +1,4 @@
-// Argument objects (aclCreateTensor and its kin), their checks, and the two phases of an aclnn call.
+// Argument objects (aclCreateTensor and related functions), their checks, and the two phases of an aclnn call.
 #include "opapi.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -66,8 +66,8 @@ std::optional<at::Scalar> optional_scalar(const aclScalar* value);
 std::vector<int64_t> integers(const aclIntArray* value);
 std::vector<bool> booleans(const aclBoolArray* value);
 
-// target.copy_(value), after checking that the shapes are the same; an undefined target drops the value. In saturation
-// mode a value beyond the range becomes the largest number, NaN becomes 0, and the overflow flag goes up.
+// target.copy_(value), after checking that the shapes are the same; an undefined target discards the value. In
+// saturation mode a value beyond the range becomes the largest number, NaN becomes 0, and the overflow flag is set.
 void write(const Tensor& target, const Tensor& value);
 
 // While an object of this type exists on this thread, results may be infinite or NaN because an operand is; that is not

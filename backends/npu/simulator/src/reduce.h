@@ -30,7 +30,7 @@ void reduce_as(void* into, const void* from, size_t count, HcclReduceOp op) {
   auto each = [&](auto f) {
     for (size_t i = 0; i < count; i++) a[i] = static_cast<T>(f(static_cast<Wide>(a[i]), static_cast<Wide>(b[i])));
   };
-  // A NaN on either side gives NaN in max and min too: `x > y` alone would drop it.
+  // A NaN on either side gives NaN in max and min as well; `x > y` alone would ignore it.
   switch (op) {
     case HCCL_REDUCE_SUM: return each([](Wide x, Wide y) { return x + y; });
     case HCCL_REDUCE_PROD: return each([](Wide x, Wide y) { return x * y; });

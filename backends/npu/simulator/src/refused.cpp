@@ -1,6 +1,6 @@
-// Functions that torch_npu links against and that the simulator does not implement. The older operator path (aclop)
+// Functions that torch_npu links against but that the simulator does not implement. The older operator path (aclop)
 // accepts its argument objects, so that a call can be made, and then refuses the call by operator name. Graphs, shared
-// handles, kernel binaries and profiling are refused, or ignored where the caller only reports to them.
+// handles and kernel binaries are refused; profiling reports are ignored.
 #include <acl/acl_op_compiler.h>
 #include <profiling/aprof_pub.h>
 
@@ -93,8 +93,8 @@ aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDes
                 "add it to operators.table, or call another torch operator",
                 name);
   if (code == ACL_SUCCESS) return ACL_SUCCESS;
-  // torch_npu calls this from its queue and silently drops the operators queued after a failure, on any stream. So the
-  // device is stopped, which makes it impossible to read results that were never computed.
+  // torch_npu calls this from its queue and silently drops the operators queued after a failure, on any stream.
+  // Therefore the device is stopped, so that results that were never computed cannot be read.
   return halsim::stop_device(std::max(halsim::current_device(), 0), code, halsim::recent_error());
 }
 aclError aclopCompileAndExecuteV2(const char* name, int inputs, aclTensorDesc* input_desc[],

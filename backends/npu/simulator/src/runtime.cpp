@@ -50,16 +50,16 @@ int fail_again(int code, const std::string& text) {
 
 int64_t setting(const char* key, int64_t otherwise) {
   std::lock_guard<std::mutex> lock(mutex);
-  auto found = settings().find(key);
-  return found == settings().end() ? otherwise : found->second;
+  auto entry = settings().find(key);
+  return entry == settings().end() ? otherwise : entry->second;
 }
 
 bool fault(const char* name, Strike strike) {
   std::lock_guard<std::mutex> lock(mutex);
-  auto found = settings().find(std::string("fault.") + name);
-  if (found == settings().end() || found->second == 0) return false;
-  if (found->second == 1 && strike == Strike::lasting) return true;
-  return --found->second == 0;
+  auto entry = settings().find(std::string("fault.") + name);
+  if (entry == settings().end() || entry->second == 0) return false;
+  if (entry->second == 1 && strike == Strike::lasting) return true;
+  return --entry->second == 0;
 }
 
 size_t memory_limit() {
@@ -101,10 +101,10 @@ int allocate(void** address, size_t bytes, int device) {
 int release(void* address) {
   {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
-    if (found == blocks().end()) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtFree: %p was not allocated", address);
-    used[found->second.device] -= found->second.bytes;
-    blocks().erase(found);
+    auto entry = blocks().find(reinterpret_cast<uintptr_t>(address));
+    if (entry == blocks().end()) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtFree: %p was not allocated", address);
+    used[entry->second.device] -= entry->second.bytes;
+    blocks().erase(entry);
   }
   free(address);
   return ACL_SUCCESS;

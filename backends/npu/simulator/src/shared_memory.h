@@ -12,7 +12,7 @@ namespace halsim {
 
 constexpr size_t kSlotBytes = size_t{1} << 20, kBoxBytes = size_t{1} << 18;
 
-// What every rank announces before a collective runs, so that ranks that call different collectives are detected.
+// Announced by every rank before a collective runs, to detect ranks that call different collectives.
 struct Announcement {
   uint32_t kind, dtype, op, root;
   uint64_t count;

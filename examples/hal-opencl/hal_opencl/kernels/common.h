@@ -1,9 +1,9 @@
 // Included before every kernel file: vectors of LANES floats, element types, reductions over a row, random numbers.
 //
-// One source serves both shapes of device. Where the device prefers vectors (a CPU), a work-item handles LANES columns
-// at a time and a row belongs to one work-item (GROUP = 1). Where it does not (a GPU), LANES is 1 or 4 and GROUP
-// work-items share a row. Both are -D options; sums are taken in an order that depends on them and on shapes only, so
-// runs are bit-equal.
+// The same source is used for both kinds of device. If the device prefers vectors (a CPU), a work-item processes LANES
+// columns at a time and a row belongs to one work-item (GROUP = 1). Otherwise (a GPU), LANES is 1 or 4 and GROUP
+// work-items share a row. Both are -D options; the order of sums depends only on them and on shapes, so runs are
+// bit-equal.
 //
 // Arithmetic is in float. Element types are f32, bf16 and f16; the last two are stored as ushort, so that neither
 // cl_khr_fp16 nor a bfloat16 type is needed: bf16 is a shift, f16 goes through vload_half and vstore_half.
@@ -89,7 +89,7 @@ TAILS(f32)
 TAILS(bf16)
 TAILS(f16)
 
-// The lanes of a vector, summed (or their maximum), in a fixed order.
+// The sum (or the maximum) of the lanes of a vector, in a fixed order.
 #define FOLD(name, op)                                                                \
     static inline float name(vec v) {                                                        \
         float x[LANES];                                                               \
@@ -102,13 +102,13 @@ TAILS(f16)
 FOLD(lanes_sum, PLUS)
 FOLD(lanes_max, fmax)
 
-// The columns [begin, end) of a row that a work-item of a group handles: c is the first of LANES columns, n how many of
-// them exist.
+// Iterates over the columns [begin, end) of a row that a work-item of a group processes: c is the first of LANES
+// columns, of which n exist.
 #define FOR_COLUMNS(c, n, begin, end)                                                 \
     for (long c = (begin) + (long)get_local_id(0) * LANES, n; n = (end) - c, n > 0; c += GROUP * LANES)
 
-// Kernels that sum over rows: a group takes SPAN columns of a piece of the rows, and leaves the piece's sums in its row
-// of `partial`, which column_sum (reduce.cl) adds up in order. ADD_N starts a sum at the piece's first row.
+// Used by kernels that sum over rows: a group processes SPAN columns of a piece of the rows and writes the sums of the
+// piece to its row of `partial`, which column_sum (reduce.cl) adds up in order. ADD_N starts a sum at the first row.
 #define FOR_PIECE(row, rows)                                                          \
     for (long row = (rows) * get_group_id(1) / get_num_groups(1), row0 = row;         \
          row < (rows) * (get_group_id(1) + 1) / get_num_groups(1); row++)
@@ -116,7 +116,7 @@ FOLD(lanes_max, fmax)
     FOR_COLUMNS(c, n, get_group_id(0) * SPAN, min((long)(get_group_id(0) + 1) * SPAN, width))
 #define ADD_N(p, v, n) STORE_N(f32, p, row == row0 ? (v) : LOAD_N(f32, p, n) + (v), n)
 
-// Reductions over the group's work-items; every one of them gets the result. `scratch` is LOCAL_SCRATCH.
+// Reductions over the work-items of a group; all of them get the result. `scratch` is LOCAL_SCRATCH.
 #if GROUP == 1
 #define LOCAL_SCRATCH
 #define group_sum(v) (v)
