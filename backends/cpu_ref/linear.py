@@ -58,6 +58,8 @@ def _onednn_bf16() -> Callable[..., Tensor] | None:
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times the transpose of w [n, k], plus bias [n]."""
+    if x.dtype == torch.float16:
+        return _product(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
     biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
@@ -130,6 +132,8 @@ def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Ten
 
 @CpuRef.impl(ops.linear_wgrad, id="cpu_ref/c", why_not=_why_not_wgrad)
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+    if x.dtype == torch.float16:
+        x, dy = x.float(), dy.float()
     # The kernel adds to main_grad while it writes, which saves a pass over it; small products gain nothing.
     if x.numel() * dy.shape[-1] >= _SMALL and _fast(x.dtype):
         _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)

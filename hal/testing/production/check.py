@@ -7,6 +7,7 @@ runs the calls of `cases.py`; the reference is evaluated for parts of each (`blo
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
                 continue
             declined += reasons
             row.samples += not reasons
+            gc.collect()  # graphs refer to themselves, and would hold the memory that the next call needs
     row.worst_error_in_tolerances = subject.worst if row.samples or failures else None
     row.reasons = not_run + shortened(declined)
     if failures:
