@@ -21,7 +21,7 @@ SIMULATED := tests/backends/npu tests/backends/cuda
 SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
-.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample mutation test-opencl test-aarch64 gpu
+.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production mutation test-opencl test-aarch64 gpu
 .PHONY: sanitize lint check bench support docs clean
 .DEFAULT_GOAL := test
 
@@ -45,12 +45,16 @@ test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators
 nightly:  ## the tests that take too long for CI; writes docs/verified/nightly.md
 	.ci/run nightly
 
-nightly-tests: $(READY) $(SIM)/.ready  ## the tests marked nightly
+nightly-tests: $(READY)  ## the tests marked nightly
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
-	$(call TEST,$(SIM)/bin) -m nightly $(SIMULATED) tests/model/megatron/test_quickstart.py -k "npu or cuda"
 
-nightly-sample: $(READY) $(SIM)/.ready  ## SHARE of the nightly tests, chosen by SEED (the commit)
+nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the commit)
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)
+
+production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, and in reduced form the simulators
+	$(BIN)/hal parity --backend cpu_ref --scale production --require-all
+	$(SIM)/bin/hal parity --backend npu --simulate --scale production --require-all
+	$(SIM)/bin/hal parity --backend cuda --simulate --scale production --require-all
 
 mutation: $(READY)  ## random mistakes in core files, nine tenths of which their tests must notice
 	$(BIN)/python tests/mutation.py --samples 60 --require 0.9

@@ -35,7 +35,8 @@ STAGES = {
     "nightly": (
         (".venv-sim/.ready",),
         ("nightly-tests",),
-        ("test-opencl", "test-aarch64"),
+        ("production",),
+        ("test-aarch64",),
         ("mutation",),
     ),
 }

@@ -361,7 +361,7 @@ def draws(arguments: Arguments, random: random.Random) -> Iterator[Block]:
         cut = {**arguments, "shape": (length, *shape[1:]), "rng": rng.block(shape, (start, *[0] * (len(shape) - 1)))}
         yield Block(
             f"rows {start} to {start + length - 1} of {shape[0]}",
-            _one(Part, {**cut, "device": None}, _same),
+            _one(Part, {**cut, "device": torch.device("cpu")}, _same),
             {"the output": ("the output", _narrow(0, start, length))},
             {},
         )

@@ -7,10 +7,11 @@ runs the calls of `cases.py`; the reference is evaluated for parts of each (`blo
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from hal.core.backend import Backend, Impl
+from hal.core.dispatch import activated
 from hal.core.op import Op, Sample, TensorSpec
 
 from ..calls import Outcome, backward, bind, invoke, map_tensors, run, to_double
 from ..comparison import measure
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
+from ..reference import Reference
 from ..subject import Subject
 from .blocks import Block
 from .cases import Case, cases
@@ -78,7 +81,7 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
                 continue
             declined += reasons
             row.samples += not reasons
-            gc.collect()  # graphs refer to themselves, and would hold the memory that the next call needs
+            _release_memory()
     row.worst_error_in_tolerances = subject.worst if row.samples or failures else None
     row.reasons = not_run + shortened(declined)
     if failures:
@@ -133,28 +136,29 @@ class _Call:
         return ()
 
     def _expected(self, block: Block, dys: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
-        """The reference in float64 and in the dtype under test; gradients are summed over the parts in float64."""
-        op, totals = self.subject.op, []
-        for convert in (to_double, _copies):
-            total: Outcome | None = None
-            for part in block.parts():
-                given = convert(part.arguments)
-                outcome = run(op, op.reference, given, self.with_grad)
-                if self.with_grad:
-                    upstream = [part.upstream(dy).cpu() for dy in dys]
-                    outcome.gradients = backward(
-                        outcome, [d.to(y.dtype) for d, y in zip(upstream, outcome.differentiable)]
-                    )
-                if total is None:
-                    total = outcome
-                    continue
-                for name in block.gradients:
-                    first, other = total.gradients.get(name), outcome.gradients.get(name)
-                    if first is not None and other is not None:
-                        total.gradients[name] = first.double() + other.double()
-            assert total is not None
-            totals.append(total)
-        return totals[0], totals[1]
+        """The block by the reference in float64, and in the dtype under test."""
+        with activated(Reference()):
+            return self._reference(block, dys, to_double), self._reference(block, dys, _copies)
+
+    def _reference(self, block: Block, dys: Sequence[Tensor], convert: Callable[[Any], dict[str, Any]]) -> Outcome:
+        """The reference's results, of arguments that `convert` has made; gradients of parts are added in float64."""
+        op, total = self.subject.op, None
+        for part in block.parts():
+            outcome = run(op, op.reference, convert(part.arguments), self.with_grad)
+            if self.with_grad:
+                upstream = [part.upstream(dy).cpu() for dy in dys]
+                outcome.gradients = backward(
+                    outcome, [dy.to(y.dtype) for dy, y in zip(upstream, outcome.differentiable)]
+                )
+            if total is None:
+                total = outcome
+                continue
+            for name in block.gradients:
+                first, other = total.gradients.get(name), outcome.gradients.get(name)
+                if first is not None and other is not None:
+                    total.gradients[name] = first.double() + other.double()
+        assert total is not None
+        return total
 
     def _compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
         subject = self.subject
@@ -208,6 +212,13 @@ def _fill(spec: TensorSpec, dtype: torch.dtype, device: torch.device, seed: int)
         piece = flat[start : start + _PERIOD]
         piece.copy_(values[: len(piece)])
     return flat.view(spec.shape)
+
+
+def _release_memory() -> None:
+    """Frees what a call has left: graphs that refer to themselves, and freed host memory that glibc keeps."""
+    gc.collect()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _lacking_memory(subject: Subject, sample: Sample) -> str:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from hal.testing.production import check
+
 
 def test_a_pass(run, tmp_path):
     path = tmp_path / "rows.json"
@@ -88,3 +90,21 @@ def test_wrong_usage_is_one_line_and_exit_code_2(run, argv, text):
     assert code == 2
     assert text in err
     assert err.strip().count("\n") == 0
+
+
+def test_production_sizes(run):
+    code, out, _ = run("parity", "--backend", "absent", "--simulate", "--op", "rms_norm", "--scale", "production")
+    assert code == 0 and "pass     rms_norm" in out and "   3 calls" in out
+
+
+def test_a_call_that_was_not_run_fails_only_if_asked(run, monkeypatch):
+    monkeypatch.setattr(check, "_lacking_memory", lambda subject, sample: "needs 9 GB of memory, 1 GB is free")
+    argv = ("parity", "--backend", "absent", "--simulate", "--op", "rms_norm", "--scale", "production")
+    code, out, _ = run(*argv)
+    assert code == 0 and "not run  rms_norm" in out and "hidden 4096: needs 9 GB of memory, 1 GB is free" in out
+    assert run(*argv, "--require-all")[0] == 1
+
+
+def test_production_sizes_are_about_the_ops_of_one_backend(run):
+    code, _, err = run("parity", "--backend", "absent", "--collectives", "--scale", "production")
+    assert code == 2 and "--scale production is about the ops of one --backend" in err
