@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -57,11 +58,15 @@ class NullRunLog:
         return 0.0
 
 
+RECORD_SECONDS = 10.0
+"""Least seconds between two times at which run.json is written, checkpoints apart."""
+
+
 class RunLog:
     """Collects the results of a run. Use it as a context manager, which closes the progress bar and the event files.
 
-    run.json contains all iterations of a run that ended or failed. If a run was killed, it contains those up to the
-    last checkpoint.
+    run.json is written while training goes on, every RECORD_SECONDS or more, before each checkpoint and at the end. It
+    contains all iterations of a run that ended or failed; if a run was killed, those until it was last written.
     """
 
     def __init__(self, config: Config, folder: Path, start: int) -> None:
@@ -77,6 +82,7 @@ class RunLog:
         self._since_log: list[StepResult] = []
         self._seconds: list[float] = []
         self._finished = False
+        self._next_record = 0.0
         self._trackers = trackers(config, self.folder, options(config))
         self._bar = ProgressBar(config.train_iters, stream=sys.stdout, counted=True)
         self._bar.update(start)
@@ -119,6 +125,8 @@ class RunLog:
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
             self.say(self._line())
             self._since_log.clear()
+            if time.monotonic() >= self._next_record:
+                self.record()
 
     def evaluation(self, iteration: int, loss: float) -> None:
         """Records and prints an evaluation."""
@@ -131,9 +139,13 @@ class RunLog:
         )
 
     def record(self) -> None:
-        """Writes run.json for runs that resume from the next checkpoint. Ignores OSErrors, which `finish` raises."""
+        """Writes run.json as far as it is known. Ignores OSErrors, which `finish` raises."""
+        began = time.monotonic()
         with contextlib.suppress(OSError):
             self._write_record()
+        # The file grows with the run; 1 % of the time at most is spent on it.
+        seconds = time.monotonic() - began
+        self._next_record = began + max(RECORD_SECONDS, 100 * seconds)
 
     def finish(self, prompt: str, text: str) -> None:
         """Writes run.json, loss.png and sample.txt."""
