@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from ..errors import ContractError, HalError
+from .adapters import lacking, optional, passing_known, refusing, require_same_signature
 from .autograd import make_call, noting_writes
-from .op import Op, accepting_hints, require_same_signature
-from .signature import define, fragments
+from .op import Op
 
 if TYPE_CHECKING:
     from ..comm.contract import Comm
@@ -91,12 +91,6 @@ def by_metadata(why_not: F) -> F:
     """
     why_not.by_metadata = True  # type: ignore[attr-defined]
     return why_not
-
-
-def _accepts_all(op: Op[Any, Any]) -> Callable[..., Sequence[str]]:
-    """A why_not that accepts every call; it has the op's signature because *args, **kwargs would be slower to call."""
-    f = fragments(op.signature)
-    return define("why_not", f"def why_not({f.header}):\n    return ()\n", dict(f.scope), f"why_not of {op.name}")
 
 
 class Backend(ABC):
@@ -194,7 +188,8 @@ class Backend(ABC):
     ) -> Callable[[F], F]:
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
-        The function has exactly the reference's signature, except that `op.hints` may be left out. Without `bwd` it
+        The function has the reference's signature. It may lack parameters that have a default: calls that give them
+        another value are refused with that reason, except for `op.hints`, which it is not told. Without `bwd` it
         returns what the reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it
         returns `(output, residuals)`; `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in
         `op.grads`, in that order. Residuals are a tuple of tensors and plain values. Forward and backward are always
@@ -212,11 +207,11 @@ class Backend(ABC):
 
         def decorate(function: F) -> F:
             where = f"implementation '{id}'"
-            require_same_signature(op, function, where)
-            forward, refusals = accepting_hints(op, function), _accepts_all(op)
+            require_same_signature(op, function, where, optional(op))
+            absent = lacking(op, function)
             if why_not is not None:
-                require_same_signature(op, why_not, f"why_not of {where}")
-                refusals = accepting_hints(op, why_not)
+                require_same_signature(op, why_not, f"why_not of {where}", absent)
+            forward, refusals = passing_known(op, function), refusing(op, why_not, absent)
             if bwd is not None and not op.grads:
                 raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
             registered = cls.impls.setdefault(op.name, [])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, T
 import torch
 
 from ..errors import ContractError, HalError
+from .adapters import require_same_signature
 from .signature import Fragments, Kind, Schema, define, fragments
 
 if TYPE_CHECKING:
@@ -326,35 +327,6 @@ def _find_op(name: str) -> Op[Any, Any]:
     return OPS[name]
 
 
-def require_same_signature(op: Op[Any, Any], function: Callable[..., Any], what: str) -> None:
-    """Raises HalError unless `function` has the op's parameter names, kinds and defaults, in order.
-
-    Hints may be missing.
-    """
-
-    def parameters(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
-        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
-
-    signature = inspect.signature(function)
-    missing = [h for h in op.hints if h not in signature.parameters]
-    if parameters(signature) != [p for p in parameters(op.signature) if p[0] not in missing]:
-        raise HalError(
-            f"{what} must have the signature of the reference\n  reference: {op.name}{op.signature}\n"
-            f"  found:     {getattr(function, '__name__', function)}{signature}\n"
-            "Use the same names, order and defaults."
-        )
-
-
-def accepting_hints(op: Op[Any, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the op's signature that calls `function` without the hints that it has no parameters for."""
-    signature = inspect.signature(function)
-    if all(h in signature.parameters for h in op.hints):
-        return function
-    f = fragments(op.signature)
-    source = f"def accepting({f.header}):\n    return _function({fragments(signature).passed})\n"
-    return define("accepting", source, {"_function": function, **f.scope}, f"hints of {op.name}")
-
-
 def op(
     *,
     check: Callable[..., None],
@@ -410,4 +382,4 @@ def require(condition: bool, op_name: str, asked: str, found: object, hint: str 
         raise ContractError(f"{op_name}: expected {asked}; found {found}" + (f". {hint}" if hint else ""))
 
 
-__all__ = ["OPS", "Op", "Sample", "TensorSpec", "Tol", "op", "require", "require_same_signature"]
+__all__ = ["OPS", "Op", "Sample", "TensorSpec", "Tol", "op", "require"]

@@ -17,8 +17,9 @@ from hypothesis.errors import Flaky, FlakyFailure
 
 import hal
 import hal.ops  # defines the ops
+from hal.core.adapters import require_same_signature
 from hal.core.backend import Backend, Impl
-from hal.core.op import OPS, Op, Sample, require_same_signature
+from hal.core.op import OPS, Op, Sample
 from hal.errors import HalError
 
 from . import golden

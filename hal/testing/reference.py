@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from hal.comm.contract import Comm, SingleRankComm
-from hal.core.backend import Backend, Impl, Probe, _accepts_all
+from hal.core.adapters import refusing
+from hal.core.backend import Backend, Impl, Probe
 from hal.core.op import OPS
 from hal.errors import BackendUnavailable
 
@@ -22,7 +23,7 @@ class Reference(Backend):
 
     def __init__(self) -> None:
         self.impls = {  # type: ignore[misc]
-            op.name: [Impl(op, "reference", op.reference, _accepts_all(op), op.reference, None, {})]
+            op.name: [Impl(op, "reference", op.reference, refusing(op, None, ()), op.reference, None, {})]
             for op in OPS.values()
         }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import hal
 from hal import Rng, backend_tools, ops
 from hal.backend_tools import with_signature_of
-from hal.core.op import require_same_signature
+from hal.core.adapters import require_same_signature
 
 Q, K = torch.empty(2, 5, 4, 8), torch.empty(2, 9, 2, 8)  # BSND
 

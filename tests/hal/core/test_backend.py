@@ -16,13 +16,13 @@ def test_implementations_keep_their_order(toy, make_backend):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, w=None: x,
+        lambda w=None, *, scale=1.0: w,
         lambda x, weight=None, *, scale=1.0: x,
         lambda x, w=None, scale=1.0: x,
         lambda x, w=None, *, scale=2.0: x,
         lambda *args, **kwargs: args[0],
     ],
-    ids=["missing", "renamed", "positional", "other default", "catch-all"],
+    ids=["lacks x", "renamed", "positional", "other default", "catch-all"],
 )
 def test_another_signature_is_refused_and_both_are_shown(toy, make_backend, function):
     with pytest.raises(hal.HalError, match=r"(?s)implementation 'a' must have the signature.*reference: toy.*found:"):
@@ -77,9 +77,58 @@ def test_an_implementation_that_knows_a_hint_is_given_it(hinted, make_backend):
     assert given == [True, False]
 
 
-def test_only_hints_may_lack(hinted, make_backend):
-    with pytest.raises(hal.HalError, match="must have the signature of the reference"):
-        make_backend().impl(hinted, id="a")(lambda x, *, may_overwrite=False: x)
+def test_calls_with_a_parameter_that_an_implementation_lacks_are_refused(toy, make_backend):
+    backend = make_backend()
+    backend.impl(toy, id="old", why_not=lambda x: ["dtype"] if x.dtype == torch.float64 else [])(lambda x: x * 2)
+    x = torch.ones(2)
+    with hal.activated(backend()):
+        assert torch.equal(toy(x), 2 * x) and torch.equal(toy(x, None, scale=1.0), 2 * x)
+        reasons = hal.why(toy, x, x, scale=3.0).reasons["old"]
+        assert reasons == tuple(f"{name} (the implementation has no such parameter)" for name in ("w", "scale"))
+        assert hal.why(toy, x.double()).reasons == {"old": ("dtype",)}
+        with pytest.raises(hal.UnsupportedOp, match="scale \\(the implementation has no such parameter"):
+            toy(x, scale=3.0)
+
+
+def test_a_backward_of_an_implementation_that_lacks_a_parameter(hinted, make_backend):
+    backend = make_backend()
+    backend.impl(hinted, id="old", bwd=lambda residuals, dy: (dy * 5,))(lambda x: (x * 5, ()))
+    x = torch.ones(2, requires_grad=True)
+    with hal.activated(backend()):
+        hinted(x, may_overwrite=True).sum().backward()
+        assert hal.why(hinted, x, scale=2.0).chosen is None
+    assert torch.equal(x.grad, torch.full((2,), 5.0))
+
+
+def test_a_package_still_loads_after_its_op_has_gained_a_parameter(isolated, make_backend):
+    def declared(reference):
+        hal.OPS.pop("growing", None)
+        reference.__name__ = "growing"
+        return hal.op(check=reference, tol={}, samples=lambda: None)(reference)
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def second(x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        return x + shift
+
+    def package(op):
+        backend = make_backend()
+        backend.impl(op, id="acme", why_not=hal.by_metadata(lambda x: []))(lambda x: x.clone())
+        return backend()
+
+    for op in (declared(first), declared(second)):
+        with hal.activated(package(op)):
+            assert op(torch.ones(1)).item() == 1
+    with hal.activated(package(op)):
+        assert hal.why(op, torch.ones(1), shift=1.0).reasons == {
+            "acme": ("shift (the implementation has no such parameter)",)
+        }
+
+
+def test_why_not_has_the_parameters_that_the_implementation_has(toy, make_backend):
+    with pytest.raises(hal.HalError, match="why_not of implementation 'a' must have the signature"):
+        make_backend().impl(toy, id="a", why_not=lambda x: [])(toy.reference)
 
 
 def test_a_hint_has_a_default_and_a_name(isolated):
