@@ -3,8 +3,10 @@
 `check_sample` raises `Failure` unless: why_not is pure, gives the same reasons for meta tensors, and the implementation
 runs exactly when there are none; outputs and gradients are within tolerance of the float64 reference; nothing but
 `op.mutates` is written, not even between the elements of a strided argument; outputs do not share memory with
-arguments; a second call and a second backward give the same bits, with and without autograd; non-contiguous upstream
-gradients are accepted; and all memory of the call is freed once its results and its graph are deleted.
+arguments; a second call and a second backward give the same bits, with and without autograd; results that are read
+without synchronising the device are complete, also if the arguments are overwritten as soon as the call has returned;
+non-contiguous upstream gradients are accepted; and all memory of the call is freed once its results and its graph are
+deleted.
 """
 
 from __future__ import annotations
@@ -112,14 +114,25 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
         if subject.impl.bwd is not None and takes_needs(subject.impl.bwd):
             _must_not_depend_on_needs(subject, sample, arguments, again, dys_there)
         _must_not_depend_on_hints(subject, sample, again, dys_there)
-    repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False)
-    for name, y in outcome.outputs.items():
-        if not equal_bits(y, repeated.outputs[name]):
-            raise subject.fail(f"{name} differs in bits in a second, equal call (without autograd)", sample)
+    repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False, overwrite=True)
+    changed = _different(outcome, repeated)
+    if changed:
+        third = _run(subject, sample, build(op, sample, dtype, subject.device), False)
+        if _different(outcome, third):
+            raise subject.fail(f"{changed[0]} differs in bits in a second, equal call (without autograd)", sample)
+        raise subject.fail(
+            f"{changed[0]} is wrong if the arguments are overwritten once the call has returned: it still reads them",
+            sample,
+        )
     for name, value in _settings().items():
         if value != settings[name]:
             raise subject.fail(f"the call changed {name}, which belongs to the whole process", sample)
     return Verdict((), worst)
+
+
+def _different(outcome: Outcome, other: Outcome) -> list[str]:
+    """The names of the outputs whose bits differ."""
+    return [name for name, y in outcome.outputs.items() if not equal_bits(y, other.outputs[name])]
 
 
 def _settings() -> dict[str, object]:
@@ -246,13 +259,19 @@ def _run(
     arguments: Mapping[str, Any],
     with_grad: bool,
     wanted: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> Outcome:
+    """Executes the call. overwrite: whether its arguments are overwritten as soon as it has returned."""
     calls = subject.calls
     try:
         outcome = run(subject.op, subject.op, arguments, with_grad, wanted)
+        if overwrite:
+            _overwrite({n: x for n, x in arguments.items() if n not in subject.op.mutates})
+        early = _copies(outcome.outputs)
         subject.backend.synchronize()
     except Exception as error:
         raise subject.fail(f"accepted the call and raised {type(error).__name__}: {error}", sample) from error
+    _must_have_been_done(subject, sample, early, outcome.outputs)
     if subject.calls != calls + 1:
         raise subject.fail("why_not accepted the call, then refused it: it is not pure", sample)
     return outcome
@@ -261,10 +280,38 @@ def _run(
 def _backward(subject: Subject, sample: Sample, outcome: Outcome, dys: Sequence[Tensor]) -> dict[str, Tensor | None]:
     try:
         grads = backward(outcome, dys)
+        early = _copies(grads)
         subject.backend.synchronize()
     except Exception as error:
         raise subject.fail(f"the backward raised {type(error).__name__}: {error}", sample) from error
+    _must_have_been_done(subject, sample, early, {f"the gradient of {name}": x for name, x in grads.items()})
     return grads
+
+
+def _copies(values: Mapping[str, Any]) -> list[Tensor | None]:
+    """Copies on the CPU, read as a model reads results: without synchronising the device."""
+    return [x.detach().cpu().clone() if isinstance(x, Tensor) else None for x in values.values()]
+
+
+def _must_have_been_done(
+    subject: Subject, sample: Sample, early: Sequence[Tensor | None], values: Mapping[str, Any]
+) -> None:
+    """early: the values as they were read before the device was synchronised."""
+    for (name, value), copy in zip(values.items(), early):
+        if copy is not None and not equal_bits(copy, value):
+            raise subject.fail(
+                f"{name} was read before the work was done: it changed when the device was synchronised. Work must be "
+                "ordered on the backend's current stream, where later operations of torch wait for it",
+                sample,
+            )
+
+
+def _overwrite(arguments: Mapping[str, Any]) -> None:
+    """Overwrites the storages of all tensors, as a model may do once a call has returned."""
+    for _, _, x in tensors(arguments):
+        if _strided(x) and x.numel():
+            count = x.untyped_storage().nbytes() // x.element_size()
+            x.detach().as_strided((count,), (1,), 0).fill_(float("nan") if x.is_floating_point() else 0)
 
 
 def _compare(

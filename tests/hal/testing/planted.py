@@ -11,10 +11,10 @@ class Cpu(HostBackend):
     name = "planted"
 
 
-def plant(op, function, *, why_not=None, bwd=None, waivers=None):
-    """A backend whose only implementation is `function(**arguments)`, with the op's signature."""
+def plant(op, function, *, why_not=None, bwd=None, waivers=None, backend=Cpu):
+    """A `backend` whose only implementation is `function(**arguments)`, with the op's signature."""
 
-    class Planted(Cpu):
+    class Planted(backend):
         pass
 
     Planted.impl(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+import time
 
 import pytest
 import torch
@@ -197,6 +199,83 @@ def test_a_wrong_backward_is_caught_and_named(bwd, message):
     report, messages = verdict(plant(softmax, softmax_forward, bwd=bwd), softmax)
     assert not report.ok
     assert message in messages
+
+
+class Late(Cpu):
+    """Computes in threads, which `synchronize` waits for."""
+
+    def __init__(self):
+        self.running = []
+
+    def synchronize(self):
+        while self.running:
+            self.running.pop().join()
+
+    def start(self, work):
+        self.running.append(threading.Thread(target=work))
+        self.running[-1].start()
+
+
+def test_results_that_are_there_too_late_are_caught():
+    def late(tensors):
+        out = torch.zeros(())
+
+        def work():
+            time.sleep(0.02)
+            out.copy_(ops.l2norm.reference(tensors))
+
+        backend.start(work)
+        return out
+
+    backend = plant(ops.l2norm, late, backend=Late)
+    _, messages = verdict(backend, ops.l2norm, examples=0)
+    assert "the output was read before the work was done: it changed when the device was synchronised" in messages
+
+
+def test_gradients_that_are_there_too_late_are_caught():
+    def bwd(residuals, dy):
+        (gradient,) = right_backward(residuals, dy)
+        out = torch.zeros_like(gradient)
+
+        def work():
+            time.sleep(0.02)
+            out.copy_(gradient)
+
+        backend.start(work)
+        return (out,)
+
+    backend = plant(softmax, softmax_forward, bwd=bwd, backend=Late)
+    _, messages = verdict(backend, softmax, examples=0)
+    assert "the gradient of x was read before the work was done" in messages
+
+
+class ReadWhenUsed(torch.Tensor):
+    """A result that is computed when it is copied to the host, from what the arguments hold by then."""
+
+    work = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.detach:
+            with torch._C.DisableTorchFunctionSubclass():
+                args[0].copy_(args[0].work())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_arguments_that_are_still_read_after_the_call_are_caught():
+    def lazy(tensors):
+        out = torch.zeros(()).as_subclass(ReadWhenUsed)
+        first = []
+
+        def work():
+            return first[0] if first else first.append(ops.l2norm.reference(tensors)) or first[0]
+
+        out.work = work
+        return out
+
+    _, messages = verdict(plant(ops.l2norm, lazy), ops.l2norm, examples=0)
+    assert "the output is wrong if the arguments are overwritten once the call has returned" in messages
 
 
 def test_forgotten_residuals_are_named():
