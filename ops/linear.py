@@ -26,7 +26,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         require(bias.dtype == weight.dtype, "linear", f"bias of weight's dtype {weight.dtype}", bias.dtype)
 
 
-def _directed() -> list[Sample]:
+def _edge_cases() -> list[Sample]:
     return [
         Sample((TensorSpec((3, 4)), TensorSpec((5, 4)), TensorSpec((5,)))),
         Sample((TensorSpec((2, 3, 17)), TensorSpec((9, 17)))),
@@ -67,7 +67,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-2, 2e-3),
     },
     samples=_samples,
-    edge_cases=_directed,
+    edge_cases=_edge_cases,
     grads=("x", "weight", "bias"),
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ def _wgrad_sample(
     return Sample((TensorSpec((*lead, n_in), strided=strided), TensorSpec((*lead, n_out), strided=strided), *sums))
 
 
-def _directed_wgrad() -> list[Sample]:
+def _edge_cases_wgrad() -> list[Sample]:
     return [
         _wgrad_sample((3,), 4, 5, True),
         _wgrad_sample((2, 3), 17, 9, False),
@@ -128,7 +128,7 @@ def _samples_wgrad() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-2, 2e-3),
     },
     samples=_samples_wgrad,
-    edge_cases=_directed_wgrad,
+    edge_cases=_edge_cases_wgrad,
     mutates=("main_grad", "main_bias_grad"),
 )
 def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:

@@ -37,7 +37,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> None:
     _require_weight("rms_norm", x, "weight", weight, eps)
 
 
-def _directed(weights: int) -> list[Sample]:
+def _edge_cases(weights: int) -> list[Sample]:
     def call(*shape: int, grad: bool = True, weight_dtype: torch.dtype | None = None, **kw: object) -> Sample:
         x = TensorSpec(shape, **kw)  # type: ignore[arg-type]
         return Sample((x, *[TensorSpec(shape[-1:], dtype=weight_dtype)] * weights), grad=grad)
@@ -78,7 +78,7 @@ def _samples(weights: int) -> SearchStrategy[Sample]:
     check=_check_layer_norm,
     tol=_TOL,
     samples=lambda: _samples(2),
-    edge_cases=lambda: _directed(2),
+    edge_cases=lambda: _edge_cases(2),
     grads=("x", "weight", "bias"),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -97,7 +97,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     check=_check_rms_norm,
     tol=_TOL,
     samples=lambda: _samples(1),
-    edge_cases=lambda: _directed(1),
+    edge_cases=lambda: _edge_cases(1),
     grads=("x", "weight"),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -60,7 +60,7 @@ def _adamw_call(shapes: list[tuple[int, ...]], model: torch.dtype | None = None,
     return Sample((tensors(), tensors(dtype=model), tensors(), squares), {"step": 1, "lr": 0.01, **kw})
 
 
-def _directed_adamw() -> list[Sample]:
+def _edge_cases_adamw() -> list[Sample]:
     return [
         _adamw_call([(3, 4), (7,), ()]),
         _adamw_call([(0,), (5,)], step=10, beta1=0.9, beta2=0.95),
@@ -95,7 +95,7 @@ def _samples_adamw() -> SearchStrategy[Sample]:
     check=_check_adamw,
     tol={torch.float32: Tol(1e-6, 4e-6)},  # a dozen float32 operations per element; model_params: see kit
     samples=_samples_adamw,
-    edge_cases=_directed_adamw,
+    edge_cases=_edge_cases_adamw,
     mutates=("params", "exp_avgs", "exp_avg_sqs", "model_params"),
 )
 def adamw(
@@ -141,7 +141,7 @@ def _lists(*shapes: tuple[int, ...], **how: Any) -> list[TensorSpec]:
     return [TensorSpec(shape, **how) for shape in shapes]
 
 
-def _directed_lists() -> list[list[TensorSpec]]:
+def _edge_cases_lists() -> list[list[TensorSpec]]:
     return [
         _lists((3, 4), (7,), ()),
         _lists((0,), (5,)),
@@ -169,7 +169,7 @@ def _samples_lists() -> SearchStrategy[list[TensorSpec]]:
         torch.float16: Tol(1e-6, 4e-6),
     },
     samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors,))),
-    edge_cases=lambda: [Sample((tensors,)) for tensors in _directed_lists()],
+    edge_cases=lambda: [Sample((tensors,)) for tensors in _edge_cases_lists()],
 )
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """sqrt of the sum of squares over all elements of all tensors; float32 scalar on their device (0 for none)."""
@@ -196,7 +196,7 @@ def _check_unscale(grads: Sequence[Tensor], inv_scale: float) -> None:
         torch.float16: Tol(6e-8, 9.8e-4),
     },
     samples=lambda: _samples_lists().map(lambda tensors: Sample((tensors, 0.37))),
-    edge_cases=lambda: [Sample((tensors, 2.0**-16)) for tensors in _directed_lists()],
+    edge_cases=lambda: [Sample((tensors, 2.0**-16)) for tensors in _edge_cases_lists()],
     mutates=("grads",),
 )
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:

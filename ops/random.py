@@ -69,7 +69,7 @@ def _check_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
     rng.indexing(shape)
 
 
-def _directed_uniform() -> list[Sample]:
+def _edge_cases_uniform() -> list[Sample]:
     return [
         Sample(((),), {"rng": Rng(0)}),
         Sample(((0, 3),), {"rng": Rng(1)}),
@@ -91,7 +91,7 @@ def _samples_uniform() -> SearchStrategy[Sample]:
     check=_check_uniform,
     tol={torch.float32: Tol(0.0, 0.0)},  # integers: there is nothing to round
     samples=_samples_uniform,
-    edge_cases=_directed_uniform,
+    edge_cases=_edge_cases_uniform,
 )
 def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
     """Uniform float32 in [0, 1), multiples of 2**-24, of `shape` on `device` (default: the active backend's)."""
@@ -105,7 +105,7 @@ def _check_dropout(x: Tensor, p: float, rng: Rng | None) -> None:
         rng.indexing(x.shape)
 
 
-def _directed_dropout() -> list[Sample]:
+def _edge_cases_dropout() -> list[Sample]:
     rng = Rng(5, 9)
     return [
         Sample((TensorSpec((4, 6)), 0.0, None)),
@@ -137,7 +137,7 @@ def _samples_dropout() -> SearchStrategy[Sample]:
         torch.float64: Tol(0.0, 4.5e-16),
     },
     samples=_samples_dropout,
-    edge_cases=_directed_dropout,
+    edge_cases=_edge_cases_dropout,
     grads=("x",),
 )
 def dropout(x: Tensor, p: float, rng: Rng | None) -> Tensor:

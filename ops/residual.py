@@ -29,7 +29,7 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, 
         rng.indexing(x.shape)
 
 
-def _directed() -> list[Sample]:
+def _edge_cases() -> list[Sample]:
     rng = Rng(21, 4)
     x = TensorSpec((3, 2, 10))
     return [
@@ -69,7 +69,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(2e-3, 2e-3),
     },
     samples=_samples,
-    edge_cases=_directed,
+    edge_cases=_edge_cases,
     grads=("x", "bias", "residual"),
 )
 def bias_dropout_add(

@@ -41,7 +41,7 @@ def _call(
     return Sample((TensorSpec(tuple(dims[c] for c in layout), strided=strided), angle, angle), {"layout": layout, **kw})
 
 
-def _directed() -> list[Sample]:
+def _edge_cases() -> list[Sample]:
     return [
         *(_call(layout, (5, 2, 3, 8, 4), False, interleaved=i) for layout in _LAYOUTS for i in (False, True)),
         *(_call(layout, (5, 2, 3, 8, 4), True) for layout in _LAYOUTS[:-1]),
@@ -77,7 +77,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(2e-3, 2e-3),
     },
     samples=_samples,
-    edge_cases=_directed,
+    edge_cases=_edge_cases,
     grads=("x",),
 )
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Tensor:

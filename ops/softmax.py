@@ -32,7 +32,7 @@ def _check(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bo
         require(fits, _OP, f"a mask that broadcasts to {tuple(x.shape)}", tuple(mask.shape))
 
 
-def _directed() -> list[Sample]:
+def _edge_cases() -> list[Sample]:
     def mask(*shape: int, p: float = 0.5) -> TensorSpec:
         return TensorSpec(shape, "bool", p=p, dtype=torch.bool)
 
@@ -80,7 +80,7 @@ def _samples() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-4, 2e-3),  # one rounding to 11 bits; subnormals below 6e-5
     },
     samples=_samples,
-    edge_cases=_directed,
+    edge_cases=_edge_cases,
     grads=("x",),
 )
 def scale_mask_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:

@@ -31,7 +31,7 @@ def _check_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm:
     _require_ids("embedding", "ids", ids, vocab_start, comm)
 
 
-def _directed_embedding() -> list[Sample]:
+def _edge_cases_embedding() -> list[Sample]:
     return [
         Sample((TensorSpec((11, 6)), TensorSpec((4, 5), "int", high=11, dtype=torch.int64))),
         Sample((TensorSpec((3, 7)), TensorSpec((50,), "int", high=3, dtype=torch.int64))),  # every id many times
@@ -60,7 +60,7 @@ def _samples_embedding() -> SearchStrategy[Sample]:
         torch.float16: Tol(8e-3, 2e-3),
     },
     samples=_samples_embedding,
-    edge_cases=_directed_embedding,
+    edge_cases=_edge_cases_embedding,
     grads=("weight",),
 )
 def embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> Tensor:
@@ -94,7 +94,7 @@ def _check_cross_entropy(
     _require_ids(op, "target", target, vocab_start, comm)
 
 
-def _directed_cross_entropy() -> list[Sample]:
+def _edge_cases_cross_entropy() -> list[Sample]:
     def target(shape: tuple[int, ...], v: int) -> TensorSpec:
         return TensorSpec(shape, "int", high=v, dtype=torch.int64)
 
@@ -150,7 +150,7 @@ def _samples_cross_entropy() -> SearchStrategy[Sample]:
         torch.float16: Tol(1e-3, 2e-3),
     },
     samples=_samples_cross_entropy,
-    edge_cases=_directed_cross_entropy,
+    edge_cases=_edge_cases_cross_entropy,
     grads=("logits",),
     hints=("inplace_backward",),
 )

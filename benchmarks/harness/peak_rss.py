@@ -19,7 +19,7 @@ from .case import Thunk
 def _stats() -> Mapping[str, int]:
     stats = target.backend().memory_stats()
     if not {"allocated", "peak"} <= stats.keys():
-        raise HalError(f"the backend '{target.backend().name}' does not say how much memory is in use here")
+        raise HalError(f"the backend '{target.backend().name}' reports no memory statistics")
     return stats
 
 

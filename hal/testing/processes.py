@@ -93,5 +93,5 @@ def _child(pipe: Connection, variables: Mapping[str, str], function: Callable[..
         pipe.send((True, function(*args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
-    # Without running destructors: those of process groups wait for peers that may have ended.
+    # Destructors are not run, because those of process groups wait for peers that may have ended.
     os._exit(0)

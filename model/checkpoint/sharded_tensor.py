@@ -53,11 +53,6 @@ class LocalShard(Tensor):
         for b in self.blocks:
             whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.view.shape))].copy_(b.view)
 
-    def copy_from(self, whole: Tensor) -> None:
-        """Copies from a tensor of the full shape into the blocks."""
-        for b in self.blocks:
-            b.view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.view.shape))])
-
     def copied(self) -> LocalShard:
         """The same shard with copies of the blocks in host memory."""
         copies = [Block(b.offsets, torch.empty(b.view.shape, dtype=b.view.dtype).copy_(b.view)) for b in self.blocks]

@@ -147,11 +147,6 @@ def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) ->
     return config
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Option values by field name, from a file or from the ready configuration of that name. Raises ConfigError."""
-    return read_config(path).values
-
-
 def read_config(path: str) -> Reading:
     """Reads a --config file: HAL's options by name, or the sections of MindSpeed-Core-MS or the MindFormers tutorial.
 

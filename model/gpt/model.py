@@ -24,25 +24,14 @@ from .dropout_rng import DropoutRng
 from .layers import Init, Norm, VocabParallelEmbedding, column_linear
 from .mlp import MLP
 
+if TYPE_CHECKING:
+    from .kv_cache import KeyValueCache
+
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 """Names of parameters. With tied embeddings, OUTPUT_LAYER exists only on a last pipeline stage that lacks the
 embedding: it is that stage's copy of WORD_EMBEDDING."""
-
-
-def saved_name(name: str, config: Config) -> str:
-    """The name of a parameter in checkpoints; a copy of the tied weight has the name of the word embedding."""
-    tied = not config.untie_embeddings_and_output_weights
-    return WORD_EMBEDDING if tied and name == OUTPUT_LAYER else name
-
-
-if TYPE_CHECKING:
-    from .kv_cache import KeyValueCache
-
-
-WORD_EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Parameter names of the two tables of the vocabulary, which are a single weight if they are tied."""
 
 
 class PositionEmbedding(nn.Module):

@@ -35,7 +35,7 @@ def cpu():
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_every_directed_sample_passes_the_check_in_every_dtype_and_has_finite_oracle(op):
+def test_every_edge_case_passes_the_check_in_every_dtype_and_has_finite_oracle(op):
     samples = op.edge_cases()
     assert samples
     for sample in samples:

@@ -17,7 +17,7 @@ struct backward_space {
 enum { ROW = FA_QUERIES / KU };  // units in a row of queries
 
 // For `count` keys (4, or KU) of one vector of queries, at s and dp: replaces S by keep P and dP by P (keep' dP -
-// delta), where keep' is 0 or 1 / (1 - p), as dropout decides.
+// delta), where keep' is 0 for a probability that dropout drops, else 1 / (1 - p).
 HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
                          const struct backward_space *w) {
     vec ds[4];
@@ -330,7 +330,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, seq.sk);
 }
 
-// dK and dV of a cut head: the sum of its pieces' scratch, in their order. Called by every thread of the team.
+// dK and dV of a head that is divided into pieces: the sum of the pieces' partial results, in the order of the pieces.
+// Called by every thread of the team.
 static void backward_reduce(const struct fa_call *call, const struct fa_piece *pieces, int64_t count, const real *slots,
                             int64_t slot_size, real *sum) {
     const struct fa_sequence seq = fa_sequence(call, pieces->batch);

@@ -109,7 +109,7 @@ HAL_INLINE vec exp2_of(vec x) {
 #include "flash_attention_backward.h"
 
 // Up to FA_DECODE_QUERIES queries are bound by the memory traffic of K and V: they take the decode path, which has no
-// dropout. Its pieces are complete heads, because so few queries are one tile.
+// dropout. Its pieces are complete heads, because so few queries fit into one tile.
 static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space) {
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold)

@@ -1,4 +1,4 @@
-// The weight gradient of a linear layer, dW (+)= dY^T X, with the bias gradient on the way. One arithmetic kind
+// The weight gradient of a linear layer, dW (+)= dY^T X, and optionally the bias gradient. One arithmetic kind
 // (vectors.h): float32, or bfloat16 pairs of tokens multiplied into floats. Sums are float32 in both. Included once by
 // linear_<kind>.c.
 //
@@ -133,9 +133,9 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
     for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
         const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        // Packing dY from memory takes up to half as long as multiplying it with one panel. With 16 panels per thread
-        // that is little; with 2 it costs less than an uneven distribution of blocks, with 1 less than threads without
-        // a block.
+        // Packing dY from memory takes up to half as long as multiplying it with one panel. Packing once
+        // per thread (apart) pays with 16 panels per thread. With 2, it costs less than distributing few blocks unevenly,
+        // and with 1, less than leaving threads without a block.
         const int apart = panels >= 16 * team || (panels >= 2 * team && blocks < 8 * team) ||
                           (panels >= team && blocks < team);
         for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {

@@ -8,8 +8,7 @@ int64_t hal_shm_bytes(int size);
 void hal_shm_close(uintptr_t handle);
 // Runs one collective: `count` elements per piece (a piece is the entire input, except for reduce_scatter and
 // all_to_all, whose input has one per rank). kind, reduction, dtype: the enums in shared_memory.c. root: the sender of
-// a broadcast.
-// bytes: of an element. Returns 0, or 256 * fault + peer.
+// a broadcast. bytes: the size of an element. Returns 0, or 256 * fault + peer.
 int hal_shm_run(uintptr_t handle, uintptr_t in, uintptr_t out, int64_t count, int root, int kind, int bytes, int dtype,
                 int reduction);
 // Whether `peer` has posted its part of the step that this rank is in.

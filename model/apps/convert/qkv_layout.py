@@ -28,11 +28,6 @@ def pairs_to_halves(x: Tensor, head: int) -> Tensor:
     return x.reshape(-1, head // 2, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def halves_to_pairs(x: Tensor, head: int) -> Tensor:
-    """The inverse of pairs_to_halves."""
-    return x.reshape(-1, 2, head // 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2).contiguous()
-
-
 def reorder_legacy_qkv(mixed: Tensor, heads: int, head: int, version: float) -> Tensor:
     """Reorders a QKV matrix of early Megatron-LM versions: rows are [3, n, d] in version 0, [n, d, 3] in version 1."""
     if version >= 2.0:

@@ -92,7 +92,7 @@ def parse(body: bytes) -> Completion:
             # A union reports every alternative that failed; its first element names the field.
             where = str(first["loc"][0]) if first["loc"] else None
             raise BadRequest(f"{where or 'the body'}: {first['msg']}", where) from None
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
     unsupported = {
         "best_of": asked.best_of not in (None, asked.samples),
         "suffix": bool(asked.suffix),
@@ -104,9 +104,9 @@ def parse(body: bytes) -> Completion:
         if wanted:
             raise BadRequest(f"{name} is not supported; leave it out", name)
     if asked.echo and asked.logprobs is not None:
-        raise BadRequest("echo with logprobs is not supported: log-probabilities are of generated tokens", "echo")
+        raise BadRequest("echo with logprobs is not supported: only generated tokens have log-probabilities", "echo")
     if set(asked.stream_options or ()) - {"include_usage"} or (asked.stream_options and not asked.stream):
-        raise BadRequest("stream_options takes include_usage only, with stream", "stream_options")
+        raise BadRequest("stream_options may contain include_usage only, and needs stream", "stream_options")
     try:
         _ = asked.sampling
     except ConfigError as error:

@@ -35,7 +35,7 @@ def _operators(fused: bool) -> Rule:
                 reading.note(key, "masked_softmax is used where flash attention is not")
             elif name in ("rope", "rmsnorm", "swiglu", "gradient_accumulation"):
                 if not fused:
-                    reading.note(key, f"whether {name} is fused is the backend's choice; --pin names an implementation")
+                    reading.note(key, f"the backend decides whether {name} is fused; --pin selects an implementation")
             else:
                 raise reading.refuse(key, f"there is no operator {name!r}")
 

@@ -107,5 +107,5 @@ def test_peaks_are_taken_after_the_given_numbers_of_steps(counting) -> None:
 
 def test_a_backend_without_memory_statistics_is_an_error(counting, monkeypatch) -> None:
     monkeypatch.setattr(Counting, "memory_stats", lambda self: {})
-    with pytest.raises(HalError, match="does not say how much memory"):
+    with pytest.raises(HalError, match="reports no memory statistics"):
         peak_rss.peak_of(lambda: lambda: None, 1)

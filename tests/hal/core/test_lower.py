@@ -48,7 +48,7 @@ def test_opcheck(op):
 
 
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
-def test_lowered_equals_eager_forward_and_backward_on_every_directed_call(op):
+def test_lowered_equals_eager_forward_and_backward_on_every_edge_case(op):
     lowered = hal.lower(op)
     for sample in op.edge_cases():
         with_grad = bool(op.grads) and sample.grad

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from hal.model.config.command_line import parse, parser, read_yaml
+from hal.model.config.command_line import parse, parser, read_config
 from hal.model.config.schema import READY, Config, ConfigError, GivenOptions, ready_configuration, resolve
 
 DOCUMENTED = """
@@ -135,7 +135,7 @@ def test_wrong_yaml(tmp_path, content, words):
 @pytest.mark.parametrize("path", sorted(READY.glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_ready_configuration_is_found_by_name(path):
     assert ready_configuration(path.stem) == path
-    assert read_yaml(path.stem)
+    assert read_config(path.stem).values
 
 
 def test_a_ready_configuration_is_used_by_name_and_the_command_line_wins():
@@ -159,7 +159,7 @@ def test_every_option_has_help_and_a_known_kind():
 def test_a_config_holds_none_only_where_absence_is_a_value():
     """The type of every field that may be None says so, and the type of a derived field never does."""
     hints = typing.get_type_hints(Config)
-    configs = [Config(), *(resolve(read_yaml(path.stem)) for path in READY.glob("*.yaml"))]
+    configs = [Config(), *(resolve(read_config(path.stem).values) for path in READY.glob("*.yaml"))]
     for option in dataclasses.fields(Config):
         optional = isinstance(hints[option.name], types.UnionType)
         assert optional or all(getattr(config, option.name) is not None for config in configs)

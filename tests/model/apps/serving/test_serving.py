@@ -122,9 +122,9 @@ def test_stop_texts_echo_and_ids(serve):
 
 
 REFUSED = [
-    (b"", 400, "no JSON"),
-    (b"\xff\xfe", 400, "no JSON"),
-    (b"[" * 100_000, 400, "no JSON"),
+    (b"", 400, "not valid JSON"),
+    (b"\xff\xfe", 400, "not valid JSON"),
+    (b"[" * 100_000, 400, "not valid JSON"),
     ([1], 400, "the body"),
     ({"promt": "x"}, 400, "promt: Extra inputs"),
     ({"prompt": {"a": 1}}, 400, "prompt"),
