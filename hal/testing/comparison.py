@@ -35,12 +35,16 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
 
     All three have one shape; y may be on any device. Integer and bool tensors must be equal.
     """
-    got, exact = y.detach().cpu(), exact.detach()
-    if got.numel() == 0:
+    if y.numel() == 0:
         return Error(0.0, "")
+    return _worst(errors(y, exact, native, tol, dtype, gradient=gradient), y.detach().cpu(), exact.detach())
+
+
+def errors(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dtype, *, gradient: bool = False) -> Tensor:
+    """The error of every element in tolerances, float64 of y's shape; arguments as of `measure`."""
+    got, exact = y.detach().cpu(), exact.detach()
     if not got.is_floating_point():
-        wrong = got != exact.to(got.dtype)
-        return _worst(_infinite_at(wrong), got, exact) if wrong.any() else Error(0.0, "")
+        return _infinite_at(got != exact.to(got.dtype))
     eps = torch.finfo(got.dtype).eps
     got, native = got.to(torch.float64), native.detach().to(torch.float64)
     # Beyond the range of y's dtype, infinity is the correct result.
@@ -49,7 +53,7 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     finite = right.isfinite() & got.isfinite()
     misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
     if misplaced.any():
-        return _worst(_infinite_at(misplaced), got, right)
+        return _infinite_at(misplaced)
     zero = torch.zeros_like(got)
     size = torch.where(finite, exact.abs(), zero)
     error = torch.where(finite, (got - exact).abs(), zero)
@@ -61,7 +65,7 @@ def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dty
     by_element = torch.where(error == 0, zero, error / allowed)
     lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
     by_tensor = error / max(2.0 * float(lost), atol + max(eps, tol.rtol / 2) * top, 1e-300)
-    return _worst(torch.maximum(by_element, by_tensor), got, exact)
+    return torch.maximum(by_element, by_tensor)
 
 
 def _infinite_at(wrong: Tensor) -> Tensor:
