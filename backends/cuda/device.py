@@ -95,14 +95,16 @@ class Cuda(hal.Backend):
         return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
 
     def memory_stats(self) -> Mapping[str, int]:
-        """Bytes of torch's allocator on the current device: "allocated", "peak", "reserved", "total"."""
+        """Bytes on the current device: "allocated", "peak" and "reserved" by torch's allocator, "free" and "total"."""
         if self.simulated:
             return {}
+        free, total = torch.cuda.mem_get_info()
         return {
             "allocated": torch.cuda.memory_allocated(),
             "peak": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
-            "total": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            "free": free,
+            "total": total,
         }
 
     def reset_peak_memory(self) -> None:

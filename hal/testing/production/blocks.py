@@ -8,6 +8,7 @@ always among them.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ RUN = 8
 CHUNK = 1 << 24
 """Elements per tensor that the reference reads at a time when it sums over all rows."""
 
-_LIMITS = (1 << 31, 1 << 32)
+_OFFSET_LIMITS = (1 << 31, 1 << 32)
+"""Where offsets of 32 bits wrap, signed and unsigned; counted in elements or in bytes."""
+
 _GRID_LIMIT = 65_535
 
 Pick = Callable[[Tensor], Tensor]
@@ -44,6 +47,10 @@ class Part:
 @dataclass(frozen=True)
 class Block:
     """What is compared of one part of a call. name: the part, for messages.
+
+    Rows 8 to 15 of y = rms_norm(x, weight) and of dx are one block: a single part with x[8:16], whose upstream gradient
+    is dy[8:16]; outputs {"the output": ("the output", rows 8 to 15)}, gradients {"x": rows 8 to 15}. The gradient of
+    the weight is another: a part per chunk of rows, no outputs, gradients {"weight": all of it}.
 
     parts: the reference's calls, made one at a time because each may need much memory. outputs: label of an output of
     the part -> (label of the whole call's output, the part of it that must equal the reference's output); only for a
@@ -82,18 +89,18 @@ def _narrow(dim: int, start: int, length: int) -> Pick:
     return lambda x: x.narrow(dim, start, length)
 
 
-def _cut(arguments: Arguments, picks: Mapping[str, Pick], draw: tuple[str, int, int] | None = None) -> dict[str, Any]:
+def _cut(arguments: Arguments, picks: Mapping[str, Pick], drawn: tuple[str, int, int] | None = None) -> dict[str, Any]:
     """The arguments on the CPU, those in `picks` replaced by copies of their parts.
 
-    draw: (parameter whose shape the op draws, dimension, start) if the block begins at `start` of that dimension.
+    drawn: (parameter whose shape the op draws, dimension, start) if the block begins at `start` of that dimension.
     """
     cut = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             part = value.detach()
             cut[name] = picks[name](part).cpu().clone() if name in picks else part.cpu()
-    if draw is not None and arguments.get("rng") is not None:
-        name, dim, start = draw
+    if drawn is not None and arguments.get("rng") is not None:
+        name, dim, start = drawn
         shape = arguments[name].shape
         first = [0] * len(shape)
         first[dim] = start
@@ -101,12 +108,14 @@ def _cut(arguments: Arguments, picks: Mapping[str, Pick], draw: tuple[str, int, 
     return cut
 
 
-def _starts(count: int, width: int, random: random.Random, drawn: int, run: int = RUN) -> list[int]:
-    """Where blocks of `run` rows begin among `count` rows of `width` elements."""
+def _starts(x: Tensor, dim: int, draw: random.Random, *, run: int = RUN, drawn: int = 4) -> list[int]:
+    """Where blocks of `run` rows begin among the rows of x, which is contiguous, in dimension `dim`."""
+    count, width = x.shape[dim], max(1, math.prod(x.shape[dim + 1 :]))
     last = max(0, count - run)
-    at_limits = [limit // width - run // 2 for limit in _LIMITS] + [_GRID_LIMIT - run // 2]
-    chosen = {0, last, *(at for at in at_limits if 0 < at < last)}
-    return sorted(chosen | {random.randint(0, last) for _ in range(drawn)})
+    limits = {limit // width for limit in _OFFSET_LIMITS}
+    limits |= {limit // (width * x.element_size()) for limit in _OFFSET_LIMITS} | {_GRID_LIMIT}
+    at_limits = {limit - run // 2 for limit in limits}
+    return sorted({0, last} | {at for at in at_limits if 0 < at < last} | {draw.randint(0, last) for _ in range(drawn)})
 
 
 def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4) -> Blocks:
@@ -115,11 +124,9 @@ def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4) -> Blocks:
     names: the parameters that have the rows in dimension `dim`, as the output has; the op draws the first one's shape.
     """
 
-    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
-        first = arguments[names[0]]
-        count = first.shape[dim]
-        width = first.stride(dim) if first.is_contiguous() else first[0].numel()
-        for start in _starts(count, width, random, drawn, run):
+    def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+        count = arguments[names[0]].shape[dim]
+        for start in _starts(arguments[names[0]], dim, draw, run=run, drawn=drawn):
             pick = _narrow(dim, start, min(run, count - start))
             present = {name: pick for name in names if arguments[name] is not None}
 
@@ -143,11 +150,11 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
     [rows, columns]. gated: column c of the output depends on columns c and c + h of the parameters, which have 2 h.
     """
 
-    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         present = {name: dim for name, dim in dims.items() if arguments[name] is not None}
         first, dim = next(iter(present.items()))
         count = arguments[first].shape[dim] // (2 if gated else 1)
-        for start in _starts(count, 1 << 40, random, 1):
+        for start in sorted({0, max(0, count - RUN), draw.randint(0, max(0, count - RUN))}):
             length = min(RUN, count - start)
 
             def both(x: Tensor, dim: int, start: int = start, length: int = length) -> Tensor:
@@ -173,7 +180,7 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
 def sums(*names: str, over: Sequence[str]) -> Blocks:
     """The gradients of the parameters `names`, which are sums over the rows (dimension 0) of the parameters `over`."""
 
-    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         x = arguments[over[0]]
         step = max(1, CHUNK // max(1, x[0].numel()))
 
@@ -187,9 +194,9 @@ def sums(*names: str, over: Sequence[str]) -> Blocks:
     return blocks
 
 
-def every(*several: Blocks) -> Blocks:
-    """The blocks of each of the arguments."""
-    return lambda arguments, random: (block for blocks in several for block in blocks(arguments, random))
+def every(*functions: Blocks) -> Blocks:
+    """The blocks of each of the functions."""
+    return lambda arguments, draw: (block for blocks in functions for block in blocks(arguments, draw))
 
 
 def in_place(*writes: str, reads: Sequence[str] = (), by_column: Sequence[str] = ()) -> Blocks:
@@ -199,12 +206,12 @@ def in_place(*writes: str, reads: Sequence[str] = (), by_column: Sequence[str] =
     tensor is compared. The parts are copied before the call.
     """
 
-    def blocks(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+    def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         writes_present = [name for name in writes if arguments[name] is not None]
         last = {n: arguments[n][-1] for n in (*writes, *reads) if isinstance(arguments[n], list)}
         plain = {**arguments, **last}
         count = plain[writes[0]].shape[0]
-        for start in _starts(count, max(1, plain[writes[0]].numel() // count), random, 4):
+        for start in _starts(plain[writes[0]], 0, draw):
             length = min(RUN, count - start)
             pick = _narrow(0, start, length)
             picks = dict.fromkeys((*writes_present, *reads), pick)
@@ -225,7 +232,14 @@ def in_place(*writes: str, reads: Sequence[str] = (), by_column: Sequence[str] =
     return blocks
 
 
-def table_rows(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+def overflow(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+    """unscale_and_check: the flag, which the last elements decide."""
+    tensor = arguments["grads"][-1]
+    part = Part({**arguments, "grads": [tensor[-RUN:].cpu().clone()]}, _same)
+    yield Block("the flag", _one(lambda: part), {"the output": ("the output", _same)}, {})
+
+
+def table_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """embedding: some ids with the rows of the table that they name, and for some rows all ids that name them."""
     weight, ids = arguments["weight"], arguments["ids"].cpu()
     count = ids.shape[0]
@@ -236,7 +250,7 @@ def table_rows(arguments: Arguments, random: random.Random) -> Iterator[Block]:
         cut["ids"] = torch.searchsorted(table, ids[positions])
         return Part(cut, lambda dy: dy[positions.to(dy.device)])
 
-    for start in _starts(count, weight.shape[1], random, 4):
+    for start in _starts(ids, 0, draw):
         positions = torch.arange(start, min(start + RUN, count))
         pick = _narrow(0, start, len(positions))
         yield Block(
@@ -259,7 +273,7 @@ def table_rows(arguments: Arguments, random: random.Random) -> Iterator[Block]:
         )
 
 
-def attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """flash_attention of a dense layout: some queries of a key/value head's group, and that head's keys and values.
 
     The blocks are calls of layout BNSD in which a mask takes the place of the window.
@@ -297,8 +311,10 @@ def attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
         cut |= {"mask": masked, "scale": arguments["scale"] or d**-0.5}
         return Part(cut, picks["q"])
 
-    for start in _starts(sq, d, random, 2):
-        b, g, length = random.randrange(batch), random.randrange(kv_heads), min(RUN, sq - start)
+    ends = {0: (0, 0), max(0, sq - RUN): (batch - 1, kv_heads - 1)}
+    inner = {draw.randint(0, max(0, sq - RUN)): (draw.randrange(batch), draw.randrange(kv_heads)) for _ in range(3)}
+    for start, (b, g) in {**inner, **ends}.items():
+        length = min(RUN, sq - start)
         pick = of_head("q", b, g, start, length)
         yield Block(
             f"queries {start} to {start + length - 1} of {sq}, batch entry {b}, key/value head {g}",
@@ -311,7 +327,7 @@ def attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
     def all_queries(b: int, g: int) -> Iterator[Part]:
         return (part(b, g, at, min(step, sq - at)) for at in range(0, sq, step))
 
-    for b, g in {(batch - 1, kv_heads - 1), (0, random.randrange(kv_heads))} if sq > 1 else ():
+    for b, g in {(batch - 1, kv_heads - 1), (0, draw.randrange(kv_heads))}:
         yield Block(
             f"all keys of batch entry {b}, key/value head {g}",
             functools.partial(all_queries, b, g),
@@ -324,13 +340,13 @@ def _block_of(first: int, end: int, head: int, head_end: int) -> Pick:
     return lambda x: x[first:end, head:head_end]
 
 
-def packed_attention(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+def packed_attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """flash_attention of layout TND: each sequence with one key/value head's group."""
     ends = arguments["cu_seqlens_q"].tolist(), arguments["cu_seqlens_k"].tolist()
     kv_heads = arguments["k"].shape[1]
     group = arguments["q"].shape[1] // kv_heads
     for number in range(len(ends[0]) - 1):
-        g = random.randrange(kv_heads)
+        g = draw.randrange(kv_heads)
         (q0, q1), (k0, k1) = ((e[number], e[number + 1]) for e in ends)
         picks = {"q": _block_of(q0, q1, g * group, (g + 1) * group)}
         picks |= dict.fromkeys(("k", "v"), _block_of(k0, k1, g, g + 1))
@@ -348,15 +364,15 @@ def packed_attention(arguments: Arguments, random: random.Random) -> Iterator[Bl
         )
 
 
-def whole(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+def whole(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """All of a call, for an op whose reference is quick enough."""
     yield Block("everything", _one(Part, arguments, _same), {"the output": ("the output", _same)}, {})
 
 
-def draws(arguments: Arguments, random: random.Random) -> Iterator[Block]:
+def draws(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """philox_uniform: rows of a draw."""
     shape, rng = tuple(arguments["shape"]), arguments["rng"]
-    for start in _starts(shape[0], shape[1], random, 4):
+    for start in _starts(torch.empty(shape, device="meta"), 0, draw):
         length = min(RUN, shape[0] - start)
         cut = {**arguments, "shape": (length, *shape[1:]), "rng": rng.block(shape, (start, *[0] * (len(shape) - 1)))}
         yield Block(

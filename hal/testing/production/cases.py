@@ -8,6 +8,7 @@ of order 1 and the tolerances of the default tier apply unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from .blocks import (
     draws,
     every,
     in_place,
+    overflow,
     packed_attention,
     sums,
     table_rows,
@@ -35,7 +37,8 @@ from .blocks import (
 class Case:
     """One call. sample: at full size; reduced: for simulators, None if they leave it out.
 
-    dtypes: those under test, () for all that the op has tolerances for. Both samples have the same blocks.
+    dtypes: those under test, () for all that the op has tolerances for. plant: changes the arguments in place. Both
+    samples have the same blocks.
     """
 
     op: str
@@ -44,6 +47,7 @@ class Case:
     reduced: Sample | None
     blocks: Blocks
     dtypes: tuple[torch.dtype, ...] = ()
+    plant: Callable[[Mapping[str, Any]], None] = lambda arguments: None
 
     def in_dtypes(self) -> tuple[torch.dtype, ...]:
         return self.dtypes or tuple(OPS[self.op].tol)
@@ -278,6 +282,10 @@ def _adamw(*sizes: int, model: torch.dtype | None = None) -> Sample:
     return Sample((_lists(*sizes), _lists(*sizes, dtype=model), _lists(*sizes), squares), kw)
 
 
+def _last_infinite(arguments: Mapping[str, Any]) -> None:
+    arguments["grads"][-1][-1] = float("inf")
+
+
 def _optimizer() -> list[Case]:
     adamw = in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])
     full, small, bf16 = (4096, 152_064 * 1024), (40, 5000), torch.bfloat16
@@ -288,7 +296,8 @@ def _optimizer() -> list[Case]:
         Case("adamw", "bfloat16 copies", _adamw(*full, model=bf16), _adamw(*small, model=bf16), adamw),
         Case("adamw", "beyond 2^31 bytes", _adamw((1 << 29) + 4099), None, adamw),
         Case("l2norm", "156 million elements", lists[0], lists[1], whole),
-        Case("unscale_and_check", "156 million elements", scaled[0], scaled[1], in_place("grads")),
+        Case("unscale_and_check", "finite", scaled[0], scaled[1], every(in_place("grads"), overflow)),
+        Case("unscale_and_check", "infinity in the last element", scaled[0], scaled[1], overflow, plant=_last_infinite),
     ]
 
 

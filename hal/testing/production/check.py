@@ -21,9 +21,11 @@ from torch import Tensor
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
 from hal.core.op import Op, Sample, TensorSpec
+from hal.errors import HalError
 
-from ..calls import Outcome, backward, bind, invoke, map_tensors, run, to_double
-from ..comparison import measure
+from .. import hints
+from ..calls import Outcome, backward, bind, invoke, map_tensors, run, tensors, to_double
+from ..comparison import errors, measure
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
 from ..reference import Reference
 from ..subject import Subject
@@ -40,7 +42,7 @@ def check_production(
     """One row per implementation and dtype of the ops.
 
     reduced: small forms of the calls, for simulators; default: if the backend is simulated. A call for which memory is
-    missing is reported with status "not run".
+    missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
     """
     small = backend.simulated if reduced is None else reduced
     for op in ops:
@@ -50,8 +52,18 @@ def check_production(
             of_dtype = [case for case in chosen if dtype in case.in_dtypes()]
             if not impls and of_dtype:
                 yield _row(backend, op, dtype, None, "declined", [NO_IMPLEMENTATION])
+                continue
+            refused: list[dict[str, str]] = []
+            ran = False
             for impl in impls if of_dtype else ():
-                yield _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed)
+                row, refusals = _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed)
+                ran |= row.samples > 0
+                refused.append(refusals)
+                yield row
+            nowhere = [name for name in (refused[0] if refused else ()) if all(name in r for r in refused)]
+            if ran and nowhere:
+                reasons = [f"{name}: refused by every implementation ({refused[0][name]})" for name in nowhere]
+                yield _row(backend, op, dtype, None, "not run", reasons)
 
 
 def _row(
@@ -61,31 +73,35 @@ def _row(
     return Row(op.name, name, backend.name, backend.simulated, status, 0, None, reasons, impl.id if impl else None)
 
 
-def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: int) -> Row:
-    row = _row(subject.backend, subject.op, subject.dtype, subject.impl, "pass", [])
+def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: int) -> tuple[Row, dict[str, str]]:
+    """The row of an implementation in one dtype, and the reasons of the calls that it refused, by case."""
+    backend, op = subject.backend, subject.op
+    row = _row(backend, op, subject.dtype, subject.impl, "pass", [])
     failures: list[str] = []
-    declined: list[str] = []
+    declined: dict[str, str] = {}
     not_run: list[str] = []
     with subject:
         for case in chosen:
             sample = case.reduced if small else case.sample
             assert sample is not None
-            lacking = _lacking_memory(subject, sample)
-            if lacking:
-                not_run.append(f"{case.name}: {lacking}")
-                continue
             try:
                 reasons = _Call(subject, case, sample, seed).check()
+                if reasons:
+                    declined[case.name] = "; ".join(reasons)
+                row.samples += not reasons
+            except _NoMemory as missing:
+                not_run.append(f"{case.name}: {missing}")
             except _Wrong as wrong:
                 failures.append(f"{case.name}: {wrong}")
-                continue
-            declined += reasons
-            row.samples += not reasons
-            _release_memory()
+                subject.worst = max(subject.worst, wrong.tolerances)
+            finally:
+                _release_memory()
     row.worst_error_in_tolerances = subject.worst if row.samples or failures else None
-    row.reasons = not_run + shortened(declined)
+    row.reasons = not_run + shortened(list(declined.values()))
     if failures:
         row.status, row.message = "fail", "\n    ".join(failures)
+        simulate = " --simulate" if backend.simulated else ""
+        row.code = f"hal parity --backend {backend.name}{simulate} --op {op.name} --scale production --seed {seed}"
     elif not_run:
         row.status = "not run"
     elif not row.samples:
@@ -93,11 +109,19 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
     elif subject.waiver != 1.0:
         row.status = "waived"
         row.reasons.insert(0, f"waiver x{subject.waiver:g}: {subject.waiver_reason}")
-    return row
+    return row, declined
 
 
 class _Wrong(AssertionError):
-    """A result that is outside its tolerance, or an exception, in words."""
+    """A result that is outside its tolerance, or an exception, in words. tolerances: the error."""
+
+    def __init__(self, text: str, tolerances: float = math.inf) -> None:
+        super().__init__(text)
+        self.tolerances = tolerances
+
+
+class _NoMemory(Exception):
+    """A call needs more memory than there is, in words."""
 
 
 class _Call:
@@ -109,31 +133,60 @@ class _Call:
         self.with_grad = bool(subject.op.grads) and sample.grad
 
     def check(self) -> tuple[str, ...]:
-        """Runs and compares the call; the reasons if the implementation declines it. Raises _Wrong."""
+        """Runs and compares the call; the reasons if the implementation declines it. Raises _Wrong and _NoMemory."""
         subject, op = self.subject, self.subject.op
+        shapes = self._require_memory()
         arguments = bind(op, *_build(self.sample, subject.dtype, subject.device))
+        self.case.plant(arguments)
         invoke(op, op.check, arguments)
-        reasons = tuple(invoke(op, subject.impl.why_not, arguments))
+        try:
+            reasons = tuple(invoke(op, subject.impl.why_not, arguments))
+        except Exception as error:
+            raise _Wrong(f"why_not raised {type(error).__name__}: {error}") from error
         if reasons:
             return reasons
         blocks = list(self.case.blocks(arguments, self.random))
         # A call that writes in place is compared with what the reference makes of copies taken before.
         expected = [self._expected(block, []) for block in blocks] if op.mutates else []
-        calls = subject.calls
+        calls, dys = subject.calls, []
         try:
             # The results are read as a model reads them: without synchronising the device.
             outcome = run(op, op, arguments, self.with_grad)
-            dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
             if self.with_grad:
+                dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
                 outcome.gradients = backward(outcome, dys)
         except Exception as error:
             raise _Wrong(f"accepted the call and raised {type(error).__name__}: {error}") from error
         if subject.calls != calls + 1:
             raise _Wrong("why_not accepted the call, then refused it: it is not pure")
+        if (given := _described(outcome.outputs)) != shapes:
+            raise _Wrong(f"returned {given}; the reference gives {shapes}")
         for number, block in enumerate(blocks):
             exact, native = expected[number] if expected else self._expected(block, dys)
             self._compare(block, outcome, exact, native)
         return ()
+
+    def _require_memory(self) -> dict[str, str]:
+        """The shapes and dtypes of the outputs. Raises _NoMemory if the call needs more memory than there is.
+
+        Needed: the arguments and the outputs, and with gradients those and the upstream gradients.
+        """
+        subject, op = self.subject, self.subject.op
+        meta = bind(op, *_build(self.sample, subject.dtype, torch.device("meta")))
+        if "device" in meta:
+            meta["device"] = torch.device("meta")
+        with activated(Reference()):
+            outcome = run(op, op.reference, meta, self.with_grad)
+        given = sum(x.nbytes for _, _, x in tensors(meta))
+        results = sum(x.nbytes for x in outcome.outputs.values() if isinstance(x, Tensor)) if not op.mutates else 0
+        differentiated = sum(x.nbytes for x in outcome.leaves.values())
+        needed = given + results + (results + differentiated if self.with_grad else 0)
+        free = subject.backend.memory_stats().get("free")
+        if free is None and subject.device.type == "cpu":
+            free = _host_memory()
+        if free is not None and needed > 0.9 * free:
+            raise _NoMemory(f"needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+        return _described(outcome.outputs)
 
     def _expected(self, block: Block, dys: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
         """The block by the reference in float64, and in the dtype under test."""
@@ -154,31 +207,45 @@ class _Call:
                 total = outcome
                 continue
             for name in block.gradients:
-                first, other = total.gradients.get(name), outcome.gradients.get(name)
-                if first is not None and other is not None:
-                    total.gradients[name] = first.double() + other.double()
+                terms = [x.double() for x in (total.gradients.get(name), outcome.gradients.get(name)) if x is not None]
+                total.gradients[name] = sum(terms[1:], start=terms[0]) if terms else None
         assert total is not None
         return total
 
     def _compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
         subject = self.subject
-        pairs = [
-            (label, pick(outcome.outputs[label]), exact.outputs[of_part], native.outputs[of_part], False)
-            for of_part, (label, pick) in block.outputs.items()
-        ]
-        for name, pick in block.gradients.items() if self.with_grad else ():
-            if name in outcome.gradients:
+        pairs: list[tuple[str, Tensor, Tensor, Tensor, bool]] = []
+        try:
+            for of_part, (label, pick) in block.outputs.items():
+                y = pick(outcome.outputs[label].detach()).cpu()
+                pairs.append((label, y, exact.outputs[of_part], native.outputs[of_part], False))
+            for name in [name for name in block.gradients if name in outcome.gradients]:
                 got, right, rounded = outcome.gradients[name], exact.gradients[name], native.gradients[name]
                 if got is None or right is None or rounded is None:
                     raise _Wrong(f"{block.name}: the gradient of {name} is missing (None)")
-                pairs.append((f"the gradient of {name}", pick(got), right, rounded.to(got.dtype), True))
+                if got.shape != outcome.leaves[name].shape or got.dtype != outcome.leaves[name].dtype:
+                    raise _Wrong(f"the gradient of {name} is {got.dtype} {tuple(got.shape)}")
+                y = block.gradients[name](got).cpu()
+                pairs.append((f"the gradient of {name}", y, right, rounded.to(got.dtype), True))
+        except RuntimeError as error:  # errors of asynchronous work surface when its results are read
+            raise _Wrong(f"{block.name}: reading the results raised {type(error).__name__}: {error}") from error
+        if not pairs and self.with_grad:
+            raise HalError(f"{self.case.op}, {self.case.name}: nothing of {block.name} was compared")
         for label, y, right, rounded, gradient in pairs:
-            if y.shape != right.shape or y.dtype != rounded.dtype:
-                raise _Wrong(f"{label} is {y.dtype} {tuple(y.shape)}; expected {rounded.dtype} {tuple(right.shape)}")
-            error = measure(y, right, rounded, subject.tol, subject.dtype, gradient=gradient)
-            subject.worst = max(subject.worst, error.tolerances)
-            if error.tolerances > subject.waiver:
-                raise _Wrong(f"{label}, {block.name}: {error.text} (allowed: {subject.waiver:g})")
+            result = measure(y, right, rounded, subject.tol, subject.dtype, gradient=gradient)
+            subject.worst = max(subject.worst, result.tolerances)
+            if result.tolerances > subject.waiver:
+                wrong = errors(y, right, rounded, subject.tol, subject.dtype, gradient=gradient) > subject.waiver
+                text = f"{label}, {block.name}: {result.text} (allowed: {subject.waiver:g})"
+                raise _Wrong(text + hints.as_text(hints.pattern(wrong, y, right)), result.tolerances)
+
+
+def _described(outputs: Mapping[str, Any]) -> dict[str, str]:
+    """The dtype and shape of every output, or what else it is, by label."""
+    return {
+        label: f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        for label, y in outputs.items()
+    }
 
 
 def _copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +270,10 @@ def _build(sample: Sample, dtype: torch.dtype, device: torch.device) -> tuple[tu
 def _fill(spec: TensorSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """As TensorSpec.build, contiguous and with values that repeat, so that no copy in float64 is made of all of it."""
     count = math.prod(spec.shape)
+    if device.type == "meta" and spec.dist != "values":
+        return torch.empty(spec.shape, dtype=spec.dtype or dtype, device=device)
+    if device.type == "meta":  # the starts of packed sequences, which the reference reads
+        return spec.build(dtype, seed)
     if spec.dist == "values" or count <= _PERIOD:
         return spec.build(dtype, seed).to(device)
     pool = TensorSpec((_PERIOD,), spec.dist, spec.scale, spec.low, spec.high, spec.p, dtype=spec.dtype)
@@ -221,29 +292,8 @@ def _release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _lacking_memory(subject: Subject, sample: Sample) -> str:
-    """What a call needs and what there is, if that is less; else "".
-
-    Needed: the arguments, as much for the outputs, and with gradients both again.
-    """
-    needed = _bytes([*sample.args, *sample.kwargs.values()], subject.dtype) * (
-        4 if sample.grad and subject.op.grads else 2
-    )
-    free = subject.backend.memory_stats().get("free")
-    if free is None and subject.device.type == "cpu":
-        meminfo = Path("/proc/meminfo")
-        lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    if free is None or needed <= 0.9 * free:
-        return ""
-    return f"needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-
-
-def _bytes(values: Sequence[Any], dtype: torch.dtype) -> int:
-    total = 0
-    for value in values:
-        if isinstance(value, TensorSpec):
-            total += math.prod(value.shape) * (value.dtype or dtype).itemsize
-        elif isinstance(value, list):
-            total += _bytes(value, dtype)
-    return total
+def _host_memory() -> int | None:
+    """Bytes of host memory that are free, as far as the system says."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -6,6 +6,7 @@ from planted import plant
 
 import hal
 from hal import ops
+from hal.testing.production import blocks
 from hal.testing.production.cases import cases
 from hal.testing.production.check import check_production
 
@@ -68,7 +69,69 @@ def steps_on_the_first_4096(params, grads, exp_avgs, exp_avg_sqs, **rest):
     ops.adamw.reference(*lists, model_params=copies and [t[:4096] for t in copies], **rest)
 
 
+def bias_without_the_last_gradient(x, bias):
+    return ops.swiglu.reference(x, bias if bias is None else torch.cat([bias[:-1], bias[-1:].detach()]))
+
+
+def first_head_everywhere(q, k, v, **rest):
+    if rest["layout"] == "TND":
+        k, v = (x[:, :1].expand_as(x) for x in (k, v))
+    return ops.flash_attention.reference(q, k, v, **rest)
+
+
+def keys_without_gradient(q, k, v, **rest):
+    return ops.flash_attention.reference(q, torch.cat([k[..., :-1, :], k[..., -1:, :].detach()], -2), v, **rest)
+
+
+def last_output_is_not_added(x, dy, main_grad, main_bias_grad):
+    ops.linear_wgrad.reference(x, dy[:, :-1], main_grad[:-1], main_bias_grad[:-1])
+
+
+def repeated_draw(shape, rng, device):
+    flat = ops.philox_uniform.reference(shape, rng, device=device).reshape(-1)
+    return flat[torch.arange(len(flat)) % 32768].view(shape)
+
+
+def repeated_ids_count_once(weight, ids, vocab_start, comm):
+    y = ops.embedding.reference(weight, ids, vocab_start=vocab_start, comm=comm)
+    first = torch.tensor([i == 0 or bool((ids[:i] != ids[i]).all()) for i in range(len(ids))])
+    return torch.where(first[:, None], y, y.detach())
+
+
+def classes_below_8192(logits, target, **rest):
+    part = logits.detach().clone()
+    part[:, 8192:] = -1e4
+    return ops.cross_entropy.reference(
+        logits if logits.shape[1] <= 8192 else logits - logits.detach() + part, target, **rest
+    )
+
+
+def angles_repeat_after_512(x, cos, sin, layout, interleaved):
+    at = torch.arange(len(x)) % 512
+    return ops.rotary.reference(x, cos[at], sin[at], layout=layout, interleaved=interleaved)
+
+
+def columns_below_2048(x, mask, scale, causal):
+    masked = torch.arange(x.shape[-1]) >= 2048
+    return ops.scale_mask_softmax.reference(x, masked.view(1, 1, 1, -1), scale, causal)
+
+
+def sees_the_first_4096(grads, inv_scale):
+    ops.unscale_and_check.reference(grads, inv_scale)
+    return ops.unscale_and_check.reference([g[:4096].clone() for g in grads], 1.0)
+
+
 FAULTS = [
+    (ops.swiglu, bias_without_the_last_gradient, torch.float32, "the gradient of bias, columns 9 to 16 of 17"),
+    (ops.flash_attention, first_head_everywhere, torch.float32, "packed sequences: the "),
+    (ops.flash_attention, keys_without_gradient, torch.float32, "the gradient of k, all keys of batch entry"),
+    (ops.linear_wgrad, last_output_is_not_added, torch.float32, "8192 tokens: main_grad, written in place, rows 32"),
+    (ops.philox_uniform, repeated_draw, torch.float32, "100,000 rows: the output, rows"),
+    (ops.embedding, repeated_ids_count_once, torch.float32, "the gradient of weight, the last rows that ids name"),
+    (ops.cross_entropy, classes_below_8192, torch.float32, "vocabulary of 152064: the output, rows"),
+    (ops.rotary, angles_repeat_after_512, torch.float32, "32768 tokens: the output, rows"),
+    (ops.scale_mask_softmax, columns_below_2048, torch.float32, "32768 keys: the output, rows"),
+    (ops.unscale_and_check, sees_the_first_4096, torch.float32, "infinity in the last element: the output, the flag"),
     (ops.rms_norm, norm_of_512_channels, torch.float32, "hidden 4096: the output, rows 0 to 7 of 70"),
     (ops.layer_norm, doubled_beyond_row_1024, torch.float32, "100,000 rows: the output, rows"),
     (ops.rms_norm, gradient_without_the_last_rows, torch.float32, "the gradient of weight, all rows"),
@@ -84,6 +147,30 @@ FAULTS = [
 def test_an_error_that_begins_at_some_size_is_named(op, function, dtype, text):
     (row,) = rows(plant(op, function), op, dtype)
     assert row.status == "fail" and text in row.message, row.message
+
+
+def test_sums_over_several_parts_are_complete(monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 1000)
+    (row,) = rows(plant(ops.rms_norm, ops.rms_norm.reference), ops.rms_norm)
+    assert row.status == "pass"
+    (row,) = rows(plant(ops.rms_norm, gradient_without_the_last_rows), ops.rms_norm)
+    assert "the gradient of weight, all rows" in row.message
+
+
+def test_a_call_that_every_implementation_refuses_is_reported():
+    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda x, **_: ["narrow"] if x.shape[-1] < 100 else [])
+    first, second = rows(backend, ops.swiglu)
+    assert (first.status, first.samples) == ("pass", 1)
+    assert second.status == "not run" and second.implementation is None
+    assert second.reasons == ["100,000 rows: refused by every implementation (narrow)"]
+
+
+@pytest.mark.parametrize("wrong", [lambda y: y[:-1], lambda y: y.double(), lambda y: (y, y)])
+def test_results_of_another_form_are_failures(wrong):
+    backend = plant(ops.dropout, lambda **arguments: wrong(ops.dropout.reference(**arguments)))
+    (row,) = rows(backend, ops.dropout)
+    assert row.status == "fail" and "the reference gives {'the output': 'torch.float32 (1500, 43)'}" in row.message
+    assert row.code == "hal parity --backend planted --op dropout --scale production --seed 0"
 
 
 def test_every_op_has_cases_in_every_dtype_of_its_tolerances():
