@@ -1,1 +1,1 @@
-"""Files and signals, used throughout the model folder. Nothing here depends on models."""
+"""Files, signals and progress bars, used throughout the model folder. Nothing here depends on models."""
