@@ -21,6 +21,8 @@ from hal.errors import HalError
 from .arguments import Parser, add_backend, options, require_writable, takes_simulate
 
 if TYPE_CHECKING:
+    import torch
+
     from hal.testing.parity_rows import Row
 
 
@@ -31,6 +33,9 @@ def parser() -> Parser:
     )
     add_backend(command_parser, required=False)
     command_parser.add_argument("--op", action="append", metavar="OP", help="only this op; may be given several times")
+    command_parser.add_argument(
+        "--dtype", action="append", metavar="DTYPE", help="only this dtype, e.g. bfloat16; may be given several times"
+    )
     command_parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
     command_parser.add_argument(
         "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
@@ -85,6 +90,12 @@ def main(argv: Sequence[str]) -> int:
         command_parser.error("--html and --markdown show the ops' results, not --collectives or --todo")
     if arguments.scale == "production" and (makes_table or arguments.collectives or arguments.todo):
         command_parser.error("--scale production is about the ops of one --backend")
+    if arguments.scale == "production" and (
+        arguments.max_examples is not None or "golden_loss" in (arguments.op or ())
+    ):
+        command_parser.error("--scale production has no random calls and no golden losses")
+    if arguments.dtype and (makes_table or arguments.collectives or arguments.todo):
+        command_parser.error("--dtype is about the ops of one --backend")
     if arguments.todo and arguments.op:
         command_parser.error("--todo lists all ops that are missing; leave out --op")
     for option in ("json", "html", "markdown"):
@@ -106,6 +117,7 @@ def _one(arguments: argparse.Namespace) -> int:
             raise
         raise HalError("the conformance kit needs hypothesis: pip install hypothesis (or torch-hal[test])") from None
 
+    dtypes = None if not arguments.dtype else _dtypes(arguments.dtype)
     began = time.monotonic()
     report = run_by_name(
         arguments.backend,
@@ -114,6 +126,7 @@ def _one(arguments: argparse.Namespace) -> int:
         examples=EXAMPLES if arguments.max_examples is None else arguments.max_examples,
         seed=arguments.seed,
         scale=arguments.scale,
+        dtypes=dtypes,
         on_row=lambda row: print(row, flush=True),
     )
     print(f"{report.summary()}\n{time.monotonic() - began:.0f} s")
@@ -121,6 +134,18 @@ def _one(arguments: argparse.Namespace) -> int:
         report.write_json(arguments.json)
     _write_pages([report.rows], arguments)
     return 0 if report.ok and not (arguments.require_all and (report.missing or report.not_run)) else 1
+
+
+def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
+    """The dtypes of these names. Raises HalError for a name that no op has a tolerance for."""
+    import hal.ops  # noqa: F401  (defines the ops)
+    from hal.core.op import OPS
+
+    known = {str(dtype).removeprefix("torch."): dtype for op in OPS.values() for dtype in op.tol}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise HalError(f"--dtype {', '.join(unknown)}: the kit runs {', '.join(sorted(known))}")
+    return [known[name] for name in names]
 
 
 def _side_by_side(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ fails, and an op without an implementation is listed. Needs hypothesis; does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import hypothesis
@@ -51,13 +51,14 @@ def run(
     examples: int = EXAMPLES,
     seed: int = 0,
     scale: str = "default",
+    dtypes: Collection[torch.dtype] | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> Report:
     """Runs the kit on a backend that has been probed and built (`hal.use` does both).
 
     ops: names, "golden_loss" for the golden losses (default tier only); default all of them. examples: random calls
-    per implementation and dtype of the default tier. scale: one of SCALES. on_row: called with each row as soon as it
-    is known. Raises HalError for an unknown op.
+    per implementation and dtype of the default tier. scale: one of SCALES. dtypes: those to run; default all of each
+    op's tolerances. on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -68,15 +69,16 @@ def run(
 
     names = None if ops is None else list(ops)
     if scale == "production":
-        for row in check_production(backend, chosen_ops(names), seed=seed):
+        for row in check_production(backend, chosen_ops(names), seed=seed, dtypes=dtypes):
             add(row)
         return report
     for op in chosen_ops(names):
-        for row in check_op(backend, op, examples, seed):
+        for row in check_op(backend, op, examples, seed, dtypes):
             add(row)
     if names is None or GOLDEN in names:
         for row in golden.check_golden(backend):
-            add(row)
+            if dtypes is None or row.dtype in {str(dtype).removeprefix("torch.") for dtype in dtypes}:
+                add(row)
     return report
 
 
@@ -88,6 +90,7 @@ def run_by_name(
     examples: int = EXAMPLES,
     seed: int = 0,
     scale: str = "default",
+    dtypes: Collection[torch.dtype] | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """Checks the probe of the backend `name`, makes it active, and runs the kit on it.
@@ -100,7 +103,7 @@ def run_by_name(
     backend = hal.use(name, **(options or {}))
     probe.simulated, probe.facts = backend.simulated, facts(backend)
     on_row(probe)
-    report = run(backend, ops=names, examples=examples, seed=seed, scale=scale, on_row=on_row)
+    report = run(backend, ops=names, examples=examples, seed=seed, scale=scale, dtypes=dtypes, on_row=on_row)
     report.rows.insert(0, probe)
     return report
 
@@ -125,16 +128,27 @@ def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-ar
     return [OPS[n] for n in wanted]
 
 
-def check_op(backend: Backend, op: Op, examples: int = EXAMPLES, seed: int = 0) -> Iterator[Row]:  # type: ignore[type-arg]
-    """One row per implementation and dtype of one op, and one for its lowered form."""
+def check_op(
+    backend: Backend,
+    op: Op,  # type: ignore[type-arg]
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    dtypes: Collection[torch.dtype] | None = None,
+) -> Iterator[Row]:
+    """One row per implementation and dtype of one op, and one for its lowered form, which is checked in float32."""
     impls = backend.impls.get(op.name, [])
     if not impls:
         for dtype in op.tol:
-            yield _row(backend, op, dtype, "declined", reasons=[NO_IMPLEMENTATION])
+            if dtypes is None or dtype in dtypes:
+                yield _row(backend, op, dtype, "declined", reasons=[NO_IMPLEMENTATION])
         return
     for impl in impls:
-        yield from check_implementation(backend, impl, examples, seed)
-    yield check_lowered(backend, op)
+        if dtypes is None:
+            yield from check_implementation(backend, impl, examples, seed)
+        else:
+            yield from (check_dtype(backend, impl, dtype, examples, seed) for dtype in op.tol if dtype in dtypes)
+    if dtypes is None or torch.float32 in dtypes:
+        yield check_lowered(backend, op)
 
 
 def check_implementation(backend: Backend, impl: Impl, examples: int = EXAMPLES, seed: int = 0) -> Iterator[Row]:

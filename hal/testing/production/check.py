@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,14 @@ _PERIOD = (1 << 22) - 3
 
 
 def check_production(
-    backend: Backend, ops: Sequence[Op[Any, Any]], *, seed: int = 0, reduced: bool | None = None
+    backend: Backend,
+    ops: Sequence[Op[Any, Any]],
+    *,
+    seed: int = 0,
+    dtypes: Collection[torch.dtype] | None = None,
+    reduced: bool | None = None,
 ) -> Iterator[Row]:
-    """One row per implementation and dtype of the ops.
+    """One row per implementation and dtype of the ops; dtypes: those to run, default all of each op's tolerances.
 
     reduced: small forms of the calls, for simulators; default: if the backend is simulated. A call for which memory is
     missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
@@ -48,7 +53,7 @@ def check_production(
     for op in ops:
         chosen = [case for case in cases() if case.op == op.name and (case.reduced is not None or not small)]
         impls = backend.impls.get(op.name, [])
-        for dtype in op.tol:
+        for dtype in op.tol if dtypes is None else [dtype for dtype in op.tol if dtype in dtypes]:
             of_dtype = [case for case in chosen if dtype in case.in_dtypes()]
             if not impls and of_dtype:
                 yield _row(backend, op, dtype, None, "declined", [NO_IMPLEMENTATION])

@@ -98,13 +98,34 @@ def test_production_sizes(run):
 
 
 def test_a_call_that_was_not_run_fails_only_if_asked(run, monkeypatch):
-    monkeypatch.setattr(check, "_lacking_memory", lambda subject, sample: "needs 9 GB of memory, 1 GB is free")
+    monkeypatch.setattr(check, "_host_memory", lambda: 1000)
     argv = ("parity", "--backend", "absent", "--simulate", "--op", "rms_norm", "--scale", "production")
     code, out, _ = run(*argv)
-    assert code == 0 and "not run  rms_norm" in out and "hidden 4096: needs 9 GB of memory, 1 GB is free" in out
+    assert (
+        code == 0 and "not run  rms_norm" in out and "hidden 4096: needs about 0.0 GB of memory, 0.0 GB are free" in out
+    )
     assert run(*argv, "--require-all")[0] == 1
 
 
 def test_production_sizes_are_about_the_ops_of_one_backend(run):
     code, _, err = run("parity", "--backend", "absent", "--collectives", "--scale", "production")
     assert code == 2 and "--scale production is about the ops of one --backend" in err
+
+
+def test_one_dtype(run):
+    argv = ("parity", "--backend", "healthy", "--op", "rms_norm", "--max-examples", "0")
+    code, out, _ = run(*argv, "--dtype", "bfloat16")
+    assert code == 0 and out.count("rms_norm            bfloat16") == 2 and "float32" not in out
+    code, out, _ = run(*argv, "--dtype", "bfloat16", "--dtype", "float32")
+    assert code == 0 and out.count("rms_norm            float32") == 3  # the lowered op, too
+
+
+def test_an_unknown_dtype_is_refused(run):
+    code, _, err = run("parity", "--backend", "healthy", "--dtype", "int3")
+    assert code != 0 and "--dtype int3: the kit runs bfloat16, float16, float32, float64" in err
+
+
+@pytest.mark.parametrize("extra", [("--max-examples", "3"), ("--op", "golden_loss")])
+def test_options_that_production_sizes_lack_are_refused(run, extra):
+    code, _, err = run("parity", "--backend", "healthy", "--scale", "production", *extra)
+    assert code == 2 and "--scale production has no random calls and no golden losses" in err
