@@ -52,7 +52,7 @@ nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the com
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)
 
 production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, and in reduced form the simulators
-	$(BIN)/hal parity --backend cpu_ref --scale production --require-all
+	$(BIN)/hal parity --backend cpu_ref --scale production --require-all --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 	$(SIM)/bin/hal parity --backend npu --simulate --scale production --require-all
 	$(SIM)/bin/hal parity --backend cuda --simulate --scale production --require-all
 
