@@ -93,6 +93,8 @@ class _Session:
 
     def apply(self, names: Mapping[str, Make]) -> None:
         """Applies the patches that are new. If one of the names has been replaced by someone else, applies none."""
+        if not self.patches:
+            _list_functions_for_compile()
         # All patches are prepared, and thereby validated, before the first one is applied.
         new = {name: _prepare(name, make, self.proxy) for name, make in names.items() if name not in self.patches}
         for name, patch in new.items():
@@ -116,6 +118,17 @@ class _Session:
                 patch.revert()
         _rebind({id(patch.now): patch.before for patch in patches if callable(patch.before)})
         return lost
+
+
+def _list_functions_for_compile() -> None:
+    """Has torch.compile list torch's functions before any is replaced.
+
+    It does so once per process, by identity, at its first use. If that were inside a block, the functions that are
+    replaced there could not be compiled after it.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
 
 
 _session: _Session | None = None

@@ -260,3 +260,19 @@ def test_importing_the_package_imports_no_megatron_core():
     code = "import sys, json, hal.model.megatron\nprint(json.dumps([m for m in sys.modules if m[:8] == 'megatron']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert json.loads(result.stdout) == []
+
+
+COMPILED_INSIDE = """
+import torch, hal
+from hal.model.megatron.cuda_patches import hal_device
+hal.use("cpu_ref")
+with hal_device():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+compiled = torch.compile(lambda x: x * torch.ones(2), backend="eager", fullgraph=True)
+assert compiled(torch.full((2,), 3.0)).tolist() == [3.0, 3.0]
+"""
+
+
+def test_functions_that_were_redirected_can_be_compiled_afterwards():
+    done = subprocess.run([sys.executable, "-c", COMPILED_INSIDE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
