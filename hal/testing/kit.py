@@ -58,7 +58,7 @@ def run(
 
     ops: names, "golden_loss" for the golden losses (default tier only); default all of them. examples: random calls
     per implementation and dtype of the default tier. scale: one of SCALES. dtypes: those to run; default all of each
-    op's tolerances. on_row: called with each row as soon as it is known. Raises HalError for an unknown op.
+    op's tolerances. on_row: called with each row as soon as it is known. Raises HalError for an unknown op or scale.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -68,6 +68,8 @@ def run(
             on_row(row)
 
     names = None if ops is None else list(ops)
+    if scale not in SCALES:
+        raise HalError(f"the kit has no scale {scale!r}; scales: {', '.join(SCALES)}")
     if scale == "production":
         for row in check_production(backend, chosen_ops(names), seed=seed, dtypes=dtypes):
             add(row)

@@ -276,10 +276,10 @@ def table_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
 def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """flash_attention of a dense layout: some queries of a key/value head's group, and that head's keys and values.
 
-    The blocks are calls of layout BNSD in which a mask takes the place of the window.
+    The blocks are calls of layout BNSD. A window is aligned with the last query, so it is shifted for earlier ones.
     """
     layout = arguments["layout"]
-    batch, n, sq, d = sizes(arguments["q"], layout, arguments["num_heads"])
+    batch, n, sq, _ = sizes(arguments["q"], layout, arguments["num_heads"])
     kv_heads = arguments["num_kv_heads"] or (n if layout in ("SBH", "BSH") else arguments["k"].shape[layout.index("N")])
     skv, group = arguments["k"].shape[layout.index("S")], n // kv_heads
     heads = {"q": n, "k": kv_heads, "v": kv_heads}
@@ -298,18 +298,12 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     def part(b: int, g: int, first: int, length: int) -> Part:
         picks = {"q": of_head("q", b, g, first, length), "k": of_head("k", b, g), "v": of_head("v", b, g)}
         cut = _cut(arguments, picks)
-        at = torch.arange(first, first + length)[:, None] + (skv - sq)
-        keys = torch.arange(skv)
-        masked = torch.zeros(length, skv, dtype=torch.bool)
-        if before is not None:
-            masked |= keys < at - before
-        if after is not None:
-            masked |= keys > at + after
         if arguments["rng"] is not None:
             cut["rng"] = arguments["rng"].block((batch, n, sq, skv), (b, g * group, first, 0))
-        cut |= {"layout": "BNSD", "num_heads": None, "num_kv_heads": None, "pre_tokens": None, "next_tokens": None}
-        cut |= {"mask": masked, "scale": arguments["scale"] or d**-0.5}
-        return Part(cut, picks["q"])
+        queries_after = sq - (first + length)
+        cut["pre_tokens"] = None if before is None else before + queries_after
+        cut["next_tokens"] = None if after is None else after - queries_after
+        return Part({**cut, "layout": "BNSD", "num_heads": None, "num_kv_heads": None}, picks["q"])
 
     ends = {0: (0, 0), max(0, sq - RUN): (batch - 1, kv_heads - 1)}
     inner = {draw.randint(0, max(0, sq - RUN)): (draw.randrange(batch), draw.randrange(kv_heads)) for _ in range(3)}

@@ -49,10 +49,14 @@ def test_a_record_that_takes_long_is_written_rarely(log, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_a_run(log, monkeypatch):
+    attempts = []
+
     def full():
+        attempts.append(1)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(log, "_write_record", full)
     for iteration in (1, 2):
         log.step(step(iteration))
+    assert attempts
     monkeypatch.undo()

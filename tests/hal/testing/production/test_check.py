@@ -6,6 +6,7 @@ from planted import plant
 
 import hal
 from hal import ops
+from hal.testing import run
 from hal.testing.production import blocks
 from hal.testing.production.cases import cases
 from hal.testing.production.check import check_production
@@ -171,6 +172,11 @@ def test_results_of_another_form_are_failures(wrong):
     (row,) = rows(backend, ops.dropout)
     assert row.status == "fail" and "the reference gives {'the output': 'torch.float32 (1500, 43)'}" in row.message
     assert row.code == "hal parity --backend planted --op dropout --scale production --seed 0"
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(hal.HalError, match="no scale 'large'; scales: default, production"):
+        run(plant(ops.l2norm, ops.l2norm.reference), ops=["l2norm"], scale="large")
 
 
 def test_every_op_has_cases_in_every_dtype_of_its_tolerances():
