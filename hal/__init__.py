@@ -8,10 +8,25 @@ from . import autoload  # noqa: F401  before anything that imports torch
 from .comm.contract import Comm, Message, SingleRankComm, Work
 from .comm.torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
 from .core.backend import API, Backend, Impl, Probe, address, by_metadata
+from .core.call import Call
+from .core.capabilities import Capabilities
 from .core.device_spec import DeviceSpec
-from .core.dispatch import Why, activate, activated, backend, device, fallbacks, local_device, policy, use, why
+from .core.dispatch import (
+    Why,
+    activate,
+    activated,
+    backend,
+    device,
+    device_errors,
+    fallbacks,
+    local_device,
+    policy,
+    synchronize,
+    use,
+    why,
+)
 from .core.lower import Lowered, lower
-from .core.op import OPS, Op, Sample, TensorSpec, Tol, op, require
+from .core.op import OPS, Choice, Op, Sample, TensorSpec, Tol, op, require
 from .core.registry import backend_names
 from .errors import (
     BackendNotFound,
@@ -19,6 +34,7 @@ from .errors import (
     CollectiveFailed,
     CollectiveTimeout,
     ContractError,
+    DeviceError,
     HalError,
     PluginError,
     UnsupportedOp,
@@ -34,10 +50,14 @@ __all__ = [
     "Backend",
     "BackendNotFound",
     "BackendUnavailable",
+    "Call",
+    "Capabilities",
+    "Choice",
     "CollectiveFailed",
     "CollectiveTimeout",
     "Comm",
     "ContractError",
+    "DeviceError",
     "DeviceSpec",
     "HalError",
     "Impl",
@@ -63,6 +83,7 @@ __all__ = [
     "backend_names",
     "by_metadata",
     "device",
+    "device_errors",
     "dropout_threshold",
     "engine_failure",
     "fallbacks",
@@ -71,6 +92,7 @@ __all__ = [
     "op",
     "policy",
     "require",
+    "synchronize",
     "torch_comm",
     "use",
     "why",

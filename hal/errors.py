@@ -42,6 +42,17 @@ class UnsupportedOp(HalError, NotImplementedError):
     """The call is valid, but no implementation of the active backend accepts it; the text lists every reason."""
 
 
+class DeviceError(HalError):
+    """Work on the device failed; the error may have surfaced after the call that caused it.
+
+    `calls`: the calls issued since the device was last synchronised, the oldest first.
+    """
+
+    def __init__(self, text: str, calls: Sequence[str]) -> None:
+        self.calls = tuple(calls)
+        super().__init__(text)
+
+
 class CollectiveFailed(HalError):
     """A collective ended without a result: the process of another rank has ended, or the transport failed."""
 

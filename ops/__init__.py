@@ -6,7 +6,17 @@ if __name__ != "hal.ops":
 
 from .activation import bias_gelu, geglu, swiglu
 from .attention import band_mask, draw_shape, flash_attention
+from .composite import (
+    add_layer_norm,
+    add_rms_norm,
+    linear_bias_activation,
+    linear_cross_entropy,
+    qk_norm_rotary,
+)
 from .linear import linear, linear_wgrad
+from .moe_grouped import grouped_linear, grouped_linear_wgrad, grouped_swiglu
+from .moe_permute import permute, unpermute
+from .moe_router import moe_balance_sums, moe_drop, moe_router
 from .norm import layer_norm, rms_norm
 from .optimizer import adamw, l2norm, unscale_and_check
 from .random import dropout, philox_uniform
@@ -17,6 +27,8 @@ from .vocab import cross_entropy, embedding
 
 __all__ = [
     "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
     "band_mask",
     "bias_dropout_add",
     "bias_gelu",
@@ -26,16 +38,27 @@ __all__ = [
     "embedding",
     "flash_attention",
     "geglu",
+    "grouped_linear",
+    "grouped_linear_wgrad",
+    "grouped_swiglu",
     "l2norm",
     "layer_norm",
     "layouts",
     "linear",
+    "linear_bias_activation",
+    "linear_cross_entropy",
     "linear_wgrad",
     "mappings",
+    "moe_balance_sums",
+    "moe_drop",
+    "moe_router",
+    "permute",
     "philox_uniform",
+    "qk_norm_rotary",
     "rms_norm",
     "rotary",
     "scale_mask_softmax",
     "swiglu",
+    "unpermute",
     "unscale_and_check",
 ]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -28,7 +28,7 @@ _TOL = {
 }
 
 
-def _require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
+def require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
     require(
         x.ndim >= 1 and x.is_floating_point(), op, "a floating-point x of at least one dimension", (x.shape, x.dtype)
     )
@@ -37,28 +37,28 @@ def _require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
         require(bias.dtype == x.dtype, op, f"bias of x's dtype {x.dtype}", bias.dtype)
 
 
-def _require_even(op: str, x: Tensor) -> None:
+def require_even(op: str, x: Tensor) -> None:
     require(x.ndim >= 1 and x.shape[-1] % 2 == 0, op, "an even last size (two halves)", tuple(x.shape))
 
 
-def _require_gelu(op: str, approximate: str) -> None:
+def require_gelu(op: str, approximate: str) -> None:
     require(approximate in GELUS, op, f"approximate among {', '.join(GELUS)}", repr(approximate))
 
 
-def _check_swiglu(x: Tensor, bias: Tensor | None = None) -> None:
-    _require_even("swiglu", x)
-    _require_bias("swiglu", x, bias)
+def _check_swiglu(call: Call) -> None:
+    require_even("swiglu", call.x)
+    require_bias("swiglu", call.x, call.bias)
 
 
-def _check_geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> None:
-    _require_even("geglu", x)
-    _require_bias("geglu", x, bias)
-    _require_gelu("geglu", approximate)
+def _check_geglu(call: Call) -> None:
+    require_even("geglu", call.x)
+    require_bias("geglu", call.x, call.bias)
+    require_gelu("geglu", call.approximate)
 
 
-def _check_bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> None:
-    _require_bias("bias_gelu", x, bias)
-    _require_gelu("bias_gelu", approximate)
+def _check_bias_gelu(call: Call) -> None:
+    require_bias("bias_gelu", call.x, call.bias)
+    require_gelu("bias_gelu", call.approximate)
 
 
 def _edge_cases(variants: tuple[dict[str, Any], ...]) -> list[Sample]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, Sample, TensorSpec, Tol, require
+from hal import Call, Rng, Sample, TensorSpec, Tol, require
 
 from .layouts import LAYOUTS, from_bnsd, sizes, to_bnsd
 from .random import keep_mask, require_probability
@@ -78,42 +78,26 @@ def _check_shapes(
         require(fits, _OP, f"a mask that broadcasts to [b, n, sq, skv] = {full}", tuple(shape))
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    pre_tokens: int | None = None,
-    next_tokens: int | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: Rng | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    return_lse: bool = False,
-) -> None:
+def _check(call: Call) -> None:
+    q, k, mask, scale, rng = call.q, call.k, call.mask, call.scale, call.rng
     _check_shapes(
-        layout,
+        call.layout,
         q.shape,
         k.shape,
-        v.shape,
-        (q.dtype, k.dtype, v.dtype),
-        num_heads,
-        num_kv_heads,
+        call.v.shape,
+        (q.dtype, k.dtype, call.v.dtype),
+        call.num_heads,
+        call.num_kv_heads,
         None if mask is None else (mask.shape, mask.dtype),
-        tuple(None if c is None else (c.shape, c.dtype) for c in (cu_seqlens_q, cu_seqlens_k)),
+        tuple(None if c is None else (c.shape, c.dtype) for c in (call.cu_seqlens_q, call.cu_seqlens_k)),
     )
-    for name, value in (("pre_tokens", pre_tokens), ("next_tokens", next_tokens)):
+    for name, value in (("pre_tokens", call.pre_tokens), ("next_tokens", call.next_tokens)):
         require(value is None or isinstance(value, int), _OP, f"{name} an integer or None", value)
     require(scale is None or math.isfinite(scale), _OP, "a finite scale", scale)
-    if dropout_p or rng is not None:
-        require_probability(_OP, dropout_p, rng)
+    if call.dropout_p or rng is not None:
+        require_probability(_OP, call.dropout_p, rng)
         if rng is not None:
-            rng.indexing(draw_shape(q, k, layout, num_heads))
+            rng.indexing(draw_shape(q, k, call.layout, call.num_heads))
 
 
 def draw_shape(q: Tensor, k: Tensor, layout: str, num_heads: int | None = None) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def _check(call: Call) -> None:
+    x, weight, bias = call.x, call.weight, call.bias
     require(weight.ndim == 2, "linear", "weight of shape [out, in]", tuple(weight.shape))
     require(
         x.ndim >= 1 and x.shape[-1] == weight.shape[1], "linear", f"x of shape [..., {weight.shape[1]}]", tuple(x.shape)
@@ -75,7 +76,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _check_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> None:
+def _check_wgrad(call: Call) -> None:
+    x, dy, main_grad, main_bias_grad = call.x, call.dy, call.main_grad, call.main_bias_grad
     name, acc = "linear_wgrad", torch.promote_types(x.dtype, torch.float32)
     require(x.ndim >= 1 and dy.ndim >= 1, name, "x [..., in] and dy [..., out]", (tuple(x.shape), tuple(dy.shape)))
     require(x.shape[:-1] == dy.shape[:-1], name, f"dy of shape [{tuple(x.shape[:-1])}, out]", tuple(dy.shape))

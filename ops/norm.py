@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -20,7 +20,7 @@ _TOL = {
 }
 
 
-def _require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> None:
+def require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> None:
     require(x.ndim >= 1 and w.shape == x.shape[-1:], op, f"{name} of shape {tuple(x.shape[-1:])}", tuple(w.shape))
     require(
         x.is_floating_point() and w.dtype in (x.dtype, torch.float32), op, f"{name} in x's dtype or float32", w.dtype
@@ -28,13 +28,13 @@ def _require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> Non
     require(eps > 0, op, "eps > 0", eps)
 
 
-def _check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> None:
-    _require_weight("layer_norm", x, "weight", weight, eps)
-    _require_weight("layer_norm", x, "bias", bias, eps)
+def _check_layer_norm(call: Call) -> None:
+    require_weight("layer_norm", call.x, "weight", call.weight, call.eps)
+    require_weight("layer_norm", call.x, "bias", call.bias, call.eps)
 
 
-def _check_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> None:
-    _require_weight("rms_norm", x, "weight", weight, eps)
+def _check_rms_norm(call: Call) -> None:
+    require_weight("rms_norm", call.x, "weight", call.weight, call.eps)
 
 
 def _edge_cases(weights: int) -> list[Sample]:

@@ -10,30 +10,17 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-def _check_adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
-    model_params: Sequence[Tensor] | None = None,
-) -> None:
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if model_params is not None:
-        lists["model_params"] = model_params
+def _check_adamw(call: Call) -> None:
+    params, exp_avgs, exp_avg_sqs, step = call.params, call.exp_avgs, call.exp_avg_sqs, call.step
+    lists = {"grads": call.grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if call.model_params is not None:
+        lists["model_params"] = call.model_params
     shapes = [p.shape for p in params]
     for name, tensors in lists.items():
         require(len(tensors) == len(shapes), "adamw", f"{len(shapes)} {name}, one per param", len(tensors))
@@ -46,8 +33,8 @@ def _check_adamw(
         dtypes = next(triple for triple in triples if set(triple) != {torch.float32})
         require(False, "adamw", "float32 params, exp_avgs and exp_avg_sqs", dtypes)
     require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
-    require(0 <= beta1 < 1 and 0 <= beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (beta1, beta2))
-    require(eps >= 0 and lr >= 0, "adamw", "eps >= 0 and lr >= 0", (eps, lr))
+    require(0 <= call.beta1 < 1 and 0 <= call.beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (call.beta1, call.beta2))
+    require(call.eps >= 0 and call.lr >= 0, "adamw", "eps >= 0 and lr >= 0", (call.eps, call.lr))
 
 
 def _adamw_call(shapes: list[tuple[int, ...]], model: torch.dtype | None = None, **kw: Any) -> Sample:
@@ -132,9 +119,16 @@ def adamw(
         copy.copy_(p)
 
 
-def _check_l2norm(tensors: Sequence[Tensor]) -> None:
-    require(all(t.is_floating_point() for t in tensors), "l2norm", "floating-point tensors", [t.dtype for t in tensors])
-    require(len({t.device for t in tensors}) <= 1, "l2norm", "tensors of one device", [t.device for t in tensors])
+def _check_l2norm(call: Call) -> None:
+    require(
+        all(t.is_floating_point() for t in call.tensors),
+        "l2norm",
+        "floating-point tensors",
+        [t.dtype for t in call.tensors],
+    )
+    require(
+        len({t.device for t in call.tensors}) <= 1, "l2norm", "tensors of one device", [t.device for t in call.tensors]
+    )
 
 
 def _lists(*shapes: tuple[int, ...], **how: Any) -> list[TensorSpec]:
@@ -181,11 +175,14 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def _check_unscale(grads: Sequence[Tensor], inv_scale: float) -> None:
+def _check_unscale(call: Call) -> None:
     require(
-        all(g.is_floating_point() for g in grads), "unscale_and_check", "floating-point grads", [g.dtype for g in grads]
+        all(g.is_floating_point() for g in call.grads),
+        "unscale_and_check",
+        "floating-point grads",
+        [g.dtype for g in call.grads],
     )
-    require(math.isfinite(inv_scale), "unscale_and_check", "a finite inv_scale", inv_scale)
+    require(math.isfinite(call.inv_scale), "unscale_and_check", "a finite inv_scale", call.inv_scale)
 
 
 @hal.op(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, Sample, TensorSpec, Tol, require
+from hal import Call, Rng, Sample, TensorSpec, Tol, require
 
 from .random import keep_mask, require_probability
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 _OP = "bias_dropout_add"
 
 
-def _check(x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None) -> None:
+def _check(call: Call) -> None:
+    x, bias, residual, rng = call.x, call.bias, call.residual, call.rng
     require(x.ndim >= 1 and x.shape == residual.shape, _OP, "x and residual of one shape", (x.shape, residual.shape))
     require(residual.dtype in (x.dtype, torch.float32), _OP, "residual in x's dtype or float32", residual.dtype)
     if bias is not None:
         require(bias.shape == x.shape[-1:], _OP, f"bias of shape {tuple(x.shape[-1:])}", tuple(bias.shape))
         require(bias.dtype == x.dtype, _OP, f"bias of x's dtype {x.dtype}", bias.dtype)
-    require_probability(_OP, p, rng)
+    require_probability(_OP, call.p, rng)
     if rng is not None:
         rng.indexing(x.shape)
 

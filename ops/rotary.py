@@ -12,24 +12,28 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-_OP = "rotary"
-_LAYOUTS = ("SBND", "BSND", "BNSD", "TND")
+LAYOUTS = ("SBND", "BSND", "BNSD", "TND")
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> None:
-    require(layout in _LAYOUTS, _OP, f"a layout among {', '.join(_LAYOUTS)}", repr(layout))
-    require(x.ndim == len(layout), _OP, f"x with {len(layout)} dimensions for {layout}", tuple(x.shape))
+def require_angles(op: str, name: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+    """Raises ContractError unless cos and sin are angles for x, the argument `name` of `op`, in a layout of rotary."""
+    require(layout in LAYOUTS, op, f"a layout among {', '.join(LAYOUTS)}", repr(layout))
+    require(x.ndim == len(layout), op, f"{name} with {len(layout)} dimensions for {layout}", tuple(x.shape))
     s = x.shape[layout.index("T" if layout == "TND" else "S")]
     wanted = [(s,)] if layout == "TND" else [(s,), (x.shape[layout.index("B")], s)]
-    require(cos.shape == sin.shape, _OP, "cos and sin of one shape", (tuple(cos.shape), tuple(sin.shape)))
-    require(tuple(cos.shape[:-1]) in wanted, _OP, f"cos of shape [s, r/2] or [b, s, r/2] with s={s}", tuple(cos.shape))
-    require(2 * cos.shape[-1] <= x.shape[-1], _OP, f"r <= head size {x.shape[-1]}", 2 * cos.shape[-1])
-    require(cos.dtype == sin.dtype == torch.float32, _OP, "float32 cos and sin", (cos.dtype, sin.dtype))
+    require(cos.shape == sin.shape, op, "cos and sin of one shape", (tuple(cos.shape), tuple(sin.shape)))
+    require(tuple(cos.shape[:-1]) in wanted, op, f"cos of shape [s, r/2] or [b, s, r/2] with s={s}", tuple(cos.shape))
+    require(2 * cos.shape[-1] <= x.shape[-1], op, f"r <= head size {x.shape[-1]}", 2 * cos.shape[-1])
+    require(cos.dtype == sin.dtype == torch.float32, op, "float32 cos and sin", (cos.dtype, sin.dtype))
+
+
+def _check(call: Call) -> None:
+    require_angles("rotary", "x", call.x, call.cos, call.sin, call.layout)
 
 
 def _call(
@@ -43,8 +47,8 @@ def _call(
 
 def _edge_cases() -> list[Sample]:
     return [
-        *(_call(layout, (5, 2, 3, 8, 4), False, interleaved=i) for layout in _LAYOUTS for i in (False, True)),
-        *(_call(layout, (5, 2, 3, 8, 4), True) for layout in _LAYOUTS[:-1]),
+        *(_call(layout, (5, 2, 3, 8, 4), False, interleaved=i) for layout in LAYOUTS for i in (False, True)),
+        *(_call(layout, (5, 2, 3, 8, 4), True) for layout in LAYOUTS[:-1]),
         _call("SBND", (3, 2, 2, 10, 3), False),  # only the first 6 channels are rotated
         _call("BSND", (3, 2, 2, 10, 3), True, interleaved=True),
         _call("BNSD", (4, 1, 2, 7, 3), False, strided="last"),
@@ -60,7 +64,7 @@ def _samples() -> SearchStrategy[Sample]:
     @st.composite
     def call(draw: st.DrawFn) -> Sample:
         s, b, n, half = (draw(st.integers(1, m)) for m in (9, 3, 4, 20))
-        layout = draw(st.sampled_from(_LAYOUTS))
+        layout = draw(st.sampled_from(LAYOUTS))
         per_sample = layout != "TND" and draw(st.booleans())
         strided = draw(st.sampled_from(["", "rows", "last"]))
         rest = draw(st.integers(0, 5))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, Tol, require
 
 from .attention import band_mask
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _OP = "scale_mask_softmax"
 
 
-def _check(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> None:
+def _check(call: Call) -> None:
+    x, mask = call.x, call.mask
     require(x.ndim == 4, _OP, "x of shape [b, n, sq, sk]", tuple(x.shape))
-    require(math.isfinite(scale), _OP, "a finite scale", scale)
+    require(math.isfinite(call.scale), _OP, "a finite scale", call.scale)
     if mask is not None:
         fits = mask.ndim <= 4 and all(m in (1, f) for m, f in zip(reversed(mask.shape), reversed(x.shape)))
         require(mask.dtype == torch.bool, _OP, "a bool mask (True = masked out)", mask.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Comm, Sample, TensorSpec, Tol, require
+from hal import Call, Comm, Sample, TensorSpec, Tol, require
 
 from .mappings import reduce_from_region
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-def _require_ids(op: str, name: str, ids: Tensor, vocab_start: int, comm: Comm | None) -> None:
+def require_ids(op: str, name: str, ids: Tensor, vocab_start: int, comm: Comm | None) -> None:
     require(ids.dtype == torch.int64, op, f"int64 {name}", ids.dtype)
     require(vocab_start >= 0, op, "vocab_start >= 0", vocab_start)
     sharded = comm is not None and comm.size > 1
     require(vocab_start == 0 or sharded, op, "a comm with several ranks, because vocab_start > 0", comm)
 
 
-def _check_embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm | None = None) -> None:
-    require(weight.ndim == 2, "embedding", "weight of shape [v_local, h]", tuple(weight.shape))
-    _require_ids("embedding", "ids", ids, vocab_start, comm)
+def _check_embedding(call: Call) -> None:
+    require(call.weight.ndim == 2, "embedding", "weight of shape [v_local, h]", tuple(call.weight.shape))
+    require_ids("embedding", "ids", call.ids, call.vocab_start, call.comm)
 
 
 def _edge_cases_embedding() -> list[Sample]:
@@ -77,21 +77,14 @@ def embedding(weight: Tensor, ids: Tensor, *, vocab_start: int = 0, comm: Comm |
     return reduce_from_region(rows.masked_fill(absent[..., None], 0.0), comm)
 
 
-def _check_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
-    inplace_backward: bool = False,
-) -> None:
+def _check_cross_entropy(call: Call) -> None:
+    logits, target, label_smoothing = call.logits, call.target, call.label_smoothing
     op = "cross_entropy"
     require(logits.ndim >= 1 and logits.shape[-1] > 0, op, "logits of shape [..., v], v > 0", tuple(logits.shape))
     require(target.shape == logits.shape[:-1], op, f"target of shape {tuple(logits.shape[:-1])}", tuple(target.shape))
     require(0.0 <= label_smoothing < 1.0, op, "label_smoothing in [0, 1)", label_smoothing)
     require(label_smoothing == 0.0 or logits.shape[-1] > 1, op, "at least two classes to smooth over", logits.shape[-1])
-    _require_ids(op, "target", target, vocab_start, comm)
+    require_ids(op, "target", target, call.vocab_start, call.comm)
 
 
 def _edge_cases_cross_entropy() -> list[Sample]:

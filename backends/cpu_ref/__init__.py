@@ -4,7 +4,22 @@ The readable reference backend: one module and one kernel file per family of ops
 its implementations and compiles nothing.
 """
 
-from . import activation, attention, linear, norm, optimizer, random, residual, rotary, softmax, vocab  # noqa: F401
+from . import (  # noqa: F401
+    activation,
+    attention,
+    composite,
+    linear,
+    moe_grouped,
+    moe_permute,
+    moe_router,
+    norm,
+    optimizer,
+    random,
+    residual,
+    rotary,
+    softmax,
+    vocab,
+)
 from .device import CpuRef
 
 __all__ = ["CpuRef"]

@@ -38,7 +38,8 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 MODULE = "_hal_cpu_ref"
 # With -std=c11 alone, a*b+c does not become an FMA; with errno and traps, sqrt and selections are not vectorised.
 _BASE_FLAGS = ["-std=c11", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-_JOBS = 2
+_JOBS = 8
+"""At most this many compilers at a time; each needs up to 400 MB."""
 
 _load_lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -142,8 +143,13 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
         _run([*compiler, *flags, f"-I{KERNELS}", f"-I{include}", "-c", str(source), "-o", output])
         return output
 
-    with ThreadPoolExecutor(_JOBS) as pool:
-        objects = list(pool.map(compile_one, [*sources, work / f"{MODULE}.c"]))
+    files = [*sources, work / f"{MODULE}.c"]
+    jobs = min(len(os.sched_getaffinity(0)), _JOBS)
+    if jobs > 1:
+        with ThreadPoolExecutor(jobs) as pool:
+            objects = list(pool.map(compile_one, files))
+    else:
+        objects = [compile_one(file) for file in files]
     library = work / f"{MODULE}.so"
     _run([*compiler, *flags, "-shared", *objects, "-o", str(library), "-lm"])
     # Flushed before the rename; otherwise a power failure could leave a file with its final name and incomplete

@@ -76,6 +76,13 @@ class CpuRef(hal.Backend):
             raise hal.HalError(f"cpu_ref has one device, the CPU (index 0); device {index} was asked for")
         return torch.device("cpu")
 
+    def capabilities(self) -> hal.Capabilities:
+        return hal.Capabilities(
+            dtypes=hal.Capabilities().dtypes
+            | {torch.float64, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2},
+            host_visible=True,
+        )
+
     def synchronize(self) -> None:
         """Does nothing, because kernels are synchronous."""
 

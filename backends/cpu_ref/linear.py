@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import HalError, address, ops
+from hal import Call, HalError, address, ops
 
 from . import cpu
 from .build import lib
@@ -36,8 +36,8 @@ def _onednn() -> Callable[..., Tensor] | None:
         return None
     if cpu.vendor() == "GenuineIntel" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
-    product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-    return product
+    operator: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return operator
 
 
 def _onednn_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
@@ -56,10 +56,10 @@ def _onednn_bf16() -> Callable[..., Tensor] | None:
     return operators._linear_pointwise.default if usable else None
 
 
-def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times the transpose of w [n, k], plus bias [n]."""
     if x.dtype == torch.float16:
-        return _product(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
+        return product(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
     biased_bf16 = bias is not None and x.dtype == torch.bfloat16 and bias.dtype == x.dtype and x.numel() > 0
     onednn = _onednn_bf16() if biased_bf16 else _onednn_for(x, w)
     if onednn is None:
@@ -85,12 +85,12 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx [..., k], dw [n, k] and db [n] from dy [..., n], as far as `needs` requires them."""
     x, weight = residuals
-    dx = _product(dy, weight.t()) if needs[0] else None
+    dx = product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)
-    if needs[1] and _onednn_for(x_rows, weight) is not None and _fast(x.dtype):
+    if needs[1] and _onednn_for(x_rows, weight) is not None and fast(x.dtype):
         dw, db = _weight_gradient(dy_rows.contiguous(), x_rows.contiguous(), needs[2])
     else:
-        dw = _product(dy_rows.t(), x_rows.t()) if needs[1] else None
+        dw = product(dy_rows.t(), x_rows.t()) if needs[1] else None
         db = dy_rows.sum(0) if needs[2] else None
     return dx, dw, db
 
@@ -121,13 +121,14 @@ def _kernel(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None, *, add: bool) 
 
 @CpuRef.impl(ops.linear, id="cpu_ref/onednn", why_not=refuses(ops.linear), bwd=_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
-    return _product(x, weight, bias), (x, weight)
+    return product(x, weight, bias), (x, weight)
 
 
-def _why_not_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tensor | None = None) -> Sequence[str]:
-    if not (main_grad.is_contiguous() and (main_bias_grad is None or main_bias_grad.is_contiguous())):
+def _why_not_wgrad(call: Call) -> Sequence[str]:
+    main_bias_grad = call.main_bias_grad
+    if not (call.main_grad.is_contiguous() and (main_bias_grad is None or main_bias_grad.is_contiguous())):
         return ["a main_grad or main_bias_grad that is not contiguous (it is updated in place)"]
-    return reasons(x, dy, main_grad, main_bias_grad)
+    return reasons(call.x, call.dy, call.main_grad, main_bias_grad)
 
 
 @CpuRef.impl(ops.linear_wgrad, id="cpu_ref/c", why_not=_why_not_wgrad)
@@ -135,12 +136,12 @@ def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tenso
     if x.dtype == torch.float16:
         x, dy = x.float(), dy.float()
     # The kernel adds to main_grad while it writes, which saves a pass over it; small products gain nothing.
-    if x.numel() * dy.shape[-1] >= _SMALL and _fast(x.dtype):
+    if x.numel() * dy.shape[-1] >= _SMALL and fast(x.dtype):
         _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)
         return
     ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
 
 
 @cache
-def _fast(dtype: torch.dtype) -> bool:
+def fast(dtype: torch.dtype) -> bool:
     return bool(lib().hal_linear_is_fast(CODE[dtype]))

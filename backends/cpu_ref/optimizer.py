@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hal import address, backend_tools, ops
+from hal import Call, address, backend_tools, ops
 from hal.backend_tools import AdamWMember, AdamWScalars, with_signature_of
 
 from .build import lib
@@ -35,15 +35,13 @@ def _at(values: array[int]) -> int:
     return values.buffer_info()[0]
 
 
-@with_signature_of(ops.adamw, written=backend_tools.adamw_written)
-def _why_not_adamw(
-    written: Sequence[Tensor], grads: Sequence[Tensor], model_params: Sequence[Tensor] | None
-) -> Sequence[str]:
+def _why_not_adamw(call: Call) -> Sequence[str]:
+    written = backend_tools.adamw_written(call)
     if gaps := backend_tools.in_place_reasons(written):
         return gaps
-    if any(t.dtype == torch.float64 for t in (*grads, *(model_params or ()))):
+    if any(t.dtype == torch.float64 for t in (*call.grads, *(call.model_params or ()))):
         return ["float64 grads or model_params (the update is float32)"]
-    return reasons(*written, *grads)
+    return reasons(*written, *call.grads)
 
 
 @CpuRef.impl(ops.adamw, id="cpu_ref/c", why_not=_why_not_adamw)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, address, dropout_threshold, ops
-from hal.backend_tools import draw_reasons, draw_rows, dropout_from, with_signature_of
+from hal import Call, Rng, address, dropout_threshold, ops
+from hal.backend_tools import draw_reasons, draw_rows, dropout_from
 
 from .build import lib
 from .device import CpuRef
@@ -25,10 +25,10 @@ def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 @hal.by_metadata
-def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
-    if device is not None and torch.device(device).type != "cpu":
-        return [f"device {device} (cpu_ref draws into CPU memory)"]
-    return draw_reasons(rng, shape)
+def _why_not_uniform(call: Call) -> Sequence[str]:
+    if call.device is not None and torch.device(call.device).type != "cpu":
+        return [f"device {call.device} (cpu_ref draws into CPU memory)"]
+    return draw_reasons(call.rng, call.shape)
 
 
 @CpuRef.impl(ops.philox_uniform, id="cpu_ref/c", why_not=_why_not_uniform)
@@ -62,9 +62,8 @@ def _drop(x: Tensor, p: float, rng: Rng) -> Tensor:
 
 
 @hal.by_metadata
-@with_signature_of(ops.dropout)
-def _why_not_dropout(x: Tensor, rng: Rng | None) -> Sequence[str]:
-    return reasons(x) or draw_reasons(rng, x.shape)
+def _why_not_dropout(call: Call) -> Sequence[str]:
+    return reasons(call.x) or draw_reasons(call.rng, call.x.shape)
 
 
 dropout, _dropout_bwd = dropout_from(_drop)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, address, dropout_threshold, ops
-from hal.backend_tools import draw_reasons, with_signature_of
+from hal import Call, Rng, address, dropout_threshold, ops
+from hal.backend_tools import draw_reasons
 
 from .build import lib
 from .device import CpuRef
@@ -22,11 +22,11 @@ _NO_DRAW = Rng(0)
 
 
 @hal.by_metadata
-@with_signature_of(ops.bias_dropout_add)
-def _why_not(x: Tensor, bias: Tensor | None, residual: Tensor, rng: Rng | None) -> Sequence[str]:
-    if x.dtype == torch.float64 != residual.dtype:
+def _why_not(call: Call) -> Sequence[str]:
+    x = call.x
+    if x.dtype == torch.float64 != call.residual.dtype:
         return ["a float32 residual beside a float64 x (the kernel's sums would be float64)"]
-    return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
+    return reasons(x, call.bias, call.residual) or draw_reasons(call.rng, x.shape)
 
 
 def _run(

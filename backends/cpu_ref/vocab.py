@@ -20,27 +20,42 @@ from .memory import empty_like
 from .tensors import CODE, REAL, refuses
 
 
-def _sharded(
-    logits: Tensor, target: Tensor, smoothing: float, vocab_start: int, classes: int, comm: Comm
-) -> tuple[Tensor, Tensor]:
-    """loss [rows] and {maximum, sum of exponentials} [2, rows] from the ranks' statistics."""
-    rows = rows_of(logits)
-    stats = torch.zeros(4, rows, dtype=REAL[logits.dtype])
+def statistics(logits: Tensor, target: Tensor, stats: Tensor, smoothing: float, vocab_start: int) -> None:
+    """Writes stats [4, rows] of the classes from vocab_start on, whose logits [..., v] these are, all contiguous: the
+    maximum, the sum of exponentials relative to it, the target's logit (0 if it is another class), and, if smoothing,
+    the sum of the logits relative to the maximum.
+    """
     lib().hal_cross_entropy_stats(
         CODE[logits.dtype],
         logits.data_ptr() or address(logits),
         target.data_ptr() or address(target),
         stats.data_ptr() or address(stats),
         smoothing != 0.0,
-        rows,
+        rows_of(logits),
         logits.shape[-1],
         vocab_start,
     )
-    # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
-    top = comm.all_reduce(stats[0], "max")
-    stats[1] *= torch.exp(stats[0] - top)
-    stats[3] += logits.shape[-1] * (stats[0] - top)  # a rank's sum of logits is relative to its own maximum
-    sums = comm.all_reduce(stats[1:] if smoothing else stats[1:3])
+
+
+def combine(stats: Tensor, counts: Tensor) -> Tensor:
+    """The `statistics` [4, rows] of all classes together, from those of parts [parts, 4, rows] of counts [parts]
+    classes."""
+    top = stats[:, 0].amax(0)
+    shift = stats[:, 0] - top
+    sum_exp = (stats[:, 1] * torch.exp(shift)).sum(0)
+    return torch.stack((top, sum_exp, stats[:, 2].sum(0), (stats[:, 3] + counts[:, None] * shift).sum(0)))
+
+
+def loss_of(stats: Tensor, smoothing: float, v_local: int, classes: int, comm: Comm | None) -> tuple[Tensor, Tensor]:
+    """loss [rows] and {maximum, sum of exponentials} [2, rows] from this rank's `statistics` of v_local classes."""
+    if comm is None:
+        top, sums = stats[0], stats[1:]
+    else:
+        # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
+        top = comm.all_reduce(stats[0], "max")
+        stats[1] *= torch.exp(stats[0] - top)
+        stats[3] += v_local * (stats[0] - top)  # a rank's sum of logits is relative to its own maximum
+        sums = comm.all_reduce(stats[1:] if smoothing else stats[1:3])
     # (top - sums[1]) is formed first: it is nearly exact, and top + log_sum would lose the low bits of log_sum.
     log_sum = sums[0].log()
     loss = (1.0 - smoothing) * (top - sums[1] + log_sum)
@@ -54,7 +69,9 @@ def _cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:
     """loss [...] and {maximum, sum of exponentials} [2, rows], for logits [..., v_local] and target [...]."""
     if comm is not None:
-        loss, sums = _sharded(logits, target, smoothing, vocab_start, classes, comm)
+        stats = torch.zeros(4, rows_of(logits), dtype=REAL[logits.dtype])
+        statistics(logits, target, stats, smoothing, vocab_start)
+        loss, sums = loss_of(stats, smoothing, logits.shape[-1], classes, comm)
         return loss.view(target.shape), sums
     loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
     sums = torch.empty(2, target.numel(), dtype=loss.dtype)
@@ -73,7 +90,7 @@ def _cross_entropy_fwd(
     return loss, sums
 
 
-def _cross_entropy_bwd(
+def cross_entropy_bwd(
     logits: Tensor,
     target: Tensor,
     sums: Tensor,
@@ -99,7 +116,7 @@ def _cross_entropy_bwd(
     )
 
 
-cross_entropy, _bwd = cross_entropy_from(_cross_entropy_fwd, _cross_entropy_bwd, empty_like)
+cross_entropy, _bwd = cross_entropy_from(_cross_entropy_fwd, cross_entropy_bwd, empty_like)
 CpuRef.impl(ops.cross_entropy, id="cpu_ref/c", why_not=refuses(ops.cross_entropy), bwd=_bwd)(cross_entropy)
 
 

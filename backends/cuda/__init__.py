@@ -4,7 +4,21 @@ Importing needs no GPU, no driver and no CuPy. There is one module and one kerne
 module registers its implementations.
 """
 
-from . import activation, attention, linear, norm, optimizer, random, residual, rotary, softmax, vocab  # noqa: F401
+from . import (  # noqa: F401
+    activation,
+    attention,
+    linear,
+    moe_grouped,
+    moe_permute,
+    moe_router,
+    norm,
+    optimizer,
+    random,
+    residual,
+    rotary,
+    softmax,
+    vocab,
+)
 from .device import Cuda
 
 __all__ = ["Cuda"]

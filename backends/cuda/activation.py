@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import address, ops
+from hal import ops
 from hal.backend_tools import activations_from
 
 from . import launch
@@ -27,7 +27,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Te
         vec = aligned(x, b, y) and width % lanes == 0
         grid, threads = grid_for(rows, width, lanes if vec else 1)
         name = f"activation_fwd<{TYPE[x.dtype]}, {'true' if gated else 'false'}>"
-        launch.run(name, grid, threads, x.data_ptr(), address(b), y.data_ptr(), code, rows, width, int(vec))
+        launch.run(name, grid, threads, x, b, y, code, rows, width, int(vec))
     return y, (x, b, code, gated)
 
 
@@ -48,11 +48,11 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         f"activation_bwd<{TYPE[x.dtype]}, {'true' if gated else 'false'}>",
         grid,
         threads,
-        x.data_ptr(),
-        address(bias),
-        dy.data_ptr(),
-        dx.data_ptr(),
-        address(partial),
+        x,
+        bias,
+        dy,
+        dx,
+        partial,
         code,
         rows,
         width,

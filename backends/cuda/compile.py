@@ -6,7 +6,6 @@ stack and spills. The kernel files list their instantiations in EXPORT(...).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hal
-from hal.backend_tools import cache_directory, locked
+from hal.backend_tools import cache_directory, intact, locked, place
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -154,9 +153,9 @@ def compiled(source: Path, architecture: str) -> Compiled:
         digest.update(path.read_bytes() + b"\0")
     cache = cache_directory("cuda")
     target = cache / f"{source.stem}-{architecture}-{digest.hexdigest()[:24]}"
-    if not target.with_suffix(".json").exists():
+    if not _is_kept(target):
         with locked(cache / f"{source.stem}-{architecture}.lock"):
-            if not target.with_suffix(".json").exists():
+            if not _is_kept(target):
                 _keep(compile_file(source, architecture, strict=False), target)
     about = json.loads(target.with_suffix(".json").read_text())
     return Compiled(
@@ -166,12 +165,14 @@ def compiled(source: Path, architecture: str) -> Compiled:
 
 def _keep(result: Compiled, target: Path) -> None:
     about = json.dumps({"names": result.names, "usage": [asdict(u) for u in result.usage]})
-    # The .json is written last and by rename: if it exists, the cubin is complete.
     for suffix, data in ((".cubin", result.cubin), (".json", about.encode())):
         part = target.with_suffix(f"{suffix}.part{os.getpid()}")
         part.write_bytes(data)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(part, target.with_suffix(suffix))
+        place(part, target.with_suffix(suffix))
+
+
+def _is_kept(target: Path) -> bool:
+    return intact(target.with_suffix(".cubin")) and intact(target.with_suffix(".json"))
 
 
 def cubins(architecture: str) -> dict[str, tuple[bytes, str]]:

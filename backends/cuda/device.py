@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from . import compile, launch
 from .comm import NCCL
 from .device_specs import DEVICE_SPECS
 from .order import DEFAULT, MEASURED, order_for, source_for
-from .simulator.build import Simulator, find_compiler, library
+from .simulator.build import GRID, SHARED, Simulator, find_compiler, library
 
 OLDEST = (8, 0)
 """The lowest compute capability with the instructions that the kernels use (bfloat16)."""
@@ -33,11 +34,27 @@ class Cuda(hal.Backend):
     name = "cuda"
     device_specs = DEVICE_SPECS
 
-    def __init__(self, simulate: bool | None = None, deterministic: bool = False) -> None:
-        """deterministic: torch's attention kernels sum gradients in a fixed order, which is slower."""
+    def __init__(
+        self,
+        simulate: bool | None = None,
+        deterministic: bool = False,
+        grid: int | None = None,
+        shared: int | None = None,
+    ) -> None:
+        """deterministic: torch's attention kernels sum gradients in a fixed order, which is slower.
+
+        grid, shared: the simulated device's limits: blocks in each dimension of a kernel that iterates (default 3), and
+        bytes of dynamic shared memory per block (default 1024). Raises HalError if they are given without simulate, or
+        cannot be.
+        """
         if simulate is None:
             simulate = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
+        if not simulate and (grid is not None or shared is not None):
+            raise hal.HalError("grid and shared are limits of the simulated device; they need simulate=True")
+        if (grid is not None and grid < 1) or (shared is not None and not 0 <= shared <= 48 * 1024):
+            raise hal.HalError(f"grid must be 1 or more and shared 0 to 49152 bytes, got {grid} and {shared}")
         self.simulate = self.simulated = simulate
+        self.grid, self.shared = grid, shared
         self.deterministic = deterministic
         self.order_sources = {"flash_attention": source_for("this device")}
         if simulate:
@@ -61,7 +78,8 @@ class Cuda(hal.Backend):
     def build(self) -> None:
         launch.deterministic = self.deterministic
         if self.simulated:
-            launch.set_engine(Simulator(library()))
+            limits = (GRID if self.grid is None else self.grid, SHARED if self.shared is None else self.shared)
+            launch.set_engine(Simulator(library(), *limits))
             return
         try:
             torch.cuda.init()
@@ -82,6 +100,17 @@ class Cuda(hal.Backend):
                 raise hal.HalError(f"the simulated cuda backend has one device (index 0); device {index} was asked for")
             return torch.device("cpu")
         return torch.device("cuda", index)
+
+    def capabilities(self) -> hal.Capabilities:
+        dtypes = {torch.float64, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
+        return hal.Capabilities(
+            dtypes=hal.Capabilities().dtypes | dtypes,
+            asynchronous=not self.simulated,
+            host_visible=bool(self.simulated),
+            deterministic=bool(self.simulated) or self.deterministic,
+            graphs=not self.simulated,
+            memory_pools=not self.simulated,
+        )
 
     def synchronize(self) -> None:
         if not self.simulated:
@@ -126,20 +155,41 @@ class Cuda(hal.Backend):
             outer.wait_stream(side)
 
     def event(self) -> torch.cuda.Event | None:
-        """A timing event for the current stream (record, elapsed_time); None on the simulator, which has no clock."""
-        return None if self.simulated else torch.cuda.Event(enable_timing=True)
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Records the work inside into a CUDA graph: `with backend.capture() as graph: ...`, then `graph.replay()`.
-
-        Inputs and outputs must keep their addresses. Raises HalError on the simulator, which runs kernels immediately.
-        """
+        """An event with a time, recorded on the current stream; None on the simulator, which has no streams."""
         if self.simulated:
-            raise hal.HalError("the CUDA simulator has no graphs; capture needs a GPU")
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, event: object) -> None:
+        if isinstance(event, torch.cuda.Event):
+            event.wait()
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        if self.simulated:
+            return super().capture(function)
+        with self.stream():  # what the first call allocates and compiles must not be part of the graph
+            function()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            yield graph
+            result = function()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+    @contextlib.contextmanager
+    def memory_pool(self) -> Iterator[object]:
+        if self.simulated:
+            with super().memory_pool() as pool:
+                yield pool
+            return
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            yield pool
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:

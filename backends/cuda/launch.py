@@ -2,8 +2,9 @@
 
 There are two engines: `Device` (cubins compiled by compile.py, launched through CuPy's driver bindings on torch's
 current stream, and therefore capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` selects one;
-before that, nothing is imported, compiled or initialised. Parameters are integers (including addresses), floats and
-bytes (structs), each packed in a multiple of 8 bytes, as kernels/common.h requires.
+before that, nothing is imported, compiled or initialised. Parameters are tensors and None (addresses), integers,
+floats, `Struct`, and bytes (structs without addresses), each packed in a multiple of 8 bytes, as kernels/common.h
+requires. An address always comes from a tensor, because the simulator lets a kernel access its launch's tensors only.
 """
 
 from __future__ import annotations
@@ -11,26 +12,33 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 import hal
+from hal import address
 
 MAX_THREADS = 256
 """The maximum number of threads per block, for which every kernel is compiled (`__launch_bounds__`)."""
 
 
 class Engine(Protocol):
-    """Runs kernels. device_type: type of device of the tensors; multiprocessors: the number by which grids scale."""
+    """Runs kernels. device_type: type of device of the tensors; multiprocessors: the number by which grids scale;
+    max_blocks: the limit of a dimension of the grid; shared_memory: the bytes of it that a block may have."""
 
     device_type: str
     multiprocessors: int
+    max_blocks: int
+    shared_memory: int
 
     def wrong_device(self, device: torch.device) -> str: ...
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None: ...
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]
+    ) -> None: ...
 
 
 _engine: Engine | None = None
@@ -70,17 +78,51 @@ def _require() -> Engine:
     return _engine
 
 
-def pack(values: tuple[Any, ...]) -> bytes:
+def blocks(pieces: int, *limits: int) -> int:
+    """The number of blocks (1 or more) of a kernel that iterates over `pieces` of work: at most each of `limits`."""
+    return max(1, min(pieces, *limits, _require().max_blocks))
+
+
+def shared_memory() -> int:
+    """The bytes of dynamic shared memory that a block may request; before an engine is set, those of a GPU."""
+    return Device.shared_memory if _engine is None else _engine.shared_memory
+
+
+class Struct:
+    """A struct parameter that contains addresses; tensors among `values` are packed as such, None as 0."""
+
+    def __init__(self, format: str, *values: Any) -> None:
+        self.tensors = [v for v in values if isinstance(v, Tensor)]
+        self.data = struct.pack(format, *map(_number, values))
+
+
+def _number(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return address(value)
+    return value
+
+
+def pack(values: Sequence[Any]) -> bytes:
     """The parameter buffer of a launch."""
-    # Without structs, one call packs everything; structs (bytes) are packed already, in multiples of 8 bytes.
-    if any(type(v) is bytes for v in values):
-        return b"".join(v if type(v) is bytes else pack((v,)) for v in values)
-    return struct.pack("".join("d" if type(v) is float else "q" for v in values), *values)
+    # Without structs, one call packs everything; structs are packed already, in multiples of 8 bytes.
+    if any(type(v) is bytes or type(v) is Struct for v in values):
+        return b"".join(v if type(v) is bytes else v.data if type(v) is Struct else pack((v,)) for v in values)
+    numbers = [_number(v) for v in values]
+    return struct.pack("".join("d" if type(v) is float else "q" for v in numbers), *numbers)
+
+
+def tensors_of(values: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among the parameters of a launch, with its place: "parameter 1", or "parameter 2[5]" in a struct."""
+    for i, value in enumerate(values, 1):
+        if isinstance(value, Tensor):
+            yield f"parameter {i}", value
+        elif isinstance(value, Struct):
+            yield from ((f"parameter {i}[{k}]", x) for k, x in enumerate(value.tensors))
 
 
 def run(kernel: str, grid: tuple[int, int], threads: int, *parameters: Any, shared: int = 0) -> None:
     """Queues `kernel` (its name as in its file's EXPORT list) on the current stream."""
-    _require().launch(kernel, grid, threads, shared, pack(parameters))
+    _require().launch(kernel, grid, threads, shared, parameters)
 
 
 class Device:
@@ -88,6 +130,8 @@ class Device:
     capture."""
 
     device_type = "cuda"
+    max_blocks = 1 << 30  # of a grid's first dimension; callers limit the second one
+    shared_memory = 48 * 1024  # every GPU allows this without opting in
 
     def __init__(self, cubins: Mapping[str, Mapping[str, Any]]) -> None:
         """cubins: architecture ("sm_90") -> kernel name -> (cubin, mangled name); see compile.cubins."""
@@ -131,15 +175,16 @@ class Device:
         torch.cuda.set_device(device)
         self._thread.entered = True
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: bytes) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
         device = self._current()
         if not hasattr(self._thread, "entered"):
             self._enter_thread(device)
         if (device, kernel) not in self._functions:
             self._load(device)
         function = self._functions[device, kernel]
-        buffer = ctypes.create_string_buffer(parameters, len(parameters))
-        size = ctypes.c_size_t(len(parameters))
+        packed = pack(parameters)
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        size = ctypes.c_size_t(len(packed))
         # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
         self._driver.launchKernel(

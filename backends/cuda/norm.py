@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import address, ops
+from hal import ops
 from hal.backend_tools import rows_of
 
 from . import launch
@@ -48,14 +48,14 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
     # One block per row; the kernel iterates, because a grid has at most 2^31 - 1 blocks.
     launch.run(
         f"norm_fwd<{TYPE[x.dtype]}, {TYPE[w.dtype]}, {'true' if centered else 'false'}>",
-        (min(rows, 1 << 30), 1),
+        (launch.blocks(rows), 1),
         _threads(width, vec, x.dtype),
-        x.data_ptr(),
-        w.data_ptr(),
-        address(b),
-        y.data_ptr(),
-        stats.data_ptr(),
-        stats[-1].data_ptr(),
+        x,
+        w,
+        b,
+        y,
+        stats,
+        stats[-1],
         eps,
         rows,
         width,
@@ -75,21 +75,21 @@ def _backward(
     if x.numel():
         vec = _vectors(width, x, w, dx, dy)
         # A few blocks per multiprocessor hide latency; more blocks only add partial sums.
-        blocks = min(rows, launch.multiprocessors() * 4)
+        blocks = launch.blocks(rows, launch.multiprocessors() * 4)
         partial = torch.empty(blocks, sums, width, dtype=torch.float32, device=x.device)
         shared = sums * width * 4
-        in_shared = shared <= IN_SHARED
+        in_shared = shared <= min(IN_SHARED, launch.shared_memory())
         launch.run(
             f"norm_bwd<{TYPE[x.dtype]}, {TYPE[w.dtype]}, {'false' if bias is None else 'true'}>",
             (blocks, 1),
             _threads(width, vec, x.dtype),
-            x.data_ptr(),
-            w.data_ptr(),
-            stats.data_ptr(),
-            stats[-1].data_ptr(),
-            dy.data_ptr(),
-            dx.data_ptr(),
-            partial.data_ptr(),
+            x,
+            w,
+            stats,
+            stats[-1],
+            dy,
+            dx,
+            partial,
             rows,
             width,
             int(vec),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import address, backend_tools, ops
+from hal import Call, backend_tools, ops
 from hal.backend_tools import AdamWMember, AdamWScalars, with_signature_of
 
 from . import launch
@@ -21,23 +21,21 @@ LISTED, CHUNK = 48, 16384
 """As in optimizer.cu: tensors per launch, elements per block."""
 
 
-def _tables(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[bytes, int]]:
+def _tables(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[launch.Struct, int]]:
     """(struct Tensors, blocks) for every LISTED non-empty tensors; lists[l][i] belongs to tensor i."""
     members = [i for i, t in enumerate(lists[0]) if t is not None and t.numel()]
     # The struct has room for LISTED tensors; unused entries are zero and no block refers to them.
     for begin in range(0, len(members), LISTED):
         part = members[begin : begin + LISTED]
         rest = (0,) * (LISTED - len(part))
-        addresses = [a for tensors in lists for a in (*(address(tensors[i]) for i in part), *rest)]
+        listed = [t for tensors in lists for t in (*(tensors[i] for i in part), *rest)]
         sizes = [t.numel() for t in (lists[0][i] for i in part) if t is not None]
         first, blocks = [], 0
         for size in sizes:
             first.append(blocks)
             blocks += -(-size // CHUNK)
-        yield (
-            struct.pack(f"=q{len(addresses) + 2 * LISTED}q", len(part), *addresses, *sizes, *rest, *first, *rest),
-            blocks,
-        )
+        table = launch.Struct(f"=q{len(listed) + 2 * LISTED}q", len(part), *listed, *sizes, *rest, *first, *rest)
+        yield table, blocks
 
 
 def _reasons(tensors: Sequence[Tensor]) -> Sequence[str]:
@@ -48,9 +46,9 @@ def _reasons(tensors: Sequence[Tensor]) -> Sequence[str]:
 _refuses = partial(backend_tools.why_not_tensors, reasons=lambda *tensors: _reasons(tensors))
 
 
-@with_signature_of(ops.adamw, written=backend_tools.adamw_written)
-def _why_not_adamw(written: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[str]:
-    return backend_tools.in_place_reasons(written) or _reasons([*written, *grads])
+def _why_not_adamw(call: Call) -> Sequence[str]:
+    written = backend_tools.adamw_written(call)
+    return backend_tools.in_place_reasons(written) or _reasons([*written, *call.grads])
 
 
 @Cuda.impl(ops.adamw, id="cuda/kernel", why_not=_why_not_adamw)
@@ -78,9 +76,9 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     done = 0
     for dtype, group in backend_tools.by_dtype(dense).items():
         for table, blocks in _tables([group]):
-            launch.run(f"sum_squares<{TYPE[dtype]}>", (blocks, 1), 256, table, partial.data_ptr() + 4 * done)
+            launch.run(f"sum_squares<{TYPE[dtype]}>", (blocks, 1), 256, table, partial[done:])
             done += blocks
-    launch.run("root_of_sum", (1, 1), 256, partial.data_ptr(), out.data_ptr(), chunks)
+    launch.run("root_of_sum", (1, 1), 256, partial, out, chunks)
     return out
 
 
@@ -90,6 +88,6 @@ def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
     for dtype, group in backend_tools.by_dtype(grads).items():
         dense = [g.contiguous() for g in group]
         for table, blocks in _tables([dense]):
-            launch.run(f"unscale<{TYPE[dtype]}>", (blocks, 1), 256, table, float(inv_scale), bad.data_ptr())
+            launch.run(f"unscale<{TYPE[dtype]}>", (blocks, 1), 256, table, float(inv_scale), bad)
         backend_tools.copy_back(group, dense)
     return bad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, address, dropout_threshold, ops
+from hal import Call, Rng, dropout_threshold, ops
 from hal.backend_tools import draw_reasons, draw_rows, dropout_from
 
 from . import launch
@@ -44,10 +44,10 @@ def run_dropout(
         f"dropout<{TYPE[x.dtype]}, {TYPE[y.dtype]}>",
         grid,
         threads,
-        x.data_ptr(),
-        address(bias),
-        address(residual),
-        y.data_ptr(),
+        x,
+        bias,
+        residual,
+        y,
         draw,
         dropout_threshold(p),
         1.0 / (1.0 - p),
@@ -55,13 +55,14 @@ def run_dropout(
     )
 
 
-def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
+def _why_not_uniform(call: Call) -> Sequence[str]:
+    device = call.device
     if device is not None and torch.device(device).type not in (launch.device_type(), "meta"):
         return [f"device {device} (this backend draws on {launch.device_type()})"]
     wrong_device = "" if device is None else launch.wrong_device(torch.device(device))
     if wrong_device:
         return [wrong_device]
-    return draw_reasons(rng, shape)
+    return draw_reasons(call.rng, call.shape)
 
 
 def _current() -> torch.device:
@@ -77,7 +78,7 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
         draw, rows = draw_of(rng, out.shape, width)
         vec = rows == 1 or width % 4 == 0
         grid, threads = grid_for(rows, width, 4 if vec else 1)
-        launch.run("philox_uniform", grid, threads, out.data_ptr(), draw, int(vec))
+        launch.run("philox_uniform", grid, threads, out, draw, int(vec))
     return out
 
 
@@ -89,8 +90,8 @@ def drop(x: Tensor, p: float, rng: Rng) -> Tensor:
     return y
 
 
-def _why_not_dropout(x: Tensor, p: float, rng: Rng | None) -> Sequence[str]:
-    return reasons(x) or draw_reasons(rng, x.shape)
+def _why_not_dropout(call: Call) -> Sequence[str]:
+    return reasons(call.x) or draw_reasons(call.rng, call.x.shape)
 
 
 dropout, _dropout_bwd = dropout_from(drop)

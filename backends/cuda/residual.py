@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import Rng, address, dropout_threshold, ops
+from hal import Call, Rng, dropout_threshold, ops
 from hal.backend_tools import draw_reasons
 
 from . import launch
@@ -19,10 +19,8 @@ from .tensors import LANES, TYPE, aligned, column_sum, grid_for, reasons
 _NO_DRAW = Rng(0)
 
 
-def _why_not(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Sequence[str]:
-    return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
+def _why_not(call: Call) -> Sequence[str]:
+    return reasons(call.x, call.bias, call.residual) or draw_reasons(call.rng, call.x.shape)
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -46,9 +44,9 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         f"dropout_bwd<{TYPE[data]}, {TYPE[dy.dtype]}>",
         grid,
         threads,
-        dense.data_ptr(),
-        address(dx),
-        address(partial),
+        dense,
+        dx,
+        partial,
         draw,
         dropout_threshold(p),
         1.0 / (1.0 - p),

@@ -37,12 +37,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
     rotation = struct.pack("=3q2q3q3qd", *rows.shape[:3], channels, half, *strides, *angles, sign)
     launch.run(
         f"rotary<{TYPE[x.dtype]}, {w}, {'true' if interleaved else 'false'}>",
-        (min(-(-total // 256), launch.multiprocessors() * 16), 1),
+        (launch.blocks(-(-total // 256), launch.multiprocessors() * 16), 1),
         256 if total > 128 else 128,
-        x.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        y.data_ptr(),
+        x,
+        cos,
+        sin,
+        y,
         rotation,
     )
     return y

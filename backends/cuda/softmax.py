@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from .device import Cuda
 from .tensors import LANES, TYPE, aligned, refuses, threads_of_row
 
 
-def _mask(mask: Tensor | None, shape: torch.Size) -> bytes:
+def _mask(mask: Tensor | None, shape: torch.Size) -> launch.Struct:
     """struct Mask of softmax.cu; the bytes of a bool tensor are 0 and 1."""
     if mask is None:
-        return struct.pack("=5q", 0, 0, 0, 0, 0)
+        return launch.Struct("=5q", None, 0, 0, 0, 0)
     mask = mask.expand(shape)  # a view: broadcast dimensions get stride 0
-    return struct.pack("=5q", mask.data_ptr(), *mask.stride())
+    return launch.Struct("=5q", mask, *mask.stride())
 
 
 def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, mask: Tensor | None, *how: Any) -> None:
@@ -31,11 +30,11 @@ def _launch(kernel: str, x: Tensor, others: tuple[Tensor, ...], stats: Tensor, m
     vec = aligned(x, *others)
     launch.run(
         f"{kernel}<{TYPE[x.dtype]}>",
-        (min(rows, 1 << 30), 1),
+        (launch.blocks(rows), 1),
         threads_of_row(sk, LANES[x.dtype] if vec else 1),
-        x.data_ptr(),
-        *(t.data_ptr() for t in others),
-        stats.data_ptr(),
+        x,
+        *others,
+        stats,
         *how,
         rows,
         heads,

@@ -76,15 +76,11 @@ def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
     packs = -(-width // lanes)
     threads = threads_for(packs)
     blocks = launch.multiprocessors() * 8
-    across = max(1, min(-(-packs // threads), 1 << 20 if rows == 1 else blocks))
-    if rows == 1:
-        across = min(across, blocks * 4)
-    return (across, max(1, min(rows, -(-blocks // across), 65535))), threads
+    across = launch.blocks(-(-packs // threads), blocks * 4 if rows == 1 else blocks)
+    return (across, launch.blocks(rows, -(-blocks // across), 65535)), threads
 
 
 def column_sum(partial: Tensor, pieces: int, out: Tensor) -> None:
     """out [width] = the sum over pieces of partial [pieces, width] (float32), in out's dtype."""
     width = out.numel()
-    launch.run(
-        f"column_sum<{TYPE[out.dtype]}>", (-(-width // 32), 1), 256, partial.data_ptr(), out.data_ptr(), pieces, width
-    )
+    launch.run(f"column_sum<{TYPE[out.dtype]}>", (launch.blocks(-(-width // 32)), 1), 256, partial, out, pieces, width)

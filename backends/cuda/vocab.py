@@ -39,9 +39,13 @@ def _cross_entropy_bwd(
     rows, vec = rows_of(logits), aligned(logits, dlogits)
     launch.run(
         f"cross_entropy_bwd<{TYPE[logits.dtype]}>",
-        (min(rows, 1 << 30), 1),
+        (launch.blocks(rows), 1),
         _threads(logits, vec),
-        *(t.data_ptr() for t in (logits, target, lse, dloss, dlogits)),
+        logits,
+        target,
+        lse,
+        dloss,
+        dlogits,
         float(smoothing),
         rows,
         logits.shape[-1],
@@ -62,11 +66,11 @@ def _cross_entropy_fwd(
         stats, vec = torch.empty(4, rows, dtype=torch.float32, device=logits.device), aligned(logits)
         launch.run(
             f"cross_entropy_stats<{TYPE[logits.dtype]}>",
-            (min(rows, 1 << 30), 1),
+            (launch.blocks(rows), 1),
             _threads(logits, vec),
-            logits.data_ptr(),
-            target.data_ptr(),
-            stats.data_ptr(),
+            logits,
+            target,
+            stats,
             rows,
             width,
             vocab_start,
@@ -74,8 +78,8 @@ def _cross_entropy_fwd(
         )
         if comm is not None:
             stats = _across_ranks(stats, comm)
-        grid, addresses = (min(-(-rows // 256), 1024), 1), (stats.data_ptr(), loss.data_ptr(), lse.data_ptr())
-        launch.run("cross_entropy_loss", grid, 256, *addresses, float(smoothing), rows, classes)
+        grid = (launch.blocks(-(-rows // 256), 1024), 1)
+        launch.run("cross_entropy_loss", grid, 256, stats, loss, lse, float(smoothing), rows, classes)
     return loss, lse
 
 

@@ -4,7 +4,19 @@ There is one module per family of ops. Importing a module registers its implemen
 nor any other vendor package.
 """
 
-from . import activation, attention, composed, norm, optimizer, random, rotary, softmax  # noqa: F401
+from . import (  # noqa: F401
+    activation,
+    attention,
+    composed,
+    moe_grouped,
+    moe_permute,
+    moe_router,
+    norm,
+    optimizer,
+    random,
+    rotary,
+    softmax,
+)
 from .device import Npu
 
 __all__ = ["Npu"]

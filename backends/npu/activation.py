@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 
 from .device import Npu
 from .tensors import add_bias, bias_gradient, reasons, refuses
@@ -35,10 +35,10 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ..
     return torch.ops.npu.npu_swiglu(add_bias(x, bias), -1).to(x.dtype), (x, bias)
 
 
-def _why_not_geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Sequence[str]:
-    if approximate == "fast":
+def _why_not_geglu(call: Call) -> Sequence[str]:
+    if call.approximate == "fast":
         return ["approximate='fast' (npu_geglu has none and tanh)"]
-    return reasons(x, bias)
+    return reasons(call.x, call.bias)
 
 
 def _geglu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -62,10 +62,10 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> t
     return y.to(x.dtype), (x, bias, gelu, approximate)
 
 
-def _why_not_geglu_fast(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Sequence[str]:
-    if approximate != "fast":
-        return [f"approximate={approximate!r} (npu_fast_gelu has one form)"]
-    return reasons(x, bias)
+def _why_not_geglu_fast(call: Call) -> Sequence[str]:
+    if call.approximate != "fast":
+        return [f"approximate={call.approximate!r} (npu_fast_gelu has one form)"]
+    return reasons(call.x, call.bias)
 
 
 def _geglu_fast_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -73,6 +73,11 @@ class Npu(hal.Backend):
             raise hal.HalError(f"npu has devices 0 to {count - 1}; device {index} was asked for")
         return torch.device("npu", index)
 
+    def capabilities(self) -> hal.Capabilities:
+        return hal.Capabilities(
+            dtypes=hal.Capabilities().dtypes | {torch.float64, torch.int8, torch.int16}, asynchronous=True
+        )
+
     def synchronize(self) -> None:
         _npu().synchronize()
 
@@ -98,6 +103,14 @@ class Npu(hal.Backend):
         with npu.stream(side):
             yield side
         current.wait_stream(side)
+
+    def event(self) -> object:
+        event = _npu().Event()
+        event.record()
+        return event
+
+    def wait(self, event: object) -> None:
+        event.wait()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:

@@ -1,14 +1,16 @@
-"""layer_norm (native_layer_norm) and rms_norm (npu_rms_norm)."""
+"""layer_norm (native_layer_norm), rms_norm (npu_rms_norm) and add_rms_norm (npu_add_rms_norm)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 
 from .device import Npu
-from .tensors import refuses
+from .tensors import reasons, refuses
 
 
 def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,3 +50,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tupl
         return torch.empty_like(x), (x, weight, x)
     y, rstd = torch.ops.npu.npu_rms_norm(x, weight, eps)
     return y.to(x.dtype), (x, weight, rstd)
+
+
+def _why_not_add(call: Call) -> Sequence[str]:
+    if call.weight.dtype != call.x.dtype:
+        return [f"weight of dtype {call.weight.dtype} beside x of {call.x.dtype} (aclnnAddRmsNorm takes one dtype)"]
+    return reasons(call.x, call.residual, call.weight)
+
+
+def _add_rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor, dtotal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dx and dresidual, which are equal, and dweight [width], from dy and the gradient of the sum, both like x."""
+    dx, dweight = _rms_norm_bwd(residuals, dy)
+    dx = dx + dtotal
+    return dx, dx, dweight
+
+
+@Npu.impl(ops.add_rms_norm, id="npu/add_rms_norm", why_not=_why_not_add, bwd=_add_rms_norm_bwd)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    weight = weight.contiguous()
+    if not x.numel():
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        return (y, total), (total, weight, y)
+    y, rstd, total = torch.ops.npu.npu_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    return (y, total), (total, weight, rstd)

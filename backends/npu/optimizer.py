@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 from hal.backend_tools import AdamWMember, AdamWScalars, adamw_members, adamw_scalars, with_signature_of
 
 from .device import Npu
@@ -27,13 +27,10 @@ def beta_powers(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     return beta1 ** (step - 1), beta2 ** (step - 1)
 
 
-@with_signature_of(ops.adamw)
-def _why_not_adamw(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
-) -> Sequence[str]:
-    if not all(t.is_contiguous() for t in (*params, *exp_avgs, *exp_avg_sqs)):
+def _why_not_adamw(call: Call) -> Sequence[str]:
+    if not all(t.is_contiguous() for t in (*call.params, *call.exp_avgs, *call.exp_avg_sqs)):
         return ["a parameter or moment that is not contiguous (npu_apply_adam_w updates it in place)"]
-    return reasons(*params, *grads, *(model_params or ()))
+    return reasons(*call.params, *call.grads, *(call.model_params or ()))
 
 
 _FLOAT32_SCALARS = "npu_apply_adam_w takes its scalars in float32, where 1 - beta2 is off by 1e-5 for beta2 = 0.999"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, ops
+from hal import Call, Rng, ops
 
 from .device import Npu
 from .tensors import add_bias, refuses
@@ -66,9 +66,9 @@ def keep_mask(shape: Sequence[int], p: float, rng: Rng, device: torch.device) ->
     return draw(shape, rng, device) >= hal.dropout_threshold(p)
 
 
-def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
-    if device is not None and torch.device(device).type != "npu":
-        return [f"device {device} (npu draws into the NPU's memory)"]
+def _why_not_uniform(call: Call) -> Sequence[str]:
+    if call.device is not None and torch.device(call.device).type != "npu":
+        return [f"device {call.device} (npu draws into the NPU's memory)"]
     return ()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 
 from .device import Npu
 from .tensors import reasons
@@ -15,10 +15,10 @@ from .tensors import reasons
 _HEAD_LIMIT = 896
 
 
-def _why_not(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Sequence[str]:
-    refusals = reasons(x)
-    if 2 * cos.shape[-1] >= _HEAD_LIMIT:
-        refusals.append(f"{2 * cos.shape[-1]} rotated channels (npu_rotary_mul takes fewer than {_HEAD_LIMIT})")
+def _why_not(call: Call) -> Sequence[str]:
+    refusals = reasons(call.x)
+    if 2 * call.cos.shape[-1] >= _HEAD_LIMIT:
+        refusals.append(f"{2 * call.cos.shape[-1]} rotated channels (npu_rotary_mul takes fewer than {_HEAD_LIMIT})")
     return refusals
 
 

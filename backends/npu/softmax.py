@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 
 from .device import Npu
 from .tensors import reasons, refuses
@@ -20,11 +20,11 @@ from .tensors import reasons, refuses
 _SMALLEST, _LARGEST, _MULTIPLE = 32, 4096, 32
 
 
-def _why_not_vendor(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Sequence[str]:
-    refusals = reasons(x)
-    if mask is None and not causal:
+def _why_not_vendor(call: Call) -> Sequence[str]:
+    refusals = reasons(call.x)
+    if call.mask is None and not call.causal:
         refusals.append("no mask (npu_scaled_masked_softmax needs one)")
-    for name, size in (("query", x.shape[2]), ("key", x.shape[3])):
+    for name, size in (("query", call.x.shape[2]), ("key", call.x.shape[3])):
         if not _SMALLEST <= size <= _LARGEST or size % _MULTIPLE:
             refusals.append(
                 f"{size} {name} positions (npu_scaled_masked_softmax takes multiples of 32 from 32 to 4096)"

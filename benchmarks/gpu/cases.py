@@ -107,7 +107,7 @@ def _pinned(impl: hal.Impl) -> Function:
     """One implementation, called as by the dispatcher. hal's pins would rebuild the dispatcher, at a cost per call."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        reasons = impl.why_not(q, k, v, **options)
+        reasons = impl.refusals(impl.op.Call(q, k, v, **options))
         if reasons:
             raise hal.UnsupportedOp("; ".join(reasons))
         return impl.call(q, k, v, **options)

@@ -61,6 +61,8 @@ _EVEN = [  # the "odd ..." cases of the same ops have 80 % of these goals
     Goal("adamw", "*", "AdamW(fused=True)", 0.95),
 ]
 
+_SMALL_GROUPS = ("4 rows", "16 rows", "32 rows")
+
 RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
@@ -82,6 +84,14 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("cross_entropy memory", "*", "two buffers of logits", 1.5),
     *_EVEN,
     *(replace(g, name=f"odd {g.name}", least=0.8 * g.least) for g in _EVEN),
+    Goal("moe_router *", "*", "eager", 3.0),
+    *(
+        Goal("grouped_linear *", f"* {rows} per group, *", "F.linear loop", 1.5, holds=_avx512)
+        for rows in _SMALL_GROUPS
+    ),
+    Goal("grouped_linear *", "*", "F.linear loop", 0.95),
+    Goal("grouped_linear fwd", "* 64 rows per group, *", "oneDNN", 0.85),
+    Goal("grouped_linear fwd", "* 256 rows per group, *", "oneDNN", 0.85),
     Goal("dispatch", "*", "budget of *", 1.0),
     Goal("all_reduce", "1 KB", "budget of 3 us", 1.0),
     Goal("all_reduce", "1 MB", "gloo", 6.0),
@@ -103,6 +113,8 @@ RATIOS = [  # the first one that matches and holds applies
 ]
 
 SHARES = [  # `peer` is the ceiling's name
+    Goal("permute", "*", "copy", 0.8),
+    Goal("unpermute", "*", "copy", 0.8),
     Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
 ]
 

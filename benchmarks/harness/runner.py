@@ -12,7 +12,9 @@ from .engine import CEILING, LOOKS, Absent, Effort, Row, Samples, growth, rows, 
 from .roofline import CEILINGS
 from .workers import Unavailable, Workers
 
-SUITES = {n: f"hal.bench.suites.{n}" for n in ("attention", "ops", "linear", "dispatch", "comm", "train", "scaling")}
+SUITES = {
+    n: f"hal.bench.suites.{n}" for n in ("attention", "ops", "linear", "moe", "dispatch", "comm", "train", "scaling")
+}
 """Suite -> module with `cases()`."""
 
 

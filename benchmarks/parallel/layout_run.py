@@ -19,8 +19,8 @@ import torch
 import hal
 from hal.model.apps.planning.search import set_vocabulary
 from hal.model.config.command_line import build, read
+from hal.model.config.flops import flops_per_token
 from hal.model.config.schema import Config
-from hal.model.gpt.flops import flops_per_token
 from hal.model.training.trainer import peak_memory_bytes
 
 from .layout import VOCABULARY, trainer_of

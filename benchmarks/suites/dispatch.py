@@ -48,37 +48,32 @@ class Idle(hal.Backend):
         return hal.SingleRankComm()
 
 
-@hal.by_metadata
-def _why_rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
-    return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
-
-
-def _why_swiglu(x, bias=None):  # type: ignore[no-untyped-def]
-    return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
+def _why_not(call: hal.Call) -> Sequence[str]:
+    return () if call.x.dtype in _FLOATS and call.x.is_cpu else ("dtype",)
 
 
 @hal.by_metadata
-def _why_layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
-    return () if x.dtype in _FLOATS and x.is_cpu else ("dtype",)
+def _why_not_by_metadata(call: hal.Call) -> Sequence[str]:
+    return _why_not(call)
 
 
 def _register() -> None:
     """Registers the implementations. This does not happen at import, because it needs the compiled kernels."""
     kernel = _kernel()
 
-    @Idle.impl(ops.swiglu, id="idle/cffi", why_not=_why_swiglu)
+    @Idle.impl(ops.swiglu, id="idle/cffi", why_not=_why_not)
     def swiglu(x, bias=None):  # type: ignore[no-untyped-def]
         x_at = x.data_ptr()
         kernel(0, 1, x_at, x_at, x_at, x_at, x_at, x_at, 0.0, 0, 8)
         return x
 
-    @Idle.impl(ops.layer_norm, id="idle/cffi", why_not=_why_layer_norm)
+    @Idle.impl(ops.layer_norm, id="idle/cffi", why_not=_why_not_by_metadata)
     def layer_norm(x, weight, bias, eps=1e-5):  # type: ignore[no-untyped-def]
         x_at, w_at, b_at = x.data_ptr(), weight.data_ptr(), bias.data_ptr()
         kernel(0, 1, x_at, w_at, b_at, x_at, x_at, x_at, eps, 0, 8)
         return x
 
-    @Idle.impl(ops.rms_norm, id="idle/cffi", why_not=_why_rms_norm, bwd=lambda residuals, dy: (dy, None))
+    @Idle.impl(ops.rms_norm, id="idle/cffi", why_not=_why_not_by_metadata, bwd=lambda residuals, dy: (dy, None))
     def rms_norm(x, weight, eps=1e-5):  # type: ignore[no-untyped-def]
         x_at, w_at = x.data_ptr(), weight.data_ptr()
         kernel(0, 0, x_at, w_at, 0, x_at, 0, x_at, eps, 0, 8)

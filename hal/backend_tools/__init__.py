@@ -20,7 +20,9 @@ from .compilation import (
     cache_directory,
     compiler_version,
     find_compiler,
+    intact,
     locked,
+    place,
     run_compiler,
 )
 from .optimizer import (
@@ -67,8 +69,10 @@ __all__ = [
     "find_compiler",
     "host_tensor_reasons",
     "in_place_reasons",
+    "intact",
     "locked",
     "packed_starts",
+    "place",
     "rotary_from",
     "rows_of",
     "run_compiler",

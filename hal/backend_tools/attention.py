@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import Tensor
-
 from hal import ops
+from hal.core.call import Call
 from hal.core.op import require
 from hal.rng import Rng
 
@@ -58,27 +57,29 @@ class AttentionSpec(NamedTuple):
         return self.pre is None and self.next is None
 
 
-def attention_spec(
-    q: Tensor,
-    k: Tensor,
-    layout: str,
-    num_heads: int | None,
-    num_kv_heads: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    scale: float | None,
-    dropout_p: float,
-    rng: Rng | None,
-) -> AttentionSpec:
-    """The spec of a call of ops.flash_attention with these arguments."""
-    batch, heads, sq, d = ops.layouts.sizes(q, layout, num_heads)
-    kv_heads = num_kv_heads or heads if layout in ("SBH", "BSH") else k.shape[layout.index("N")]
-    skv = k.shape[layout.index("T" if layout == "TND" else "S")]
-    used = 1.0 / math.sqrt(d) if scale is None else float(scale)
+def attention_spec(call: Call) -> AttentionSpec:
+    """The spec of a call of ops.flash_attention."""
+    layout, rng = call.layout, call.rng
+    batch, heads, sq, d = ops.layouts.sizes(call.q, layout, call.num_heads)
+    kv_heads = call.num_kv_heads or heads if layout in ("SBH", "BSH") else call.k.shape[layout.index("N")]
+    skv = call.k.shape[layout.index("T" if layout == "TND" else "S")]
+    scale = 1.0 / math.sqrt(d) if call.scale is None else float(call.scale)
     # Normalize "no dropout" so that callers need to test only one of the two, and equal calls have equal specs.
-    if rng is None or dropout_p == 0.0:
-        rng, dropout_p = None, 0.0
-    return AttentionSpec(layout, batch, heads, kv_heads, sq, skv, d, pre_tokens, next_tokens, used, dropout_p, rng)
+    dropout_p = 0.0 if rng is None else call.dropout_p
+    return AttentionSpec(
+        layout,
+        batch,
+        heads,
+        kv_heads,
+        sq,
+        skv,
+        d,
+        call.pre_tokens,
+        call.next_tokens,
+        scale,
+        dropout_p,
+        rng if dropout_p else None,
+    )
 
 
 def attention_strides(layout: str, strides: Sequence[int], d: int) -> tuple[int, int, int]:
@@ -98,16 +99,16 @@ CuSeqlens = tuple[list[int], list[int]] | None
 """Start offsets of the query and of the key sequences, as returned by `packed_starts`; None for a dense call."""
 
 
-def packed_starts(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> CuSeqlens:
+def packed_starts(call: Call) -> CuSeqlens:
     """cu_seqlens of a packed call as lists, for kernels launched per sequence. Reading them waits for the device.
 
     Raises ContractError unless both rise from 0 to the number of tokens. ops.flash_attention leaves this check to the
     backends because it depends on the contents of tensors.
     """
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return None
-    starts: tuple[list[int], list[int]] = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for name, values, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, (q.shape[0], k.shape[0])):
+    starts: tuple[list[int], list[int]] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    for name, values, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, (call.q.shape[0], call.k.shape[0])):
         rising = values[0] == 0 and values[-1] == tokens and all(a <= b for a, b in pairwise(values))
         require(rising, "flash_attention", f"{name} rising from 0 to {tokens}", values)
     return starts

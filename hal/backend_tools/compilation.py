@@ -1,13 +1,14 @@
 """Compiling kernels into a cache on first use.
 
-Guarantees: each result is compiled once per machine, and a file under its final name is complete, even if processes
-crash or build concurrently.
+Guarantees: each result is compiled once per machine; a file under its final name is complete, even if processes crash
+or build concurrently; and only files whose digest is right, in folders that no other user can change, are used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hal.errors import BackendUnavailable
+from hal.untrusted import who_can_replace
 
 _COMPILERS = {
     "C": ("CC", ("gcc", "clang", "cc"), "Debian/Ubuntu: apt install gcc; Fedora: dnf install gcc"),
@@ -28,26 +30,61 @@ _COMPILERS = {
 def cache_directory(name: str) -> Path:
     """`$HAL_CACHE_DIR`, else `$XDG_CACHE_HOME/hal`, else `~/.cache/hal`, + /name; created with mode 0700.
 
-    Raises BackendUnavailable for a directory that another user could have written to: loading from it would run their
-    code.
+    Raises BackendUnavailable for a directory that another user could have written to, or could replace through a folder
+    above it: loading from it would run their code.
     """
     asked = os.environ.get("HAL_CACHE_DIR")
     base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hal"
     hint = "Set HAL_CACHE_DIR to a directory that only you can write to."
-    for directory in (base, base / name):
-        try:
+    try:
+        for directory in (base, base / name):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = directory.stat()
-        except OSError as error:
-            raise BackendUnavailable(f"cannot use the cache directory {directory}: {error}. {hint}") from error
-        if info.st_uid != os.geteuid():
-            raise BackendUnavailable(
-                f"the cache directory {directory} belongs to user {info.st_uid}, not to you. {hint}"
-            )
-        if info.st_mode & 0o022:
-            mode = oct(info.st_mode & 0o777)
-            raise BackendUnavailable(f"the cache directory {directory} is writable by others (mode {mode}). {hint}")
+        problem = who_can_replace(base / name)
+    except OSError as error:
+        raise BackendUnavailable(f"cannot use the cache directory {base / name}: {error}. {hint}") from error
+    if problem:
+        raise BackendUnavailable(f"the cache directory {base / name} is not safe: {problem}. {hint}")
     return base / name
+
+
+def place(result: Path, target: Path) -> None:
+    """Moves a finished file or folder to its name in a cache, with its digest beside it, for `intact`.
+
+    Replaces what is there. A crash leaves either nothing under the final name or a complete result.
+    """
+    for file in (result, *result.rglob("*")):
+        file.chmod(0o700 if file.is_dir() else 0o600)
+    part = target.with_name(f"{target.name}.sha256.{os.getpid()}")
+    part.write_text(_digest(result))
+    if target.is_dir():
+        shutil.rmtree(target)
+    # The digest comes first: a result without one, or with that of another, is not intact.
+    os.rename(part, _digest_path(target))
+    os.rename(result, target)
+
+
+def intact(target: Path) -> bool:
+    """Whether a file or folder of a cache is as `place` left it. One that was cut off ends the process that maps it."""
+    try:
+        owned = all(p.lstat().st_uid == os.geteuid() for p in (target, *target.rglob("*")))
+        return owned and _digest_path(target).read_text() == _digest(target)
+    except OSError:
+        return False
+
+
+def _digest_path(target: Path) -> Path:
+    return target.with_name(target.name + ".sha256")
+
+
+def _digest(target: Path) -> str:
+    """The names, modes and contents of the files of a cache's entry."""
+    digest = hashlib.sha256()
+    for file in sorted([target, *target.rglob("*")]):
+        name = "" if file == target else str(file.relative_to(target))
+        digest.update(f"{name} {file.lstat().st_mode:o}\0".encode())
+        if file.is_file():
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -59,23 +96,25 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
-    """Returns `target`, a file or folder in a cache, built by `build` if it does not exist, in one process at a time.
+    """Returns `target`, a file or folder in a cache, built by `build` if it does not exist or is damaged.
+
+    One process builds at a time.
 
     build(work): creates the result in the empty folder `work` and returns its path there. Only the finished result is
     renamed to `target`. Leftovers of crashed processes are removed.
     """
-    if target.exists():
+    if intact(target):
         return target
     # Checked before locking, so that the usual case takes no lock, and again while holding it.
     with locked(target.parent / "lock"):
-        if target.exists():  # another process built it while this one waited
+        if intact(target):  # another process built it while this one waited
             return target
         for leftover in target.parent.glob("build-*"):  # only the holder of the lock builds: these are from crashes
             shutil.rmtree(leftover, ignore_errors=True)
         work = target.parent / f"build-{target.stem}"
         work.mkdir(mode=0o700)
         try:
-            os.rename(build(work), target)
+            place(build(work), target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return target

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Tensors = Sequence[Tensor]
-
+from hal.core.call import Call
 
 AdamWMember = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """param, grad, exp_avg, exp_avg_sq, and the low-precision copy that receives the new values, if any."""
@@ -37,19 +36,15 @@ class AdamWScalars(NamedTuple):
         return 1.0 - self.beta1**self.step, 1.0 - self.beta2**self.step
 
 
-def adamw_scalars(
-    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: float
-) -> AdamWScalars:
+def adamw_scalars(call: Call) -> AdamWScalars:
     """The values of a call of ops.adamw."""
-    return AdamWScalars(step, lr, beta1, beta2, eps, weight_decay, grad_scale)
+    return AdamWScalars(call.step, call.lr, call.beta1, call.beta2, call.eps, call.weight_decay, call.grad_scale)
 
 
-def adamw_members(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
-) -> list[AdamWMember]:
+def adamw_members(call: Call) -> list[AdamWMember]:
     """The tensors of a call of ops.adamw, by parameter."""
-    copies: Sequence[Tensor | None] = [None] * len(params) if model_params is None else model_params
-    return list(zip(params, grads, exp_avgs, exp_avg_sqs, copies))
+    copies: Sequence[Tensor | None] = [None] * len(call.params) if call.model_params is None else call.model_params
+    return list(zip(call.params, call.grads, call.exp_avgs, call.exp_avg_sqs, copies))
 
 
 def adamw_groups(members: Iterable[AdamWMember]) -> dict[tuple[torch.dtype, torch.dtype], list[AdamWMember]]:
@@ -61,11 +56,9 @@ def adamw_groups(members: Iterable[AdamWMember]) -> dict[tuple[torch.dtype, torc
     return groups
 
 
-def adamw_written(
-    params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, model_params: Tensors | None
-) -> list[Tensor]:
+def adamw_written(call: Call) -> list[Tensor]:
     """All tensors that a call of ops.adamw writes."""
-    return [*params, *exp_avgs, *exp_avg_sqs, *(model_params or ())]
+    return [*call.params, *call.exp_avgs, *call.exp_avg_sqs, *(call.model_params or ())]
 
 
 def in_place_reasons(written: Iterable[Tensor]) -> Sequence[str]:

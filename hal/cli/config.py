@@ -37,6 +37,6 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.config.show import describe
     from hal.model.config.validation import check_given
 
-    for line in describe(build(read(argv[1:]), check_given), GROUPS):
+    for line in describe(build(read(argv[1:], showing=True), check_given), GROUPS):
         print(line)
     return 0

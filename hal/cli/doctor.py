@@ -1,7 +1,7 @@
 """`hal doctor`: one small call per op and backend, forward and backward, against the float64 reference.
 
-Every line is PASS, or the reason and a remedy, and each backend ends with the next step. A backend that cannot run here
-is reported with its reason. Exit code 1 if the backend named with --backend has a failure.
+Every line is PASS or ran, or the reason and a remedy, and each backend ends with the next step. A backend that cannot
+run here is reported with its reason. Exit code 1 if the backend named with --backend has a failure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hal.core.backend import Backend, Impl
 from hal.core.op import OPS, Sample, TensorSpec
 from hal.core.registry import backend_names, load, make, probed
 from hal.errors import HalError
+from hal.testing.aten_ops import check_aten
 from hal.testing.checks import check_sample
 from hal.testing.subject import Failure, Subject
 
@@ -25,7 +26,12 @@ from .arguments import Parser, add_backend, options
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. status: PASS, FAIL, absent (cannot run here), none (no implementation), or refused."""
+    """One line of the report.
+
+    status: PASS; ran (one small call of an op, which agreed with the reference: the kit compares more); FAIL; absent
+    (cannot run here); none (no implementation); parts (a composite op without an implementation, some of whose parts
+    are missing); or refused.
+    """
 
     status: str
     subject: str
@@ -33,7 +39,7 @@ class Finding:
     help: str = ""
 
     def __str__(self) -> str:
-        lines = [f"  {self.status:<8}{self.subject:<22}{self.detail}".rstrip()]
+        lines = [f"  {self.status:<8}{self.subject + ' ':<22}{self.detail}".rstrip()]
         if self.help:
             lines.append(f"          what would help: {self.help}")
         return "\n".join(lines)
@@ -122,8 +128,19 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         )
         return
     yield Finding("PASS", "device", str(device))
+    yield from _torch_on_device(backend)
     for op in OPS.values():
         yield _op(backend, op.name)
+
+
+def _torch_on_device(backend: Backend) -> Iterator[Finding]:
+    """The operations of torch itself that training needs on the device."""
+    findings = check_aten(backend)
+    for finding in findings:
+        if not finding.ok:
+            yield Finding("FAIL", "torch", f"{finding.name}: {finding.error}", "the device's integration of torch")
+    good = sum(finding.ok for finding in findings)
+    yield Finding("PASS" if good == len(findings) else "FAIL", "torch", f"{good} of {len(findings)} operations")
 
 
 def _simulates(name: str) -> bool:
@@ -138,10 +155,10 @@ def _source(name: str) -> str:
 
 
 def _op(backend: Backend, op_name: str) -> Finding:
-    impls = backend.impls.get(op_name, [])
+    op = OPS[op_name]
+    impls = backend.implementations(op)
     if not impls:
         return Finding("none", op_name, "no implementation")
-    op = OPS[op_name]
     dtypes = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d in op.tol]
     reasons: list[str] = []
     for impl in impls:
@@ -153,8 +170,11 @@ def _op(backend: Backend, op_name: str) -> Finding:
                     command = f"hal parity --backend {backend.name}{' --simulate' * backend.simulated} --op {op_name}"
                     return Finding("FAIL", op_name, f"{impl.id}: {failure.message}", f"{command} shows the call")
                 if not declined:
-                    return Finding("PASS", op_name, f"{impl.id}, {str(dtype).removeprefix('torch.')}")
+                    return Finding("ran", op_name, f"{impl.id}, one call in {str(dtype).removeprefix('torch.')}")
                 reasons += [f"{impl.id}: {r}" for r in declined if f"{impl.id}: {r}" not in reasons]
+    missing = [part.name for part in op.parts if not backend.implementations(part)]
+    if missing and impls[0].composed:
+        return Finding("parts", op_name, f"composed of other ops, of which the backend lacks {', '.join(missing)}")
     return Finding("refused", op_name, "; ".join(reasons), f"hal why {op_name} --backend {backend.name}")
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
+from hal.core.backend import Backend
 from hal.core.registry import backend_names, make, probed
 
 from .arguments import Parser, add_backend, options
@@ -57,9 +58,32 @@ def _backend(name: str, given: dict[str, object], strict: bool) -> Iterator[str]
     yield f"{name} ({source}{simulated}): {devices}\n  {probe.reason}"
     for fact, value in probe.facts.items():
         yield f"  {fact}: {value}"
+    if probe.ok:
+        yield from _capabilities(backend)
     ops = sorted(backend.impls)
     count = sum(len(i) for i in backend.impls.values())
     yield f"  {_counted(count, 'implementation')} of {_counted(len(ops), 'op')}" if ops else "  no implementations"
+
+
+def _capabilities(backend: Backend) -> Iterator[str]:
+    """What the devices can do, apart from ops, as `Backend.capabilities` says without a device."""
+    try:
+        able = backend.capabilities()
+    except Exception as error:
+        yield f"  capabilities: {type(error).__name__}: {error}"
+        return
+    yield f"  tensors: {', '.join(sorted(str(d).removeprefix('torch.') for d in able.dtypes))}"
+    limit = "limited by memory" if able.max_elements is None else f"at most {able.max_elements}"
+    yield f"  elements of a tensor: {limit}"
+    flags = {
+        "asynchronous": able.asynchronous,
+        "compiles per shape": able.static_shapes,
+        "memory visible to the host": able.host_visible,
+        "deterministic": able.deterministic,
+        "graphs": able.graphs,
+        "memory pools": able.memory_pools,
+    }
+    yield "  " + ", ".join(f"{name}: {'yes' if value else 'no'}" for name, value in flags.items())
 
 
 def _counted(count: int, noun: str) -> str:

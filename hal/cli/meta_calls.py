@@ -152,9 +152,23 @@ def _rotary(z: _Sizes, t: Make) -> dict[str, Any]:
     return {"x": t(*z.shape(layout, z.s, z.n)), "cos": angle, "sin": angle, "layout": layout}
 
 
+def _qk_norm_rotary(z: _Sizes, t: Make) -> dict[str, Any]:
+    layout, arguments = z.layout or "SBND", _rotary(z, t)
+    q, k = arguments.pop("x"), t(*z.shape(layout, z.s, z.g))
+    return {"q": q, "k": k, "q_weight": t(z.d), "k_weight": t(z.d), **arguments}
+
+
 def _adamw(z: _Sizes, t: Make) -> dict[str, Any]:
     lists = {n: [t(z.f, z.h, kind=torch.float32)] for n in ("params", "exp_avgs", "exp_avg_sqs")}
     return {**lists, "grads": [t(z.f, z.h)], "step": 1, "lr": 1e-3}
+
+
+_EXPERTS, _TOPK = 8, 2
+"""Mixtral's experts, and how many of them process a token."""
+
+
+def _assignments(z: _Sizes, t: Make) -> Tensor:
+    return t(z.s * z.b, _TOPK, kind=torch.int64)
 
 
 _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
@@ -174,7 +188,47 @@ _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
         "dy": t(z.s, z.b, z.h),
         "main_grad": t(z.h, z.h, kind=torch.float32),
     },
+    "moe_router": lambda z, t: {"logits": t(z.s * z.b, _EXPERTS), "topk": _TOPK},
+    "moe_balance_sums": lambda z, t: {"logits": t(z.s * z.b, _EXPERTS), "indices": _assignments(z, t)},
+    "moe_drop": lambda z, t: {
+        "probs": t(z.s * z.b, _TOPK),
+        "indices": _assignments(z, t),
+        "num_experts": _EXPERTS,
+        "capacity": z.s * z.b * _TOPK // _EXPERTS,
+    },
+    "permute": lambda z, t: {"x": t(z.s * z.b, z.h), "indices": _assignments(z, t), "num_experts": _EXPERTS},
+    "unpermute": lambda z, t: {"rows": t(z.s * z.b * _TOPK, z.h), "row_map": _assignments(z, t)},
+    "grouped_linear": lambda z, t: {
+        "x": t(z.s * z.b * _TOPK, z.h),
+        "weight": t(_EXPERTS, z.f, z.h),
+        "group_sizes": t(_EXPERTS, kind=torch.int64),
+    },
+    "grouped_linear_wgrad": lambda z, t: {
+        "x": t(z.s * z.b * _TOPK, z.h),
+        "dy": t(z.s * z.b * _TOPK, z.f),
+        "group_sizes": t(_EXPERTS, kind=torch.int64),
+        "main_grad": t(_EXPERTS, z.f, z.h, kind=torch.float32),
+    },
+    "grouped_swiglu": lambda z, t: {"x": t(z.s * z.b * _TOPK, 2 * z.f), "probs": t(z.s * z.b * _TOPK)},
     "cross_entropy": lambda z, t: {"logits": t(z.s, z.b, z.v), "target": t(z.s, z.b, kind=torch.int64)},
+    "add_rms_norm": lambda z, t: {"x": t(z.s, z.b, z.h), "residual": t(z.s, z.b, z.h), "weight": t(z.h)},
+    "add_layer_norm": lambda z, t: {
+        "x": t(z.s, z.b, z.h),
+        "residual": t(z.s, z.b, z.h),
+        "weight": t(z.h),
+        "bias": t(z.h),
+    },
+    "linear_cross_entropy": lambda z, t: {
+        "x": t(z.s, z.b, z.h),
+        "weight": t(z.v, z.h),
+        "target": t(z.s, z.b, kind=torch.int64),
+    },
+    "linear_bias_activation": lambda z, t: {
+        "x": t(z.s, z.b, z.h),
+        "weight": t(2 * z.f, z.h),
+        "activation": "swiglu",
+    },
+    "qk_norm_rotary": _qk_norm_rotary,
     "embedding": lambda z, t: {"weight": t(z.v, z.h), "ids": t(z.s, z.b, kind=torch.int64)},
     "l2norm": lambda z, t: {"tensors": [t(z.f, z.h)]},
     "unscale_and_check": lambda z, t: {"grads": [t(z.f, z.h)], "inv_scale": 2.0**-16},

@@ -40,6 +40,9 @@ def parser() -> Parser:
     command_parser.add_argument(
         "--max-examples", type=int, default=None, metavar="N", help="random calls per implementation and dtype"
     )
+    command_parser.add_argument(
+        "--quick", action="store_true", help="as many calls as fit into about a minute for all ops, no golden losses"
+    )
     command_parser.add_argument("--seed", type=int, default=0, help="seed of the random calls")
     command_parser.add_argument(
         "--scale",
@@ -94,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
         arguments.max_examples is not None or "golden_loss" in (arguments.op or ())
     ):
         command_parser.error("--scale production has no random calls and no golden losses")
+    if arguments.quick and (arguments.scale == "production" or makes_table or arguments.collectives or arguments.todo):
+        command_parser.error("--quick is about the ops of one --backend at the default scale")
     if arguments.dtype and (makes_table or arguments.collectives or arguments.todo):
         command_parser.error("--dtype is about the ops of one --backend")
     if arguments.todo and arguments.op:
@@ -118,7 +123,7 @@ def _one(arguments: argparse.Namespace) -> int:
         raise HalError("the conformance kit needs hypothesis: pip install hypothesis (or torch-hal[test])") from None
 
     dtypes = None if not arguments.dtype else _dtypes(arguments.dtype)
-    began = time.monotonic()
+    began, progress = time.monotonic(), _Progress()
     report = run_by_name(
         arguments.backend,
         options(arguments),
@@ -127,13 +132,31 @@ def _one(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         scale=arguments.scale,
         dtypes=dtypes,
-        on_row=lambda row: print(row, flush=True),
+        quick=arguments.quick,
+        on_row=progress.row,
+        on_call=progress.call,
     )
     print(f"{report.summary()}\n{time.monotonic() - began:.0f} s")
     if arguments.json:
         report.write_json(arguments.json)
     _write_pages([report.rows], arguments)
     return 0 if report.ok and not (arguments.require_all and (report.missing or report.not_run)) else 1
+
+
+class _Progress:
+    """Prints rows and, on a terminal, the number of calls of the row at work in a line that the row replaces."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def call(self, row: str, calls: int) -> None:
+        if self._shown:
+            print(f"\r\x1b[K{row}: {calls} calls", end="", file=sys.stderr, flush=True)
+
+    def row(self, row: Row) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print(row, flush=True)
 
 
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:

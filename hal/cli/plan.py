@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hal.core.device_spec import DeviceSpec
-from hal.core.registry import load
+from hal.core.registry import load, make
 from hal.errors import HalError
 
 from .arguments import Parser, add_backend, require_writable
@@ -47,10 +47,15 @@ def main(argv: Sequence[str]) -> int:
         command.error(f"--headroom is a fraction of the memory, at least 0 and below 1; got {arguments.headroom}")
     require_writable("--json", None if arguments.json == "-" else arguments.json)
     device = _device(arguments)
-    config = build(read(rest), check_model)
+    values = read(rest, showing=True)
+    for name in ("ddp_bucket_size", "overlap_grad_reduce"):  # files have them for every layout
+        if values.origins.get(name, "command line") != "command line":
+            values.pop(name, None)
+    config = build(values, check_model)
     set_vocabulary(config)
     limit = device.memory * (1.0 - arguments.headroom)
-    result = search(config, arguments.devices, device, limit)
+    capabilities = make(arguments.backend).capabilities()
+    result = search(config, arguments.devices, device, limit, capabilities)
     require_some(result, arguments.devices)
     shown = plan_report.text(result, config, arguments.devices, device, limit, arguments.top)
     print(shown, file=sys.stderr if arguments.json == "-" else sys.stdout)

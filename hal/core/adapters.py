@@ -15,6 +15,7 @@ from ..errors import HalError
 from .signature import define, fragments
 
 if TYPE_CHECKING:
+    from .call import Call
     from .op import Op
 
 
@@ -66,26 +67,39 @@ def passing_known(op: Op[Any, Any], function: Callable[..., Any]) -> Callable[..
 
 
 def refusing(
-    op: Op[Any, Any], why_not: Callable[..., Sequence[str]] | None, absent: Sequence[str]
-) -> Callable[..., Sequence[str]]:
-    """A why_not with the op's signature, for an implementation that lacks the parameters `absent`.
+    op: Op[Any, Any], why_not: Callable[[Call], Sequence[str]] | None, absent: Sequence[str]
+) -> Callable[[Call], Sequence[str]]:
+    """A why_not for an implementation that lacks the parameters `absent`.
 
     It refuses calls that give one of them a value other than its default, and otherwise asks `why_not` (None accepts
     every call).
     """
-    if why_not is not None and not absent:
-        return passing_known(op, why_not)
-    f = fragments(op.signature)
-    scope: dict[str, Any] = {"_why_not": why_not, **f.scope}
-    lines = [f"def why_not({f.header}):"]  # *args, **kwargs would be slower to call
-    if absent:
-        lines.append("    _reasons = []")
-    for name in absent:
-        default = op.signature.parameters[name].default
-        differs = f"{name} is not None" if default is None else f"{name} != _default_{name}"
-        lines.append(f"    if {differs}: _reasons.append({f'{name} (the implementation has no such parameter)'!r})")
-    if absent:
-        lines.append("    if _reasons: return _reasons")
-    asked = "()" if why_not is None else f"_why_not({fragments(inspect.signature(why_not)).passed})"
-    lines.append(f"    return {asked}\n")
-    return define("why_not", "\n".join(lines), scope, f"why_not of {op.name}")
+    if not absent:
+        return why_not or accept
+    defaults = {name: op.signature.parameters[name].default for name in absent}
+
+    def refuse(call: Call) -> Sequence[str]:
+        reasons = []
+        for name, default in defaults.items():
+            value = getattr(call, name)
+            if value is not default and (default is None or value != default):
+                reasons.append(f"{name} (the implementation has no such parameter)")
+        return reasons or (why_not(call) if why_not else ())
+
+    return refuse
+
+
+def accept(call: Call) -> Sequence[str]:
+    """The why_not of an implementation that takes every call."""
+    return ()
+
+
+def require_takes_call(function: Callable[[Call], object], what: str) -> None:
+    """Raises HalError unless `function` can be called with one argument, the call."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise HalError(
+            f"{what} takes {inspect.signature(function)}; it must take one argument, a hal.Call, whose attributes are "
+            "the op's arguments"
+        ) from None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HalError, PluginError, UnsupportedOp
+from . import issued
 from .op import Op
 from .signature import define, fragments
 
@@ -130,6 +131,8 @@ class _Differentiable:
             output_grads = tuple(g for i, g in enumerate(output_grads) if i not in self.op.nondiff_outputs)
         needs = {"needs": tuple(ctx.needs_input_grad[slot] for slot in self.slots)} if self.takes_needs else {}
         grads = self.bwd(residuals, *output_grads, **needs)
+        if issued.after is not None:
+            issued.after(f"{self.op.name} ({self.id}), backward")
         if not isinstance(grads, tuple) or len(grads) != len(self.slots):
             raise HalError(
                 f"bwd of implementation '{self.id}' must return a tuple of {len(self.slots)} gradients, for "

@@ -7,6 +7,7 @@ defaults of the optional methods report that it is missing instead of inventing 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -16,10 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from ..errors import ContractError, HalError
-from .adapters import lacking, optional, passing_known, refusing, require_same_signature
+from ..errors import ContractError, HalError, PluginError
+from . import issued
+from .adapters import lacking, optional, passing_known, refusing, require_same_signature, require_takes_call
 from .autograd import make_call, noting_writes
+from .call import Call
+from .capabilities import Capabilities
 from .op import Op
+from .signature import define, fragments
 
 if TYPE_CHECKING:
     from ..comm.contract import Comm
@@ -27,8 +32,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-API = 1
-"""The contract's version. HAL accepts backends of this number and the one before."""
+API = 2
+"""The contract's version. HAL accepts backends of this number."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation of one op: `call` runs it (with autograd), `why_not` gives the reasons to refuse a call.
+    """One implementation of one op: `call` runs it (with autograd), `refusals` gives the reasons to refuse a call.
 
     by_metadata: `why_not` is marked with the function of that name.
     """
@@ -55,11 +60,42 @@ class Impl:
     op: Op[Any, Any]
     id: str
     call: Callable[..., Any]
-    why_not: Callable[..., Sequence[str]]
+    why_not: Callable[[Call], Sequence[str]]
     forward: Callable[..., Any]
     bwd: Callable[..., Any] | None
     waivers: Mapping[torch.dtype, tuple[float, str]]
     by_metadata: bool = False
+
+    @property
+    def composed(self) -> bool:
+        """Whether this is the composition of a composite op, which calls other ops of the backend."""
+        return self.id == COMPOSITION
+
+    @functools.cached_property
+    def noted(self) -> Callable[..., Any]:
+        """`call`, after which `issued.after` is called with the name of the op and of the implementation."""
+        if self.composed:  # the ops that it calls are noted
+            return self.call
+        f = fragments(self.op.signature)
+        source = (
+            f"def call({f.header}):\n    _result = _call({f.passed})\n    _issued.after(_name)\n    return _result\n"
+        )
+        scope = {"_call": self.call, "_issued": issued, "_name": f"{self.op.name} ({self.id})", **f.scope}
+        return define("call", source, scope, f"{self.id} for {self.op.name}")
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """The reasons of `why_not`. Raises PluginError if it returns anything but a sequence of them."""
+        reasons = self.why_not(call)
+        if isinstance(reasons, str) or not isinstance(reasons, Sequence):
+            kind = type(reasons).__name__
+            raise PluginError(
+                f"why_not of '{self.id}' returned {kind}; it must return a sequence of reasons, () for none"
+            )
+        return tuple(reasons)
+
+
+COMPOSITION = "composition"
+"""The id of the implementation that runs a composite op's `decompose`."""
 
 
 def address(t: torch.Tensor | None) -> int:
@@ -86,8 +122,8 @@ def by_metadata(why_not: F) -> F:
     strides, or with an Rng's seed and offset.
 
     >>> @by_metadata
-    ... def why_not(x, bias=None):
-    ...     return () if x.dtype is torch.float32 else (f"dtype {x.dtype}",)
+    ... def why_not(call):
+    ...     return () if call.x.dtype is torch.float32 else (f"dtype {call.x.dtype}",)
     """
     why_not.by_metadata = True  # type: ignore[attr-defined]
     return why_not
@@ -154,10 +190,26 @@ class Backend(ABC):
             raise HalError(f"process {rank} of this machine needs device {index}, but {self.name} has {count}")
         return index
 
+    def implementations(self, op: Op[Any, Any]) -> list[Impl]:
+        """The implementations of `op` in order of preference; of a composite op, its composition is the last."""
+        own = self.impls.get(op.name, [])
+        if op.decompose is None:
+            return own
+        missing = [part for part in op.parts if not self.implementations(part)]
+
+        def why_not(call: Call) -> Sequence[str]:
+            return tuple(f"{part.name} has no implementation" for part in op.parts_of(call) if part in missing)
+
+        return [*own, Impl(op, COMPOSITION, op.decompose, why_not, op.decompose, None, {}, True)]
+
     # Optional methods.
 
     def build(self) -> None:
         """Compiles or loads kernels. Called by `hal.use`; raises BackendUnavailable if that fails."""
+
+    def capabilities(self) -> Capabilities:
+        """What the devices can do, apart from ops. Must not initialise a device."""
+        return Capabilities()
 
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes by name ("allocated", "peak", ...); empty where the device keeps no statistics."""
@@ -167,8 +219,33 @@ class Backend(ABC):
         """Resets the "peak" of `memory_stats`, if there is one."""
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """A context whose work may run concurrently with other work; by default it runs in order."""
+        """A context whose work runs on a stream of its own, after the work submitted before it; work submitted after
+        the context runs after it. By default the current stream.
+        """
         return contextlib.nullcontext()
+
+    def event(self) -> object:
+        """Marks the work submitted to the current stream so far, for `wait`. By default waits for it on the host."""
+        self.synchronize()
+        return None
+
+    def wait(self, event: object) -> None:
+        """Orders the current stream's later work after the work that `event` marks, which any stream may have run."""
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Runs `function`, recording its work on the device, and returns a function that repeats the recorded work.
+
+        Inputs and outputs keep their addresses: write new inputs into the old tensors; the results are written into the
+        tensors that `function` has returned, which each repetition returns again. Only with the capability `graphs`.
+        """
+        raise HalError(f"backend '{self.name}' cannot record graphs (Backend.capabilities().graphs is False)")
+
+    def memory_pool(self) -> contextlib.AbstractContextManager[object]:
+        """A context whose allocations come from a separate pool, which is returned to the device once they are freed.
+
+        Only with the capability `memory_pools`.
+        """
+        raise HalError(f"backend '{self.name}' has no memory pools (Backend.capabilities().memory_pools is False)")
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:
@@ -182,9 +259,10 @@ class Backend(ABC):
         op: Op[Any, Any],
         *,
         id: str,
-        why_not: Callable[..., Sequence[str]] | None = None,
+        why_not: Callable[[Call], Sequence[str]] | None = None,
         bwd: Callable[..., Any] | None = None,
         waivers: Mapping[torch.dtype, tuple[float, str]] | None = None,
+        version: int = 1,
     ) -> Callable[[F], F]:
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
@@ -196,31 +274,37 @@ class Backend(ABC):
         selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per name in `op.grads`. It
         may return None for gradients whose entry is False, because they are discarded.
 
-        why_not(same parameters): returns the reasons for refusing a call, empty to accept it. Must be pure and
-            cheap; may be given meta tensors and must not touch a device. Runs on every call unless marked with
-            `by_metadata`.
+        why_not(call): returns the reasons for refusing a `Call`, empty to accept it. Must be pure and cheap; may be
+            given meta tensors and must not touch a device. Runs on every call unless marked with `by_metadata`.
         waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
             every report prints the reason.
+        version: the op's version for which the implementation was written. If the op has another one, every call is
+            refused with that reason, and nothing else is checked.
 
         Raises HalError for a signature that differs from the reference, or an id used twice.
         """
 
         def decorate(function: F) -> F:
             where = f"implementation '{id}'"
+            registered = cls.impls.setdefault(op.name, [])
+            if any(i.id == id for i in registered) or id in ("reference", COMPOSITION):
+                raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
+            op.forget()
+            if version != op.version:
+                text = f"written for version {version} of {op.name}, which has version {op.version}"
+                refuse = by_metadata(lambda call: (text,))
+                registered.append(Impl(op, id, function, refuse, function, bwd, dict(waivers or {}), True))
+                return function
             require_same_signature(op, function, where, optional(op))
             absent = lacking(op, function)
             if why_not is not None:
-                require_same_signature(op, why_not, f"why_not of {where}", absent)
+                require_takes_call(why_not, f"why_not of {where}")
             forward, refusals = passing_known(op, function), refusing(op, why_not, absent)
             if bwd is not None and not op.grads:
                 raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
-            registered = cls.impls.setdefault(op.name, [])
-            if any(i.id == id for i in registered) or id == "reference":
-                raise HalError(f"{where} of op '{op.name}' is registered twice or reserved; ids are unique per op")
             call = forward if bwd is None else make_call(op, forward, bwd, id)
             if op.mutates:
                 call = noting_writes(op, call, id)
-            op.forget()
             marked = why_not is None or getattr(why_not, "by_metadata", False)
             registered.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
             return function

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..errors import BackendNotFound, BackendUnavailable, ContractError, HalError, PluginError, UnsupportedOp
-from . import registry
-from .backend import Backend, Impl
+from ..errors import (
+    BackendNotFound,
+    BackendUnavailable,
+    ContractError,
+    DeviceError,
+    HalError,
+    PluginError,
+    UnsupportedOp,
+)
+from . import issued, registry
+from .adapters import accept
+from .backend import COMPOSITION, Backend, Impl
+from .call import Call
 from .op import OPS, Op, install_dispatcher
 from .signature import define, fragments
 
@@ -35,18 +46,28 @@ class _Active:
     backend: Backend
     fallback: str
     pins: dict[str, str]
+    synchronous: bool = False
 
 
 _active: _Active | None = None
 _fallback_counts: Counter[str] = Counter()
 
 
-def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = None, **options: Any) -> Backend:
+def use(
+    name: str,
+    *,
+    fallback: str = "error",
+    pin: Mapping[str, str] | None = None,
+    synchronous: bool | None = None,
+    **options: Any,
+) -> Backend:
     """Makes `name` the active backend of this process, as `--backend` does. Child processes inherit the name.
 
     fallback: for a call that no implementation accepts: "error" (raise UnsupportedOp) or "reference" (run the op's
         reference).
     pin: op name -> implementation id, the only one allowed for that op ("reference" is allowed).
+    synchronous: waits for the device after every call of an op, forward and backward, so that an error of the device is
+        raised as a DeviceError that names the call; for debugging. Default: whether HAL_SYNCHRONOUS is 1.
     options: passed to the backend's constructor, e.g. simulate=True.
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown option or pin.
@@ -61,14 +82,22 @@ def use(name: str, *, fallback: str = "error", pin: Mapping[str, str] | None = N
     device = backend.device(0)
     if not isinstance(device, torch.device):
         raise PluginError(f"device(0) of backend '{name}' returned {device!r}; it must return a torch.device")
-    activate(backend, fallback=fallback, pin=pin)
+    activate(backend, fallback=fallback, pin=pin, synchronous=synchronous)
     os.environ["HAL_BACKEND"] = name
     return backend
 
 
-def activate(backend: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Backend:
+def activate(
+    backend: Backend,
+    *,
+    fallback: str = "error",
+    pin: Mapping[str, str] | None = None,
+    synchronous: bool | None = None,
+) -> Backend:
     """Makes an instance the active backend without looking it up by name (for tests and recorders)."""
-    _set(_with_policy(backend, fallback, dict(pin or {})))
+    if synchronous is None:
+        synchronous = os.environ.get("HAL_SYNCHRONOUS") == "1"
+    _set(_with_policy(backend, fallback, dict(pin or {}), synchronous))
     return backend
 
 
@@ -76,28 +105,42 @@ def _set(active: _Active | None) -> None:
     """Switches to another backend or policy; every op has to look its candidates up again."""
     global _active
     _active = active
+    issued.forget()
+    issued.after = None
+    if active is not None and active.synchronous:
+        issued.after = issued.synchronising(active.backend.synchronize)
+    elif active is not None and active.backend.capabilities().asynchronous:
+        issued.after = issued.note
     for op in OPS.values():
         op.forget()
 
 
-def _with_policy(backend: Backend, fallback: str, pins: dict[str, str]) -> _Active:
+def _with_policy(backend: Backend, fallback: str, pins: dict[str, str], synchronous: bool) -> _Active:
     if fallback not in FALLBACKS:
         raise HalError(f"unknown fallback policy {fallback!r}; choose one of {', '.join(FALLBACKS)}")
     for op_name, id in pins.items():
         if op_name not in OPS:
             raise HalError(f"pin {op_name}={id}: no op is called '{op_name}'; ops: {', '.join(OPS)}")
-        ids = [i.id for i in backend.impls.get(op_name, [])] + ["reference"]
+        ids = [i.id for i in backend.implementations(OPS[op_name])] + ["reference"]
         if id not in ids:
             raise HalError(f"pin {op_name}={id}: backend '{backend.name}' has {', '.join(ids)} for this op")
-    return _Active(backend, fallback, pins)
+    return _Active(backend, fallback, pins, synchronous)
+
+
+def _run(impl: Impl) -> Callable[..., Any]:
+    """The function that runs a call on `impl`."""
+    return impl.call if issued.after is None else impl.noted
 
 
 def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
     """The implementations that may run the op, in order of preference; a pinned op has one."""
     pin = active.pins.get(op.name)
     if pin == "reference":
-        return (Impl(op, "reference", op.reference, lambda *a, **k: (), op.reference, None, {}),)
-    impls = active.backend.impls.get(op.name, [])
+        return (Impl(op, "reference", op.reference, accept, op.reference, None, {}),)
+    impls = active.backend.implementations(op)
+    if active.fallback == "reference":
+        # The parts that the backend lacks run their references, and the others their implementations.
+        impls = [dataclasses.replace(i, why_not=accept) if i.composed else i for i in impls]
     return tuple(i for i in impls if pin is None or i.id == pin)
 
 
@@ -130,6 +173,35 @@ def local_device() -> torch.device:
     return device(backend().local_index())
 
 
+def synchronize() -> None:
+    """Returns when all work submitted to the active backend has completed. Raises DeviceError if some of it failed."""
+    with device_errors():
+        backend().synchronize()
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Raises DeviceError, with the calls issued before, for an error of torch at a synchronising point inside.
+
+    For statements that wait for the device, such as `loss.item()`: they raise the errors of earlier calls. Without an
+    error, the calls issued so far have completed.
+    """
+    try:
+        yield
+        issued.forget()
+    except RuntimeError as error:
+        if isinstance(error, HalError) or issued.after is None:
+            raise
+        calls = issued.calls()
+        listed = ", ".join(calls[-20:])
+        raise DeviceError(
+            f"backend '{backend().name}' reported at a synchronising point: {error}\nThe failed call is one of the "
+            f"{len(calls)} issued since the device was last synchronised; the latest: {listed}. With HAL_SYNCHRONOUS=1 "
+            "every call waits for the device, and the one that failed is named.",
+            calls,
+        ) from error
+
+
 @contextlib.contextmanager
 def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None) -> Iterator[None]:
     """Changes fallback policy and adds pins for the duration of a `with` block.
@@ -138,7 +210,7 @@ def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None)
     """
     before = _state()
     new_fallback = before.fallback if fallback is None else fallback
-    _set(_with_policy(before.backend, new_fallback, {**before.pins, **(pin or {})}))
+    _set(_with_policy(before.backend, new_fallback, {**before.pins, **(pin or {})}, before.synchronous))
     try:
         yield
     finally:
@@ -146,11 +218,17 @@ def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None)
 
 
 @contextlib.contextmanager
-def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, str] | None = None) -> Iterator[Backend]:
+def activated(
+    instance: Backend,
+    *,
+    fallback: str = "error",
+    pin: Mapping[str, str] | None = None,
+    synchronous: bool | None = None,
+) -> Iterator[Backend]:
     """`activate` for the duration of a `with` block."""
     before = _active
     try:
-        yield activate(instance, fallback=fallback, pin=pin)
+        yield activate(instance, fallback=fallback, pin=pin, synchronous=synchronous)
     finally:
         _set(before)
 
@@ -158,11 +236,11 @@ def activated(instance: Backend, *, fallback: str = "error", pin: Mapping[str, s
 class _ActiveDispatcher:
     """Resolves calls according to the active backend and policy; implements `hal.core.op.Dispatcher`."""
 
-    def admit(self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        op.verify(*args, **kwargs)
+    def admit(self, op: Op[Any, Any], call: Call) -> None:
         active = _state().backend
         expected = active.device().type
-        for name, value in op.signature.bind(*args, **kwargs).arguments.items():
+        for name in op.schema.parameters:
+            value = getattr(call, name)
             tensors = value if isinstance(value, (list, tuple)) else (value,)
             for device in dict.fromkeys(t.device for t in tensors if isinstance(t, torch.Tensor)):
                 if device.type != expected:
@@ -171,27 +249,27 @@ class _ActiveDispatcher:
                         f"{expected}; make it with device=hal.device(), or move it there"
                     )
 
-    def by_metadata(
-        self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
+    def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         for impl in _candidates(op, _state()):
             if not impl.by_metadata:
                 return None
-            if not _reasons(impl, args, kwargs):
-                return impl.call
+            if not impl.refusals(call):
+                return _run(impl)
         return None
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
         active, f = _state(), fragments(op.signature)
         source = (
             f"def ask({f.header}):\n"
-            f"    for _why_not, _call in _candidates:\n"
-            f"        if not _why_not({f.passed}):\n"
-            f"            return _call({f.passed})\n"
+            f"    _call = _Call({f.passed})\n"
+            f"    for _why_not, _run in _candidates:\n"
+            f"        if not _why_not(_call):\n"
+            f"            return _run({f.passed})\n"
             f"    return _refused({f.passed})\n"
         )
         scope = {
-            "_candidates": tuple((impl.why_not, impl.call) for impl in _candidates(op, active)),
+            "_Call": op.Call,
+            "_candidates": tuple((impl.why_not, _run(impl)) for impl in _candidates(op, active)),
             "_refused": lambda *args, **kwargs: _refused(op, active, args, kwargs),
             **f.scope,
         }
@@ -216,7 +294,8 @@ def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: d
 class Why:
     """The implementation of a call and its alternatives. `chosen` is an id, "reference" (fallback), or None.
 
-    order_source: where the order of the candidates comes from, "" if the backend declares none.
+    order_source: where the order of the candidates comes from, "" if the backend declares none. parts: the ops that a
+    composite op's composition calls.
     """
 
     op: str
@@ -226,12 +305,14 @@ class Why:
     fallback: str
     pin: str | None
     order_source: str = ""
+    parts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op} on backend '{self.backend}'" + (f" (pinned to {self.pin})" if self.pin else "") + ":"]
         for id, reasons in self.reasons.items():
             mark = "chosen" if id == self.chosen else ("accepts" if not reasons else "refuses: " + "; ".join(reasons))
-            lines.append(f"  {id}: {mark}")
+            name = f"composition of {', '.join(self.parts)}" if id == COMPOSITION else id
+            lines.append(f"  {name}: {mark}")
         if not self.reasons:
             lines.append("  no implementation is registered")
         if self.chosen == "reference" and "reference" not in self.reasons:
@@ -249,21 +330,14 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
     Tensors may be on the meta device. Raises ContractError if the call is wrong on every backend.
     """
     active = _state()
-    op.verify(*args, **kwargs)
-    reasons = {i.id: _reasons(i, args, kwargs) for i in _candidates(op, active)}
+    call = op.verify(*args, **kwargs)
+    reasons = {i.id: i.refusals(call) for i in _candidates(op, active)}
     chosen = next((id for id, why_not in reasons.items() if not why_not), None)
     if chosen is None and active.fallback == "reference":
         chosen = "reference"
     source = active.backend.order_sources.get(op.name, "")
-    return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name), source)
-
-
-def _reasons(impl: Impl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    reasons = impl.why_not(*args, **kwargs)
-    if isinstance(reasons, str) or not isinstance(reasons, Sequence):
-        kind = type(reasons).__name__
-        raise PluginError(f"why_not of '{impl.id}' returned {kind}; it must return a sequence of reasons, () for none")
-    return tuple(reasons)
+    parts = tuple(part.name for part in op.parts_of(call))
+    return Why(op.name, active.backend.name, chosen, reasons, active.fallback, active.pins.get(op.name), source, parts)
 
 
 def fallbacks() -> dict[str, int]:

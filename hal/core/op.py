@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, T
 import torch
 
 from ..errors import ContractError, HalError
-from .adapters import require_same_signature
+from .adapters import passing_known, require_same_signature, require_takes_call
+from .call import Call, call_class
 from .signature import Fragments, Kind, Schema, define, fragments
 
 if TYPE_CHECKING:
@@ -113,18 +114,33 @@ class Sample:
         return args, {k: make(v) for k, v in self.kwargs.items()}
 
 
+@dataclass(frozen=True)
+class Choice:
+    """An integer output that says which of several values an op has chosen, where rounding decides between close ones.
+
+    The conformance kit accepts every choice that is `right`, and compares the other outputs and the gradients with
+    those of the reference for the same choice. Without this, an integer output must equal the reference's.
+
+    output: its index in the result. parameter: the op's parameter, by default None, that prescribes the choice.
+    right: called with a call in float64 on the CPU and the output of an implementation, returns whether each row of it
+    (dimension 0) may be the result: a bool tensor.
+    """
+
+    output: int
+    parameter: str
+    right: Callable[[Call, torch.Tensor], torch.Tensor]
+
+
 class Dispatcher(Protocol):
     """Decides which function runs an op's call. hal.core.dispatch implements it for the active backend and policy.
 
     An op remembers the answers until `Op.forget` is called.
     """
 
-    def admit(self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ContractError for a call that is wrong everywhere, or whose tensors are on another kind of device."""
+    def admit(self, op: Op[Any, Any], call: Call) -> None:
+        """Raises ContractError for a call whose tensors are on another kind of device than the backend's."""
 
-    def by_metadata(
-        self, op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
+    def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         """The implementation of all calls that agree with this one in metadata.
 
         None if an implementation whose why_not looks at more than metadata has to be asked first.
@@ -154,7 +170,7 @@ class Op(Generic[P, R]):
         reference: Callable[P, R],
         schema: Schema,
         *,
-        check: Callable[..., None],
+        check: Callable[[Call], None],
         tol: Mapping[torch.dtype, Tol],
         samples: Callable[[], SearchStrategy[Sample]],
         edge_cases: Callable[[], Sequence[Sample]],
@@ -162,6 +178,11 @@ class Op(Generic[P, R]):
         mutates: Sequence[str],
         nondiff_outputs: Sequence[int],
         hints: Sequence[str],
+        decompose: Callable[..., Any] | None,
+        parts: Sequence[Op[Any, Any]],
+        parts_of: Callable[[Call], Sequence[Op[Any, Any]]] | None,
+        version: int,
+        choice: Choice | None,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
@@ -171,17 +192,28 @@ class Op(Generic[P, R]):
         self.edge_cases = edge_cases
         self.signature = inspect.signature(reference)
         self.schema = schema
+        self.Call = call_class(self.name, self.signature)
         self.grads = tuple(grads)
         self.mutates = tuple(mutates)
         self.nondiff_outputs = tuple(nondiff_outputs)
         self.hints = tuple(hints)
+        self.choice = choice
+        self.parts, self.version = tuple(parts), version
+        self.parts_of = parts_of or (lambda call: self.parts)
         self._candidates: Callable[..., Any] | None = None
         functools.update_wrapper(self, reference)
-        require_same_signature(self, check, f"check of op '{self.name}'")
-        unknown = [p for p in (*self.grads, *self.mutates, *self.hints) if p not in self.signature.parameters]
+        require_takes_call(check, f"check of op '{self.name}'")
+        if (decompose is None) != (not parts):
+            raise HalError(f"op '{self.name}': decompose and parts (the ops that it calls) must be given together")
+        if decompose is not None:
+            require_same_signature(self, decompose, f"decompose of op '{self.name}'")
+        self.decompose = decompose and passing_known(self, decompose)
+        chosen = () if choice is None else (choice.parameter,)
+        unknown = [p for p in (*self.grads, *self.mutates, *self.hints, *chosen) if p not in self.signature.parameters]
         if unknown:
             raise HalError(
-                f"op '{self.name}': grads/mutates/hints name {unknown}, which its signature {self.signature} lacks"
+                f"op '{self.name}': grads/mutates/hints/choice name {unknown}, which its signature lacks: "
+                f"{self.signature}"
             )
         for hint in (self.signature.parameters[h] for h in self.hints):
             if hint.kind is not hint.KEYWORD_ONLY or hint.default is hint.empty:
@@ -191,25 +223,33 @@ class Op(Generic[P, R]):
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def verify(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ContractError for a call that is wrong on every backend: not the parameters, or refused by check."""
+    def verify(self, *args: Any, **kwargs: Any) -> Call:
+        """The call with these arguments. Raises ContractError if it is wrong on every backend: not the parameters, or
+        refused by check.
+        """
         try:
-            given = self.signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise ContractError(f"{self.name}: {error}. Signature: {self.name}{self.signature}") from None
-        for name, value in given.items():
-            parameter = self.schema.parameters[name]
+            call = self.Call(*args, **kwargs)
+        except TypeError:
+            try:
+                self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise ContractError(f"{self.name}: {error}. Signature: {self.name}{self.signature}") from None
+            raise
+        for name, parameter in self.schema.parameters.items():
+            value = getattr(call, name)
             if not parameter.accepts(value):
                 require(False, self.name, str(parameter), _type_name(value))
-        self.check(*args, **kwargs)
+        self.check(call)
+        return call
 
     def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Verifies a call whose metadata `key` is new, and remembers and returns what runs calls with this metadata.
 
         key None: an argument of the wrong type (a list in place of a tensor) has no metadata; the call is refused here.
         """
-        _dispatcher.admit(self, args, kwargs)
-        run = _dispatcher.by_metadata(self, args, kwargs) or self.candidates()
+        call = self.verify(*args, **kwargs)
+        _dispatcher.admit(self, call)
+        run = _dispatcher.by_metadata(self, call) or self.candidates()
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         if key is not None:
@@ -219,7 +259,7 @@ class Op(Generic[P, R]):
 
     def resolve_unremembered(self, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Verifies a call of an op that has no metadata key, and returns what runs it."""
-        _dispatcher.admit(self, args, kwargs)
+        _dispatcher.admit(self, self.verify(*args, **kwargs))
         return self.candidates()
 
     def candidates(self) -> Callable[..., Any]:
@@ -329,7 +369,7 @@ def _find_op(name: str) -> Op[Any, Any]:
 
 def op(
     *,
-    check: Callable[..., None],
+    check: Callable[[Call], None],
     tol: Mapping[torch.dtype, Tol],
     samples: Callable[[], SearchStrategy[Sample]],
     edge_cases: Callable[[], Sequence[Sample]] = tuple,
@@ -337,11 +377,16 @@ def op(
     mutates: Sequence[str] = (),
     nondiff_outputs: Sequence[int] = (),
     hints: Sequence[str] = (),
+    decompose: Callable[..., Any] | None = None,
+    parts: Sequence[Op[Any, Any]] = (),
+    parts_of: Callable[[Call], Sequence[Op[Any, Any]]] | None = None,
+    version: int = 1,
+    choice: Choice | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declares an op; decorates its reference function.
 
-    check: same parameters as the reference; raises ContractError for a call that is wrong on every backend. It looks
-        at shapes, dtypes and plain values only, never at a tensor's elements.
+    check: raises ContractError for a `Call` that is wrong on every backend. It looks at shapes, dtypes and plain values
+        only, never at a tensor's elements.
     tol: allowed error per input dtype against the reference in float64; also the list of dtypes the kit tests.
     samples: called by the kit, returns a hypothesis strategy of `Sample`s (valid calls only).
     edge_cases: called by the kit, returns the samples that random draws would miss.
@@ -350,6 +395,12 @@ def op(
     nondiff_outputs: indices of outputs (when the result is a tuple) that carry no gradient.
     hints: keyword-only flags that permit something and never change a result. An implementation may leave them out,
         so a backend that was written before the op had the hint keeps working.
+    decompose: for a composite op: a function with the reference's signature that computes the op by calling other ops.
+        It runs where a backend has no implementation that accepts the call, and is differentiable through those ops.
+    parts: the ops that decompose calls. parts_of: those that it calls for one `Call`, by plain values, if not all.
+    version: raised when the op's meaning or required parameters change. Implementations written for another version
+        stay registered and refuse every call.
+    choice: the output in which close values may be exchanged, if there is one.
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
@@ -365,6 +416,11 @@ def op(
             mutates=mutates,
             nondiff_outputs=nondiff_outputs,
             hints=hints,
+            decompose=decompose,
+            parts=parts,
+            parts_of=parts_of,
+            version=version,
+            choice=choice,
         )
         if defined.name in OPS:
             raise HalError(
@@ -382,4 +438,4 @@ def require(condition: bool, op_name: str, asked: str, found: object, hint: str 
         raise ContractError(f"{op_name}: expected {asked}; found {found}" + (f". {hint}" if hint else ""))
 
 
-__all__ = ["OPS", "Op", "Sample", "TensorSpec", "Tol", "op", "require"]
+__all__ = ["OPS", "Choice", "Op", "Sample", "TensorSpec", "Tol", "op", "require"]

@@ -87,9 +87,9 @@ def load(name: str) -> type[Backend]:
             f"the backend '{name}' ({source}) does not say for which contract it is written; its class needs "
             f"`api = {API}` (or the number it was tested with)"
         )
-    if not isinstance(cls.api, int) or not API - 1 <= cls.api <= API:
+    if cls.api != API:
         raise PluginError(
-            f"the backend '{name}' ({source}) is written for api {cls.api!r}; this HAL accepts {API - 1} and {API}. "
+            f"the backend '{name}' ({source}) is written for api {cls.api!r}; this HAL accepts {API}. "
             f"Install a version of it (or of torch-hal) whose numbers match."
         )
     return cls

@@ -179,6 +179,15 @@ _MISTAKES: Mapping[str, Mapping[str, Change]] = {
         "a call without the residual": _tensor("residual", torch.zeros_like),
     },
     "cross_entropy": {"label_smoothing=0": _set(label_smoothing=0.0)},
+    "add_rms_norm": {"a call without the residual": _tensor("residual", torch.zeros_like)},
+    "add_layer_norm": {"a call without the residual": _tensor("residual", torch.zeros_like)},
+    "linear_cross_entropy": {"label_smoothing=0": _set(label_smoothing=0.0)},
+    "linear_bias_activation": {"a call without the bias": _set(bias=None)},
+    "qk_norm_rotary": {
+        "q_weight in the place of k_weight": lambda a: {**a, "k_weight": a["q_weight"]},
+        "a rotation in the other direction": _tensor("sin", torch.neg),
+        "the other pairing of channels": lambda a: {**a, "interleaved": not a["interleaved"]},
+    },
     "adamw": {
         "step - 1": lambda a: {**a, "step": a["step"] - 1} if a["step"] > 1 else None,
         "weight_decay=0": _set(weight_decay=0.0),

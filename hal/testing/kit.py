@@ -7,7 +7,10 @@ fails, and an op without an implementation is listed. Needs hypothesis; does not
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis
@@ -17,19 +20,21 @@ from hypothesis.errors import Flaky, FlakyFailure
 
 import hal
 import hal.ops  # defines the ops
-from hal.core.adapters import require_same_signature
+from hal.core.adapters import require_same_signature, require_takes_call
 from hal.core.backend import Backend, Impl
 from hal.core.op import OPS, Op, Sample
 from hal.errors import HalError
 
 from . import golden
 from .checks import Verdict, check_sample
+from .device_checks import DEVICE, check_device
 from .lowering import check_lowered
 from .parity_rows import NO_IMPLEMENTATION, Report, Row, shortened
 from .probe import ProbeFailure, check_probe
 from .production.check import check_production
 from .rng_checks import check_order, edge_samples
 from .sharded import SHARDED, check_sharded, sharded_samples
+from .shrinking import shrink
 from .subject import Failure, Subject
 from .support import facts
 
@@ -39,6 +44,9 @@ EXAMPLES = 25
 RANKS = (2, 3)
 
 GOLDEN = "golden_loss"
+
+QUICK_SECONDS = 45.0
+"""The time of all rows together with `quick`."""
 
 SCALES = ("default", "production")
 """Tiers of the kit: small calls that are compared completely, and calls at the sizes of models, compared in part."""
@@ -52,13 +60,18 @@ def run(
     seed: int = 0,
     scale: str = "default",
     dtypes: Collection[torch.dtype] | None = None,
+    quick: bool = False,
     on_row: Callable[[Row], None] | None = None,
+    on_call: Callable[[str, int], None] | None = None,
 ) -> Report:
     """Runs the kit on a backend that has been probed and built (`hal.use` does both).
 
-    ops: names, "golden_loss" for the golden losses (default tier only); default all of them. examples: random calls
-    per implementation and dtype of the default tier. scale: one of SCALES. dtypes: those to run; default all of each
-    op's tolerances. on_row: called with each row as soon as it is known. Raises HalError for an unknown op or scale.
+    ops: names, "golden_loss" for the golden losses, "device" for the capabilities (default tier only); default all.
+    examples: random calls per implementation and dtype of the default tier. scale: one of SCALES. dtypes: those to run;
+    default all of each op's tolerances. quick: as many calls of the default tier as fit into about a minute, at least
+    one per row, and no golden losses. on_row: called with each row as soon as it is known. on_call(row, calls): called
+    during a row of the default tier with its name and the number of calls made. Raises HalError for an unknown op or
+    scale.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -74,10 +87,18 @@ def run(
         for row in check_production(backend, chosen_ops(names), seed=seed, dtypes=dtypes):
             add(row)
         return report
-    for op in chosen_ops(names):
-        for row in check_op(backend, op, examples, seed, dtypes):
+    chosen = chosen_ops(names)
+    effort = Effort(examples, seed, on_call=on_call)
+    if quick:
+        rows = sum(len(backend.implementations(op)) * len(op.tol) for op in chosen)
+        effort = replace(effort, seconds=QUICK_SECONDS / max(1, rows))
+    for op in chosen:
+        for row in check_op(backend, op, effort, dtypes):
             add(row)
-    if names is None or GOLDEN in names:
+    if names is None or DEVICE in names:
+        for row in check_device(backend):
+            add(row)
+    if not quick and (names is None or GOLDEN in names):
         for row in golden.check_golden(backend):
             if dtypes is None or row.dtype in {str(dtype).removeprefix("torch.") for dtype in dtypes}:
                 add(row)
@@ -93,7 +114,9 @@ def run_by_name(
     seed: int = 0,
     scale: str = "default",
     dtypes: Collection[torch.dtype] | None = None,
+    quick: bool = False,
     on_row: Callable[[Row], None] = lambda row: None,
+    on_call: Callable[[str, int], None] | None = None,
 ) -> Report:
     """Checks the probe of the backend `name`, makes it active, and runs the kit on it.
 
@@ -105,7 +128,17 @@ def run_by_name(
     backend = hal.use(name, **(options or {}))
     probe.simulated, probe.facts = backend.simulated, facts(backend)
     on_row(probe)
-    report = run(backend, ops=names, examples=examples, seed=seed, scale=scale, dtypes=dtypes, on_row=on_row)
+    report = run(
+        backend,
+        ops=names,
+        examples=examples,
+        seed=seed,
+        scale=scale,
+        dtypes=dtypes,
+        quick=quick,
+        on_row=on_row,
+        on_call=on_call,
+    )
     report.rows.insert(0, probe)
     return report
 
@@ -123,22 +156,34 @@ def chosen_ops(names: Iterable[str] | None) -> list[Op]:  # type: ignore[type-ar
     """The ops called `names` (None = all). Raises HalError for one that does not exist."""
     if names is None:
         return list(OPS.values())
-    wanted = [n for n in names if n != GOLDEN]
+    wanted = [n for n in names if n not in (GOLDEN, DEVICE)]
     unknown = [n for n in wanted if n not in OPS]
     if unknown:
-        raise HalError(f"no op is called {', '.join(map(repr, unknown))}; ops: {', '.join(OPS)}, {GOLDEN}")
+        raise HalError(f"no op is called {', '.join(map(repr, unknown))}; ops: {', '.join(OPS)}, {GOLDEN}, {DEVICE}")
     return [OPS[n] for n in wanted]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many calls a row makes: all edge cases and `examples` random calls drawn from `seed`.
+
+    seconds: a row makes no further call after this time. on_call: see `run`.
+    """
+
+    examples: int = EXAMPLES
+    seed: int = 0
+    seconds: float | None = None
+    on_call: Callable[[str, int], None] | None = None
 
 
 def check_op(
     backend: Backend,
     op: Op,  # type: ignore[type-arg]
-    examples: int = EXAMPLES,
-    seed: int = 0,
+    effort: Effort = Effort(),
     dtypes: Collection[torch.dtype] | None = None,
 ) -> Iterator[Row]:
     """One row per implementation and dtype of one op, and one for its lowered form, which is checked in float32."""
-    impls = backend.impls.get(op.name, [])
+    impls = backend.implementations(op)
     if not impls:
         for dtype in op.tol:
             if dtypes is None or dtype in dtypes:
@@ -146,17 +191,20 @@ def check_op(
         return
     for impl in impls:
         if dtypes is None:
-            yield from check_implementation(backend, impl, examples, seed)
+            yield from check_implementation(backend, impl, effort)
         else:
-            yield from (check_dtype(backend, impl, dtype, examples, seed) for dtype in op.tol if dtype in dtypes)
+            yield from (check_dtype(backend, impl, dtype, effort) for dtype in op.tol if dtype in dtypes)
     if dtypes is None or torch.float32 in dtypes:
         yield check_lowered(backend, op)
 
 
-def check_implementation(backend: Backend, impl: Impl, examples: int = EXAMPLES, seed: int = 0) -> Iterator[Row]:
-    """One row per dtype of the op; an implementation that ran no call in any of them fails in all."""
-    rows = [check_dtype(backend, impl, dtype, examples, seed) for dtype in impl.op.tol]
-    if not any(row.samples or row.status == "fail" for row in rows):
+def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterator[Row]:
+    """One row per dtype of the op; an implementation that ran no call in any of them fails in all, unless it is a
+    composition of ops that the backend lacks.
+    """
+    rows = [check_dtype(backend, impl, dtype, effort) for dtype in impl.op.tol]
+    lacks_parts = impl.composed and not all(map(backend.implementations, impl.op.parts))
+    if not lacks_parts and not any(row.samples or row.status == "fail" for row in rows):
         for row in rows:
             row.status = "fail"
             row.message = f"implementation '{impl.id}' ran no sample at all: every call was refused"
@@ -164,17 +212,17 @@ def check_implementation(backend: Backend, impl: Impl, examples: int = EXAMPLES,
     yield from rows
 
 
-def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int, seed: int) -> Row:
+def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, effort: Effort) -> Row:
     """All checks of one implementation in one dtype."""
     subject = Subject(backend, impl, dtype)
-    tally = _Tally()
+    tally = _Tally(str(subject), effort)
     try:
         _check_signatures(subject)
         with subject:
             failures = list(_edge_cases(subject, tally))
             if failures:
-                raise min(failures, key=lambda f: len(f.snippet()))
-            _explore(subject, tally, examples, seed)
+                raise _smallest(subject, failures)
+            _explore(subject, tally, effort)
     except Failure as failure:
         row = _row(backend, impl.op, dtype, "fail", impl, tally, subject.worst)
         row.worst_error_in_tolerances = failure.error if tally.samples == 0 else max(failure.error, subject.worst)
@@ -192,21 +240,51 @@ def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, examples: int,
 class _Tally:
     """The calls that ran, and the reasons of those that were declined, for one row."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: str, effort: Effort) -> None:
         self.samples = 0
         self.declined: list[str] = []
+        self._row, self._on_call = row, effort.on_call
+        self._end = math.inf if effort.seconds is None else time.monotonic() + effort.seconds
+
+    @property
+    def full(self) -> bool:
+        """Whether the row has run a call and its time is over."""
+        return self.samples > 0 and time.monotonic() > self._end
 
     def add(self, verdict: Verdict) -> None:
         if verdict.declined:
             self.declined.extend(verdict.declined)
         else:
             self.samples += 1
+        if self._on_call is not None:
+            self._on_call(self._row, self.samples)
+
+
+def _smallest(subject: Subject, failures: Sequence[Failure]) -> Failure:
+    """The failure with the shortest call, whose sizes are reduced while it still fails."""
+    failure = min(failures, key=lambda f: len(f.snippet()))
+    if failure.sample is None or failure.check or failure.ranks:
+        return failure
+    found = [failure]
+
+    def fails(sample: Sample) -> bool:
+        try:
+            check_sample(subject, sample)
+        except Failure as smaller:
+            found.append(smaller)
+            return True
+        return False
+
+    shrink(subject.op, failure.sample, subject.dtype, fails)
+    return found[-1]
 
 
 def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:
     """The failures among the calls that are not random: edge cases, dropout edges, sharded, order of draws."""
     name = subject.op.name
     for sample in [*subject.op.edge_cases(), *edge_samples(name)]:
+        if tally.full:
+            return
         try:
             tally.add(check_sample(subject, sample))
         except Failure as failure:
@@ -221,15 +299,15 @@ def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:
         yield failure
 
 
-def _explore(subject: Subject, tally: _Tally, examples: int, seed: int) -> None:
+def _explore(subject: Subject, tally: _Tally, effort: Effort) -> None:
     """Runs random calls; hypothesis shrinks one that fails. Raises Failure."""
-    if examples <= 0:
+    if effort.examples <= 0 or tally.full:
         return
     last: list[Failure] = []
 
-    @hypothesis.seed(seed)
+    @hypothesis.seed(effort.seed)
     @settings(
-        max_examples=examples,
+        max_examples=effort.examples,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -240,6 +318,8 @@ def _explore(subject: Subject, tally: _Tally, examples: int, seed: int) -> None:
     )
     @given(subject.op.samples())
     def call(sample: Sample) -> None:
+        if tally.full and not last:
+            return
         try:
             tally.add(check_sample(subject, sample))
         except Failure as failure:
@@ -258,7 +338,7 @@ def _check_signatures(subject: Subject) -> None:
     impl = subject.impl
     try:
         require_same_signature(impl.op, impl.forward, f"implementation '{impl.id}'")
-        require_same_signature(impl.op, impl.why_not, f"why_not of implementation '{impl.id}'")
+        require_takes_call(impl.why_not, f"why_not of implementation '{impl.id}'")
     except HalError as error:
         raise subject.fail(str(error), None) from error
 
@@ -301,7 +381,7 @@ def replay(
     Raises Failure exactly as the kit did, or HalError if there is no such implementation.
     """
     backend = hal.backend()
-    impls = {impl.id: impl for impl in backend.impls.get(op.name, [])}
+    impls = {impl.id: impl for impl in backend.implementations(op)}
     if implementation not in impls:
         raise HalError(
             f"backend '{backend.name}' has no implementation '{implementation}' of {op.name}; it has {list(impls)}"

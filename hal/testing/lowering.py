@@ -23,7 +23,7 @@ from .subject import op_source
 def check_lowered(backend: Backend, op: Op[Any, Any]) -> Row:
     """One row: opcheck on the first edge case with gradients that the backend accepts, in float32."""
     row = Row(op.name, "float32", backend.name, backend.simulated, "pass", 0, None, implementation="hal.lower")
-    if not backend.impls.get(op.name):
+    if not backend.implementations(op):
         row.status, row.reasons = "declined", [NO_IMPLEMENTATION]
         return row
     with activated(backend):

@@ -53,7 +53,7 @@ class Row:
             detail += f"; {self.reasons[0]}"
         elif self.status == "waived":
             detail += "; " + "; ".join(self.reasons)
-        line = f"{status:<9}{self.op:<20}{self.dtype:<10}{self.implementation or '-':<22}{detail}"
+        line = f"{status:<9}{self.op + ' ':<20}{self.dtype:<10}{self.implementation or '-':<22}{detail}"
         if self.status == "fail":
             line += f"\n    {self.message}"
             if self.code:

@@ -70,6 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "hal_case" not in metafunc.fixturenames:
         return
     from . import kit
+    from .device_checks import DEVICE, check_device
     from .golden import check_golden
     from .lowering import check_lowered
 
@@ -78,18 +79,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError("run the kit as: pytest --pyargs hal.testing --backend NAME")
     backend, probe = config.stash[_BACKEND], config.stash[_PROBE]
     names, count = config.getoption("--op"), config.getoption("--max-examples")
-    examples = kit.EXAMPLES if count is None else count
+    effort = kit.Effort(kit.EXAMPLES if count is None else count)
     cases: list[Any] = [pytest.param(lambda: [probe], id="probe")]
     for op in kit.chosen_ops(names):
-        impls = backend.impls.get(op.name, [])
+        impls = backend.implementations(op)
         if not impls:
             cases.append(pytest.param(lambda o=op: kit.check_op(backend, o), id=op.name))
         for impl in impls:
             cases.append(
-                pytest.param(lambda i=impl: kit.check_implementation(backend, i, examples), id=f"{op.name}-{impl.id}")
+                pytest.param(lambda i=impl: kit.check_implementation(backend, i, effort), id=f"{op.name}-{impl.id}")
             )
         if impls:
             cases.append(pytest.param(lambda o=op: [check_lowered(backend, o)], id=f"{op.name}-lowered"))
+    if names is None or DEVICE in names:
+        cases.append(pytest.param(lambda: check_device(backend), id=DEVICE))
     if names is None or kit.GOLDEN in names:
         cases.append(pytest.param(lambda: check_golden(backend), id=kit.GOLDEN))
     metafunc.parametrize("hal_case", cases)

@@ -1,4 +1,4 @@
-"""A backend whose every implementation is the op's reference, on the CPU.
+"""A backend whose every implementation is the op's reference, on the CPU. Composite ops run as compositions.
 
 Golden losses are computed on it, the kit's oracle runs in it, and it is the smallest complete backend.
 """
@@ -17,7 +17,11 @@ from hal.errors import BackendUnavailable
 
 
 class Reference(Backend):
-    """Runs every op that is defined when the instance is created on that op's reference, on the CPU."""
+    """Runs every op that is defined when the instance is created on that op's reference, on the CPU.
+
+    Composite ops have no implementation of their own, so that 16-bit results are rounded as on a backend that composes
+    them.
+    """
 
     name = "reference"
 
@@ -25,6 +29,7 @@ class Reference(Backend):
         self.impls = {  # type: ignore[misc]
             op.name: [Impl(op, "reference", op.reference, refusing(op, None, ()), op.reference, None, {})]
             for op in OPS.values()
+            if op.decompose is None
         }
 
     def probe(self) -> Probe:

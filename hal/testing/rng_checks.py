@@ -55,7 +55,7 @@ def check_order(subject: Subject) -> int:
         drawn = {}
         for name in names:
             arguments = build(op, sample, subject.dtype, subject.device)
-            if _reasons(subject, arguments):
+            if subject.impl.refusals(op.Call(**arguments)):
                 return 0
             arguments["rng"] = Rng(3).fork("layer", name)
             drawn[name] = next(iter(run(op, op, arguments, False).outputs.values()))
@@ -69,9 +69,3 @@ def _draws(sample: Sample) -> bool:
     rngs = [v for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, Rng)]
     sizes = [v.shape for v in sample.args if isinstance(v, TensorSpec)]
     return bool(rngs) and rngs[0].full_shape is None and all(0 not in s for s in sizes)
-
-
-def _reasons(subject: Subject, arguments: dict[str, object]) -> bool:
-    from .calls import invoke
-
-    return bool(invoke(subject.op, subject.impl.why_not, arguments))

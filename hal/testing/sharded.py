@@ -2,7 +2,7 @@
 
 The parameter named in `SHARDED` is split into equal shards along one dimension; rank r calls with its shard, its
 `vocab_start` and a communicator. Every rank must return the unsharded result, and the concatenation of the ranks'
-gradients must be the unsharded gradient.
+gradients must be the unsharded gradient. The gradient of the parameter named in `PARTIAL` is the sum of the ranks'.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from hal.comm.contract import Comm
 from hal.comm.threads import threads
 from hal.core.op import Sample, TensorSpec
 
-from .calls import Outcome, backward, build, invoke, run
+from .calls import Outcome, backward, build, run
 from .checks import Verdict, references
 from .comparison import measure
 from .subject import Subject
 
-SHARDED = {"embedding": ("weight", 0), "cross_entropy": ("logits", -1)}
+SHARDED = {"embedding": ("weight", 0), "cross_entropy": ("logits", -1), "linear_cross_entropy": ("weight", 0)}
 """op name -> (the parameter that is sharded, along which dimension)."""
+
+PARTIAL = {"linear_cross_entropy": "x"}
+"""op name -> the parameter of whose gradient each rank returns a partial sum."""
 
 TIMEOUT = 20.0
 
@@ -43,6 +46,12 @@ def sharded_samples(name: str, ranks: int) -> list[Sample]:
             Sample((TensorSpec((3, 4, v), scale=scale), target), {"label_smoothing": smoothing})
             for scale, smoothing in ((1.0, 0.0), (1.0, 0.1), (300.0, 0.0))
         ]
+    if name == "linear_cross_entropy":
+        v = 7 * ranks
+        weight, target = TensorSpec((v, 8), scale=0.35), TensorSpec((3, 4), "int", high=v, dtype=torch.int64)
+        return [
+            Sample((TensorSpec((3, 4, 8)), weight, target), {"label_smoothing": smoothing}) for smoothing in (0.0, 0.1)
+        ]
     return []
 
 
@@ -59,7 +68,7 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
     def arguments(rank: int, comm: Comm) -> dict[str, Any]:
         return {**whole, name: parts[rank].clone(), "vocab_start": rank * size, "comm": comm}
 
-    declined = tuple(invoke(op, subject.impl.why_not, arguments(0, comms[0])))
+    declined = subject.impl.refusals(op.Call(**arguments(0, comms[0])))
     if declined:
         return Verdict(declined, 0.0)
 
@@ -97,5 +106,14 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
     if any(g is None for g in grads) or exact is None or other is None:
         raise fail(f"the gradient of {name} is missing (None)")
     compare(f"the gradient of {name}", torch.cat([g for g in grads if g is not None], dim), exact, other, True)
+    if op.name in PARTIAL:
+        name = PARTIAL[op.name]
+        terms = [o.gradients[name] for o in outcomes]
+        exact, other = oracle.gradients[name], native.gradients[name]
+        if any(t is None for t in terms) or exact is None or other is None:
+            raise fail(f"the gradient of {name} is missing (None)")
+        # Added in float64, so that the sum is not rounded a second time.
+        total = torch.stack([t.double() for t in terms if t is not None]).sum(0).to(other.dtype)
+        compare(f"the sum of the ranks' gradients of {name}", total, exact, other, True)
     subject.worst = max(subject.worst, worst)
     return Verdict((), worst)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from hal.comm.contract import Comm
 from hal.core.backend import Backend, Impl, Probe
+from hal.core.capabilities import Capabilities
 
 
 class Spy(Backend):
@@ -82,6 +83,21 @@ class Spy(Backend):
 
     def reset_peak_memory(self) -> None:
         self.inner.reset_peak_memory()
+
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities()
+
+    def event(self) -> object:
+        return self.inner.event()
+
+    def wait(self, event: object) -> None:
+        self.inner.wait(event)
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return self.inner.capture(function)
+
+    def memory_pool(self) -> AbstractContextManager[object]:
+        return self.inner.memory_pool()
 
     def stream(self) -> AbstractContextManager[object]:
         return self.inner.stream()

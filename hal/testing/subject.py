@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
 from hal.core.op import Op, Sample
 
 from .calls import code
+from .comparison import equal_bits
 
 
 class Failure(AssertionError):
@@ -70,10 +72,15 @@ class Subject:
         self.calls = 0
         self.worst = 0.0
         self.device = backend.device(0)
+        self.deterministic = backend.capabilities().deterministic
         self._stack = contextlib.ExitStack()
 
     def __str__(self) -> str:
         return f"{self.op.name} {str(self.dtype).removeprefix('torch.')} {self.impl.id}"
+
+    def repeats(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two results of equal calls have the same bits, as a deterministic backend's have."""
+        return not self.deterministic or equal_bits(first, second)
 
     def fail(self, message: str, sample: Sample | None, **details: Any) -> Failure:
         return Failure(self, message, sample, **details)
@@ -84,7 +91,9 @@ class Subject:
             return self.impl.call(*args, **kwargs)
 
         candidate = dataclasses.replace(self.impl, call=counted)
-        self._stack.enter_context(only(self.backend, {self.op.name: [candidate]}))
+        # A composition calls other ops.
+        others = self.backend.impls if self.impl.composed else {}
+        self._stack.enter_context(only(self.backend, {**others, self.op.name: [candidate]}))
         self._stack.enter_context(activated(self.backend))
         return self
 

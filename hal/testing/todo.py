@@ -1,13 +1,11 @@
 """The ops that a training step calls, in order of first use, and the share of its time that each one takes.
 
-Measured by training small GPTs on a backend that has every op (cpu_ref, or the references where it cannot be built), so
-that it covers the ops that the backend under construction does not have yet. Times are valid for that backend and this
-machine, the order for every backend.
+Measured by training small GPTs on the references, which need no compiler and include the ops that the backend under
+construction does not have yet. The shares are those of the references on this machine; the order is every backend's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -24,8 +22,6 @@ from hal.core.autograd import make_call
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
 from hal.core.op import OPS, Op
-from hal.core.registry import make, probed
-from hal.errors import HalError
 
 from .calls import Outcome, backward, bind, run
 from .golden import SHAPES, config
@@ -120,7 +116,7 @@ class _Data:
 
 def measure_needs() -> Needs:
     """Trains each of the golden model shapes for a few steps. Takes a few seconds."""
-    backend = _complete_backend()
+    backend = Reference()
     profiles = {shape: _profile(backend, shape) for shape in SHAPES}
     needs = []
     for op in dict.fromkeys(op for profile in profiles.values() for op in profile.calls):
@@ -129,16 +125,6 @@ def measure_needs() -> Needs:
         shares = {shape: profile.seconds[op] / profile.step_seconds for shape, profile in users.items()}
         needs.append(Need(op, calls, shares))
     return Needs(backend.name, tuple(needs))
-
-
-def _complete_backend() -> Backend:
-    """cpu_ref, or the references where it cannot be built: they are slower, and the report names them."""
-    with contextlib.suppress(HalError):  # no compiler, say
-        backend = make("cpu_ref")
-        if probed(backend).ok:
-            backend.build()
-            return backend
-    return Reference()
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,9 @@ def _profile(backend: Backend, shape: str) -> _Profile:
 def todo(name: str, impls: Sequence[str], needs: Needs) -> str:
     """The ops that the backend `name`, which has the ops `impls`, does not have yet, as text."""
     missing = [n for n in needs.needs if n.op not in impls]
-    others = [op for op in OPS if op not in impls and op not in {n.op for n in needs.needs}]
+    unused = [op for op in OPS.values() if op.name not in impls and op.name not in {n.op for n in needs.needs}]
+    others = [op.name for op in unused if op.decompose is None]
+    composed = [op.name for op in unused if op.decompose is not None]
     lines = [f"{name} has {len(needs.needs) - len(missing)} of the {len(needs.needs)} ops that training needs."]
     if missing:
         columns = "".join(f"{shape:>10}" for shape in SHAPES)
@@ -196,4 +184,6 @@ def todo(name: str, impls: Sequence[str], needs: Needs) -> str:
         lines.append(f"Missing and not used by these models: {', '.join(others)}.")
     if not missing and not others:
         lines.append("Nothing is missing.")
+    if composed:
+        lines.append(f"Composed of other ops, so that an implementation can only be faster: {', '.join(composed)}.")
     return "\n".join(lines)

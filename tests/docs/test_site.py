@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds with every link checked, and every public name is in its reference."""
+"""The documentation as a site: it builds with every link checked."""
 
 import os
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import hal
-from hal import backend_tools, ops, testing
 
 ROOT = Path(hal.__file__).resolve().parents[1]
 MKDOCS = shutil.which("mkdocs") or shutil.which(ROOT / ".venv-docs" / "bin" / "mkdocs")
@@ -24,13 +23,6 @@ def site(tmp_path_factory):
     done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-@pytest.mark.parametrize("module", [hal, ops, testing, backend_tools], ids=lambda m: m.__name__)
-def test_every_public_name_is_in_the_reference(site, module):
-    page = (site / "reference" / module.__name__.split(".")[-1] / "index.html").read_text()
-    there = set(re.findall(rf'id="{re.escape(module.__name__)}\.(?:\w+\.)?(\w+)"', page))
-    assert [name for name in module.__all__ if name not in there] == []
 
 
 def test_nothing_is_fetched_from_elsewhere(site):

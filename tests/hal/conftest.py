@@ -28,8 +28,8 @@ def isolated(monkeypatch):
 def toy(isolated):
     """toy(x, w=None, *, scale=1.0) = scale * (x + w), with gradients for x and w; refuses scale 0."""
 
-    def check(x: Tensor, w: Tensor | None = None, *, scale: float = 1.0) -> None:
-        hal.require(scale != 0, "toy", "a scale that is not 0", scale, "Use zeros_like.")
+    def check(call: hal.Call) -> None:
+        hal.require(call.scale != 0, "toy", "a scale that is not 0", call.scale, "Use zeros_like.")
 
     def reference(x: Tensor, w: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         """scale * (x + w)."""

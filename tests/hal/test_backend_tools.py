@@ -55,9 +55,9 @@ def test_the_ops_defaults_hold_not_those_of_the_function() -> None:
     assert adapted(1, 2, 3, layout="BSND", interleaved=True) == ("BSND", True)
 
 
-def test_a_derived_parameter_is_computed_from_the_parameters_it_names() -> None:
-    def total(p: float, x: float) -> float:
-        return 10 * x + p
+def test_a_derived_parameter_is_computed_from_the_call() -> None:
+    def total(call: hal.Call) -> float:
+        return 10 * call.x + call.p
 
     adapted = with_signature_of(ops.dropout, both=total)(lambda both, rng: (both, rng))
     assert adapted(2, 0.5, "rng") == (20.5, "rng")
@@ -67,25 +67,22 @@ def test_a_derived_parameter_is_computed_from_the_parameters_it_names() -> None:
     "adapt",
     [
         lambda: with_signature_of(ops.dropout)(lambda x, probability: x),
-        lambda: with_signature_of(ops.dropout, both=lambda x, y: x)(lambda both: both),
         lambda: backend_tools.why_not_tensors(ops.dropout, "y", reasons=list),
     ],
-    ids=["parameter", "of a derived one", "tensor"],
+    ids=["parameter", "tensor"],
 )
 def test_a_parameter_that_the_op_lacks_is_refused_by_name(adapt: Callable[[], object]) -> None:
     with pytest.raises(hal.HalError, match=r"takes (probability|y), which dropout\("):
         adapt()
 
 
-def test_names_marks_and_places_survive() -> None:
+def test_names_and_places_survive() -> None:
     @with_signature_of(ops.dropout)
-    @hal.by_metadata
-    def why_not(x: Tensor) -> list[str]:
-        """Why."""
-        return []
+    def forward(x: Tensor) -> Tensor:
+        """Forward."""
+        return x
 
-    assert why_not.by_metadata and (why_not.__name__, why_not.__doc__) == ("why_not", "Why.")
-    assert why_not.__module__ == __name__
+    assert (forward.__name__, forward.__doc__, forward.__module__) == ("forward", "Forward.", __name__)
 
 
 def test_why_not_passes_the_tensors_that_have_gradients_or_are_named() -> None:
@@ -93,12 +90,12 @@ def test_why_not_passes_the_tensors_that_have_gradients_or_are_named() -> None:
         return [str(t) for t in tensors]
 
     default = backend_tools.why_not_tensors(ops.cross_entropy, reasons=reasons)
-    require_same_signature(ops.cross_entropy, default, "why_not")
-    assert call(ops.cross_entropy, default, arguments(ops.cross_entropy)) == ["the logits"]
+    assert default(ops.cross_entropy.Call(**arguments(ops.cross_entropy))) == ["the logits"]
     named = backend_tools.why_not_tensors(ops.rotary, "sin", "x", reasons=reasons)
-    assert call(ops.rotary, named, arguments(ops.rotary)) == ["the sin", "the x"]
+    assert named(ops.rotary.Call(**arguments(ops.rotary))) == ["the sin", "the x"]
     lists = backend_tools.why_not_tensors(ops.adamw, "grads", "model_params", reasons=reasons)
-    assert call(ops.adamw, lists, {**arguments(ops.adamw), "grads": [1, 2], "model_params": None}) == ["1", "2"]
+    call = ops.adamw.Call(**{**arguments(ops.adamw), "grads": [1, 2], "model_params": None})
+    assert lists(call) == ["1", "2"]
     assert not default.by_metadata
     assert backend_tools.why_not_tensors(ops.l2norm, "tensors", reasons=reasons, by_metadata=True).by_metadata
 
@@ -270,9 +267,7 @@ def test_angle_strides_find_the_angles_of_every_row(layout: str, per_sample: boo
 
 
 def spec(layout: str, q: Tensor, k: Tensor, **given: Any) -> backend_tools.AttentionSpec:
-    """attention_spec through the op's own signature, with its defaults."""
-    of = with_signature_of(ops.flash_attention, spec=backend_tools.attention_spec)(lambda spec: spec)
-    return of(q, k, k, layout=layout, **given)
+    return backend_tools.attention_spec(ops.flash_attention.Call(q, k, k, layout=layout, **given))
 
 
 @pytest.mark.parametrize("layout", ops.layouts.LAYOUTS[:-1])
@@ -317,11 +312,16 @@ def test_a_window_without_a_side_is_a_number_that_reaches_everything() -> None:
 def test_starts_of_packed_sequences_are_checked() -> None:
     q, k = torch.empty(5, 1, 8), torch.empty(6, 1, 8)
     good = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 0, 6], dtype=torch.int32)
-    assert backend_tools.packed_starts(q, k, *good) == ([0, 2, 5], [0, 0, 6])
-    assert backend_tools.packed_starts(q, k, None, None) is None
+
+    def starts(*cu: Tensor | None) -> backend_tools.CuSeqlens:
+        call = ops.flash_attention.Call(q, k, k, layout="TND", cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
+        return backend_tools.packed_starts(call)
+
+    assert starts(*good) == ([0, 2, 5], [0, 0, 6])
+    assert starts(None, None) is None
     for wrong in ([1, 2, 6], [0, 2, 5], [0, 7, 6]):
         with pytest.raises(hal.ContractError, match="cu_seqlens_k rising from 0 to 6"):
-            backend_tools.packed_starts(q, k, good[0], torch.tensor(wrong, dtype=torch.int32))
+            starts(good[0], torch.tensor(wrong, dtype=torch.int32))
 
 
 # Vocabulary.
@@ -422,20 +422,24 @@ def test_adamw_by_members_and_scalars_is_the_reference() -> None:
 
 def test_members_are_grouped_by_the_dtypes_of_gradient_and_copy() -> None:
     p = torch.ones(2)
-    members = backend_tools.adamw_members([p, p, p], [p, p.half(), p], [p] * 3, [p] * 3, [p.half(), p, p.half()])
-    groups = backend_tools.adamw_groups(members)
+
+    def members(grads: list[Tensor], copies: list[Tensor] | None) -> list[backend_tools.AdamWMember]:
+        same = [p] * len(grads)
+        return backend_tools.adamw_members(ops.adamw.Call(same, grads, same, same, step=1, lr=0.1, model_params=copies))
+
+    groups = backend_tools.adamw_groups(members([p, p.half(), p], [p.half(), p, p.half()]))
     assert {kinds: len(group) for kinds, group in groups.items()} == {
         (torch.float32, torch.float16): 2,
         (torch.float16, torch.float32): 1,
     }
-    assert set(backend_tools.adamw_groups(backend_tools.adamw_members([p], [p], [p], [p], None))) == {
-        (torch.float32, torch.float32)
-    }
+    assert set(backend_tools.adamw_groups(members([p], None))) == {(torch.float32, torch.float32)}
 
 
 def test_a_tensor_with_gaps_is_not_updated_in_place() -> None:
     whole, gaps = torch.ones(4), torch.ones(4, 2)[:, 0]
-    written = backend_tools.adamw_written([whole], [whole], [whole], [gaps])
+    written = backend_tools.adamw_written(
+        ops.adamw.Call([whole], [gaps], [whole], [whole], step=1, lr=0.1, model_params=[gaps])
+    )
     assert len(written) == 4 and written[3] is gaps
     assert "not contiguous" in backend_tools.in_place_reasons(written)[0]
     assert backend_tools.in_place_reasons(written[:3]) == ()
@@ -470,6 +474,8 @@ def test_a_cache_that_others_can_write_to_is_refused(cache: Path, monkeypatch: p
     with pytest.raises(hal.BackendUnavailable, match="writable by others"):
         backend_tools.cache_directory("mine")
     (cache / "mine").chmod(0o700)
+    if os.geteuid() == 0:  # root is trusted
+        os.chown(cache / "mine", 12345, -1)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(hal.BackendUnavailable, match="belongs to user"):
         backend_tools.cache_directory("mine")
@@ -496,7 +502,7 @@ def test_threads_that_start_together_build_once(cache: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(builds) == 1 and target.read_text() == "done"
-    assert sorted(p.name for p in target.parent.iterdir()) == ["lock", "result.so"]
+    assert sorted(p.name for p in target.parent.iterdir()) == ["lock", "result.so", "result.so.sha256"]
 
 
 def test_a_failed_build_leaves_nothing_and_the_next_one_removes_what_a_crash_left(cache: Path) -> None:
@@ -517,7 +523,67 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_removes_what_a_crash_lef
         return work / "folder"
 
     assert backend_tools.build_once(target, works).is_dir()
-    assert sorted(p.name for p in target.parent.iterdir()) == ["lock", "result.so"]
+    assert sorted(p.name for p in target.parent.iterdir()) == ["lock", "result.so", "result.so.sha256"]
+
+
+@pytest.mark.parametrize("how", ["cut off", "empty", "a changed byte", "another mode", "no digest", "another's digest"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_damaged_result_is_built_again(cache: Path, how: str, kind: str) -> None:
+    target, builds = backend_tools.cache_directory("mine") / "result.so", []
+
+    def build(work: Path) -> Path:
+        builds.append(work)
+        (work / "lib").mkdir()
+        file = work / "lib" / "out.so"
+        file.write_bytes(b"0123456789")
+        return file if kind == "file" else work / "lib"
+
+    backend_tools.build_once(target, build)
+    backend_tools.build_once(target, build)
+    assert len(builds) == 1
+    file = target if kind == "file" else target / "out.so"
+    digest = target.with_name("result.so.sha256")
+    if how == "cut off":
+        os.truncate(file, 5)
+    elif how == "empty":
+        os.truncate(file, 0)
+    elif how == "a changed byte":
+        file.write_bytes(b"0123456799")
+    elif how == "another mode":
+        file.chmod(0o777)
+    elif how == "no digest":
+        digest.unlink()
+    else:
+        digest.write_text("0" * 64)
+    assert not backend_tools.intact(target)
+    backend_tools.build_once(target, build)
+    assert len(builds) == 2 and file.read_bytes() == b"0123456789" and backend_tools.intact(target)
+
+
+def test_a_result_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = backend_tools.cache_directory("mine") / "result.so"
+    target.with_name("new").write_text("x")
+    backend_tools.place(target.with_name("new"), target)
+    assert backend_tools.intact(target)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not backend_tools.intact(target)
+
+
+def test_a_folder_above_the_cache_that_others_can_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "open" / "cache"))
+    with pytest.raises(hal.BackendUnavailable, match=r"open is writable by others \(mode 0o777\)"):
+        backend_tools.cache_directory("mine")
+    (tmp_path / "open").chmod(0o1777)
+    assert backend_tools.cache_directory("mine").is_dir()
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "cache")
+    (tmp_path / "open").chmod(0o770)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "link"))
+    with pytest.raises(hal.BackendUnavailable, match="open is writable by others"):
+        backend_tools.cache_directory("mine")
 
 
 def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:

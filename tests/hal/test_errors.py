@@ -29,8 +29,8 @@ def test_the_page_has_a_section_for_every_error_and_no_other():
 
 @pytest.mark.parametrize("kind", TAXONOMY, ids=lambda c: c.__name__)
 def test_every_message_leads_to_its_section(kind):
-    arguments = ("tp", 1, "all_reduce", 7, [0], 60.0) if kind is hal.CollectiveTimeout else ("text",)
-    assert str(kind(*arguments)).endswith(f" (see docs/errors.md#{kind.__name__.lower()})")
+    given = {hal.CollectiveTimeout: ("tp", 1, "all_reduce", 7, [0], 60.0), hal.DeviceError: ("text", ["linear"])}
+    assert str(kind(*given.get(kind, ("text",)))).endswith(f" (see docs/errors.md#{kind.__name__.lower()})")
 
 
 def test_an_error_defined_elsewhere_leads_to_the_section_of_its_kind():

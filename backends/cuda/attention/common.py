@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
 from .. import launch
@@ -29,9 +29,9 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Request:
-    """The inputs of a refusal: the call, its dtype and the shape of its mask."""
+    """The inputs of a refusal: the call's spec, its dtype and the shape of its mask."""
 
-    call: AttentionSpec
+    spec: AttentionSpec
     dtype: torch.dtype
     mask: Tensor | None
 
@@ -75,28 +75,28 @@ def ordered_sums() -> Iterator[None]:
 
 def sixteen_bit(request: Request, name: str) -> list[str]:
     """The refusals common to torch's flash and cuDNN kernels."""
-    call, refusals = request.call, []
+    spec, refusals = request.spec, []
     if request.dtype not in (torch.bfloat16, torch.float16):
         refusals.append(f"dtype {request.dtype} ({name} takes bfloat16 and float16)")
     if request.mask is not None:
         refusals.append(f"a mask tensor ({name} takes windows only)")
-    return [*refusals, *fused(call, name)]
+    return [*refusals, *fused(spec, name)]
 
 
-def fused(call: AttentionSpec, name: str) -> list[str]:
+def fused(spec: AttentionSpec, name: str) -> list[str]:
     """The refusals common to all fused kernels of torch: HAL's dropout bits, and scales that are not positive."""
     refusals = []
-    if call.dropout_p > 0.0:
+    if spec.dropout_p > 0.0:
         refusals.append(f"dropout ({name} draws bits of its own; HAL's are the same on every backend)")
-    if call.scale <= 0.0:
+    if spec.scale <= 0.0:
         refusals.append(
-            f"scale {call.scale:g} ({name} takes the maximum before it scales, so the scale must be positive)"
+            f"scale {spec.scale:g} ({name} takes the maximum before it scales, so the scale must be positive)"
         )
     return refusals
 
 
-def negative_window(call: AttentionSpec, name: str) -> list[str]:
-    sides = [("pre_tokens", call.pre), ("next_tokens", call.next)]
+def negative_window(spec: AttentionSpec, name: str) -> list[str]:
+    sides = [("pre_tokens", spec.pre), ("next_tokens", spec.next)]
     return [f"{side}={n} ({name} reads a negative side as unbounded)" for side, n in sides if n is not None and n < 0]
 
 
@@ -105,17 +105,17 @@ def register(
 ) -> None:
     """Registers an implementation of flash_attention.
 
-    forward(call, q, k, v, mask, cu_q, cu_k) -> (out, lse, saved); backward(call, saved, dout) -> (dq, dk, dv). Without
+    forward(spec, q, k, v, mask, cu_q, cu_k) -> (out, lse, saved); backward(spec, saved, dout) -> (dq, dk, dv). Without
     backward, `forward` is differentiable by torch.
     """
 
-    @with_signature_of(ops.flash_attention, call=attention_spec)
-    def why_not(call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Sequence[str]:
-        return [*reasons(q, k, v), *refuse(Request(call, q.dtype, mask))]
+    def why_not(call: Call) -> Sequence[str]:
+        request = Request(attention_spec(call), call.q.dtype, call.mask)
+        return [*reasons(call.q, call.k, call.v), *refuse(request)]
 
-    @with_signature_of(ops.flash_attention, call=attention_spec)
+    @with_signature_of(ops.flash_attention, spec=attention_spec)
     def run(
-        call: AttentionSpec,
+        spec: AttentionSpec,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -124,10 +124,10 @@ def register(
         cu_seqlens_k: Tensor | None,
         return_lse: bool,
     ) -> Any:
-        q_BNQD = heads_first(q, call.layout, call.heads)
-        k_BGKD, v_BGKD = (heads_first(x, call.layout, call.kv_heads) for x in (k, v))
+        q_BNQD = heads_first(q, spec.layout, spec.heads)
+        k_BGKD, v_BGKD = (heads_first(x, spec.layout, spec.kv_heads) for x in (k, v))
         if q.numel() and k.numel():
-            out, lse, saved = forward(call, q_BNQD, k_BGKD, v_BGKD, mask, cu_seqlens_q, cu_seqlens_k)
+            out, lse, saved = forward(spec, q_BNQD, k_BGKD, v_BGKD, mask, cu_seqlens_q, cu_seqlens_k)
             saved = (True, *saved)
         else:
             # An empty sum is 0. The product keeps the graph connected where torch differentiates the implementation.
@@ -135,18 +135,18 @@ def register(
             lse = torch.full(q_BNQD.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
             saved = (False, q_BNQD, k_BGKD, v_BGKD)
         lse = lse.detach()  # lse carries no gradient, see ops.flash_attention
-        result: Any = as_given(out, call.layout)
+        result: Any = as_given(out, spec.layout)
         if return_lse:
-            result = result, lse[0] if call.packed else lse
-        return result if backward is None else (result, (call, *saved))
+            result = result, lse[0] if spec.packed else lse
+        return result if backward is None else (result, (spec, *saved))
 
     def bwd(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, ...]:
-        call, ran, *saved = residuals
+        spec, ran, *saved = residuals
         if ran:
             assert backward is not None
-            grads: Sequence[Tensor] = backward(call, saved, heads_first(dout, call.layout, call.heads))
+            grads: Sequence[Tensor] = backward(spec, saved, heads_first(dout, spec.layout, spec.heads))
         else:
             grads = [torch.zeros_like(x) for x in saved]
-        return tuple(as_given(g, call.layout) for g in grads)
+        return tuple(as_given(g, spec.layout) for g in grads)
 
     Cuda.impl(ops.flash_attention, id=id, why_not=why_not, bwd=None if backward is None else bwd)(run)

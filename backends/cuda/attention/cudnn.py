@@ -26,30 +26,30 @@ def _version() -> int | None:
     return torch.backends.cudnn.version()
 
 
-def _reads_past_the_end(call: AttentionSpec) -> bool:
+def _reads_past_the_end(spec: AttentionSpec) -> bool:
     version = None if launch.simulated() else _version()
-    return version is not None and version < WHOLE_BLOCKS_BEFORE and bool(call.sq % 128 or call.skv % 128)
+    return version is not None and version < WHOLE_BLOCKS_BEFORE and bool(spec.sq % 128 or spec.skv % 128)
 
 
 def _refuse(request: Request) -> list[str]:
-    call = request.call
+    spec = request.spec
     refusals = sixteen_bit(request, "cudnn")
-    if call.packed:
+    if spec.packed:
         refusals.append("packed sequences (cudnn, as torch calls it, takes dense batches)")
-    if call.d % 8 or call.d > 128:
-        refusals.append(f"head size {call.d} (cudnn takes multiples of 8 up to 128)")
-    if call.sq == 1 or call.skv == 1:
-        refusals.append(f"{call.sq} queries and {call.skv} keys (cudnn takes at least two of each)")
-    if _reads_past_the_end(call):
+    if spec.d % 8 or spec.d > 128:
+        refusals.append(f"head size {spec.d} (cudnn takes multiples of 8 up to 128)")
+    if spec.sq == 1 or spec.skv == 1:
+        refusals.append(f"{spec.sq} queries and {spec.skv} keys (cudnn takes at least two of each)")
+    if _reads_past_the_end(spec):
         refusals.append(
-            f"{call.sq} queries and {call.skv} keys (cudnn {_version()} may read past the end of lengths that are "
+            f"{spec.sq} queries and {spec.skv} keys (cudnn {_version()} may read past the end of lengths that are "
             f"not multiples of 128; {WHOLE_BLOCKS_BEFORE} does not)"
         )
     if launch.deterministic:
         refusals.append("deterministic=True (cudnn's backward adds in no fixed order)")
-    if not call.unbounded and not (call.causal and call.sq == call.skv):
+    if not spec.unbounded and not (spec.causal and spec.sq == spec.skv):
         refusals.append(
-            f"window ({call.pre}, {call.next}) of {call.sq} queries and {call.skv} keys "
+            f"window ({spec.pre}, {spec.next}) of {spec.sq} queries and {spec.skv} keys "
             "(cudnn takes none, or causal squares)"
         )
     return refusals
@@ -61,24 +61,24 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _forward(
-    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.cudnn_forward if launch.simulated() else torch.ops.aten._scaled_dot_product_cudnn_attention
     q, k, v = (_readable(x) for x in (q, k, v))
-    results = kernel(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)
+    results = kernel(q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale)
     out, lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = results
     saved = (q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k)
     return out, lse.squeeze(-1) if lse.ndim == 4 else lse, saved
 
 
-def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv from dout [b, n, sq, d]."""
     aten = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     kernel = stand_ins.cudnn_backward if launch.simulated() else aten
     q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k = saved
     state = (seed, offset, None, starts_q, starts_k, max_q, max_k)
-    dq, dk, dv = kernel(_readable(dout), q, k, v, out, lse, *state, 0.0, call.causal, scale=call.scale)
+    dq, dk, dv = kernel(_readable(dout), q, k, v, out, lse, *state, 0.0, spec.causal, scale=spec.scale)
     return dq, dk, dv
 
 

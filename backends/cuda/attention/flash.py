@@ -18,31 +18,31 @@ ID = "cuda/flash"
 
 
 def _refuse(request: Request) -> list[str]:
-    call = request.call
-    refusals = sixteen_bit(request, "flash") + negative_window(call, "flash")
-    if call.d % 8 or call.d > 256:
-        refusals.append(f"head size {call.d} (flash takes multiples of 8 up to 256)")
-    if not call.packed and call.next is not None and call.skv <= call.next < call.sq - 1:
+    spec = request.spec
+    refusals = sixteen_bit(request, "flash") + negative_window(spec, "flash")
+    if spec.d % 8 or spec.d > 256:
+        refusals.append(f"head size {spec.d} (flash takes multiples of 8 up to 256)")
+    if not spec.packed and spec.next is not None and spec.skv <= spec.next < spec.sq - 1:
         refusals.append(
-            f"next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
+            f"next_tokens={spec.next} of {spec.sq} queries and {spec.skv} keys "
             "(flash reads a side as long as the keys as unbounded)"
         )
-    elif not call.packed and _closes_right(call):
+    elif not spec.packed and _closes_right(spec):
         refusals.append(
-            f"pre_tokens={call.pre} and next_tokens={call.next} of {call.sq} queries and {call.skv} keys "
+            f"pre_tokens={spec.pre} and next_tokens={spec.next} of {spec.sq} queries and {spec.skv} keys "
             "(with a bounded left side, flash limits an unbounded right side to the number of keys)"
         )
     return refusals
 
 
-def _closes_right(call: AttentionSpec) -> bool:
+def _closes_right(spec: AttentionSpec) -> bool:
     """Whether the kernel would hide keys of a dense call because the left side is bounded and the right side is not.
 
     torch's set_params_fprop (flash_api.cpp) then sets the right side to seqlen_k, and the kernel hides columns from
     row + 1 + seqlen_k - seqlen_q + seqlen_k on (Dao-AILab/flash-attention, issue 895).
     """
-    right_open = call.next is None or call.next >= call.skv
-    return call.pre is not None and 0 <= call.pre < call.skv and right_open and call.sq > call.skv + 1
+    right_open = spec.next is None or spec.next >= spec.skv
+    return spec.pre is not None and 0 <= spec.pre < spec.skv and right_open and spec.sq > spec.skv + 1
 
 
 def _longest(cu: Tensor, total: int) -> int:
@@ -64,52 +64,52 @@ def _rows(x: Tensor, packed: bool) -> Tensor:
     return readable(x[0] if packed else x)
 
 
-def _how(call: AttentionSpec) -> dict[str, Any]:
+def _how(spec: AttentionSpec) -> dict[str, Any]:
     # A side that hides nothing is passed as unbounded. As a number it might not fit into the kernel's 32 bits, and for
     # sq = 1 it would prevent the kernel from using the query heads of a group as rows of one tile (mha_fwd in
     # flash_api.cpp).
-    left = -1 if call.pre is None or call.pre >= call.skv else call.pre
-    right = -1 if call.next is None or call.next >= call.sq - 1 else call.next
-    return {"scale": call.scale, "window_size_left": left, "window_size_right": right}
+    left = -1 if spec.pre is None or spec.pre >= spec.skv else spec.pre
+    right = -1 if spec.next is None or spec.next >= spec.sq - 1 else spec.next
+    return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _lengths(call: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
+def _lengths(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
     """The lengths of the longest sequences to pass to the kernel, which accepts upper bounds."""
-    longest_q, longest_k = _longest(cu_q, call.sq), _longest(cu_k, call.skv)
-    if longest_q == 1 and call.sq != cu_q.numel() - 1:
+    longest_q, longest_k = _longest(cu_q, spec.sq), _longest(cu_k, spec.skv)
+    if longest_q == 1 and spec.sq != cu_q.numel() - 1:
         longest_q = 2  # for 1 the kernel moves query heads into the batch, which fails for empty sequences
-    if call.next is not None and longest_k <= call.next < longest_q - 1:
-        longest_k = call.next + 1  # otherwise the kernel would take the right side for unbounded
-    if call.pre is not None and (call.next is None or call.next >= longest_k):
+    if spec.next is not None and longest_k <= spec.next < longest_q - 1:
+        longest_k = spec.next + 1  # otherwise the kernel would take the right side for unbounded
+    if spec.pre is not None and (spec.next is None or spec.next >= longest_k):
         # With a bounded left side, the kernel limits an unbounded right side to this value (see _closes_right).
         longest_k = max(longest_k, longest_q - 1)
     return longest_q, longest_k
 
 
 def _forward(
-    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.flash_forward if launch.simulated() else torch.ops.aten._flash_attention_forward
-    q, k, v = (_rows(x, call.packed) for x in (q, k, v))
-    longest = (call.sq, call.skv)
+    q, k, v = (_rows(x, spec.packed) for x in (q, k, v))
+    longest = (spec.sq, spec.skv)
     if cu_q is not None and cu_k is not None:
-        longest = _lengths(call, cu_q, cu_k)
+        longest = _lengths(spec, cu_q, cu_k)
         cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, call.causal, False, **_how(call))
+    out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, spec.causal, False, **_how(spec))
     saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
     shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel returns +inf for rows without a visible key
-    out = (out[None] if call.packed else out).transpose(1, 2)
-    return out, shown[None] if call.packed else shown, saved
+    out = (out[None] if spec.packed else out).transpose(1, 2)
+    return out, shown[None] if spec.packed else shown, saved
 
 
-def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv from dout [b, n, sq, d]."""
     kernel = stand_ins.flash_backward if launch.simulated() else torch.ops.aten._flash_attention_backward
     *inputs, state, unused = saved
     with ordered_sums():
-        grads = kernel(_rows(dout, call.packed), *inputs, 0.0, call.causal, state, unused, **_how(call))
-    dq, dk, dv = ((g[None] if call.packed else g).transpose(1, 2) for g in grads)
+        grads = kernel(_rows(dout, spec.packed), *inputs, 0.0, spec.causal, state, unused, **_how(spec))
+    dq, dk, dv = ((g[None] if spec.packed else g).transpose(1, 2) for g in grads)
     return dq, dk, dv
 
 

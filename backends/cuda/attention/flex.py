@@ -1,6 +1,6 @@
 """cuda/flex: torch's flex_attention, compiled by Triton: any mask and any window without a bias in memory.
 
-The block mask of a window depends on sizes only and is cached; that of a mask tensor is built for every call.
+The block mask of a window depends on sizes only and is cached; that of a mask tensor is built for every spec.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def _cannot_compile() -> str:
 
 
 def _refuse(request: Request) -> list[str]:
-    call = request.call
-    refusals = fused(call, "flex")
+    spec = request.spec
+    refusals = fused(spec, "flex")
     if not launch.simulated() and _cannot_compile():
         refusals.append(_cannot_compile())
-    if call.packed:
+    if spec.packed:
         refusals.append("packed sequences (flex is used for dense batches here; flash takes packed ones)")
-    if call.d < 16 or call.d > 256:
-        refusals.append(f"head size {call.d} (flex takes 16 to 256)")
-    if min(call.sq, call.skv) < BLOCK:
+    if spec.d < 16 or spec.d > 256:
+        refusals.append(f"head size {spec.d} (flex takes 16 to 256)")
+    if min(spec.sq, spec.skv) < BLOCK:
         refusals.append(
-            f"{call.sq} queries and {call.skv} keys (flex compiles for every shape: from {BLOCK} of each on)"
+            f"{spec.sq} queries and {spec.skv} keys (flex compiles for every shape: from {BLOCK} of each on)"
         )
     return refusals
 
@@ -90,9 +90,9 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def _visible(call: AttentionSpec, mask: Tensor | None) -> Callable[..., Tensor]:
+def _visible(spec: AttentionSpec, mask: Tensor | None) -> Callable[..., Tensor]:
     """The mask_mod for flex_attention: True where query i sees key j."""
-    delta, pre, next = call.skv - call.sq, call.pre, call.next
+    delta, pre, next = spec.skv - spec.sq, spec.pre, spec.next
     full = None if mask is None else mask[(None,) * (4 - mask.ndim)]
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -107,34 +107,34 @@ def _visible(call: AttentionSpec, mask: Tensor | None) -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _window_blocks(call: AttentionSpec, device: torch.device) -> Any:
+def _window_blocks(spec: AttentionSpec, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(_visible(call, None), None, None, call.sq, call.skv, device)
+    return create_block_mask(_visible(spec, None), None, None, spec.sq, spec.skv, device)
 
 
-def _blocks(call: AttentionSpec, mask: Tensor | None, device: torch.device) -> Any:
+def _blocks(spec: AttentionSpec, mask: Tensor | None, device: torch.device) -> Any:
     """The BlockMask of window and mask; None if everything is visible."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     if mask is None:
         # The blocks of a window are the same for every batch entry.
-        return None if call.unbounded else _window_blocks(call._replace(batch=1), device)
+        return None if spec.unbounded else _window_blocks(spec._replace(batch=1), device)
     full = mask[(None,) * (4 - mask.ndim)]
     b, h = (n if n > 1 else None for n in full.shape[:2])
-    return create_block_mask(_visible(call, mask), b, h, call.sq, call.skv, device)
+    return create_block_mask(_visible(spec, mask), b, h, spec.sq, spec.skv, device)
 
 
 def _forward(
-    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d] and lse [b, n, sq]; torch differentiates them."""
     if launch.simulated():
-        hidden = dense_mask(call, mask, q.device)
-        hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], call.sq, call.skv)
-        return (*stand_ins.flex(q, k, v, hidden, call.scale), ())
-    blocks = _blocks(call, mask, q.device)
-    out, lse = _compiled()(q, k, v, block_mask=blocks, scale=call.scale, enable_gqa=call.group > 1)
+        hidden = dense_mask(spec, mask, q.device)
+        hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], spec.sq, spec.skv)
+        return (*stand_ins.flex(q, k, v, hidden, spec.scale), ())
+    blocks = _blocks(spec, mask, q.device)
+    out, lse = _compiled()(q, k, v, block_mask=blocks, scale=spec.scale, enable_gqa=spec.group > 1)
     return out, lse, ()
 
 

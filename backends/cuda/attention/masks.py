@@ -19,24 +19,24 @@ def outside_window(i: Tensor, j: Tensor, pre: int | None, next: int | None) -> T
     return outside
 
 
-def dense_mask(call: AttentionSpec, mask: Tensor | None, device: torch.device) -> Tensor | None:
+def dense_mask(spec: AttentionSpec, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Window and mask of a dense call, broadcastable to [b, n, sq, skv]; None if everything is visible."""
-    i = torch.arange(call.sq, device=device)[:, None] + (call.skv - call.sq)
-    j = torch.arange(call.skv, device=device)[None]
-    outside = outside_window(i, j, call.pre, call.next)
+    i = torch.arange(spec.sq, device=device)[:, None] + (spec.skv - spec.sq)
+    j = torch.arange(spec.skv, device=device)[None]
+    outside = outside_window(i, j, spec.pre, spec.next)
     if outside is None or mask is None:
         return mask if outside is None else outside
     return mask | outside
 
 
-def packed_mask(call: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+def packed_mask(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> Tensor:
     """[tq, tk]: a query sees the keys of its own sequence that are inside the window, aligned at the sequence's end."""
-    owner_q, i = _positions(cu_q, call.sq)
-    owner_k, j = _positions(cu_k, call.skv)
+    owner_q, i = _positions(cu_q, spec.sq)
+    owner_k, j = _positions(cu_k, spec.skv)
     lengths_q, lengths_k = cu_q.diff(), cu_k.diff()
     i = i + (lengths_k - lengths_q)[owner_q]
     other = owner_q[:, None] != owner_k[None]
-    outside = outside_window(i[:, None], j[None], call.pre, call.next)
+    outside = outside_window(i[:, None], j[None], spec.pre, spec.next)
     return other if outside is None else other | outside
 
 

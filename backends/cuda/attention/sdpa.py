@@ -24,16 +24,16 @@ ID = "cuda/sdpa"
 
 
 def _refuse(request: Request) -> list[str]:
-    call = request.call
-    refusals = fused(call, "sdpa")
-    if call.packed:
+    spec = request.spec
+    refusals = fused(spec, "sdpa")
+    if spec.packed:
         refusals.append("packed sequences (sdpa takes dense batches)")
     lanes = 4 if request.dtype == torch.float32 else 8
-    if call.d % lanes:
-        refusals.append(f"head size {call.d} (sdpa takes multiples of {lanes} in {request.dtype})")
-    if _biased(call, request.mask) and call.sq * _padded(call.skv) >= 2**32:
+    if spec.d % lanes:
+        refusals.append(f"head size {spec.d} (sdpa takes multiples of {lanes} in {request.dtype})")
+    if _biased(spec, request.mask) and spec.sq * _padded(spec.skv) >= 2**32:
         refusals.append(
-            f"a bias of {call.sq} queries and {call.skv} keys (sdpa multiplies the query's index by the bias's stride "
+            f"a bias of {spec.sq} queries and {spec.skv} keys (sdpa multiplies the query's index by the bias's stride "
             "in 32 bits)"
         )
     return refusals
@@ -44,50 +44,50 @@ def _padded(skv: int) -> int:
     return -(-skv // 8) * 8
 
 
-def _biased(call: AttentionSpec, mask: Tensor | None) -> bool:
+def _biased(spec: AttentionSpec, mask: Tensor | None) -> bool:
     """Whether the window or the mask needs a bias."""
-    return mask is not None or not (call.unbounded or _corner(call, mask))
+    return mask is not None or not (spec.unbounded or _corner(spec, mask))
 
 
-def _corner(call: AttentionSpec, mask: Tensor | None) -> bool:
+def _corner(spec: AttentionSpec, mask: Tensor | None) -> bool:
     """Whether the window equals the kernel's own causal mask, which is aligned at the top left."""
-    return call.causal and call.sq == call.skv and mask is None
+    return spec.causal and spec.sq == spec.skv and mask is None
 
 
-def _bias(call: AttentionSpec, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _bias(spec: AttentionSpec, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(bias expanded to [b, n, sq, skv], rows without a visible key); rows of the bias start on 16-byte boundaries."""
-    hidden = dense_mask(call, mask, q.device) if _biased(call, mask) else None
+    hidden = dense_mask(spec, mask, q.device) if _biased(spec, mask) else None
     if hidden is None:
         return None, None
     hidden = hidden[(None,) * (4 - hidden.ndim)]
-    dead = hidden.expand(*hidden.shape[:3], call.skv).all(-1, keepdim=True)
-    shape = (*hidden.shape[:2], call.sq, _padded(call.skv))
+    dead = hidden.expand(*hidden.shape[:3], spec.skv).all(-1, keepdim=True)
+    shape = (*hidden.shape[:2], spec.sq, _padded(spec.skv))
     # The kernel needs rows on 16-byte boundaries, so they are padded; the view leaves the padding out.
-    bias = torch.zeros(shape, dtype=q.dtype, device=q.device)[..., : call.skv]
+    bias = torch.zeros(shape, dtype=q.dtype, device=q.device)[..., : spec.skv]
     bias.masked_fill_(hidden & ~dead, -math.inf)
     return bias.expand(q.shape[0], q.shape[1], -1, -1), dead
 
 
 def _forward(
-    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs. The kernel has no GQA: k and v are
     repeated."""
     aten = torch.ops.aten._scaled_dot_product_efficient_attention
     kernel = stand_ins.efficient_forward if launch.simulated() else aten
     q = readable(q)
-    k, v = (readable(x if call.group == 1 else x.repeat_interleave(call.group, dim=1)) for x in (k, v))
-    bias, dead = _bias(call, mask, q)
-    causal = _corner(call, mask)
-    out, lse, seed, offset = kernel(q, k, v, bias, True, 0.0, causal, scale=call.scale)
+    k, v = (readable(x if spec.group == 1 else x.repeat_interleave(spec.group, dim=1)) for x in (k, v))
+    bias, dead = _bias(spec, mask, q)
+    causal = _corner(spec, mask)
+    out, lse, seed, offset = kernel(q, k, v, bias, True, 0.0, causal, scale=spec.scale)
     saved = (q, k, v, bias, out, lse, seed, offset, causal, dead)
-    lse = lse[..., : call.sq]
+    lse = lse[..., : spec.sq]
     if dead is not None:
         out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead.squeeze(-1), -math.inf)
     return out, lse, saved
 
 
-def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq [b, n, sq, d], dk and dv [b, g, skv, d]; the gradients of repeated heads are summed in float32."""
     aten = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     kernel = stand_ins.efficient_backward if launch.simulated() else aten
@@ -96,10 +96,10 @@ def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
         dout = dout.masked_fill(dead, 0.0)
     gradients = [True, True, True, False]  # of q, k, v, but not of the bias
     with ordered_sums():
-        dq, dk, dv, _ = kernel(readable(dout), *inputs, 0.0, gradients, causal, scale=call.scale)
+        dq, dk, dv, _ = kernel(readable(dout), *inputs, 0.0, gradients, causal, scale=spec.scale)
     # k and v were repeated for every query head of a group, so their gradients are summed over the group.
-    if call.group > 1:
-        dk, dv = (g.unflatten(1, (call.kv_heads, call.group)).float().sum(2).to(g.dtype) for g in (dk, dv))
+    if spec.group > 1:
+        dk, dv = (g.unflatten(1, (spec.kv_heads, spec.group)).float().sum(2).to(g.dtype) for g in (dk, dv))
     return dq, dk, dv
 
 

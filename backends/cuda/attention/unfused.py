@@ -24,17 +24,17 @@ ID = "cuda/unfused"
 
 
 def _refuse(request: Request) -> Sequence[str]:
-    rng: Rng | None = request.call.rng
+    rng: Rng | None = request.spec.rng
     return draw_reasons(rng, () if rng is None else rng.full_shape or ())
 
 
 def _hidden(
-    call: AttentionSpec, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor
+    spec: AttentionSpec, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor
 ) -> Tensor | None:
     """The mask for the softmax kernel, broadcastable to [b, n, sq, skv]; the kernel applies causal windows itself."""
     if cu_q is not None and cu_k is not None:
-        return packed_mask(call, cu_q, cu_k)
-    return mask if call.causal else dense_mask(call, mask, q.device)
+        return packed_mask(spec, cu_q, cu_k)
+    return mask if spec.causal else dense_mask(spec, mask, q.device)
 
 
 def _wide(x: Tensor, group: int) -> Tensor:
@@ -43,44 +43,44 @@ def _wide(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
-def _dropped(call: AttentionSpec, p: Tensor) -> Tensor:
+def _dropped(spec: AttentionSpec, p: Tensor) -> Tensor:
     """p [b, n, sq, skv] after dropout; a packed draw has shape [n, tq, tk]."""
-    if call.rng is None or call.dropout_p == 0.0:
+    if spec.rng is None or spec.dropout_p == 0.0:
         return p
-    return drop(p[0], call.dropout_p, call.rng)[None] if call.packed else drop(p, call.dropout_p, call.rng)
+    return drop(p[0], spec.dropout_p, spec.rng)[None] if spec.packed else drop(p, spec.dropout_p, spec.rng)
 
 
-def _causal(call: AttentionSpec) -> bool:
-    return call.causal and not call.packed
+def _causal(spec: AttentionSpec) -> bool:
+    return spec.causal and not spec.packed
 
 
 def _forward(
-    call: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
-    hidden = _hidden(call, mask, cu_q, cu_k, q)
-    s_BNQK = q.float() @ _wide(k, call.group).transpose(-1, -2)
-    p_BNQK, stats = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
-    out = _dropped(call, p_BNQK) @ _wide(v, call.group)
+    hidden = _hidden(spec, mask, cu_q, cu_k, q)
+    s_BNQK = q.float() @ _wide(k, spec.group).transpose(-1, -2)
+    p_BNQK, stats = softmax_forward(s_BNQK, hidden, spec.scale, _causal(spec))
+    out = _dropped(spec, p_BNQK) @ _wide(v, spec.group)
     top, inverse = stats.view(2, *s_BNQK.shape[:-1])
     # A row without a visible key has inverse = 0; its log-sum-exp is -inf.
     lse = torch.where(inverse == 0.0, -torch.inf, top - inverse.log())
     return out.to(q.dtype), lse, (q, k, v, hidden, s_BNQK, stats)
 
 
-def _backward(call: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq [b, n, sq, d], dk and dv [b, g, skv, d]; probabilities are computed again from the scores."""
     q, k, v, hidden, s_BNQK, stats = saved
     do = dout.float()
     # P and its dropout mask are recomputed instead of saved, because both have sq x skv elements.
-    p_BNQK, _ = softmax_forward(s_BNQK, hidden, call.scale, _causal(call))
-    dv = _dropped(call, p_BNQK).transpose(-1, -2) @ do
-    dp_BNQK = _dropped(call, do @ _wide(v, call.group).transpose(-1, -2))
-    ds_BNQK = softmax_backward(s_BNQK, dp_BNQK, hidden, stats, call.scale, _causal(call))
-    dq = ds_BNQK @ _wide(k, call.group)
+    p_BNQK, _ = softmax_forward(s_BNQK, hidden, spec.scale, _causal(spec))
+    dv = _dropped(spec, p_BNQK).transpose(-1, -2) @ do
+    dp_BNQK = _dropped(spec, do @ _wide(v, spec.group).transpose(-1, -2))
+    ds_BNQK = softmax_backward(s_BNQK, dp_BNQK, hidden, stats, spec.scale, _causal(spec))
+    dq = ds_BNQK @ _wide(k, spec.group)
     dk = ds_BNQK.transpose(-1, -2) @ q.float()
-    if call.group > 1:
-        dk, dv = (g.unflatten(1, (call.kv_heads, call.group)).sum(2) for g in (dk, dv))
+    if spec.group > 1:
+        dk, dv = (g.unflatten(1, (spec.kv_heads, spec.group)).sum(2) for g in (dk, dv))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -4,13 +4,12 @@
 // running ahead of the others. Each runs until it waits at a barrier or in a warp operation, so that code with a
 // missing barrier reads data that is not written yet or already overwritten. The simulator reports these errors: a
 // barrier that not all threads of the block reach at the same place, a warp operation that not all lanes of its mask
-// reach, a shuffle from a lane outside the mask, and a launch that a GPU would refuse. Memory is that of the process,
-// so AddressSanitizer checks every access to tensors and shared memory. docs/cuda-simulator.md lists what is not
-// modelled.
+// reach, a shuffle from a lane outside the mask, a launch that a GPU would refuse, an access outside of the launch's
+// tensors and its shared memory, a misaligned access, and a signed integer that overflows. docs/cuda-simulator.md lists
+// what is not modelled.
 #pragma once
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -28,7 +27,7 @@ struct Index {
     u32 x = 0, y = 0, z = 0;
 };
 extern Index thread, block, block_size, grid_size;
-extern unsigned char dynamic_shared[];
+extern unsigned char *dynamic_shared;
 
 enum class Vote { down, from, exchange, any };
 
@@ -46,23 +45,29 @@ template <class T> T shuffle(u32 mask, T value, Vote kind, int lane, const char 
     return value;
 }
 
-// Reads a kernel's parameters from the launcher's buffer; null if the buffer's size is not that of the parameters.
-using Bind = std::function<std::function<void()>(const unsigned char *, u64)>;
-void add_kernel(const char *name, Bind bind);
+// What a kernel must not do: an access's address and bytes (zeros for other errors), and where in the library it is.
+struct Fault {
+    u64 at = 0, size = 0, code = 0;
+};
 
-template <class... A> Bind make_bind(void (*kernel)(A...)) {
+// bind reads a kernel's parameters from the launcher's buffer: false if the buffer does not have their size.
+struct Kernel {
+    bool (*bind)(const unsigned char *bytes, u64 size);
+    void (*run)();
+};
+void add_kernel(const char *name, Kernel kernel);
+
+template <auto KERNEL> struct Register;
+template <class... A, void (*KERNEL)(A...)> struct Register<KERNEL> {
     static_assert(((sizeof(A) % 8 == 0 && alignof(A) == 8) && ...), "parameters are packed in multiples of 8 bytes");
-    return [kernel](const unsigned char *bytes, u64 size) -> std::function<void()> {
-        if (size != (sizeof(A) + ... + 0)) return nullptr;
-        std::tuple<std::remove_const_t<A>...> values;
-        u64 at = 0;
-        std::apply([&](auto &...v) { ((std::memcpy((void *)&v, bytes + at, sizeof v), at += sizeof v), ...); }, values);
-        return [kernel, values] { std::apply(kernel, values); };
-    };
-}
-
-struct Register {
-    template <class F> Register(const char *name, F *kernel) { add_kernel(name, make_bind(kernel)); }
+    static inline std::tuple<std::remove_const_t<A>...> values;
+    static bool bind(const unsigned char *bytes, u64 size) {
+        if (size != (sizeof(A) + ... + 0)) return false;
+        std::apply([&](auto &...v) { ((std::memcpy((void *)&v, bytes, sizeof v), bytes += sizeof v), ...); }, values);
+        return true;
+    }
+    static void run() { std::apply(KERNEL, values); }
+    explicit Register(const char *name) { add_kernel(name, {bind, run}); }
 };
 
 }  // namespace hal_sim
@@ -80,7 +85,7 @@ struct Register {
 
 #define HAL_JOIN2(a, b) a##b
 #define HAL_JOIN(a, b) HAL_JOIN2(a, b)
-#define EXPORT(...) static const hal_sim::Register HAL_JOIN(hal_export_, __COUNTER__)(#__VA_ARGS__, &__VA_ARGS__);
+#define EXPORT(...) static const hal_sim::Register<&__VA_ARGS__> HAL_JOIN(hal_export_, __COUNTER__)(#__VA_ARGS__);
 
 inline float __int_as_float(int bits) {
     float value;

@@ -1,33 +1,32 @@
 // The scheduler for cuda_host.h: the threads of a block are fibers scheduled at random; blocks run one after the other.
 //
 // A fiber is a stack and a saved stack pointer; switching is a dozen instructions on x86-64 and swapcontext elsewhere.
-// AddressSanitizer is notified of every switch. A failed launch abandons its fibers, because kernels own no resources.
+// A failed launch abandons its fibers, because kernels own no resources.
+//
+// The kernels, but not this file, are compiled with the sanitizers' instrumentation (build.py), whose calls this file
+// defines: __tsan_read4(p) before each access to memory, and __ubsan_handle_* when a check has failed. So each access
+// is compared with the tensors of the launch before it is made, and a wrong one ends the launch, not the process.
 #include "common.h"
 
+#include <link.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#define ASAN 1
-#else
-#define ASAN 0
-#endif
-
 namespace hal_sim {
 
 constexpr u32 kMaxThreads = 256, kMaxGridY = 65535, kMaxShared = 48 * 1024;
-constexpr std::size_t kStack = ASAN ? 256 * 1024 : 64 * 1024;
+constexpr std::size_t kStack = 64 * 1024;
 
 Index thread, block, block_size, grid_size;
-alignas(16) unsigned char dynamic_shared[kMaxShared];
+// Outside of this library's own memory, which kernels may access, so that an access beyond it is an error.
+unsigned char *dynamic_shared = nullptr;
 
 namespace {
 
@@ -36,7 +35,6 @@ enum class State { ready, barrier, warp, done };
 struct Fiber {
     unsigned char *stack = nullptr;
     void *context = nullptr;
-    void *fake_stack = nullptr;
     State state = State::done;
     const char *file = "";
     int line = 0;
@@ -49,8 +47,19 @@ std::vector<Fiber> fibers;
 std::vector<u64> ready;  // a heap: the smallest (rank << 32 | thread) runs next
 std::vector<u32> ranks;
 u32 current = 0;
-const std::function<void()> *body = nullptr;
+void (*body)() = nullptr;
 std::string error;
+
+struct Region {
+    u64 begin = 0, end = 0;
+    bool holds(u64 at, u64 size) const { return begin <= at && at < end && size <= end - at; }
+};
+
+std::vector<Region> regions;  // what the kernel may access besides its thread's stack
+Region recent;                // the one accessed last
+bool running = false;         // whether the instrumented code that runs is a kernel's
+Fault fault;
+u32 shared_size = 0;
 u64 random_state = 0x9E3779B97F4A7C15u;
 
 u32 random_below(u32 n) {
@@ -144,44 +153,78 @@ void enter(Fiber &f) { swapcontext(&scheduler_context, static_cast<ucontext_t *>
 void leave(Fiber &f) { swapcontext(static_cast<ucontext_t *>(f.context), &scheduler_context); }
 #endif
 
-#if ASAN
-const void *scheduler_stack = nullptr;
-std::size_t scheduler_size = 0;
-#endif
-
 void to_fiber(u32 id) {
     Fiber &f = fibers[id];
     current = id;
     thread.x = id;
-#if ASAN
-    void *fake = nullptr;
-    __sanitizer_start_switch_fiber(&fake, f.stack, kStack);
-#endif
     enter(f);
-#if ASAN
-    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
 }
 
 void to_scheduler() {
     Fiber &f = fibers[current];
-#if ASAN
-    __sanitizer_start_switch_fiber(&f.fake_stack, scheduler_stack, scheduler_size);
-#endif
     leave(f);
-#if ASAN
-    __sanitizer_finish_switch_fiber(f.fake_stack, &scheduler_stack, &scheduler_size);
-#endif
 }
 
 void run_fiber() {
-#if ASAN
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_size);
-#endif
-    (*body)();
+    body();
     fibers[current].state = State::done;
     to_scheduler();
     std::abort();  // a finished thread is never resumed
+}
+
+std::string hexadecimal(u64 number) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%#llx", number);
+    return text;
+}
+
+// Ends the launch because of what the instruction before `code` does: the thread that runs is never resumed.
+[[gnu::cold]] void refuse(const std::string &what, void *code) {
+    if (!running) return;
+    fault.code = (u64)code;
+    const std::string where = std::to_string(block.x) + "," + std::to_string(block.y);
+    error = "thread " + std::to_string(current) + " of block " + where + " " + what;
+    to_scheduler();
+    std::abort();
+}
+
+// Called before each access of a kernel. code: the address of the instruction after the call.
+inline void access(void *p, u64 size, bool write, void *code) {
+    const u64 at = (u64)p;
+    if (recent.holds(at, size) || !running) return;
+    const u64 stack = (u64)fibers[current].stack;
+    if (Region{stack, stack + kStack}.holds(at, size)) return;
+    for (const Region &region : regions)
+        if (region.holds(at, size)) {
+            recent = region;
+            return;
+        }
+    std::string what = (write ? "writes " : "reads ") + std::to_string(size) + " bytes at " + hexadecimal(at);
+    if (const u64 offset = at - (u64)dynamic_shared; offset < kMaxShared)
+        what += ", byte " + std::to_string(offset) + " of " + std::to_string(shared_size) + " bytes of shared memory";
+    else
+        fault = {at, size, 0};
+    refuse(what, code);
+}
+
+// The memory of this library: static shared memory, constants, and the parameters of the launch.
+Region find_own_memory() {
+    Region own;
+    dl_iterate_phdr(
+        [](dl_phdr_info *info, std::size_t, void *data) {
+            Region image{~0ull, 0};
+            for (int i = 0; i < info->dlpi_phnum; i++) {
+                const auto &part = info->dlpi_phdr[i];
+                if (part.p_type != PT_LOAD) continue;
+                image.begin = std::min(image.begin, (u64)(info->dlpi_addr + part.p_vaddr));
+                image.end = std::max(image.end, (u64)(info->dlpi_addr + part.p_vaddr + part.p_memsz));
+            }
+            if (!image.holds((u64)&error, sizeof error)) return 0;
+            *static_cast<Region *>(data) = image;
+            return 1;
+        },
+        &own);
+    return own;
 }
 
 std::string place(const Fiber &f) {
@@ -284,8 +327,8 @@ void run_block(u32 shared) {
     }
 }
 
-std::map<std::string, Bind> &kernels() {
-    static std::map<std::string, Bind> all;
+std::map<std::string, Kernel> &kernels() {
+    static std::map<std::string, Kernel> all;
     return all;
 }
 
@@ -316,17 +359,97 @@ u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line) {
     return fibers[current].result;
 }
 
-void add_kernel(const char *name, Bind bind) { kernels()[name] = std::move(bind); }
+void add_kernel(const char *name, Kernel kernel) { kernels()[name] = kernel; }
 
 }  // namespace hal_sim
 
-// Runs a kernel to completion. Returns "" or a description of the error (valid until the next call).
-extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, u32 threads, u32 shared,
-                                      const unsigned char *parameters, u64 size) {
+// The instrumentation's calls. Names, parameters and structs are those of GCC's and Clang's sanitizer interface.
+#define HOOK extern "C"
+#define READ(name, size) \
+    HOOK void __tsan_##name(void *p) { hal_sim::access(p, size, false, __builtin_return_address(0)); }
+#define WRITE(name, size) \
+    HOOK void __tsan_##name(void *p) { hal_sim::access(p, size, true, __builtin_return_address(0)); }
+#define ACCESS(size)                                          \
+    READ(read##size, size) READ(unaligned_read##size, size)   \
+    WRITE(write##size, size) WRITE(unaligned_write##size, size)
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+HOOK void __tsan_read_range(void *p, u64 size) { hal_sim::access(p, size, false, __builtin_return_address(0)); }
+HOOK void __tsan_write_range(void *p, u64 size) { hal_sim::access(p, size, true, __builtin_return_address(0)); }
+// Clang's, for copies of structs.
+HOOK void *__tsan_memcpy(void *to, const void *from, std::size_t size) {
+    hal_sim::access(const_cast<void *>(from), size, false, __builtin_return_address(0));
+    hal_sim::access(to, size, true, __builtin_return_address(0));
+    return std::memcpy(to, from, size);
+}
+HOOK void *__tsan_memset(void *to, int byte, std::size_t size) {
+    hal_sim::access(to, size, true, __builtin_return_address(0));
+    return std::memset(to, byte, size);
+}
+HOOK void __tsan_init() {}
+HOOK void __tsan_func_entry(void *) {}
+HOOK void __tsan_func_exit() {}
+
+// Each check passes its place in the source, which the caller of hal_sim_launch finds from the code's address, then its
+// own fields.
+struct Place {
+    const char *file;
+    u32 line, column;
+};
+struct TypeName {
+    u16 kind, info;
+    char name[1];
+};
+struct Misaligned {
+    Place place;
+    const TypeName *type;
+    u8 log_alignment, kind;
+};
+struct OutOfBounds {
+    Place place;
+    const TypeName *array, *index;
+};
+struct Overflow {
+    Place place;
+    const TypeName *type;
+};
+HOOK void __ubsan_handle_type_mismatch_v1(const Misaligned *check, u64 p) {
+    hal_sim::refuse("accesses " + hal_sim::hexadecimal(p) + ", which is not aligned to " +
+                        std::to_string(1 << check->log_alignment) + " bytes",
+                    __builtin_return_address(0));
+}
+HOOK void __ubsan_handle_out_of_bounds(const OutOfBounds *check, u64 index) {
+    hal_sim::refuse("uses index " + std::to_string((i64)index) + " of an array " + check->array->name,
+                    __builtin_return_address(0));
+}
+#define OVERFLOW(operation, ...)                                                          \
+    HOOK void __ubsan_handle_##operation##_overflow(const Overflow *check, __VA_ARGS__) { \
+        const std::string what = "overflows a number of type ";                           \
+        hal_sim::refuse(what + check->type->name, __builtin_return_address(0));           \
+    }
+OVERFLOW(add, u64, u64)
+OVERFLOW(sub, u64, u64)
+OVERFLOW(mul, u64, u64)
+OVERFLOW(divrem, u64, u64)
+OVERFLOW(negate, u64)
+
+#define PUBLIC extern "C" __attribute__((visibility("default")))
+
+// Runs a kernel to completion, or the last blocks of its grid only if `last` is not 0. memory: [count][2], the first
+// address and the one past the end of each tensor that the kernel may access. Returns "" or a description of the error
+// (valid until the next call); *at: the instruction, and the access if that is the error, else zeros.
+PUBLIC const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, u32 threads, u32 shared,
+                                  const unsigned char *parameters, u64 size, const u64 *memory, u64 count, u64 last,
+                                  hal_sim::Fault *at) {
     using namespace hal_sim;
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
+    static const Region own = find_own_memory();
     error.clear();
+    *at = fault = {};
     const auto entry = kernels().find(name);
     if (entry == kernels().end()) {
         error = "there is no such kernel";
@@ -336,32 +459,32 @@ extern "C" const char *hal_sim_launch(const char *name, u32 grid_x, u32 grid_y, 
                 std::to_string(threads) + " threads, " + std::to_string(shared) + " bytes of shared memory";
     } else if (!make_fibers(threads)) {
         error = "no memory for " + std::to_string(threads) + " thread stacks";
+    } else if (!entry->second.bind(parameters, size)) {
+        error = "the parameters are not " + std::to_string(size) + " bytes";
     }
     if (!error.empty()) return error.c_str();
-    const std::function<void()> run = entry->second(parameters, size);
-    if (!run) {
-        error = "the parameters are not " + std::to_string(size) + " bytes";
-        return error.c_str();
-    }
-    body = &run;
+    static std::vector<unsigned char> shared_memory(kMaxShared + 16);
+    dynamic_shared = shared_memory.data() + (16 - (u64)shared_memory.data() % 16) % 16;
+    shared_size = shared;
+    recent = {};
+    regions = {own, {(u64)dynamic_shared, (u64)dynamic_shared + shared}};
+    for (u64 i = 0; i < count; i++) regions.push_back({memory[2 * i], memory[2 * i + 1]});
+    body = entry->second.run;
     grid_size = {grid_x, grid_y, 1};
     block_size = {threads, 1, 1};
-#if ASAN
-    __asan_poison_memory_region(dynamic_shared + shared, kMaxShared - shared);
-#endif
     // Blocks start at a random index, because no block may rely on another having run.
-    const u64 blocks = (u64)grid_x * grid_y, first = random_below((u32)(blocks < 0xffffffff ? blocks : 0xffffffff));
+    const u64 all = (u64)grid_x * grid_y, blocks = last && last < all ? last : all;
+    const u64 first = random_below((u32)(blocks < 0xffffffff ? blocks : 0xffffffff));
+    running = true;
     for (u64 i = 0; i < blocks && error.empty(); i++) {
-        const u64 id = (first + i) % blocks;
+        const u64 id = all - blocks + (first + i) % blocks;
         block = {(u32)(id % grid_x), (u32)(id / grid_x), 0};
         run_block(shared);
     }
-#if ASAN
-    __asan_unpoison_memory_region(dynamic_shared, kMaxShared);
-    if (!error.empty())  // abandoned stacks still contain the red zones of their frames
-        for (Fiber &f : fibers) __asan_unpoison_memory_region(f.stack, kStack);
-#endif
+    running = false;
+    if (fault.code) fault.code -= own.begin;
+    *at = fault;
     return error.c_str();
 }
 
-extern "C" void hal_sim_seed(u64 seed) { hal_sim::random_state = seed * 2 + 1; }
+PUBLIC void hal_sim_seed(u64 seed) { hal_sim::random_state = seed * 2 + 1; }

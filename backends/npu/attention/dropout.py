@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
 from .. import random
 from ..device import Npu
-from .call import lse_of, packed_bits
 from .fusion import beyond_limits, dense_call, flat, without_keys
+from .fusion_call import lse_of, packed_bits
 
 
-@with_signature_of(ops.flash_attention, spec=attention_spec)
-def _why_not(spec: AttentionSpec, q: Tensor) -> Sequence[str]:
-    refusals = beyond_limits(spec, q)
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    refusals = beyond_limits(spec, call.q)
     if spec.dropout_p == 0.0:
         refusals.append("no dropout (npu/fusion_attention takes it, backward pass included)")
     if spec.packed:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 from hal.backend_tools import AttentionSpec, CuSeqlens, attention_spec, packed_starts, with_signature_of
 
 from ..device import Npu
 from ..tensors import reasons
-from .call import Call, Plan, full_mask, lse_of, plan, plan_packed, triangle
+from .fusion_call import FusionCall, Plan, full_mask, lse_of, plan, plan_packed, triangle
 
 HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
 """Documented limits of aclnnFlashAttentionScore on Atlas A2; PACKED: sequences of aclnnFlashAttentionVarLenScore."""
@@ -38,11 +38,11 @@ def beyond_limits(spec: AttentionSpec, q: Tensor) -> list[str]:
     ]
 
 
-@with_signature_of(ops.flash_attention, spec=attention_spec)
-def _why_not(spec: AttentionSpec, q: Tensor, cu_seqlens_q: Tensor | None) -> Sequence[str]:
-    refusals = beyond_limits(spec, q)
-    if cu_seqlens_q is not None and len(cu_seqlens_q) - 1 > PACKED:
-        refusals.append(f"{len(cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    refusals = beyond_limits(spec, call.q)
+    if call.cu_seqlens_q is not None and len(call.cu_seqlens_q) - 1 > PACKED:
+        refusals.append(f"{len(call.cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
     if spec.dropout_p > 0.0:
         refusals.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
     return refusals
@@ -53,7 +53,7 @@ def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor
     q, k, v, mask, out, top, total, calls = residuals
     if calls is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if isinstance(calls, Call):
+    if isinstance(calls, FusionCall):
         # The library has no layout SBND; as SBH, [s, b, n, d] is [s, b, n d], which is a view.
         shapes = q.shape, k.shape, v.shape
         if calls.layout == "SBH":
@@ -107,7 +107,7 @@ def run_dense(
     return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
 
 
-def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[Call | None, Tensor | None]:
+def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[FusionCall | None, Tensor | None]:
     """The library call for a dense layout and its atten_mask; (None, None) without queries or keys."""
     sq, sk = spec.sq, spec.skv
     if not q.numel() or not sk:
@@ -119,7 +119,7 @@ def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[Cal
     elif chosen.mask == "full":
         band = ops.band_mask(sq, sk, spec.pre, spec.next, q.device)
         atten_mask = full_mask(mask, band, spec.batch, spec.heads, sq, sk)
-    return Call("SBH" if spec.layout == "SBND" else spec.layout, spec.heads, spec.scale, chosen), atten_mask
+    return FusionCall("SBH" if spec.layout == "SBND" else spec.layout, spec.heads, spec.scale, chosen), atten_mask
 
 
 def flat(layout: str, *tensors: Tensor) -> Sequence[Tensor]:
@@ -144,7 +144,7 @@ def _packed(
     out, top = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
     total = top
     if together is not None and q.numel():
-        calls = Call("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends))
+        calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends))
         atten_mask = None if together.mask == "none" else triangle(q.device)
         out, top, total = calls.forward(q, k, v, atten_mask)
     elif q.numel():
@@ -171,7 +171,7 @@ class _Sequences:
     pre: int | None
     next: int | None
 
-    def each(self, device: torch.device) -> Iterator[tuple[slice, slice, Call, Tensor | None]]:
+    def each(self, device: torch.device) -> Iterator[tuple[slice, slice, FusionCall, Tensor | None]]:
         """(slice of query tokens, slice of key tokens, call, atten_mask) of each sequence that has both."""
         for q0, q1, k0, k1 in zip((0, *self.q_ends), self.q_ends, (0, *self.k_ends), self.k_ends):
             sq, sk = q1 - q0, k1 - k0
@@ -181,7 +181,7 @@ class _Sequences:
             mask = triangle(device) if chosen.mask == "triangle" else None
             if chosen.mask == "full":
                 mask = full_mask(None, ops.band_mask(sq, sk, self.pre, self.next, device), 1, self.heads, sq, sk)
-            yield slice(q0, q1), slice(k0, k1), Call("BSND", self.heads, self.scale, chosen), mask
+            yield slice(q0, q1), slice(k0, k1), FusionCall("BSND", self.heads, self.scale, chosen), mask
 
 
 def _one_by_one_bwd(

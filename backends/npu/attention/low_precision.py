@@ -12,22 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from hal import ops
+from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
 from ..device import Npu
-from .call import plan
 from .fusion import WAIVERS, backward, beyond_limits, run_dense
+from .fusion_call import plan
 
 
-@with_signature_of(ops.flash_attention, spec=attention_spec)
-def _why_not(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> Sequence[str]:
-    refusals = beyond_limits(spec, q)
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    refusals = beyond_limits(spec, call.q)
     if spec.dropout_p > 0.0:
         refusals.append("dropout (npu/fusion_attention_dropout takes it)")
     if spec.packed:
         return [*refusals, "packed sequences (npu/fusion_attention takes them)"]
-    if plan(spec.sq, spec.skv, spec.pre, spec.next, mask is not None).dead_rows:
+    if plan(spec.sq, spec.skv, spec.pre, spec.next, call.mask is not None).dead_rows:
         refusals.append("rows that may see nothing (only inner_precise=2 makes them 0)")
     return refusals
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from hal import ops
-from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
+from hal import Call, ops
+from hal.backend_tools import attention_spec
 
 from ..device import Npu
 from ..tensors import reasons
 
 
-@with_signature_of(ops.flash_attention, spec=attention_spec)
-def _why_not(spec: AttentionSpec, q: Tensor) -> Sequence[str]:
-    if not q.numel() and spec.batch == spec.heads == 1:
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    if not call.q.numel() and spec.batch == spec.heads == 1:
         return ["one head without queries (torch_npu's matmul cannot differentiate a product without rows)"]
-    return reasons(q)
+    return reasons(call.q)
 
 
 Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not)(ops.flash_attention.reference)

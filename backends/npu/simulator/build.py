@@ -24,7 +24,15 @@ from .generate import TABLE, generate
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARIES = {
     "ascendcl": ("runtime", "streams", "ascendcl", "refused"),
-    "opapi": ("opapi", "kernels", "attention", "rules", "aclop", "operators"),  # operators is generated from the table
+    "opapi": (
+        "opapi",
+        "kernels",
+        "moe",
+        "attention",
+        "rules",
+        "aclop",
+        "operators",
+    ),  # operators is generated from the table
     "hccl": ("hccl", "shared_memory"),
     "acl_op_compiler": (),
     "ge_runner": (),

@@ -44,6 +44,8 @@ class Argument:
             return f'halsim::tensor({where}, {raw}, "{self.dtypes}", {"false" if self.optional else "true"})'
         if self.kind == "S":
             return f"halsim::optional_scalar({raw})" if self.optional else f"halsim::scalar({where}, {raw})"
+        if self.kind == "L" and self.optional:
+            return f"{raw} ? halsim::tensors({where}, {raw}) : std::vector<Tensor>()"
         plain = {
             "L": f"halsim::tensors({where}, {raw})",
             "I": f"halsim::integers({raw})",

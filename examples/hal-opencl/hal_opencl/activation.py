@@ -12,7 +12,7 @@ from hal.backend_tools import activations_from
 
 from .device import OpenCL
 from .engine import CHUNK
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import column_sum, pieces, refuses, rows_of, spans
 
 _KIND = {"silu": 0, "none": 1, "tanh": 2, "fast": 3}
@@ -25,7 +25,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Te
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
     types = {"T": x.dtype, "KIND": _KIND[kind], "GATED": int(gated)}
     if y.numel():
-        with Call() as call:
+        with KernelCall() as call:
             grid = (-(-width // CHUNK), rows_of(x))
             call.run("activation", "activation_fwd", types, grid, x, bias, Out(y), width)
     return y, (x, bias, types)
@@ -38,7 +38,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     dx, db = torch.empty_like(x), None if bias is None else torch.zeros_like(bias)
     if x.numel():
         count = pieces(rows)
-        with Call() as call:
+        with KernelCall() as call:
             partial = None if db is None else call.scratch(count * x.shape[-1])
             grid = spans(rows, width)
             call.run("activation", "activation_bwd", types, grid, x, bias, dy, Out(dx), partial, rows, width)

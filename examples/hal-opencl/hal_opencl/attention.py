@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Rng, ops
+from hal import Call, Rng, ops
 from hal.backend_tools import (
     AttentionSpec,
     CuSeqlens,
@@ -31,7 +31,7 @@ from hal.backend_tools import (
 
 from .device import OpenCL
 from .engine import CHUNK, engine
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import reasons
 
 HEADS = (64, 128, 256)
@@ -69,14 +69,17 @@ class _Problem:
         return int((q1 - q0).max()), int((k1 - k0).max())
 
 
-@with_signature_of(ops.flash_attention, spec=attention_spec)
-def _why_not(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Sequence[str]:
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
     if spec.d <= HEADS[-1]:
-        return reasons(q, k, v)
-    return [*reasons(q, k, v), f"head size {spec.d} (at most {HEADS[-1]}: a tile of heads must fit a work-item)"]
+        return reasons(call.q, call.k, call.v)
+    return [
+        *reasons(call.q, call.k, call.v),
+        f"head size {spec.d} (at most {HEADS[-1]}: a tile of heads must fit a work-item)",
+    ]
 
 
-def _rows(call: Call, x: Tensor, problem: _Problem, keys: bool) -> Any:
+def _rows(call: KernelCall, x: Tensor, problem: _Problem, keys: bool) -> Any:
     """x (keys or queries) converted to a scratch buffer of float rows [heads][tokens][d]."""
     p = problem
     rows = call.scratch(p.heads(keys) * p.tokens[keys] * p.d)
@@ -84,7 +87,7 @@ def _rows(call: Call, x: Tensor, problem: _Problem, keys: bool) -> Any:
     return rows
 
 
-def _convert(call: Call, name: str, x: Tensor, p: _Problem, keys: bool, rows: Any) -> None:
+def _convert(call: KernelCall, name: str, x: Tensor, p: _Problem, keys: bool, rows: Any) -> None:
     """Runs to_rows, from x to the buffer `rows` [heads][tokens][d], or from_rows, the other way."""
     tokens, heads, length = p.tokens[keys], p.heads(keys), p.spec.skv if keys else p.spec.sq
     if not x.numel():
@@ -95,7 +98,7 @@ def _convert(call: Call, name: str, x: Tensor, p: _Problem, keys: bool, rows: An
     call.run("rows", name, {"T": x.dtype}, grid, *both, *shape)
 
 
-def _run(call: Call, name: str, p: _Problem, keys: bool, mask: Tensor | None, *tensors: Any) -> None:
+def _run(call: KernelCall, name: str, p: _Problem, keys: bool, mask: Tensor | None, *tensors: Any) -> None:
     """Runs a kernel of attention.cl over tiles of keys or of queries."""
     lanes, group = engine().lanes, engine().group
     tiles = -(-p.longest[keys] // lanes)
@@ -111,7 +114,7 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
     """dq, dk and dv, like q, k and v, from dout like out."""
     q, k, v, out, lse, mask, p = residuals
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
-    with Call() as call:
+    with KernelCall() as call:
         q_rows, k_rows, v_rows = _rows(call, q, p, False), _rows(call, k, p, True), _rows(call, v, p, True)
         dout_rows = _rows(call, dout, p, False)
         out_rows = _rows(call, out, p, False) if q.dtype == torch.float32 else out
@@ -155,7 +158,7 @@ def flash_attention(
     shape = (spec.heads, p.tokens[0], spec.d)
     # The unrounded output of 16-bit calls, for the backward pass; float32 calls save the output itself.
     kept = None if q.dtype == torch.float32 else torch.empty(shape)
-    with Call() as call:
+    with KernelCall() as call:
         inputs = (_rows(call, q, p, False), _rows(call, k, p, True), _rows(call, v, p, True))
         rows = call.scratch(math.prod(shape)) if kept is None else Out(kept)
         _run(call, "forward", p, False, mask, *inputs, rows, Out(lse))

@@ -31,7 +31,7 @@ class OpenCL(hal.Backend):
     """
 
     name = "opencl"
-    api = 1
+    api = 2
 
     def __init__(
         self,
@@ -90,6 +90,10 @@ class OpenCL(hal.Backend):
                 f"Choose the OpenCL device with the option device_number."
             )
         return torch.device("cpu")
+
+    def capabilities(self) -> hal.Capabilities:
+        """Tensors are in host memory; a call returns when its results are there."""
+        return hal.Capabilities(host_visible=True)
 
     def synchronize(self) -> None:
         if self._engine is not None:

@@ -11,14 +11,14 @@ from hal import ops
 
 from .device import OpenCL
 from .engine import engine
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import column_sum, pieces, refuses, rows_of, spans
 
 _MR, _NV = 8, 2
 """Rows and vectors of a work-item's tile."""
 
 
-def _pack(call: Call, x: Tensor, tile: int) -> tuple[Any, int]:
+def _pack(call: KernelCall, x: Tensor, tile: int) -> tuple[Any, int]:
     """x [rows, k] with any strides, packed in panels of `tile` rows, and the number of panels."""
     rows, k = x.shape
     panels = -(-rows // tile)
@@ -33,7 +33,7 @@ def _types(x: Tensor) -> dict[str, Any]:
     return {"T": x.dtype, "MR": _MR, "NV": _NV}
 
 
-def _product(call: Call, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -> None:
+def product(call: KernelCall, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -> None:
     """c [m, n] = a [m, k] b [n, k]^T + bias [n]."""
     if not c.numel():
         return
@@ -52,11 +52,11 @@ def _backward(
     db = torch.zeros(weight.shape[0], dtype=x.dtype) if needs[2] else None
     rows = rows_of(dy)
     dy_rows, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
-    with Call() as call:
+    with KernelCall() as call:
         if dx is not None:
-            _product(call, dy_rows, weight.t(), None, dx.view(x_rows.shape))
+            product(call, dy_rows, weight.t(), None, dx.view(x_rows.shape))
         if dw is not None:
-            _product(call, dy_rows.t(), x_rows.t(), None, dw)
+            product(call, dy_rows.t(), x_rows.t(), None, dw)
         if db is not None and dy.numel():
             count, width = pieces(rows), db.numel()
             partial, grid = call.scratch(count * width), spans(rows, width)
@@ -69,9 +69,9 @@ def _backward(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
     y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     rows = rows_of(x)
-    with Call() as call:
+    with KernelCall() as call:
         x_rows = x.reshape(rows, x.shape[-1])
-        _product(call, x_rows, weight, None if bias is None else bias.contiguous(), y.view(rows, weight.shape[0]))
+        product(call, x_rows, weight, None if bias is None else bias.contiguous(), y.view(rows, weight.shape[0]))
     return y, (x, weight)
 
 

@@ -81,8 +81,8 @@ def _span(t: Tensor) -> int:
     return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))) * t.element_size()
 
 
-class Call:
-    """The kernels of one op call: `with Call() as call: call.run(...)`. At its end the results are in host memory."""
+class KernelCall:
+    """The kernels of a call: `with KernelCall() as call: call.run(...)`. At its end the results are in host memory."""
 
     def __init__(self) -> None:
         self.engine = engine()
@@ -93,7 +93,7 @@ class Call:
         self._tensors: list[Tensor] = []  # keeps temporaries alive until the kernels have read them
         self._bytes = 0
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> KernelCall:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:

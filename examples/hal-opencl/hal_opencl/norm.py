@@ -10,7 +10,7 @@ from torch import Tensor
 from hal import ops
 
 from .device import OpenCL
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import column_sum, pieces, refuses, rows_of, spans
 
 
@@ -29,7 +29,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     rows = rows_of(x)
     y, stats = torch.empty_like(x), torch.empty(1 if bias is None else 2, rows)
     if x.numel():
-        with Call() as call:
+        with KernelCall() as call:
             call.run(
                 *("norm", "norm_fwd", _types(x, weight, bias), (rows,), x, weight.contiguous()),
                 *(None if bias is None else bias.contiguous(), Out(y), Out(stats), eps, rows, x.shape[-1]),
@@ -46,7 +46,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, T
     if not x.numel():
         return dx, dw, db
     types, count = _types(x, weight, bias), pieces(rows)
-    with Call() as call:
+    with KernelCall() as call:
         call.run("norm", "norm_bwd", types, (rows,), x, weight.contiguous(), stats, dy, Out(dx), rows, width)
         dw_pieces = call.scratch(count * width)
         db_pieces = None if db is None else call.scratch(count * width)

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hal import backend_tools, ops
+from hal import Call, backend_tools, ops
 from hal.backend_tools import AdamWMember, AdamWScalars, with_signature_of
 
 from .device import OpenCL
 from .engine import CHUNK
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import reasons, refuses
 
 
-@with_signature_of(ops.adamw, written=backend_tools.adamw_written)
-def _why_not_adamw(written: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[str]:
-    return backend_tools.in_place_reasons(written) or reasons(*written, *grads)
+def _why_not_adamw(call: Call) -> Sequence[str]:
+    written = backend_tools.adamw_written(call)
+    return backend_tools.in_place_reasons(written) or reasons(*written, *call.grads)
 
 
 @OpenCL.impl(ops.adamw, id="opencl/cl", why_not=_why_not_adamw)
@@ -27,7 +27,7 @@ def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars) -> None:
     s, (correction1, correction2) = scalars, scalars.corrections
     rates = (s.decay, s.lr / correction1, s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2, correction2, s.eps)
     numbers = tuple(float(n) for n in (*rates, s.grad_scale))
-    with Call() as call:
+    with KernelCall() as call:
         for p, g, m, v, copy in members:
             if not p.numel():
                 continue
@@ -49,7 +49,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     norm, chunks = torch.zeros(()), [_grid(t)[0] for t in dense]
     if not dense:
         return norm
-    with Call() as call:
+    with KernelCall() as call:
         partial = call.scratch(sum(chunks))
         for i, t in enumerate(dense):
             types = {"T": t.dtype, "R": t.dtype}
@@ -64,7 +64,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
 def unscale_and_check(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
     bad = torch.zeros(())
     dense = [g.contiguous() for g in grads]
-    with Call() as call:
+    with KernelCall() as call:
         for g in dense:
             if g.numel():
                 types = {"T": g.dtype, "R": g.dtype}

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hal import Rng, dropout_threshold, ops
-from hal.backend_tools import draw_reasons, draw_rows, dropout_from, with_signature_of
+from hal import Call, Rng, dropout_threshold, ops
+from hal.backend_tools import draw_reasons, draw_rows, dropout_from
 
 from .device import OpenCL
 from .engine import CHUNK
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import column_sum, pieces, reasons, spans
 
 _NO_DRAW = Rng(0)
@@ -33,10 +33,10 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
     return -(-width // CHUNK), rows
 
 
-def _why_not_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Sequence[str]:
-    if device is not None and torch.device(device).type != "cpu":
-        return [f"device {device} (opencl draws into CPU memory)"]
-    return draw_reasons(rng, shape)
+def _why_not_uniform(call: Call) -> Sequence[str]:
+    if call.device is not None and torch.device(call.device).type != "cpu":
+        return [f"device {call.device} (opencl draws into CPU memory)"]
+    return draw_reasons(call.rng, call.shape)
 
 
 @OpenCL.impl(ops.philox_uniform, id="opencl/cl", why_not=_why_not_uniform)
@@ -44,7 +44,7 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
     out = torch.empty(tuple(shape), dtype=torch.float32)
     if out.numel():
         draw, rows, width = _draw(rng, shape, out.numel())
-        with Call() as call:
+        with KernelCall() as call:
             call.run("random", "philox_uniform", _TYPES, _grid(rows, width), Out(out), *draw, width)
     return out
 
@@ -61,7 +61,7 @@ def _drop(
     if not x.numel():
         return y
     draw, rows, width = _draw(rng or _NO_DRAW, x.shape, x.numel() if bias is None else x.shape[-1])
-    with Call() as call:
+    with KernelCall() as call:
         call.run(
             *("random", "dropout", {"T": x.dtype, "R": dtype}, _grid(rows, width), x),
             None if bias is None else bias.contiguous(),
@@ -71,18 +71,16 @@ def _drop(
     return y
 
 
-@with_signature_of(ops.dropout)
-def _why_not_dropout(x: Tensor, rng: Rng | None) -> Sequence[str]:
-    return reasons(x) or draw_reasons(rng, x.shape)
+def _why_not_dropout(call: Call) -> Sequence[str]:
+    return reasons(call.x) or draw_reasons(call.rng, call.x.shape)
 
 
 dropout, _dropout_bwd = dropout_from(lambda x, p, rng: _drop(x, None, None, x.dtype, p, rng))
 OpenCL.impl(ops.dropout, id="opencl/cl", why_not=_why_not_dropout, bwd=_dropout_bwd)(dropout)
 
 
-@with_signature_of(ops.bias_dropout_add)
-def _why_not_add(x: Tensor, bias: Tensor | None, residual: Tensor, rng: Rng | None) -> Sequence[str]:
-    return reasons(x, bias, residual) or draw_reasons(rng, x.shape)
+def _why_not_add(call: Call) -> Sequence[str]:
+    return reasons(call.x, call.bias, call.residual) or draw_reasons(call.rng, call.x.shape)
 
 
 def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -94,7 +92,7 @@ def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | N
     dx = torch.empty(dy.shape, dtype=dtype)
     if dy.numel():
         draw, count, width = _draw(rng or _NO_DRAW, dy.shape, dy.shape[-1])
-        with Call() as call:
+        with KernelCall() as call:
             partial = call.scratch(pieces(count) * width)
             call.run(
                 *("random", "dropout_bwd", {"T": dtype, "R": dy.dtype}, spans(count, width)),

@@ -11,7 +11,7 @@ from hal import ops
 from hal.backend_tools import angle_strides, rotary_from
 
 from .device import OpenCL
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import refuses
 
 
@@ -22,7 +22,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool,
     heads = x if x.ndim == 4 else x[None]
     y = torch.empty(x.shape, dtype=x.dtype)
     if x.numel():
-        with Call() as call:
+        with KernelCall() as call:
             call.run(
                 *("rotary", "rotary", {"T": x.dtype, "INTERLEAVED": int(interleaved)}, (math.prod(heads.shape[:3]),)),
                 *(heads, cos.contiguous(), sin.contiguous(), Out(y), sign, *heads.shape[1:], cos.shape[-1]),

@@ -12,7 +12,7 @@ from torch import Tensor
 from hal import ops
 
 from .device import OpenCL
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import refuses
 
 
@@ -22,7 +22,7 @@ def _run(name: str, x: Tensor, tensors: Sequence[object], mask: Tensor | None, s
         return
     rows = math.prod(x.shape[:3])
     strides = (0, 0, 0, 0) if mask is None else mask.expand(x.shape).stride()
-    with Call() as call:
+    with KernelCall() as call:
         arguments = (*tensors, rows, mask, float(scale), *x.shape[1:], *strides)
         call.run("softmax", name, {"T": x.dtype, "CAUSAL": int(causal)}, (rows,), *arguments)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.backend_tools import host_tensor_reasons, why_not_tensors
 
 from .engine import SPAN, TYPE, engine
-from .memory import Call, Out
+from .memory import KernelCall, Out
 
 reasons = host_tensor_reasons(
     TYPE, "the kernels have float32, bfloat16 and float16, and compute in float32", "opencl takes CPU tensors"
@@ -43,6 +43,6 @@ def spans(rows: int, width: int) -> tuple[int, int]:
     return -(-width // SPAN), pieces(rows)
 
 
-def column_sum(call: Call, partial: object, count: int, out: Tensor) -> None:
+def column_sum(call: KernelCall, partial: object, count: int, out: Tensor) -> None:
     """out [width] = the sum over the rows of partial [count, width], in out's dtype."""
     call.run("reduce", "column_sum", {"T": out.dtype}, (blocks(out.numel()),), partial, Out(out), count, out.numel())

@@ -15,7 +15,7 @@ from hal.backend_tools import cross_entropy_from
 
 from .device import OpenCL
 from .engine import engine
-from .memory import Call, Out
+from .memory import KernelCall, Out
 from .tensors import blocks, refuses, rows_of
 
 
@@ -24,7 +24,7 @@ def _cross_entropy_bwd(
 ) -> None:
     """Writes dlogits [..., v_local], which may be the memory of logits; dloss and target are [...]."""
     rows, width = rows_of(logits), logits.shape[-1]
-    with Call() as call:
+    with KernelCall() as call:
         call.run(
             *("vocab", "cross_entropy_bwd", {"T": logits.dtype}, (rows,), logits, target, lse, dloss),
             *(Out(dlogits), smoothing, start, rows, width, v),
@@ -40,17 +40,17 @@ def _cross_entropy_fwd(
     if not rows:
         return loss, lse
     types, stats = {"T": logits.dtype}, torch.empty(4, rows)
-    with Call() as call:
+    with KernelCall() as call:
         shape = (vocab_start, rows, width)
         call.run("vocab", "cross_entropy_stats", types, (rows,), logits, target, Out(stats), *shape)
     grid = (-(-rows // engine().group),)
     # Two collectives: the sums can only be rescaled once the maximum of all ranks is known.
     if comm is not None:
         top = comm.all_reduce(stats[0], "max")
-        with Call() as call:
+        with KernelCall() as call:
             call.run("vocab", "cross_entropy_rescale", types, grid, Out(stats, update=True), top, target, *shape)
         stats[1:] = comm.all_reduce(stats[1:])
-    with Call() as call:
+    with KernelCall() as call:
         call.run("vocab", "cross_entropy_loss", types, grid, stats, Out(loss), Out(lse), smoothing, rows, classes)
     return loss, lse
 
@@ -64,7 +64,7 @@ def _embedding_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     ids, vocab_start, shape = residuals
     dweight = torch.zeros(shape, dtype=dy.dtype)
     if dy.numel():
-        with Call() as call:
+        with KernelCall() as call:
             call.run(
                 *("vocab", "embedding_bwd", {"T": dy.dtype}, (blocks(shape[1]),), dy.contiguous(), ids),
                 *(call.scratch(shape[0] * shape[1]), Out(dweight), vocab_start, ids.numel(), *shape),
@@ -84,7 +84,7 @@ def embedding(
         if low < 0 or high >= weight.shape[0]:
             raise IndexError(f"embedding: ids from {low} to {high} in a table of {weight.shape[0]} rows")
     if y.numel():
-        with Call() as call:
+        with KernelCall() as call:
             call.run(
                 *("vocab", "embedding_fwd", {"T": weight.dtype}, (ids.numel(),), weight.contiguous(), ids, Out(y)),
                 *(vocab_start, *weight.shape),

@@ -118,10 +118,15 @@ def _starts(x: Tensor, dim: int, draw: random.Random, *, run: int = RUN, drawn: 
     return sorted({0, last} | {at for at in at_limits if 0 < at < last} | {draw.randint(0, last) for _ in range(drawn)})
 
 
-def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4) -> Blocks:
+def _labels(outputs: int) -> list[str]:
+    return ["the output"] if outputs == 1 else [f"output {i}" for i in range(outputs)]
+
+
+def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4, outputs: int = 1) -> Blocks:
     """Blocks of `run` adjacent rows, for an op whose rows do not depend on each other.
 
-    names: the parameters that have the rows in dimension `dim`, as the output has; the op draws the first one's shape.
+    names: the parameters that have the rows in dimension `dim`, as the outputs have; the op draws the first one's
+    shape. outputs: their number; the op returns a tuple of them if there are several.
     """
 
     def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
@@ -136,7 +141,7 @@ def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4) -> Blocks:
             yield Block(
                 f"rows {start} to {start + min(run, count - start) - 1} of {count}",
                 _one(part),
-                {"the output": ("the output", pick)},
+                {label: (label, pick) for label in _labels(outputs)},
                 present,
             )
 
@@ -358,9 +363,74 @@ def packed_attention(arguments: Arguments, draw: random.Random) -> Iterator[Bloc
         )
 
 
-def whole(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
-    """All of a call, for an op whose reference is quick enough."""
-    yield Block("everything", _one(Part, arguments, _same), {"the output": ("the output", _same)}, {})
+def whole(*gradients: str, outputs: int = 1) -> Blocks:
+    """All of a call, for an op whose reference is quick enough. outputs: as of `along`."""
+
+    def blocks(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+        compared = {label: (label, _same) for label in _labels(outputs)}
+        yield Block("everything", _one(Part, arguments, _same), compared, dict.fromkeys(gradients, _same))
+
+    return blocks
+
+
+def tokens_of_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+    """unpermute: some tokens, with the rows that they sum."""
+    row_map, probs = arguments["row_map"], arguments["probs"]
+    count = len(row_map)
+    for start in _starts(row_map, 0, draw):
+        pick = _narrow(0, start, min(RUN, count - start))
+        local = pick(row_map).cpu()
+        table = local[local >= 0]
+        rows = functools.partial(_rows_of, table)
+
+        def part(pick: Pick = pick, local: Tensor = local, rows: Pick = rows) -> Part:
+            numbers = torch.where(local >= 0, (local >= 0).flatten().cumsum(0).view(local.shape) - 1, -1)
+            cut = _cut(arguments, {"rows": rows, "probs": pick})
+            return Part({**cut, "row_map": numbers}, pick)
+
+        yield Block(
+            f"tokens {start} to {start + min(RUN, count - start) - 1} of {count}",
+            _one(part),
+            {"the output": ("the output", pick)},
+            {"rows": rows} if probs is None else {"rows": rows, "probs": pick},
+        )
+
+
+def groups(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+    """grouped_linear and grouped_linear_wgrad: of every expert, some rows and some columns of its product."""
+    sizes: list[int] = arguments["group_sizes"].tolist()
+    in_place_ = "main_grad" in arguments
+    for expert, size in enumerate(sizes):
+        first = sum(sizes[:expert])
+        matrix = arguments["main_grad" if in_place_ else "weight"][expert]
+        column = draw.choice([0, max(0, len(matrix) - RUN), draw.randint(0, max(0, len(matrix) - RUN))])
+        columns = min(RUN, len(matrix) - column)
+        of_group, of_weight = _narrow(0, first, size), _block_of(expert, expert + 1, column, column + columns)
+        of_product = _block_of(first, first + size, column, column + columns)
+        alone = torch.tensor([size])
+        name = f"columns {column} to {column + columns - 1} of expert {expert} ({size} rows)"
+        if in_place_:
+            cut = _cut(arguments, {"x": of_group, "dy": of_product, "main_grad": of_weight})
+            label = "main_grad, written in place"
+            yield Block(name, _one(Part, {**cut, "group_sizes": alone}, _same), {label: (label, of_weight)}, {})
+            continue
+        cut = _cut(arguments, {"x": of_group, "weight": of_weight})
+        yield Block(
+            name,
+            _one(Part, {**cut, "group_sizes": alone}, of_product),
+            {"the output": ("the output", of_product)},
+            {"weight": of_weight},
+        )
+        start = first + draw.choice([0, max(0, size - RUN)])
+        length = min(RUN, size)
+        rows = _narrow(0, start, length)
+        cut = _cut(arguments, {"x": rows, "weight": _narrow(0, expert, 1)})
+        yield Block(
+            f"rows {start} to {start + length - 1}, of expert {expert}",
+            _one(Part, {**cut, "group_sizes": torch.tensor([length])}, rows),
+            {"the output": ("the output", rows)},
+            {"x": rows},
+        )
 
 
 def draws(arguments: Arguments, draw: random.Random) -> Iterator[Block]:

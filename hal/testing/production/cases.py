@@ -24,11 +24,13 @@ from .blocks import (
     columns,
     draws,
     every,
+    groups,
     in_place,
     overflow,
     packed_attention,
     sums,
     table_rows,
+    tokens_of_rows,
     whole,
 )
 
@@ -92,7 +94,7 @@ def _activations() -> list[Case]:
             along("x"),
         ),
         Case("swiglu", "100,000 rows", _activation(100_003, 512), _activation(1500, 34), blocks(True)),
-        Case("geglu", "22016 to 11008", _activation(2048, 22016), _activation(40, 1300), blocks(True)),
+        Case("geglu", "22016 to 11008", _activation(2048, 22016), _activation(12, 1604), blocks(True)),
         Case(
             "geglu",
             "fast",
@@ -104,7 +106,7 @@ def _activations() -> list[Case]:
             "bias_gelu",
             "16384",
             _activation(4096, 16384),
-            _activation(40, 1300),
+            _activation(8, 6400),
             blocks(False),
         ),
     ]
@@ -270,6 +272,77 @@ def _rows() -> list[Case]:
     ]
 
 
+def _add_norm(op: str, rows: int, width: int) -> Sample:
+    x, weights = TensorSpec((rows, width)), [TensorSpec((width,))] * (2 if op == "add_layer_norm" else 1)
+    return Sample((x, x, *weights))
+
+
+def _linear_loss(tokens: int, width: int, vocabulary: int) -> Sample:
+    weight = TensorSpec((vocabulary, width), scale=width**-0.5)
+    target = TensorSpec((tokens,), "int", low=0, high=vocabulary, dtype=torch.int64)
+    return Sample((TensorSpec((tokens, width)), weight, target), {"label_smoothing": 0.1})
+
+
+def _mlp(rows: int, inputs: int, outputs: int, activation: str) -> Sample:
+    weight = TensorSpec((outputs, inputs), scale=inputs**-0.5)
+    return Sample((TensorSpec((rows, inputs)), weight, TensorSpec((outputs,))), {"activation": activation})
+
+
+def _heads(tokens: int, heads: int, kv_heads: int, d: int) -> Sample:
+    q, k = (TensorSpec((tokens, 1, n, d)) for n in (heads, kv_heads))
+    # Cosines and sines of up to about 1.
+    weight, angles = TensorSpec((d,)), TensorSpec((tokens, d // 2), scale=0.3, dtype=torch.float32)
+    return Sample((q, k, weight, weight, angles, angles))
+
+
+def _composites() -> list[Case]:
+    cases = []
+    for op, weights in (("add_rms_norm", ("weight",)), ("add_layer_norm", ("weight", "bias"))):
+        blocks = every(along("x", "residual", outputs=2), sums(*weights, over=["x", "residual"]))
+        cases += [
+            Case(op, "hidden 8192", _add_norm(op, 4096, 8192), _add_norm(op, 70, 1100), blocks),
+            Case(op, "100,000 rows", _add_norm(op, 100_003, 512), _add_norm(op, 1500, 40), blocks),
+        ]
+    loss = every(along("x", "target"), sums("weight", over=["x", "target"]))
+    gelu, gated = (every(along("x"), columns(gated=g, weight=0, bias=0)) for g in (False, True))
+    heads = every(along("q", "k", "cos", "sin", outputs=2), sums("q_weight", "k_weight", over=["q", "k", "cos", "sin"]))
+    return [
+        *cases,
+        Case(
+            "linear_cross_entropy",
+            "vocabulary of 152064",
+            _linear_loss(300, 512, 152_064),
+            _linear_loss(30, 16, 9000),
+            loss,
+        ),
+        Case(
+            "linear_cross_entropy", "100,000 tokens", _linear_loss(100_003, 512, 1031), _linear_loss(1500, 8, 37), loss
+        ),
+        Case(
+            "linear_bias_activation",
+            "swiglu, 4096 to 11008",
+            _mlp(1024, 4096, 11008, "swiglu"),
+            _mlp(50, 300, 70, "swiglu"),
+            gated,
+        ),
+        Case(
+            "linear_bias_activation",
+            "geglu, 4096 to 2048",
+            _mlp(300, 4096, 2048, "geglu"),
+            _mlp(50, 300, 70, "geglu"),
+            gated,
+        ),
+        Case(
+            "linear_bias_activation",
+            "gelu, 100,000 rows",
+            _mlp(100_003, 128, 96, "gelu"),
+            _mlp(1500, 20, 12, "gelu"),
+            gelu,
+        ),
+        Case("qk_norm_rotary", "32768 tokens", _heads(32768, 8, 2, 128), _heads(700, 3, 1, 16), heads),
+    ]
+
+
 def _lists(*sizes: int, **how: Any) -> list[TensorSpec]:
     return [TensorSpec((n,), **how) for n in sizes]
 
@@ -288,19 +361,125 @@ def _last_infinite(arguments: Mapping[str, Any]) -> None:
 
 def _optimizer() -> list[Case]:
     adamw = in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])
-    full, small, bf16 = (4096, 152_064 * 1024), (40, 5000), torch.bfloat16
+    full, small, bf16 = (4096, 152_064 * 1024), (40, 35_000), torch.bfloat16
     lists = [Sample((_lists(*sizes),)) for sizes in (full, small)]
+    many = (3,) * 600  # more tensors than one launch takes, and more partial sums than a block has threads
     scaled = [Sample((_lists(*sizes), 0.125)) for sizes in (full, small)]
     return [
         Case("adamw", "156 million parameters", _adamw(*full), _adamw(*small), adamw),
         Case("adamw", "bfloat16 copies", _adamw(*full, model=bf16), _adamw(*small, model=bf16), adamw),
         Case("adamw", "beyond 2^31 bytes", _adamw((1 << 29) + 4099), None, adamw),
-        Case("l2norm", "156 million elements", lists[0], lists[1], whole),
+        Case("adamw", "600 tensors", _adamw(*many), _adamw(*many), adamw),
+        Case("l2norm", "156 million elements", lists[0], lists[1], whole()),
+        Case("l2norm", "600 tensors", Sample((_lists(*many),)), Sample((_lists(*many),)), whole()),
         Case("unscale_and_check", "finite", scaled[0], scaled[1], every(in_place("grads"), overflow)),
         Case("unscale_and_check", "infinity in the last element", scaled[0], scaled[1], overflow, plant=_last_infinite),
     ]
 
 
+_DEEPSEEK: dict[str, Any] = {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5}
+
+
+def _router(tokens: int, experts: int, topk: int, **kw: Any) -> Sample:
+    return Sample((TensorSpec((tokens, experts)), topk), kw)
+
+
+def _biased_router(tokens: int, experts: int) -> Sample:
+    return _router(tokens, experts, 8, expert_bias=TensorSpec((experts,), scale=0.1, dtype=torch.float32), **_DEEPSEEK)
+
+
+def _assigned(tokens: int, experts: int, topk: int, low: int = 0) -> TensorSpec:
+    return TensorSpec((tokens, topk), "int", low=low, high=experts, dtype=torch.int64)
+
+
+def _balance(tokens: int, experts: int, topk: int) -> Sample:
+    return Sample((TensorSpec((tokens, experts)), _assigned(tokens, experts, topk)), {"sequences": 2})
+
+
+def _drop(tokens: int, experts: int, topk: int) -> Sample:
+    assigned = _assigned(tokens, experts, topk)
+    return Sample((TensorSpec((tokens, topk)), assigned, experts, tokens * topk // experts))
+
+
+def _permutation(tokens: int, h: int, experts: int, topk: int, low: int = 0, **kw: Any) -> Sample:
+    weights = TensorSpec((tokens, topk), dtype=torch.float32)
+    return Sample((TensorSpec((tokens, h)), _assigned(tokens, experts, topk, low), experts), {"probs": weights, **kw})
+
+
+def _unpermutation(tokens: int, h: int, topk: int) -> Sample:
+    rows = tokens * topk  # a prime number is the step, so that every row occurs once
+    row_map = tuple(float(i * 7919 % rows) for i in range(rows))
+    spec = TensorSpec((tokens, topk), "values", values=row_map, dtype=torch.int64)
+    return Sample((TensorSpec((rows, h)), spec), {"probs": TensorSpec((tokens, topk), dtype=torch.float32)})
+
+
+def _zipf(rows: int, experts: int) -> TensorSpec:
+    """Sizes of groups in proportion to 1, 1/2, 1/3, ...; the second group is empty."""
+    total = sum(1 / (i + 1) for i in range(experts) if i != 1)
+    sizes = [0 if i == 1 else int(rows / (i + 1) / total) for i in range(experts)]
+    sizes[0] += rows - sum(sizes)
+    return TensorSpec((experts,), "values", values=tuple(map(float, sizes)), dtype=torch.int64)
+
+
+def _experts(rows: int, experts: int, n_in: int, n_out: int) -> Sample:
+    weight = TensorSpec((experts, n_out, n_in), scale=n_in**-0.5)
+    return Sample((TensorSpec((rows, n_in)), weight, _zipf(rows, experts)))
+
+
+def _experts_wgrad(rows: int, experts: int, n_in: int, n_out: int) -> Sample:
+    dy, main = TensorSpec((rows, n_out), scale=rows**-0.5), TensorSpec((experts, n_out, n_in), dtype=torch.float32)
+    return Sample((TensorSpec((rows, n_in)), dy, _zipf(rows, experts), main))
+
+
+def _mixture_of_experts() -> list[Case]:
+    router = along("logits", outputs=2)
+    sums = whole("logits", outputs=3)
+    permuted = whole("x", "probs", outputs=4)
+    return [
+        Case("moe_router", "100,000 tokens, 2 of 8 experts", _router(100_003, 8, 2), _router(1500, 8, 2), router),
+        Case("moe_router", "8 of 256 experts in 8 groups", _biased_router(8192, 256), _biased_router(100, 64), router),
+        Case("moe_balance_sums", "256 experts", _balance(8192, 256, 8), _balance(200, 64, 8), sums),
+        Case("moe_drop", "100,000 tokens", _drop(100_003, 64, 4), _drop(1500, 8, 2), whole()),
+        Case(
+            "permute", "64 experts, hidden 1024", _permutation(2048, 1024, 64, 8), _permutation(200, 70, 8, 3), permuted
+        ),
+        Case(
+            "permute",
+            "dropped and padded",
+            _permutation(100_003, 32, 8, 2, -1, capacity=20_000),
+            _permutation(1500, 16, 8, 2, -1, capacity=300),
+            permuted,
+        ),
+        Case("unpermute", "hidden 4096", _unpermutation(4096, 4096, 2), _unpermutation(300, 130, 4), tokens_of_rows),
+        Case("grouped_linear", "4096 to 1408", _experts(4096, 16, 4096, 1408), _experts(300, 5, 700, 40), groups),
+        Case("grouped_linear", "100,000 rows", _experts(100_003, 64, 128, 96), _experts(1500, 12, 20, 12), groups),
+        Case(
+            "grouped_linear_wgrad",
+            "16384 rows",
+            _experts_wgrad(16384, 8, 2048, 1408),
+            _experts_wgrad(1100, 5, 70, 40),
+            groups,
+        ),
+        Case(
+            "grouped_swiglu",
+            "100,000 rows",
+            Sample((TensorSpec((100_003, 2816)), TensorSpec((100_003,)))),
+            Sample((TensorSpec((1500, 70)), TensorSpec((1500,)))),
+            along("x", "probs"),
+        ),
+    ]
+
+
 def cases() -> list[Case]:
     """All cases, by op."""
-    return [*_norms(), *_activations(), *_random(), *_products(), *_attentions(), *_rows(), *_optimizer()]
+    return [
+        *_norms(),
+        *_activations(),
+        *_random(),
+        *_products(),
+        *_attentions(),
+        *_rows(),
+        *_composites(),
+        *_optimizer(),
+        *_mixture_of_experts(),
+    ]

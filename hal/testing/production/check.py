@@ -21,10 +21,11 @@ from torch import Tensor
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
 from hal.core.op import Op, Sample, TensorSpec
-from hal.errors import HalError
+from hal.errors import HalError, UnsupportedOp
 
 from .. import hints
-from ..calls import Outcome, backward, bind, invoke, map_tensors, run, tensors, to_double
+from ..calls import Outcome, backward, bind, map_tensors, run, tensors, to_double
+from ..checks import wrong_choices
 from ..comparison import errors, measure
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
 from ..reference import Reference
@@ -52,7 +53,7 @@ def check_production(
     small = backend.simulated if reduced is None else reduced
     for op in ops:
         chosen = [case for case in cases() if case.op == op.name and (case.reduced is not None or not small)]
-        impls = backend.impls.get(op.name, [])
+        impls = backend.implementations(op)
         for dtype in op.tol if dtypes is None else [dtype for dtype in op.tol if dtype in dtypes]:
             of_dtype = [case for case in chosen if dtype in case.in_dtypes()]
             if not impls and of_dtype:
@@ -143,9 +144,10 @@ class _Call:
         shapes = self._require_memory()
         arguments = bind(op, *_build(self.sample, subject.dtype, subject.device))
         self.case.plant(arguments)
-        invoke(op, op.check, arguments)
+        call = op.Call(**arguments)
+        op.check(call)
         try:
-            reasons = tuple(invoke(op, subject.impl.why_not, arguments))
+            reasons = subject.impl.refusals(call)
         except Exception as error:
             raise _Wrong(f"why_not raised {type(error).__name__}: {error}") from error
         if reasons:
@@ -160,6 +162,10 @@ class _Call:
             if self.with_grad:
                 dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
                 outcome.gradients = backward(outcome, dys)
+        except UnsupportedOp as error:
+            if subject.impl.composed:  # one of the ops that it calls is refused
+                return (str(error).splitlines()[0],)
+            raise _Wrong(f"accepted the call and raised UnsupportedOp: {error}") from error
         except Exception as error:
             raise _Wrong(f"accepted the call and raised {type(error).__name__}: {error}") from error
         if subject.calls != calls + 1:
@@ -167,7 +173,9 @@ class _Call:
         if (given := _described(outcome.outputs)) != shapes:
             raise _Wrong(f"returned {given}; the reference gives {shapes}")
         for number, block in enumerate(blocks):
-            exact, native = expected[number] if expected else self._expected(block, dys)
+            exact, native = (
+                expected[number] if expected else self._expected(block, dys, self._prescribed(block, outcome))
+            )
             self._compare(block, outcome, exact, native)
         return ()
 
@@ -193,10 +201,36 @@ class _Call:
             raise _NoMemory(f"needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
         return _described(outcome.outputs)
 
-    def _expected(self, block: Block, dys: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
-        """The block by the reference in float64, and in the dtype under test."""
+    def _prescribed(self, block: Block, outcome: Outcome) -> dict[str, Tensor]:
+        """The choice of the implementation, as an argument of the reference; {} for an op that chooses nothing.
+
+        Raises _Wrong if rounding does not explain it.
+        """
+        choice = self.subject.op.choice
+        if choice is None:
+            return {}
+        label, pick = block.outputs[f"output {choice.output}"]
+        chosen = pick(outcome.outputs[label].detach()).cpu()
+        (part,) = block.parts()
+        rows = wrong_choices(self.subject.op, choice, to_double(part.arguments), chosen)
+        if rows.numel():
+            found = chosen[rows[0]].tolist()
+            raise _Wrong(f"{label}, {block.name}: {found} in row {int(rows[0])} is not the choice of the reference")
+        return {choice.parameter: chosen}
+
+    def _expected(
+        self, block: Block, dys: Sequence[Tensor], prescribed: Mapping[str, Tensor] = {}
+    ) -> tuple[Outcome, Outcome]:
+        """The block by the reference in float64, and in the dtype under test. prescribed: replaces arguments."""
+
+        def in_double(arguments: Mapping[str, Any]) -> dict[str, Any]:
+            return to_double({**arguments, **prescribed})
+
+        def as_it_is(arguments: Mapping[str, Any]) -> dict[str, Any]:
+            return _copies({**arguments, **prescribed})
+
         with activated(Reference()):
-            return self._reference(block, dys, to_double), self._reference(block, dys, _copies)
+            return self._reference(block, dys, in_double), self._reference(block, dys, as_it_is)
 
     def _reference(self, block: Block, dys: Sequence[Tensor], convert: Callable[[Any], dict[str, Any]]) -> Outcome:
         """The reference's results, of arguments that `convert` has made; gradients of parts are added in float64."""

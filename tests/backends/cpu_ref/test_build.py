@@ -56,7 +56,7 @@ def test_processes_that_start_together_compile_once(kernels: Path) -> None:
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [out for out, _ in outputs] == ["42\n", "42\n"], outputs
     assert sum("compiling cpu_ref kernels" in err for _, err in outputs) == 1
-    assert cached(kernels) == ["_hal_cpu_ref.so", "lock"]
+    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock"]
 
 
 def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels
     assert cached(kernels) == ["build", "lock"]
     after = start(kernels)
     assert after.communicate(timeout=120)[0] == "42\n"
-    assert cached(kernels) == ["_hal_cpu_ref.so", "lock"]
+    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock"]
 
 
 def test_the_library_is_readable_by_its_owner_only_through_a_private_directory(kernels: Path) -> None:
@@ -77,6 +77,15 @@ def test_the_library_is_readable_by_its_owner_only_through_a_private_directory(k
     for directory in (path.parent, path.parent.parent):
         assert directory.stat().st_mode & 0o777 == 0o700
     assert build.ensure_built() == path
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_library_that_was_cut_off_is_compiled_again(kernels: Path, size: int) -> None:
+    """Mapping it would end the process with SIGBUS, and every later one."""
+    os.truncate(build.ensure_built(), size)
+    again = start(kernels)
+    out, err = again.communicate(timeout=120)
+    assert out == "42\n" and "compiling cpu_ref kernels" in err
 
 
 def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:

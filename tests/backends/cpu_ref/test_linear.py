@@ -18,7 +18,7 @@ def product(dy, x, initial=None):
     at = [t.data_ptr() for t in (dy, x, dw, db)]
     done = lib().hal_linear_wgrad(CODE[x.dtype], *at, x.shape[0], *dw.shape, initial is not None)
     if not done:
-        assert x.dtype == torch.bfloat16 and not linear._fast(x.dtype)
+        assert x.dtype == torch.bfloat16 and not linear.fast(x.dtype)
         pytest.skip("this processor does not multiply bfloat16")
     return dw, db
 
@@ -77,7 +77,7 @@ def test_large_gradients_are_added_to_the_sums_whatever_the_strides(dtype):
     weight, bias = torch.randn(210, 130), torch.randn(210)
     want = [weight + dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float(), bias + dy.flatten(0, 1).float().sum(0)]
     hal.ops.linear_wgrad(x, dy, weight, bias)
-    error = {torch.float32: 1e-5, torch.bfloat16: 1e-5 if linear._fast(dtype) else 2**-7, torch.float16: 2**-10}[dtype]
+    error = {torch.float32: 1e-5, torch.bfloat16: 1e-5 if linear.fast(dtype) else 2**-7, torch.float16: 2**-10}[dtype]
     for got, right in zip((weight, bias), want):
         torch.testing.assert_close(got, right, rtol=error, atol=error * 60)
 
@@ -116,7 +116,7 @@ def large(bias=True):
 
 def test_it_takes_part_where_the_vendors_product_is_slow():
     x, weight, _ = large()
-    if linear._onednn() is None or not linear._fast(torch.float32):
+    if linear._onednn() is None or not linear.fast(torch.float32):
         pytest.skip("torch.mm is not slow on this processor")
     assert x.shape[0] * x.shape[1] * weight.shape[0] >= linear._SMALL and linear._onednn_for(x, weight) is not None
 

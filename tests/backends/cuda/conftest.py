@@ -32,16 +32,19 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 @pytest.fixture
 def simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simulator]:
-    """Builds a simulator of common.h, the kernel files named in `keep`, and the files given as {name: text}."""
+    """Builds a simulator of common.h, the kernel files named in `keep`, and the files given as {name: text}.
+
+    Other arguments are the simulator's.
+    """
     need_compiler()
 
-    def make(files: dict[str, str], keep: tuple[str, ...] = ()) -> Simulator:
+    def make(files: dict[str, str], keep: tuple[str, ...] = (), **limits: int) -> Simulator:
         for path in compile.KERNELS.iterdir():
             if path.name in ("common.h", *keep):
                 (tmp_path / path.name).write_text(path.read_text())
         for name, text in files.items():
             (tmp_path / name).write_text(text)
-        engine = Simulator(library(tmp_path))
+        engine = Simulator(library(tmp_path), **limits)
         monkeypatch.setattr(launch, "_engine", engine)
         return engine
 

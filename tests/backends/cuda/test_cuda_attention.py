@@ -8,6 +8,8 @@ import math
 import shutil
 import sysconfig
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def test_torchs_operators_take_what_we_pass_them(no_engine, monkeypatch, id, lay
     if layout == "TND":
         how |= {"cu_seqlens_q": CU.to("meta"), "cu_seqlens_k": CU.to("meta")}
     impl = IMPLS[id]
-    if impl.why_not(q, k, k, **how):
+    if impl.refusals(impl.op.Call(q, k, k, **how)):
         assert layout == "TND"
         return
     out, lse = impl.call(q, k, k, **how, return_lse=True)
@@ -71,9 +73,9 @@ def test_a_row_that_sees_nothing_gives_zero_and_minus_infinity_from_every_implem
     k = torch.randn(1, 136, 2, 16, dtype=torch.bfloat16, requires_grad=True)
     how = {"layout": "BSND", "next_tokens": 0, "return_lse": True}
     if id == "cuda/cudnn":  # such rows need more queries than keys, which it refuses
-        assert IMPLS[id].why_not(q, k, k, **how)
+        assert IMPLS[id].refusals(ops.flash_attention.Call(q, k, k, **how))
         return
-    assert not IMPLS[id].why_not(q, k, k, **how)
+    assert not IMPLS[id].refusals(ops.flash_attention.Call(q, k, k, **how))
     out, lse = IMPLS[id].call(q, k, k, **how)
     (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
     assert not out[:, :16].any() and not dq[:, :16].any() and out[:, 16:].any()
@@ -100,7 +102,7 @@ def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_toke
     expected = ops.flash_attention.reference(*dense, layout="BSND", next_tokens=next_tokens)[0]
     got = IMPLS["cuda/flash"].call(q, k, k, **packed)
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-    reasons = IMPLS["cuda/flash"].why_not(*dense, layout="BSND", next_tokens=next_tokens)
+    reasons = IMPLS["cuda/flash"].refusals(ops.flash_attention.Call(*dense, layout="BSND", next_tokens=next_tokens))
     assert bool(reasons) == (next_tokens in (9, 12))
     if not reasons:
         got = IMPLS["cuda/flash"].call(*dense, layout="BSND", next_tokens=next_tokens)[0]
@@ -110,7 +112,7 @@ def test_a_window_to_the_right_of_few_keys_is_flashs_window(simulated, next_toke
 def test_one_query_of_grouped_heads_may_be_read_as_the_rows_of_one_tile(no_engine):
     """flash does that where no side is bounded; a causal window of one query bounds none."""
     q, k = meta(2, 1, 8, 64), meta(2, 300, 2, 64)
-    call = attention_spec(q, k, "BSND", None, None, None, 0, None, 0.0, None)
+    call = attention_spec(ops.flash_attention.Call(q, k, k, layout="BSND", next_tokens=0))
     how = flash._how(call)
     assert (how["window_size_left"], how["window_size_right"]) == (-1, -1)
     assert flash._how(call._replace(sq=2))["window_size_right"] == 0
@@ -121,7 +123,7 @@ def test_a_bounded_left_side_hides_nothing_to_the_right(simulated, sq, pre, next
     """With a bounded left side, the kernel bounds the right one, hiding keys if queries outnumber them by 2 or more."""
     q, k = torch.randn(1, sq, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16, dtype=torch.float16)
     how = {"layout": "BSND", "pre_tokens": pre, "next_tokens": next_tokens}
-    reasons = IMPLS["cuda/flash"].why_not(q, k, k, **how)
+    reasons = IMPLS["cuda/flash"].refusals(ops.flash_attention.Call(q, k, k, **how))
     assert bool(reasons) == (sq == 10 and pre == 3)
     if reasons:
         assert "flash limits an unbounded right side" in reasons[0]
@@ -139,7 +141,7 @@ def test_a_bounded_left_side_hides_nothing_to_the_right_of_packed_keys(simulated
     how = {"layout": "TND", "pre_tokens": pre, "next_tokens": next_tokens}
     how["cu_seqlens_q"] = torch.tensor([0, 10, 12], dtype=torch.int32)
     how["cu_seqlens_k"] = torch.tensor([0, 2, 4], dtype=torch.int32)
-    assert not IMPLS["cuda/flash"].why_not(q, k, k, **how)
+    assert not IMPLS["cuda/flash"].refusals(ops.flash_attention.Call(q, k, k, **how))
     got, expected = IMPLS["cuda/flash"].call(q, k, k, **how), ops.flash_attention.reference(q, k, k, **how)
     dy = torch.randn_like(got)
     grads = [torch.autograd.grad(y, (q, k), dy) for y in (got, expected)]
@@ -196,7 +198,7 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         monkeypatch.setattr(module, name, watched)
     q = torch.randn(1, 2, 130, 16, dtype=torch.bfloat16, requires_grad=True)
     if id == "cuda/cudnn":
-        assert any("deterministic" in r for r in IMPLS[id].why_not(q, q, q, layout="BNSD"))
+        assert any("deterministic" in r for r in IMPLS[id].refusals(ops.flash_attention.Call(q, q, q, layout="BNSD")))
         return
     out = IMPLS[id].call(q, q, q, layout="BNSD")
     torch.autograd.grad(out, q, torch.ones_like(out))
@@ -224,7 +226,7 @@ def test_lengths_that_an_old_cudnn_reads_past_are_refused(no_engine, monkeypatch
     cudnn._version.cache_clear()
     try:
         for q, k in ((meta(1, 2, length, 64), meta(1, 2, 128, 64)), (meta(1, 2, 128, 64), meta(1, 2, length, 64))):
-            reasons = IMPLS["cuda/cudnn"].why_not(q, k, k, layout="BNSD")
+            reasons = IMPLS["cuda/cudnn"].refusals(ops.flash_attention.Call(q, k, k, layout="BNSD"))
             assert [("read past the end" in r) for r in reasons] == [True] * refused
     finally:
         cudnn._version.cache_clear()
@@ -233,12 +235,15 @@ def test_lengths_that_an_old_cudnn_reads_past_are_refused(no_engine, monkeypatch
 def test_the_simulator_asks_no_cudnn_for_its_version(simulated, monkeypatch):
     monkeypatch.setattr(cudnn, "_version", lambda: pytest.fail("asked"))
     q = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
-    assert not IMPLS["cuda/cudnn"].why_not(q, q, q, layout="BNSD")
+    assert not IMPLS["cuda/cudnn"].refusals(ops.flash_attention.Call(q, q, q, layout="BNSD"))
 
 
 def test_a_bias_that_32_bits_cannot_index_is_refused(no_engine):
     long, window = meta(1, 1, 2**16, 64), {"layout": "BNSD", "pre_tokens": 9}
-    why_not = IMPLS["cuda/sdpa"].why_not
+
+    def why_not(*args: Any, **how: Any) -> Sequence[str]:
+        return IMPLS["cuda/sdpa"].refusals(ops.flash_attention.Call(*args, **how))
+
     for keys in (2**16, 2**16 - 7):  # a row in memory has a multiple of 8 elements
         k = meta(1, 1, keys, 64)
         assert "in 32 bits" in why_not(long, k, k, **window)[0]
@@ -268,7 +273,7 @@ def test_flex_says_what_its_compiler_lacks(no_engine, monkeypatch, tmp_path, spe
     flex._cannot_compile.cache_clear()
     try:
         q = meta(1, 2, 128, 64)
-        reasons = IMPLS["cuda/flex"].why_not(q, q, q, layout="BNSD")
+        reasons = IMPLS["cuda/flex"].refusals(ops.flash_attention.Call(q, q, q, layout="BNSD"))
         assert (message is None and not reasons) or message in reasons[0]
     finally:
         flex._cannot_compile.cache_clear()

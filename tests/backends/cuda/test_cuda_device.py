@@ -137,13 +137,26 @@ def test_nccl_declares_what_it_lacks():
 
 
 def test_graphs_and_clocks_are_refused_on_the_simulator(simulated):
-    with pytest.raises(hal.HalError, match="needs a GPU"), simulated.capture():
+    assert not simulated.capabilities().graphs and not simulated.capabilities().memory_pools
+    with pytest.raises(hal.HalError, match="cannot record graphs"):
+        simulated.capture(lambda: None)
+    with pytest.raises(hal.HalError, match="has no memory pools"), simulated.memory_pool():
         pass
     assert simulated.event() is None and simulated.memory_stats() == {}
     with simulated.stream(), simulated.profile_range("work"):
         pass
     with pytest.raises(hal.HalError, match="one device"):
         simulated.device(1)
+
+
+def test_limits_of_the_simulated_device(monkeypatch):
+    """They are options, so that the code of a failed call repeats it on the same device."""
+    monkeypatch.delenv("HAL_SIMULATE", raising=False)
+    assert Cuda(simulate=True, grid=2, shared=0).options()["grid"] == 2
+    with pytest.raises(hal.HalError, match="need simulate=True"):
+        Cuda(grid=2)
+    with pytest.raises(hal.HalError, match="must be 1 or more"):
+        Cuda(simulate=True, grid=0)
 
 
 def test_why_says_where_the_order_of_attention_comes_from(monkeypatch):
@@ -160,7 +173,7 @@ def test_why_says_where_the_order_of_attention_comes_from(monkeypatch):
 class SecondGpu:
     """An engine for which cuda:1 is the current one of several devices."""
 
-    device_type, multiprocessors = "cuda", 1
+    device_type, multiprocessors, max_blocks = "cuda", 1, 1 << 30
 
     def wrong_device(self, device):
         return "" if device.index in (None, 1) else f"a tensor on {device} while cuda:1 is the current device"
@@ -174,10 +187,13 @@ def test_draws_are_made_on_the_current_device(monkeypatch):
     (impl,) = Cuda.impls["philox_uniform"]
     with hal.activated(Cuda(simulate=False)):
         for device in (None, torch.device("cuda:1")):
-            assert not impl.why_not((0,), hal.Rng(1), device=device)
+            assert not impl.refusals(impl.op.Call((0,), hal.Rng(1), device=device))
             impl.call((0,), hal.Rng(1), device=device)
     assert places == ["cuda:1", "cuda:1"]
-    assert "cuda:0 while cuda:1 is the current" in impl.why_not((3,), hal.Rng(1), device=torch.device("cuda:0"))[0]
+    assert (
+        "cuda:0 while cuda:1 is the current"
+        in impl.refusals(impl.op.Call((3,), hal.Rng(1), device=torch.device("cuda:0")))[0]
+    )
 
 
 def test_draws_on_the_simulator_are_the_cpus(simulated):

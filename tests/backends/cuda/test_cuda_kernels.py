@@ -9,6 +9,7 @@ from torch import Tensor
 import hal
 from hal import Rng, ops
 from hal.backends.cuda import Cuda, launch, linear, norm, optimizer, vocab
+from hal.backends.cuda.tensors import column_sum
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -66,13 +67,24 @@ class RotaryOfX:
         return ops.rotary.reference(x, self.angles.cos(), self.angles.sin())
 
 
-@pytest.mark.parametrize("width", [4096, 5500, 10500])
-def test_norms_of_rows_beyond_shared_memory(width):
+@pytest.mark.parametrize(("width", "fits"), [(4096, True), (5500, False), (10500, False)])
+def test_norms_of_rows_beyond_shared_memory(width, fits):
     """Column sums live in shared memory for narrow rows and in global memory for wide ones."""
-    assert (2 * width * 4 <= norm.IN_SHARED) == (width == 4096)
+    assert (2 * width * 4 <= norm.IN_SHARED) == fits
+    backend = Cuda(simulate=True, grid=20, shared=48 * 1024)  # as on a GPU
+    backend.build()
     x, w = normal(9, width, dtype=torch.float32), normal(width, dtype=torch.float32, seed=1)
-    compare(ops.layer_norm, [x, w, w], tolerance=2e-5)
-    compare(ops.rms_norm, [x.bfloat16(), w.bfloat16()], tolerance=2e-2)
+    with hal.activated(backend):
+        compare(ops.layer_norm, [x, w, w], tolerance=2e-5)
+        compare(ops.rms_norm, [x.bfloat16(), w.bfloat16()], tolerance=2e-2)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 8, 9, 37])
+def test_column_sums_of_more_pieces_than_a_small_grid_has(pieces):
+    partial = normal(pieces, 70, dtype=torch.float32)
+    out = torch.empty(70)
+    column_sum(partial, pieces, out)
+    torch.testing.assert_close(out, partial.sum(0))
 
 
 def test_the_only_visible_column_gets_all_of_a_softmax():

@@ -70,7 +70,7 @@ def driver(monkeypatch):
 def test_a_launch_passes_what_the_driver_takes(driver):
     engine = launch.Device(CUBINS)
     assert not driver.loaded and engine.multiprocessors == 132
-    parameters = launch.pack((5, 2.5, struct.pack("=2q", 6, 7)))
+    parameters = (5, 2.5, struct.pack("=2q", 6, 7))
     engine.launch("a", (3, 4), 128, 1024, parameters)
     assert driver.launched == [((3, 4, 1), (128, 1, 1), 1024, 77, struct.pack("=qd2q", 5, 2.5, 6, 7))]
 
@@ -78,8 +78,8 @@ def test_a_launch_passes_what_the_driver_takes(driver):
 def test_the_first_launch_loads_every_kernel(driver):
     """A graph capture may follow, during which a module cannot be loaded."""
     engine = launch.Device(CUBINS)
-    engine.launch("a", (1, 1), 32, 0, b"")
-    engine.launch("b", (1, 1), 32, 0, b"")
+    engine.launch("a", (1, 1), 32, 0, ())
+    engine.launch("b", (1, 1), 32, 0, ())
     assert driver.loaded == [b"one", b"two"]
 
 
@@ -90,7 +90,7 @@ def test_a_thread_without_a_context_gets_one(driver):
 
     def work():
         try:
-            engine.launch("a", (1, 1), 32, 0, b"")
+            engine.launch("a", (1, 1), 32, 0, ())
         except RuntimeError as error:
             errors.append(error)
 
@@ -105,7 +105,7 @@ def test_a_device_without_kernels_is_named(driver, monkeypatch):
     engine = launch.Device(CUBINS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     with pytest.raises(hal.HalError, match="cuda:0 is an sm_75"):
-        engine.launch("a", (1, 1), 32, 0, b"")
+        engine.launch("a", (1, 1), 32, 0, ())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The whole backend on the simulator: the conformance kit, the same under AddressSanitizer, and a training run."""
+"""The whole backend on the simulator: the conformance kit and a training run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cuda_helpers import need_compiler, run_python, sanitizer_environment
+from cuda_helpers import need_compiler, run_python
 
 from hal import testing
 
@@ -20,17 +20,6 @@ def test_every_implementation_passes_the_conformance_kit(simulated):
     named = {row.implementation for row in report.rows if any("stand-in" in r for r in row.reasons)}
     assert named == {"cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch"}
     assert all(row.simulated for row in report.rows)
-
-
-def test_no_access_out_of_bounds_in_the_conformance_kit():
-    code = (
-        "import sys, hal.cli\n"
-        "sys.exit(hal.cli.main(['parity', '--backend', 'cuda', '--simulate', '--max-examples', '2',"
-        " *(f'--op={o}' for o in 'swiglu geglu bias_gelu philox_uniform dropout layer_norm rms_norm adamw l2norm"
-        " unscale_and_check bias_dropout_add rotary scale_mask_softmax cross_entropy'.split())]))\n"
-    )
-    done = run_python(code, env=sanitizer_environment(), timeout=1800)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 SHAPE = (

@@ -6,19 +6,12 @@ import re
 
 import pytest
 import torch
-from cuda_helpers import run_python, sanitizer_environment
+from cuda_helpers import planted
 
 import hal
-from hal.backends.cuda import Cuda, compile, launch
+from hal.backends.cuda import Cuda, launch
 
 HEAD = '#include "common.h"\n'
-
-
-def planted(name: str, old: str, new: str) -> str:
-    """The text of a kernel file with one change."""
-    text = (compile.KERNELS / name).read_text()
-    assert text.count(old) >= 1, f"{name} no longer contains {old!r}; plant the fault elsewhere"
-    return text.replace(old, new, 1)
 
 
 def run_kernel(kernel: str, *parameters, threads: int = 64, grid=(1, 1), shared: int = 0) -> None:
@@ -43,7 +36,7 @@ EXPORT(probe)
     )
     simulator({"probe.cu": source})
     out = torch.zeros(321)
-    run_kernel("probe", out.data_ptr())
+    run_kernel("probe", out)
     lane = torch.arange(64) % 32
     assert out[:64].tolist() == torch.where(lane + 4 < 32, lane + 4, lane).tolist()
     assert out[64:128].tolist() == (lane ^ 1).tolist()
@@ -76,7 +69,7 @@ def test_a_wrong_kernel_is_reported_with_its_line(simulator, name):
     simulator({"probe.cu": source})
     out = torch.zeros(4)
     with pytest.raises(hal.HalError, match=message) as error:
-        run_kernel("probe", out.data_ptr())
+        run_kernel("probe", out)
     assert re.search(r"kernel probe", str(error.value))
 
 
@@ -86,7 +79,7 @@ def test_a_wrong_kernel_is_reported_with_its_line(simulator, name):
         ({"threads": 48}, "a GPU refuses"),
         ({"threads": 512}, "a GPU refuses"),
         ({"grid": (1, 70000)}, "a GPU refuses"),
-        ({"shared": 64 * 1024}, "a GPU refuses"),
+        ({"shared": 2048}, "2048 bytes of shared memory were requested, a block has 1024"),
     ],
 )
 def test_a_launch_that_a_gpu_refuses_is_refused(simulated, how, message):
@@ -109,10 +102,10 @@ def test_the_order_of_threads_is_random_and_the_results_are_not(simulator):
     orders, sums = set(), set()
     for _ in range(4):
         out = torch.zeros(65)
-        run_kernel("probe", out.data_ptr())
+        run_kernel("probe", out)
         orders.add(tuple(out.tolist()))
         partial, total = torch.linspace(0, 1, 37 * 50).view(37, 50), torch.empty(50)
-        engine.launch("column_sum<f32>", (2, 1), 256, 0, launch.pack((partial.data_ptr(), total.data_ptr(), 37, 50)))
+        engine.launch("column_sum<f32>", (2, 1), 256, 0, (partial, total, 37, 50))
         sums.add(tuple(total.tolist()))
     assert len(orders) == 4 and len(sums) == 1
 
@@ -121,7 +114,7 @@ def test_uninitialised_shared_memory_is_nan(simulator):
     source = HEAD + "__global__ void probe(float *out) { DYNAMIC_SHARED(float, s); out[0] = s[0]; }\nEXPORT(probe)\n"
     simulator({"probe.cu": source})
     out = torch.zeros(1)
-    run_kernel("probe", out.data_ptr(), shared=128)
+    run_kernel("probe", out, shared=128)
     assert out.isnan().all()
 
 
@@ -153,7 +146,7 @@ BARRIERS = {
 def test_a_missing_barrier_is_caught(simulator, fault):
     """Wrong numbers, as on a GPU, but reproducibly: rows of several warps, and several rows per block."""
     file, old = BARRIERS[fault]
-    files = {file: planted(file, old, old.replace("__syncthreads();", ""))} if old else {}
+    files = planted(file, old, old.replace("__syncthreads();", "")) if old else {}
     simulator(files, keep=("norm.cu", "reduce.cu"))
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((40, 1000), (1000,), (1000,))]
     dy = torch.randn(40, 1000)
@@ -162,47 +155,3 @@ def test_a_missing_barrier_is_caught(simulator, fault):
     exact = torch.autograd.grad(hal.ops.layer_norm.reference(*inputs), inputs, dy)
     sound = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(grads, exact))
     assert sound == (fault == "none")
-
-
-SANITIZED = """
-import pathlib, sys, torch, hal
-from hal.backends.cuda import Cuda, launch
-from hal.backends.cuda.simulator.build import Simulator, library
-launch.set_engine(Simulator(library(pathlib.Path(sys.argv[1]))))
-with hal.activated(Cuda(simulate=True)):
-    x = torch.randn(3, 1, 5, 7)
-    y = hal.ops.scale_mask_softmax(x, None, 1.0, True)
-    hal.ops.rms_norm(torch.randn(3, 33), torch.randn(33))
-print("finished")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "access"),
-    [
-        ("", "", ""),
-        # Reads (and writes) one element past the last row.
-        (
-            "j < sk; j += blockDim.x) from_float(0.0f, y[j]);",
-            "j <= sk; j += blockDim.x) from_float(0.0f, y[j]);",
-            "WRITE",
-        ),
-        ("const float top = dead ? 0.0f : all.v[0]", "const float top = to_float(x_[rows * sk + 1])", "READ"),
-    ],
-    ids=["sound", "a write past the end", "a read past the end"],
-)
-def test_an_access_out_of_bounds_is_caught(tmp_path, old, new, access):
-    env = sanitizer_environment()
-    for name in ("common.h", "norm.cu", "softmax.cu"):
-        (tmp_path / name).write_text((compile.KERNELS / name).read_text())
-    if old:
-        (tmp_path / "softmax.cu").write_text(planted("softmax.cu", old, new))
-    done = run_python(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{SANITIZED}", env=env)
-    if not access:
-        assert done.returncode == 0 and "finished" in done.stdout, done.stderr
-        return
-    assert done.returncode != 0 and "finished" not in done.stdout
-    assert (
-        "heap-buffer-overflow" in done.stderr and f"{access} of size 4" in done.stderr and "softmax.cu" in done.stderr
-    )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hal import ops
 from hal.backends.npu import Npu, optimizer
-from hal.backends.npu.attention import call, fusion
-from hal.backends.npu.attention.call import Call, Plan
+from hal.backends.npu.attention import fusion, fusion_call
+from hal.backends.npu.attention.fusion_call import FusionCall, Plan
 from hal.core.op import Op
 from hal.testing import Failure
 from hal.testing.checks import check_sample
@@ -37,7 +37,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, object], N
     """Replaces a name in the modules that decide how attention is called."""
 
     def replace(name: str, value: object) -> None:
-        for module in (fusion, call):
+        for module in (fusion, fusion_call):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 
@@ -60,14 +60,14 @@ def test_mask_polarity(npu: Npu, plant: Callable[[str, object], None]) -> None:
 
 
 def test_full_mask_polarity(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = call.full_mask
+    right = fusion_call.full_mask
     plant("full_mask", lambda *args: ~right(*args))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
 
 
 def test_pre_and_next_swapped(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = call.plan
+    right = fusion_call.plan
     plant("plan", lambda *args: _swapped(right(*args)))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
@@ -75,15 +75,15 @@ def test_pre_and_next_swapped(npu: Npu, plant: Callable[[str, object], None]) ->
 
 def test_a_band_without_a_mask(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     """pre and next alone do nothing: the library computes the full matrix."""
-    right = Call.forward
-    monkeypatch.setattr(Call, "forward", lambda self, q, k, v, mask: right(self, q, k, v, None))
+    right = FusionCall.forward
+    monkeypatch.setattr(FusionCall, "forward", lambda self, q, k, v, mask: right(self, q, k, v, None))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
 
 
 def test_a_causal_mask_from_the_other_corner(npu: Npu, plant: Callable[[str, object], None]) -> None:
     """sparse_mode 2 (top left) instead of 3 (bottom right): the same for Sq = Skv, wrong otherwise."""
-    right = call.plan
+    right = fusion_call.plan
 
     def top_left(*args: object) -> Plan:
         p = right(*args)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_a_causal_mask_from_the_other_corner(npu: Npu, plant: Callable[[str, obj
 
 
 def test_rows_that_see_nothing_left_uniform(npu: Npu, plant: Callable[[str, object], None]) -> None:
-    right = call.plan
+    right = fusion_call.plan
     plant("plan", lambda *args: dataclasses.replace(right(*args), dead_rows=False))
     with pytest.raises(Failure):
         check_all(npu, ops.flash_attention, "npu/fusion_attention")

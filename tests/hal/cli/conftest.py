@@ -22,8 +22,8 @@ class Healthy(HostBackend):
         return hal.Probe(True, 1, "one imaginary device", {"driver": "12.3", "kind": "one"})
 
 
-def only_two_dimensions(x, weight, eps=1e-5):
-    return [] if x.ndim == 2 else [f"{x.ndim} dimensions (the kernel has 2)"]
+def only_two_dimensions(call):
+    return [] if call.x.ndim == 2 else [f"{call.x.ndim} dimensions (the kernel has 2)"]
 
 
 @Healthy.impl(ops.rms_norm, id="healthy/fast", why_not=only_two_dimensions)
@@ -45,7 +45,7 @@ def l2norm(tensors):
     return ops.l2norm.reference(tensors) ** 2
 
 
-@Wrong.impl(ops.swiglu, id="wrong/shy", why_not=lambda x, bias=None: ["it is Friday"])
+@Wrong.impl(ops.swiglu, id="wrong/shy", why_not=lambda call: ["it is Friday"])
 def swiglu(x, bias=None):
     return ops.swiglu.reference(x, bias)
 

@@ -4,6 +4,8 @@ import pytest
 
 import hal
 
+SIMPLE = [op for op in hal.OPS.values() if op.decompose is None]
+
 
 def line(out, subject):
     return next(text for text in out.splitlines() if text.split()[1:2] == [subject])
@@ -13,8 +15,12 @@ def test_a_healthy_backend_passes_and_shows_what_it_lacks(run):
     code, out, _ = run("doctor", "--backend", "healthy")
     assert code == 0
     assert line(out, "device").split() == ["PASS", "device", "cpu"]
-    assert line(out, "rms_norm").split() == ["PASS", "rms_norm", "healthy/fast,", "float32"]
+    assert line(out, "rms_norm").split() == ["ran", "rms_norm", "healthy/fast,", "one", "call", "in", "float32"]
+    done, _, listed, _ = line(out, "torch").split()[2:]
+    assert done == listed and int(listed) > 40
     assert "none    adamw                 no implementation" in out
+    lacks = "composed of other ops, of which the backend lacks linear, cross_entropy"
+    assert f"parts   linear_cross_entropy  {lacks}" in out
     assert len(out.splitlines()) >= 3 + len(hal.OPS)
 
 
@@ -34,7 +40,7 @@ def test_a_refusal_is_a_reason(run):
 @pytest.mark.parametrize(
     "argv, text",
     [
-        (("healthy",), f"hal parity --backend healthy --todo says which of the {len(hal.OPS) - 1} missing ops"),
+        (("healthy",), f"hal parity --backend healthy --todo says which of the {len(SIMPLE) - 1} missing ops"),
         (("wrong",), "hal parity --backend wrong --op l2norm shows the call; then hal doctor --backend wrong again"),
         (("absent",), "install what is named above, or without the device: hal doctor --backend absent --simulate"),
         (("absent", "--simulate"), "hal parity --backend absent --simulate --todo"),

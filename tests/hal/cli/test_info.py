@@ -10,7 +10,12 @@ import hal
 def test_it_lists_every_backend_with_its_source_facts_and_versions(run):
     code, out, _ = run("info")
     assert code == 0
-    assert "healthy (in-tree): 1 device\n  one imaginary device\n  driver: 12.3\n  kind: one\n  2 impl" in out
+    assert (
+        "healthy (in-tree): 1 device\n  one imaginary device\n  driver: 12.3\n  kind: one\n  tensors: bfloat16, bool"
+        in out
+    )
+    assert "elements of a tensor: limited by memory\n  asynchronous: no, compiles per shape: no" in out
+    assert "memory pools: no\n  2 implementations of 1 op" in out
     assert "absent (in-tree): cannot run here\n  no such card in this machine" in out
     assert f"torch-hal         {hal.__version__}" in out
     assert f"torch             {torch.__version__.split('+')[0]}" in out

@@ -12,7 +12,7 @@ def arguments(op, *options):
     parser = Parser("why")
     add_call(parser)
     args, kwargs = call(op, parser.parse_args(options))
-    op.check(*args, **kwargs)
+    op.check(op.Call(*args, **kwargs))
     return op.signature.bind(*args, **kwargs).arguments
 
 

@@ -17,11 +17,11 @@ def two(toy, make_backend):
     """A backend with two implementations: "a" accepts only scale 1, "b" no bias w."""
     backend = make_backend()
 
-    def a_why(x, w=None, *, scale=1.0):
-        return [] if scale == 1.0 else [f"scale {scale} (only 1)"]
+    def a_why(call):
+        return [] if call.scale == 1.0 else [f"scale {call.scale} (only 1)"]
 
-    def b_why(x, w=None, *, scale=1.0):
-        return [] if w is None else ["w is given", "w has a dtype"]
+    def b_why(call):
+        return [] if call.w is None else ["w is given", "w has a dtype"]
 
     backend.impl(toy, id="a", why_not=a_why)(lambda x, w=None, *, scale=1.0: x + 100)
     backend.impl(toy, id="b", why_not=b_why)(lambda x, w=None, *, scale=1.0: x + 200)
@@ -42,9 +42,9 @@ def test_the_first_that_accepts_runs(toy, two):
 def test_only_a_marked_why_not_is_asked_once_per_metadata(toy, make_backend, marked):
     backend, scales = make_backend(), []
 
-    def why(x, w=None, *, scale=1.0):
-        scales.append(scale)
-        return [] if scale == 1.0 else ["scale"]
+    def why(call):
+        scales.append(call.scale)
+        return [] if call.scale == 1.0 else ["scale"]
 
     backend.impl(toy, id="a", why_not=hal.by_metadata(why) if marked else why)(lambda x, w=None, *, scale=1.0: x + 100)
     backend.impl(toy, id="b")(lambda x, w=None, *, scale=1.0: x + 200)
@@ -201,7 +201,7 @@ def test_why_runs_nothing_and_takes_meta_tensors(toy, make_backend):
     def never(x, w=None, *, scale=1.0):
         raise AssertionError("why must not call")
 
-    backend.impl(toy, id="a", why_not=lambda x, w=None, *, scale=1.0: ["no"])(never)
+    backend.impl(toy, id="a", why_not=lambda call: ["no"])(never)
     backend.impl(toy, id="b")(never)
     with hal.activated(backend()):
         answer = hal.why(toy, torch.empty(2, device="meta"))
@@ -256,7 +256,7 @@ def test_what_is_activated_is_returned_and_stays_until_the_end_of_a_block(toy, t
 @pytest.mark.parametrize("answer, kind", [("no", "str"), (None, "NoneType"), (True, "bool")])
 def test_a_why_not_that_returns_no_reasons_is_a_plugin_error(toy, make_backend, answer, kind):
     backend = make_backend()
-    why_not = hal.by_metadata(lambda x, w=None, *, scale=1.0: answer)
+    why_not = hal.by_metadata(lambda call: answer)
     backend.impl(toy, id="a", why_not=why_not)(toy.reference)
     with hal.activated(backend()), pytest.raises(hal.PluginError, match=f"why_not of 'a' returned {kind}"):
         toy(X)
@@ -326,3 +326,79 @@ def test_a_tensor_elsewhere_is_refused_before_any_implementation_sees_it(toy, tw
             with pytest.raises(hal.ContractError, match="is on meta, but the active backend 'cpu_toy' works on cpu"):
                 call()
         assert hal.why(toy, X.to("meta")).chosen == "a"  # the explanation needs no data
+
+
+# Errors of asynchronous devices.
+
+
+@pytest.fixture
+def late(toy, make_backend):
+    """A backend whose device fails at the next synchronisation after a call with scale 13."""
+    backend = make_backend()
+    failed = []
+
+    def run(x, w=None, *, scale=1.0):
+        if scale == 13.0:
+            failed.append(scale)
+        return x * scale, (scale,)
+
+    def bwd(residuals, dy):
+        if residuals[0] == 7.0:
+            failed.append(7.0)
+        return dy, None
+
+    def synchronize(self):
+        if failed:
+            failed.clear()
+            raise RuntimeError("an illegal address")
+
+    backend.impl(toy, id="a", bwd=bwd)(run)
+    backend.synchronize = synchronize
+    backend.capabilities = lambda self: hal.Capabilities(asynchronous=True)
+    return backend()
+
+
+def test_an_error_that_surfaces_late_names_the_calls_issued_before(toy, late):
+    with hal.activated(late):
+        toy(X)
+        hal.synchronize()
+        toy(X, scale=13.0)
+        toy(X, scale=2.0)
+        with pytest.raises(
+            hal.DeviceError, match=r"(?s)an illegal address.*one of the 2 issued.*HAL_SYNCHRONOUS"
+        ) as error:
+            hal.synchronize()
+        assert error.value.calls == ("toy (a)", "toy (a)")
+        hal.synchronize()
+        toy(X)
+        with hal.device_errors():
+            toy(X)  # stands for a value that is read without an error
+        assert hal.core.issued.calls() == []
+        with pytest.raises(hal.DeviceError), hal.device_errors():
+            raise RuntimeError("what loss.item() raises")
+        with pytest.raises(hal.ContractError), hal.device_errors():
+            toy(X, scale=0.0)
+
+
+def test_in_synchronous_mode_the_failed_call_is_named(toy, late, monkeypatch):
+    x = torch.ones(2, requires_grad=True)
+    with hal.activated(late, synchronous=True):
+        toy(x)
+        with pytest.raises(hal.DeviceError, match=r"^toy \(a\) failed on the device: an illegal address") as error:
+            toy(x, scale=13.0)
+        assert error.value.calls == ("toy (a)",)
+        y = toy(x, scale=7.0).sum()
+        with pytest.raises(hal.DeviceError, match=r"^toy \(a\), backward failed on the device"):
+            y.backward()
+    monkeypatch.setenv("HAL_SYNCHRONOUS", "1")
+    with hal.activated(late), hal.policy(fallback="reference"), pytest.raises(hal.DeviceError, match="failed on"):
+        toy(x, scale=13.0)
+
+
+def test_a_synchronous_device_pays_nothing_and_its_errors_stay_as_they_are(toy, two):
+    with hal.activated(two):
+        toy(X)
+        assert hal.core.issued.after is None and hal.core.issued.calls() == []
+        hal.synchronize()
+        with pytest.raises(RuntimeError, match="of the program"), hal.device_errors():
+            raise RuntimeError("of the program")

@@ -134,7 +134,7 @@ def test_an_unknown_hint_is_refused_and_op_and_parameter_are_named(hint: str, me
 def test_a_missing_hint_is_refused(isolated: None) -> None:
     with pytest.raises(hal.HalError, match="op 'untyped': parameter 'scale' has no type hint"):
 
-        @hal.op(check=lambda x, scale: None, tol={}, samples=lambda: None)
+        @hal.op(check=lambda call: None, tol={}, samples=lambda: None)
         def untyped(x: Tensor, scale) -> Tensor:  # type: ignore[no-untyped-def]
             return x
 
@@ -168,7 +168,7 @@ def test_an_optional_tensor_is_no_list(isolated: None, make_backend: Any, hint: 
         return x if bias is None else x + bias
 
     biased.__annotations__ = {"x": "Tensor", "bias": hint, "return": "Tensor"}
-    op = hal.op(check=lambda x, bias=None: None, tol={}, samples=lambda: None, grads=("x", "bias"))(biased)
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None, grads=("x", "bias"))(biased)
     backend = make_backend()
     backend.impl(op, id="a", bwd=lambda residuals, dy: (dy, dy))(lambda x, bias=None: (biased(x, bias), ()))
     with hal.activated(backend()):
@@ -187,7 +187,7 @@ def test_a_memo_key_has_no_seed_however_the_rng_is_spelled(isolated: None, make_
         return x.clone()
 
     noisy.__annotations__ = {"x": "Tensor", "rng": hint, "return": "Tensor"}
-    op = hal.op(check=lambda x, rng: None, tol={}, samples=lambda: None)(noisy)
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(noisy)
     backend = make_backend()
     backend.impl(op, id="a")(noisy)
     with hal.activated(backend()):
@@ -204,7 +204,7 @@ def test_a_memo_key_has_a_communicators_size_only(isolated: None, make_backend: 
         return x.clone()
 
     reduced.__annotations__ = {"x": "Tensor", "comm": hint, "return": "Tensor"}
-    op = hal.op(check=lambda x, comm: None, tol={}, samples=lambda: None)(reduced)
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(reduced)
     backend = make_backend()
     backend.impl(op, id="a")(reduced)
     with hal.activated(backend()):
@@ -222,14 +222,14 @@ def test_parameters_may_have_any_name(isolated: None, make_backend: Any) -> None
         return (call + key) * output * forward
 
     op = hal.op(
-        check=lambda call, key, run=None, *, output=1.0, forward=1.0: None,
+        check=lambda call: None,
         tol={},
         samples=lambda: None,
         grads=("call", "key"),
     )(crowded)
 
-    def why_not(call: Any, key: Any, run: Any = None, *, output: Any = 1.0, forward: Any = 1.0) -> Sequence[str]:
-        return ()
+    def why_not(call: hal.Call) -> Sequence[str]:
+        return () if call.call is X and call.forward == 3.0 else ("the call",)
 
     def implementation(call: Any, key: Any, run: Any = None, *, output: Any = 1.0, forward: Any = 1.0) -> Any:
         return crowded(call, key, run, output=output, forward=forward), (output * forward,)

@@ -20,7 +20,7 @@ def plant(op, function, *, why_not=None, bwd=None, waivers=None, backend=Cpu):
     Planted.impl(
         op,
         id="planted/wrong",
-        why_not=why_not and with_op_signature(op, why_not),
+        why_not=why_not,
         bwd=bwd,
         waivers=waivers,
     )(with_op_signature(op, function))

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = f"""{host_backend.SOURCE}from hal import ops
 
 class Acme(HostBackend):
-    name, api = "acme", 1
+    name, api = "acme", 2
     def __init__(self, simulate=False):
         self.simulate = self.simulated = simulate
 

@@ -28,7 +28,9 @@ def test_a_training_step_uses_exactly_these_ops(shape):
 
 def test_together_the_golden_shapes_use_every_op_of_a_training_step():
     # unscale_and_check is for fp16; dropout is built on philox_uniform, which is called directly only for generation.
-    assert set().union(*USED.values()) == set(hal.OPS) - {"unscale_and_check", "philox_uniform"}
+    # Composite ops are recorded as the ops that they are composed of. The shapes have no mixture of experts.
+    simple = {op.name for op in hal.OPS.values() if op.decompose is None and ".moe_" not in op.__module__}
+    assert set().union(*USED.values()) == simple - {"unscale_and_check", "philox_uniform"}
 
 
 def test_calls_are_recorded_in_order_with_their_implementation():
@@ -64,6 +66,6 @@ def test_everything_else_is_the_wrapped_backends():
     missed = [
         name
         for name, value in vars(hal.Backend).items()
-        if inspect.isfunction(value) and not name.startswith("_") and name not in vars(Spy)
+        if inspect.isfunction(value) and not name.startswith("_") and name not in {*vars(Spy), "implementations"}
     ]
     assert missed == [], "a method of Backend that the spy does not pass on"

@@ -155,6 +155,11 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double
   Tensor rstd = at::rsqrt(f32(x).square().mean(tail, true) + eps);
   return {f32(x) * rstd * f32(gamma), rstd};
 }
+Three add_rms_norm(const Tensor& a, const Tensor& b, const Tensor& gamma, double eps) {
+  Tensor sum = f32(a) + f32(b);
+  auto [y, rstd] = rms_norm(sum, gamma, eps);
+  return {y, rstd, sum};
+}
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& rstd, const Tensor& gamma) {
   auto tail = dims(gamma, {});
   for (auto& d : tail) d -= gamma.dim();

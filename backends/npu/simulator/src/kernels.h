@@ -31,9 +31,22 @@ Three layer_norm(const Tensor& x, const std::vector<int64_t>& shape, const Tenso
 Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector<int64_t>& shape, const Tensor& mean,
                           const Tensor& rstd, const Tensor& weight, const Tensor& bias, const std::vector<bool>& wanted);
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps);
+Three add_rms_norm(const Tensor& a, const Tensor& b, const Tensor& gamma, double eps);
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& rstd, const Tensor& gamma);
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode);
 Three rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin, const Tensor& x, int64_t mode);
+
+// renorm 0: the largest of the softmax; 1: the softmax of the largest. The experts are int32, the lowest of equal ones
+// first.
+std::tuple<Tensor, Tensor> gating_top_k_softmax(const Tensor& x, int64_t k, int64_t renorm);
+// Tokens repeated and sorted by their indices (stable), and for each repetition its place.
+std::tuple<Tensor, Tensor> permute(const Tensor& tokens, const Tensor& indices, int64_t rows);
+Tensor unpermute(const Tensor& permuted, const Tensor& sorted, const Tensor& probs);
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& permuted, const Tensor& grad, const Tensor& sorted,
+                                              const Tensor& probs);
+// The product of every group, whose ends are cumulative. kind 0: rows of x [m, k] with weight [e, k, n]; kind 2: columns
+// of x [m, k] with rows of weight [k, n], one [m, n] per group.
+Tensor grouped_matmul(const Tensor& x, const Tensor& weight, const Tensor& ends, int64_t kind);
 
 Tensor uniform(const Tensor& like, int64_t seed, int64_t offset);
 Tensor normal(const Tensor& like, int64_t seed, int64_t offset);

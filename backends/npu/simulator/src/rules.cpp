@@ -34,4 +34,78 @@ void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, 
           "mask " + c10::str(mask.sizes()) + " does not broadcast to x " + c10::str(x.sizes()));
 }
 
+namespace {
+constexpr int kTiling = 561002;  // ACLNN_ERR_INNER_TILING_ERROR
+
+void tile(bool fine, const char* op, const std::string& text) {
+  if (!fine) throw Refusal{kTiling, std::string(op) + ": " + text};
+}
+
+void few_per_token(const char* op, int64_t count) {
+  require(count <= 512, op, "at most 512 experts per token, got " + std::to_string(count));
+}
+
+void few_groups(const char* op, const Tensor& ends, const Tensor& x, const Tensor& weight) {
+  require(ends.dim() == 1 && ends.numel() <= 1024, op, "at most 1024 groups, got " + c10::str(ends.sizes()));
+  for (const Tensor& t : {x, weight})
+    require(t.size(-1) < 65536, op, "the last size must be below 65536, got " + c10::str(t.sizes()));
+}
+}  // namespace
+
+void chosen(const char* op, const Tensor& x, const Tensor& finished, int64_t k) {
+  require(x.dim() == 2 || x.dim() == 3, op, "x must have 2 or 3 dimensions, got " + c10::str(x.sizes()));
+  tile(k >= 0 && k <= x.size(-1) && k <= 1024, op, "k must be in 0.." + std::to_string(x.size(-1)) + " and at most 1024");
+  require(!finished.defined(), op, "finished is not simulated");
+}
+
+void permutable(const char* op, const Tensor& indices, bool padded) {
+  require(!padded, op, "padded_mode must be False");
+  require(indices.dim() == 1 || indices.dim() == 2, op, "indices must have 1 or 2 dimensions");
+  require(indices.numel() < 16777215, op, "fewer than 16777215 indices, got " + std::to_string(indices.numel()));
+  if (indices.dim() == 2) few_per_token(op, indices.size(1));
+}
+
+void unpermutable(const char* op, const Tensor& permuted, const Tensor& sorted, const Tensor& probs, bool padded) {
+  require(!padded, op, "padded_mode must be False");
+  require(permuted.dim() == 2 && sorted.dim() == 1, op, "permuted must have 2 dimensions and sorted 1");
+  tile(permuted.size(0) == sorted.numel(), op, "as many rows as indices, got " + c10::str(permuted.sizes()));
+  if (!probs.defined()) return;
+  few_per_token(op, probs.size(-1));
+  tile(probs.dim() == 2 && probs.numel() == sorted.numel(), op, "as many probs as indices, got " + c10::str(probs.sizes()));
+}
+
+void grouped(const char* op, const std::vector<Tensor>& x, const std::vector<Tensor>& weight,
+             const std::vector<Tensor>& bias, const Tensor& ends, const std::vector<Tensor>& out, int64_t split, int64_t kind,
+             int64_t list_kind) {
+  bool single = x.size() == 1 && weight.size() == 1 && out.size() == 1;
+  require(single && bias.empty(), op, "the simulator takes single tensors without a bias");
+  require(split == 2 || split == 3, op, "split_item must be 2 or 3 for a single output");
+  require((kind == 0 || kind == 2) && list_kind == 0, op, "group_type must be 0 or 2, and the list cumulative");
+  const Tensor &a = x[0], &b = weight[0];
+  bool floating = a.scalar_type() == at::kFloat || a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16;
+  require(floating && a.scalar_type() == b.scalar_type(), op, "x and weight must have one of three float dtypes");
+  few_groups(op, ends, a, b);
+  if (kind == 0) {
+    tile(a.dim() == 2 && b.dim() == 3 && a.size(1) == b.size(1) && b.size(0) == ends.numel(), op,
+         "x [m, k] " + c10::str(a.sizes()) + " does not fit weight [e, k, n] " + c10::str(b.sizes()));
+    tile(a.stride(1) == 1 || a.size(1) == 1, op, "x cannot be transposed");
+  } else {
+    tile(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), op,
+         "x [m, k] " + c10::str(a.sizes()) + " does not fit weight [k, n] " + c10::str(b.sizes()));
+    tile(a.stride(0) == 1 || a.size(0) == 1, op, "x must be transposed");
+    tile(b.stride(1) == 1 || b.size(1) == 1, op, "weight cannot be transposed");
+  }
+}
+
+void grouped_add(const char* op, const Tensor& x, const Tensor& weight, const Tensor& ends, const Tensor& self,
+                 bool transpose_x, bool transpose_weight, int64_t kind) {
+  require(transpose_x && !transpose_weight && kind == 2, op, "x must be transposed, weight not, group_type 2");
+  require(x.scalar_type() == weight.scalar_type(), op, "x and weight must have one dtype");
+  require(self.is_contiguous(), op, "y must be contiguous");
+  few_groups(op, ends, x, weight);
+  bool fits = x.dim() == 2 && weight.dim() == 2 && self.dim() == 2 && x.size(0) == weight.size(0);
+  tile(fits && self.size(0) == ends.numel() * x.size(1) && self.size(1) == weight.size(1), op,
+       "y " + c10::str(self.sizes()) + " does not fit x " + c10::str(x.sizes()) + " and weight " + c10::str(weight.sizes()));
+}
+
 }  // namespace halsim::rules

@@ -13,4 +13,19 @@ void rotary(const char* op, const Tensor& x);
 void normalized(const char* op, const Tensor& x, const Tensor& gamma);
 // [B, N, S, T] with S and T multiples of 32 in 32..4096, a bool mask that broadcasts to it, no fixed_triu_mask.
 void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, bool fixed_triu_mask);
+// The limits of the operators for mixtures of experts (aclnnMoeGatingTopKSoftmaxV2, aclnnMoeTokenPermute,
+// aclnnMoeTokenUnpermute and its gradient, aclnnGroupedMatmulV5, aclnnGroupedMatmulAdd).
+// k is at most 1024 and at most the number of experts.
+void chosen(const char* op, const Tensor& x, const Tensor& finished, int64_t k);
+// Fewer than 16777215 indices, at most 512 per token, no padded mode.
+void permutable(const char* op, const Tensor& indices, bool padded);
+// As many rows as indices, at most 512 per token; without probs, one per token.
+void unpermutable(const char* op, const Tensor& permuted, const Tensor& sorted, const Tensor& probs, bool padded);
+// Single tensors of one float dtype, without bias, cumulative ends of at most 1024 groups, last sizes below 65536. Groups
+// of rows (kind 0): x not transposed, weight [e, k, n]. Groups of the summed dimension (kind 2): x transposed.
+void grouped(const char* op, const std::vector<Tensor>& x, const std::vector<Tensor>& weight,
+             const std::vector<Tensor>& bias, const Tensor& ends, const std::vector<Tensor>& out, int64_t split, int64_t kind,
+             int64_t list_kind);
+void grouped_add(const char* op, const Tensor& x, const Tensor& weight, const Tensor& ends, const Tensor& self,
+                 bool transpose_x, bool transpose_weight, int64_t kind);
 }  // namespace halsim::rules

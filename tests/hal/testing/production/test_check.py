@@ -20,7 +20,8 @@ def rows(backend, op, dtype=torch.float32):
 @pytest.mark.parametrize("name", sorted(hal.OPS))
 def test_a_reference_passes(name):
     op = hal.OPS[name]
-    assert {row.status for row in check_production(plant(op, op.reference), [op], reduced=True)} == {"pass"}
+    rows = check_production(plant(op, op.reference), [op], reduced=True)
+    assert {row.status for row in rows if row.implementation == "planted/wrong"} == {"pass"}
 
 
 def norm_of_512_channels(x, weight, eps):
@@ -122,7 +123,48 @@ def sees_the_first_4096(grads, inv_scale):
     return ops.unscale_and_check.reference([g[:4096].clone() for g in grads], 1.0)
 
 
+def experts_below_256(logits, topk, **rest):
+    return ops.moe_router.reference(logits[:, :48], topk, **{**rest, "expert_bias": rest["expert_bias"][:48],
+        "num_groups": 6}) if logits.shape[1] > 48 else ops.moe_router.reference(logits, topk, **rest)  # fmt: skip
+
+
+def rows_below_256(x, indices, num_experts, probs, capacity):
+    rows, *rest = ops.permute.reference(x, indices, num_experts, probs=probs, capacity=capacity)
+    return torch.cat([rows[:256], rows[256:] * 2]), *rest
+
+
+def rows_of_the_first_1024(rows, row_map, probs):
+    return ops.unpermute.reference(rows, torch.where(row_map < 1024, row_map, -1), probs=probs)
+
+
+def groups_of_at_most_128_rows(x, weight, group_sizes):
+    y = ops.grouped_linear.reference(x, weight, group_sizes)
+    end = int(group_sizes[0])
+    return torch.cat([y[:128], 2 * y[128:end], y[end:]]) if end > 128 else y
+
+
+def gradient_of_at_most_128_rows(x, weight, group_sizes):
+    y = ops.grouped_linear.reference(x, weight, group_sizes)
+    return torch.cat([y[:128], y[128:].detach()])
+
+
+def last_rows_are_not_added(x, dy, group_sizes, main_grad):
+    ops.grouped_linear_wgrad.reference(x, torch.cat([dy[:-8], 0 * dy[-8:]]), group_sizes, main_grad)
+
+
+def doubled_beyond_row_1024_of_experts(x, probs):
+    y = ops.grouped_swiglu.reference(x, probs)
+    return torch.cat([y[:1024], 2 * y[1024:]])
+
+
 FAULTS = [
+    (ops.moe_router, experts_below_256, torch.float32, "8 of 256 experts in 8 groups: output 1, rows"),
+    (ops.permute, rows_below_256, torch.float32, "64 experts, hidden 1024: output 0, everything"),
+    (ops.unpermute, rows_of_the_first_1024, torch.float32, "hidden 4096: the output, tokens"),
+    (ops.grouped_linear, groups_of_at_most_128_rows, torch.float32, "4096 to 1408: the output, columns"),
+    (ops.grouped_linear, gradient_of_at_most_128_rows, torch.float32, "4096 to 1408: the gradient of weight, columns"),
+    (ops.grouped_linear_wgrad, last_rows_are_not_added, torch.float32, "16384 rows: main_grad, written in place, col"),
+    (ops.grouped_swiglu, doubled_beyond_row_1024_of_experts, torch.float32, "100,000 rows: the output, rows"),
     (ops.swiglu, bias_without_the_last_gradient, torch.float32, "the gradient of bias, columns 9 to 16 of 17"),
     (ops.flash_attention, first_head_everywhere, torch.float32, "packed sequences: the "),
     (ops.flash_attention, keys_without_gradient, torch.float32, "the gradient of k, all keys of batch entry"),
@@ -140,7 +182,7 @@ FAULTS = [
     (ops.linear, rounded_between_tiles, torch.bfloat16, "sums of 16384: the output, rows"),
     (ops.embedding, ids_below_1024_rows, torch.float32, "vocabulary of 152064: the output, ids"),
     (ops.dropout, draw_repeats_after_32768, torch.float32, "100,000 rows: the output, rows"),
-    (ops.adamw, steps_on_the_first_4096, torch.float32, "params[1], written in place, rows 4992 to 4999"),
+    (ops.adamw, steps_on_the_first_4096, torch.float32, "params[1], written in place, rows"),
 ]
 
 
@@ -159,7 +201,7 @@ def test_sums_over_several_parts_are_complete(monkeypatch):
 
 
 def test_a_call_that_every_implementation_refuses_is_reported():
-    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda x, **_: ["narrow"] if x.shape[-1] < 100 else [])
+    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda call: ["narrow"] if call.x.shape[-1] < 100 else [])
     first, second = rows(backend, ops.swiglu)
     assert (first.status, first.samples) == ("pass", 1)
     assert second.status == "not run" and second.implementation is None
@@ -200,7 +242,7 @@ def test_a_call_without_memory_is_reported_as_not_run():
 
 
 def test_refused_calls_are_declined_with_their_reasons():
-    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda **_: ["more than 2 rows"])
+    backend = plant(ops.swiglu, ops.swiglu.reference, why_not=lambda call: ["more than 2 rows"])
     (row,) = rows(backend, ops.swiglu)
     assert (row.status, row.reasons) == ("declined", ["more than 2 rows"])
 
@@ -223,4 +265,4 @@ def test_simulators_run_the_reduced_calls():
     backend = plant(ops.l2norm, recorded)
     backend.simulated = True
     assert {row.status for row in check_production(backend, [ops.l2norm])} == {"pass"}
-    assert set(sizes) == {40, 5000}
+    assert set(sizes) == {3, 40, 35_000}

@@ -107,7 +107,7 @@ def packed_bits(keep: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class FusionCall:
     """The arguments of a library call except its tensors; the same for forward and backward."""
 
     layout: str

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hal import ops
-from hal.backends.npu.attention.call import Plan, plan, plan_packed
+from hal.backends.npu.attention.fusion_call import Plan, plan, plan_packed
 
 EDGE = st.none() | st.integers(-12, 40)
 LENGTH = st.integers(1, 24)
