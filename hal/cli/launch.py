@@ -31,18 +31,55 @@ def parser() -> argparse.ArgumentParser:
     add = command_parser.add_argument
     add("--backend", help="backend of the processes (HAL_BACKEND, and --backend of a hal command)")
     add("--simulate", action="store_true", help="the backend's simulator instead of its device (HAL_SIMULATE)")
-    add("--nproc-per-node", type=int, help="processes on this machine (default 1, or the hostfile's slots)")
-    add("--nnodes", type=int, help="machines (default 1, or those of the hostfile)")
-    add("--node-rank", type=int, help="index of this machine (default 0, or its position in the hostfile)")
-    add("--master-addr", help="address of machine 0 (default 127.0.0.1 on one machine)")
-    add("--master-port", type=int, help="port of machine 0 (default: any free one on one machine, else 29500)")
+    # The other names are those of torchrun, deepspeed and msrun.
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        "--num_gpus",
+        "--local_worker_num",
+        type=int,
+        help="processes on this machine (default 1, or the hostfile's slots)",
+    )
+    add("--nnodes", "--num_nodes", type=_nodes, help="machines, or MIN:MAX (default 1, or those of the hostfile)")
+    add("--worker-num", "--worker_num", type=int, help="processes on all machines together")
+    add(
+        "--node-rank",
+        "--node_rank",
+        type=int,
+        help="index of this machine (default 0, or its position in the hostfile)",
+    )
+    add("--master-addr", "--master_addr", help="address of machine 0 (default 127.0.0.1 on one machine)")
+    add(
+        "--master-port",
+        "--master_port",
+        type=int,
+        help="port of machine 0 (default: any free one on one machine, else 29500)",
+    )
     add("--hostfile", type=Path, help="machines, one 'name slots=COUNT' per line")
     add("-i", "--include", default="", help="machines and slots to use, e.g. a@b:0,2")
     add("-e", "--exclude", default="", help="machines and slots to leave out")
-    add("--log-dir", type=Path, help="folder for worker_RANK.log (default: a temporary one, kept on failure)")
-    add("--cluster-timeout", type=float, default=600.0, help="seconds to wait for the other machines")
+    add(
+        "--log-dir",
+        "--log_dir",
+        type=Path,
+        help="folder for worker_RANK.log (default: a temporary one, kept on failure)",
+    )
+    add(
+        "--cluster-timeout",
+        "--cluster_time_out",
+        type=float,
+        default=600.0,
+        help="seconds to wait for the other machines",
+    )
+    add("--max-restarts", type=int, default=0, help="how often failed processes start again (default 0)")
+    add(
+        "--exit-signal-grace",
+        type=float,
+        help="seconds to save and end after SIGTERM (default: measured by `hal train`, at least 30)",
+    )
     add(
         "--join",
+        type=str.lower,
         choices=("true", "false"),
         default="true",
         help="false: return at once; the job continues in the background",
@@ -50,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, with its arguments")
     add("command", nargs=argparse.REMAINDER, help="a hal command or a script, with its arguments")
     return command_parser
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """(fewest, most) machines of N or MIN:MAX."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
 
 
 def _with_hosts(options: argparse.Namespace) -> Host | None:
@@ -66,9 +109,10 @@ def _with_hosts(options: argparse.Namespace) -> Host | None:
             f"--hostfile {options.hostfile} cannot be read ({reason}); it must have one 'name slots=COUNT' per line"
         ) from None
     hosts = select(parse_hostfile(text), options.include, options.exclude)
-    if options.nnodes not in (None, len(hosts)):
-        raise ContractError(f"--nnodes {options.nnodes} contradicts the hostfile, which leaves {len(hosts)} machines")
-    options.nnodes = len(hosts)
+    fewest, most = options.nnodes or (len(hosts), len(hosts))
+    if most != len(hosts):
+        raise ContractError(f"--nnodes {most} contradicts the hostfile, which leaves {len(hosts)} machines")
+    options.nnodes = fewest, most
     if options.node_rank is None:
         options.node_rank = this_host(hosts) if len(hosts) > 1 else 0
     if not 0 <= options.node_rank < len(hosts):
@@ -98,7 +142,8 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
         environment["HAL_BACKEND"] = options.backend
         if command and command[0] != "-m" and not command[0].endswith(".py") and "--backend" not in command:
             command += ["--backend", options.backend]
-    nnodes = 1 if options.nnodes is None else options.nnodes
+    _share_workers(options)
+    min_nodes, nnodes = options.nnodes or (1, 1)
     if nnodes > 1 and options.master_addr is None:
         raise ContractError(f"--nnodes {nnodes} needs --master-addr, the address of machine 0")
     if options.join == "false" and options.log_dir is None:
@@ -113,8 +158,26 @@ def job_of(argv: Sequence[str]) -> tuple[Job, bool]:
         log_dir=options.log_dir,
         cluster_timeout=options.cluster_timeout,
         environment=environment,
+        exit_signal_grace=options.exit_signal_grace,
+        max_restarts=options.max_restarts,
+        min_nodes=min_nodes,
     )
     return job, options.join == "true"
+
+
+def _share_workers(options: argparse.Namespace) -> None:
+    """Sets the machines, or the processes of each, that follow from --worker-num."""
+    total = options.worker_num
+    if total is None:
+        return
+    if options.nproc_per_node is None:
+        options.nproc_per_node = total // (options.nnodes[1] if options.nnodes else 1)
+    if options.nnodes is None:
+        options.nnodes = (total // options.nproc_per_node if options.nproc_per_node > 0 else 0,) * 2
+    if total < 1 or options.nproc_per_node * options.nnodes[1] != total:
+        raise ContractError(
+            f"--worker-num {total} is not --nnodes {options.nnodes[1]} times --nproc-per-node {options.nproc_per_node}"
+        )
 
 
 def _require_command(command: Sequence[str]) -> None:

@@ -7,15 +7,17 @@ node every port is on the loopback interface; when the job has ended, no process
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
 import os
+import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +26,20 @@ from typing import Any
 from hal.comm.network import interface_to
 from hal.errors import ContractError, HalError
 
+from . import rendezvous
 from .megatron import mark_path
-from .worker import FOLDER, failure_path, log_path
+from .worker import FOLDER, RESUME, failure_path, log_path, stop_path
 
 _INTERVAL = 0.1
 """Seconds between two polls of the workers and their logs."""
+_STOP_SECONDS = 30.0
+"""Least seconds that workers have to save and end when the job is asked to stop."""
+_WORKER = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; root = sys.argv.pop(1); sys.path.append(root); "
+    "from hal.launch.worker import main; sys.exit(main(sys.argv[1:]))"
+)
+"""A worker's program: hal.launch.worker without the working directory on sys.path, where any file could hide a module
+of the standard library; HAL's own folder comes last."""
 _GRACE = 2
 """Seconds between SIGTERM and SIGKILL for the other workers when one has failed. It is short because they have nothing
 to save, and because workers that wait in a collective do not end by themselves."""
@@ -41,7 +52,9 @@ class Job:
     command: a hal command, `-m MODULE` or a script, with arguments. nproc: processes on this node. master_addr,
     master_port: address of the store on node 0 (port 0 on one node: the system chooses). log_dir: folder of the
     worker_RANK.log (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other
-    nodes. environment: variables that are added to the workers'.
+    nodes. environment: variables that are added to the workers'. exit_signal_grace: seconds that the workers have to
+    save and end after SIGTERM (None: at least 30, or what they have asked for). max_restarts: how often failed workers
+    are started again. min_nodes: nodes with which the job goes on if others have failed (0: all).
     """
 
     command: Sequence[str]
@@ -53,6 +66,9 @@ class Job:
     log_dir: Path | None = None
     cluster_timeout: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    exit_signal_grace: float | None = None
+    max_restarts: int = 0
+    min_nodes: int = 0
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
@@ -72,6 +88,15 @@ class Job:
             raise ContractError(
                 f"launch: {self.nnodes} nodes need an agreed --master-port in 1024..65535, not {self.master_port}"
             )
+        if self.exit_signal_grace is not None and not 0 < self.exit_signal_grace < math.inf:
+            raise ContractError(
+                f"launch: --exit-signal-grace is a number of seconds above 0; found {self.exit_signal_grace}"
+            )
+        if self.max_restarts < 0 or not 0 <= self.min_nodes <= self.nnodes:
+            raise ContractError(
+                f"launch: --max-restarts is at least 0, and --nnodes MIN:MAX has MIN <= MAX; found "
+                f"{self.max_restarts} and {self.min_nodes}:{self.nnodes}"
+            )
         if not self.command:
             raise ContractError(
                 "launch: nothing to run; give a command, e.g. `hal launch --nproc-per-node 2 train ...`"
@@ -87,14 +112,11 @@ def run(job: Job) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HalError(f"launch: --log-dir {folder} cannot be created ({error.strerror}); give another") from None
-    for stale in (*folder.glob("failure_*.json"), mark_path(folder)):
+    for stale in (*folder.glob("failure_*.json"), mark_path(folder), stop_path(folder)):
         stale.unlink(missing_ok=True)
-    store = _store(job)
-    try:
-        with _environment(job, folder):
-            code = _supervise(job, store, folder)
-    finally:
-        del store
+    with _scratch() as scratch, _environment(job, folder, scratch):
+        code = _supervise(job, folder, scratch)
+    stop_path(folder).unlink(missing_ok=True)
     if temporary and code == 0:
         for file in folder.iterdir():
             file.unlink()
@@ -102,48 +124,17 @@ def run(job: Job) -> int:
     return code
 
 
-def _store(job: Job) -> Any:
-    """The job's store. Its socket is bound here, because torch would listen on every interface."""
-    from datetime import timedelta
-
-    from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
-
-    timeout = timedelta(seconds=job.cluster_timeout)
-    if job.node_rank:
-        try:
-            return TCPStore(job.master_addr, job.master_port, is_master=False, timeout=timeout)
-        except (DistNetworkError, DistStoreError) as error:
-            raise HalError(
-                f"launch: node 0 at {job.master_addr}:{job.master_port} did not answer within "
-                f"{job.cluster_timeout:g} s; is it started, and is the port open? ({_first_line(error)})"
-            ) from error
-    try:
-        family, _, _, _, address = socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        raise HalError(
-            f"launch: node 0 cannot listen on {job.master_addr}:{job.master_port}: {error.strerror or error}; choose "
-            "another --master-port, or a --master-addr of this machine"
-        ) from error
-    port = listener.getsockname()[1]
-    return TCPStore(
-        job.master_addr,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
-
-
 @contextlib.contextmanager
-def _environment(job: Job, folder: Path) -> Iterator[None]:
+def _environment(job: Job, folder: Path, scratch: Path) -> Iterator[None]:
     """Sets the workers' environment variables in this process, from which the agent passes them on."""
     before = dict(os.environ)
     os.environ[FOLDER] = str(folder)
+    for name in (rendezvous.STORE, rendezvous.ATTEMPT, RESUME):
+        os.environ.pop(name, None)
+    if job.max_restarts or 0 < job.min_nodes < job.nnodes:
+        os.environ[RESUME] = "1"
+    if job.nnodes == 1:
+        os.environ[rendezvous.STORE] = str(scratch)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.nproc)))
     interface = interface_to(job.master_addr, job.master_port or 9)
     if interface:
@@ -156,18 +147,24 @@ def _environment(job: Job, folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _supervise(job: Job, store: Any, folder: Path) -> int:
-    """Runs the workers until the job ends; the exit code of `run`."""
+def _supervise(job: Job, folder: Path, scratch: Path) -> int:
+    """Runs the workers until the job ends; the exit code of `run`. scratch: an empty private folder."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
+    restarts: list[str] = []
+
     class Agent(LocalElasticAgent):
         ended_here: frozenset[int] = frozenset()
         """Ranks that still ran when another one failed, so that this agent has ended them."""
+        result: Any = None
+        """What the workers' last poll returned."""
 
         def _start_workers(self, *args: Any, **kwargs: Any) -> Any:
+            self.ended_here = frozenset()
+            os.environ[rendezvous.ATTEMPT] = str(len(restarts))
             started = super()._start_workers(*args, **kwargs)
             context: Any = self._pcontext
             end = context.close
@@ -181,68 +178,122 @@ def _supervise(job: Job, store: Any, folder: Path) -> int:
             context.close = close
             return started
 
+        def _monitor_workers(self, *args: Any, **kwargs: Any) -> Any:
+            self.result = super()._monitor_workers(*args, **kwargs)
+            if self.result.state == WorkerState.FAILED and _wrong_input(folder, self.ranks()):
+                self._remaining_restarts = 0  # it would fail again
+            return self.result
+
+        def _restart_workers(self, *args: Any, **kwargs: Any) -> None:
+            if self.result.state == WorkerState.HEALTHY:
+                restarts.append("the number of machines changed")
+            else:
+                self._stop_workers()
+                exit_codes = {rank: failure.exitcode for rank, failure in self.result.failures.items()}
+                restarts.append(_explain(folder, self.ranks(), exit_codes, self.ended_here)[1])
+            for failure in folder.glob("failure_*.json"):
+                failure.unlink()
+            print(
+                f"hal launch: {restarts[-1]}; the workers start again ({self._remaining_restarts} of "
+                f"{job.max_restarts} restarts left)",
+                file=sys.stderr,
+            )
+            super()._restart_workers(*args, **kwargs)
+
         def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
-            self._shutdown(signal.SIGTERM, timeout=_GRACE)
+            super()._shutdown(signal.SIGTERM, timeout=_GRACE)
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+            # torch gives a timeout if this process was asked to stop: then the workers save a checkpoint.
+            super()._shutdown(death_sig, _GRACE if timeout is None else math.ceil(_stop_seconds(job, folder)))
+
+        def ranks(self) -> list[int]:
+            return [worker.global_rank for worker in self.get_worker_group().workers]
 
     spec = WorkerSpec(
         role="hal",
         local_world_size=job.nproc,
         entrypoint=sys.executable,
-        args=("-u", "-m", "hal.launch.worker", *job.command),
-        rdzv_handler=_rendezvous(job, store),
-        max_restarts=0,
+        args=("-u", "-c", _WORKER, str(Path(__file__).parents[2]), *job.command),
+        rdzv_handler=_rendezvous(job),
+        max_restarts=job.max_restarts,
         monitor_interval=_INTERVAL,
     )
-    with tempfile.TemporaryDirectory(prefix="hal-agent-") as scratch:
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=job.cluster_timeout)
-        with _following(agent, folder):
-            try:
-                result = agent.run()
-            except SignalException as stop:
-                # Workers that handled the signal as a request to stop, saved, and ended with 0 have succeeded.
-                handlers = getattr(agent._pcontext, "subprocess_handlers", {})
-                codes = [handler.proc.returncode for handler in handlers.values()]
-                return 0 if codes and not any(codes) else 128 + int(stop.sigval)
-    ranks = [worker.global_rank for worker in agent.get_worker_group().workers]
-    if result.state == WorkerState.SUCCEEDED:
-        return 0
-    exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    return _explain(folder, ranks, exit_codes, agent.ended_here)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(scratch)), exit_barrier_timeout=job.cluster_timeout)
+    with _following(agent, folder):
+        try:
+            result = agent.run()
+        except SignalException as stop:
+            # Workers that handled the signal as a request to stop, saved, and ended with 0 have succeeded.
+            handlers = getattr(agent._pcontext, "subprocess_handlers", {})
+            codes = [handler.proc.returncode for handler in handlers.values()]
+            if -signal.SIGKILL in codes:
+                print(
+                    f"hal launch: the workers had not stopped {_stop_seconds(job, folder):.0f} s after "
+                    f"{_signal_name(int(stop.sigval))} and were killed; raise --exit-signal-grace, and the time that "
+                    "the scheduler allows, above the time of a step and a save",
+                    file=sys.stderr,
+                )
+            return 0 if codes and not any(codes) else 128 + int(stop.sigval)
+    succeeded = result is not None and result.state == WorkerState.SUCCEEDED
+    code = 0
+    if not succeeded:
+        failures = {} if result is None else result.failures
+        exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        code, reason = _explain(folder, agent.ranks(), exit_codes, agent.ended_here) if exit_codes else (1, "it ended")
+        if restarts:
+            restarts.append(reason)
+    if restarts:
+        ending = "the job then succeeded" if succeeded else "the job has failed"
+        print(f"hal launch: {ending}; what happened: {'; '.join(restarts)}", file=sys.stderr)
+    return code
 
 
-def _rendezvous(job: Job, store: Any) -> Any:
-    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+def _rendezvous(job: Job) -> Any:
+    if job.nnodes == 1:
+        return rendezvous.local(job.master_addr)
+    place = job.master_addr, job.master_port, job.node_rank
+    if job.max_restarts or job.min_nodes not in (0, job.nnodes):
+        return rendezvous.elastic(*place, job.min_nodes or job.nnodes, job.nnodes, job.cluster_timeout)
+    return rendezvous.fixed(*place, job.nnodes, job.cluster_timeout)
 
-    class Fixed(RendezvousHandler):
-        """The nodes are known in advance, so that no rendezvous is needed, only the store."""
 
-        def get_backend(self) -> str:
-            return "hal"
+def _stop_seconds(job: Job, folder: Path) -> float:
+    """Seconds from a request to stop until the workers are killed."""
+    if job.exit_signal_grace is not None:
+        return job.exit_signal_grace
+    try:
+        return max(_STOP_SECONDS, float(stop_path(folder).read_text()))
+    except (OSError, ValueError):
+        return _STOP_SECONDS
 
-        @property
-        def use_agent_store(self) -> bool:
-            return True
 
-        def next_rendezvous(self) -> RendezvousInfo:
-            info = RendezvousStoreInfo(job.master_addr, store.port)
-            return RendezvousInfo(store, job.node_rank, job.nnodes, info)
+def _wrong_input(folder: Path, ranks: Sequence[int]) -> bool:
+    """Whether a worker ended because of its options or its input, so that it would fail again."""
+    paths = (failure_path(folder, rank) for rank in ranks)
+    return any(json.loads(path.read_text())["code"] == 2 for path in paths if path.exists())
 
-        def is_closed(self) -> bool:
-            return False
 
-        def set_closed(self) -> None:
-            return None
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return "hal"
-
-        def shutdown(self) -> bool:
-            return True
-
-    return Fixed()
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A private temporary folder, locked while it is in use; removes those that killed launchers have left."""
+    for stale in Path(tempfile.gettempdir()).glob("hal-agent-*"):
+        with contextlib.suppress(OSError):
+            if stale.stat().st_uid == os.geteuid() and not stale.is_symlink():
+                handle = os.open(stale, os.O_RDONLY)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - stale.stat().st_mtime > 1:  # else its launcher may not have locked it yet
+                        shutil.rmtree(stale, ignore_errors=True)
+                finally:
+                    os.close(handle)
+    with tempfile.TemporaryDirectory(prefix="hal-agent-") as name:
+        handle = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(name)
+        finally:
+            os.close(handle)
 
 
 def _shown(folder: Path) -> tuple[int, ...]:
@@ -293,8 +344,10 @@ def _modified(path: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_mtime_ns
 
 
-def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]) -> int:
-    """Prints why the job failed, the first cause first; returns its exit code."""
+def _explain(
+    folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], ended_here: Collection[int]
+) -> tuple[int, str]:
+    """Prints why the workers failed, the first cause first; returns the exit code and the first cause."""
     records = {r: json.loads(failure_path(folder, r).read_text()) for r in ranks if failure_path(folder, r).exists()}
     # A process that was ended by a signal (out of memory, a crash) has left no record. It comes first, because no
     # failure of another rank can have caused it.
@@ -318,7 +371,7 @@ def _explain(folder: Path, ranks: Sequence[int], exit_codes: Mapping[int, int], 
     stopped = [r for r in order[1:] if r not in records]
     if stopped:
         print(f"hal launch: then ended: ranks {', '.join(map(str, sorted(stopped)))}", file=sys.stderr)
-    return code if code > 0 else 1
+    return code if code > 0 else 1, f"rank {first} failed first ({how})"
 
 
 def _signal_name(number: int) -> str:
@@ -330,7 +383,3 @@ def _signal_name(number: int) -> str:
 
 def _tail(path: Path, lines: int = 20) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(it wrote no log)"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

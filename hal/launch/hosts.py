@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hal.errors import ContractError
+from hal.untrusted import parse_integer, shown
 
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+_MOST_SLOTS = 4096
+"""Most slots of a host; above the number of devices or cores of any machine."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,22 @@ class Host:
 
 def parse_hostfile(text: str) -> list[Host]:
     """The hosts of a hostfile, in order. Raises ContractError for an unreadable line, a repeated or an empty host."""
-    hosts: list[Host] = []
+    hosts: dict[str, Host] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#")[0].strip()
         if not line:
             continue
         match = _LINE.match(line)
         if match is None:
-            raise ContractError(f"hostfile line {number}: expected 'name slots=COUNT', found {line!r}")
-        name, count = match[1], int(match[2])
-        if count == 0 or any(h.name == name for h in hosts):
+            raise ContractError(f"hostfile line {number}: expected 'name slots=COUNT', found {shown(line)}")
+        name = match[1]
+        count = parse_integer(match[2], 0, _MOST_SLOTS, f"hostfile line {number}: slots", ContractError)
+        if count == 0 or name in hosts:
             raise ContractError(f"hostfile line {number}: host {name} {'has no slots' if not count else 'is repeated'}")
-        hosts.append(Host(name, tuple(range(count))))
+        hosts[name] = Host(name, tuple(range(count)))
     if not hosts:
         raise ContractError("the hostfile names no host; write one 'name slots=COUNT' per line")
-    return hosts
+    return list(hosts.values())
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
@@ -67,6 +71,8 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
 
 def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
     known = {h.name: h for h in hosts}
+    if any(c.isspace() for c in text):
+        raise ContractError(f"filter {shown(text)}: names are joined with @, without blanks")
     named: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split("@")):
         name, _, listed = part.partition(":")
@@ -74,10 +80,9 @@ def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]
             raise ContractError(f"filter {text!r}: host {name} is not in the hostfile ({', '.join(known)})")
         if name in named:
             raise ContractError(f"filter {text!r}: host {name} is named twice")
-        try:
-            slots = tuple(int(s) for s in listed.split(",")) if listed else known[name].slots
-        except ValueError:
-            raise ContractError(f"filter {text!r}: slots are numbers joined with commas; found {listed!r}") from None
+        what = f"filter {shown(text)}: host {name}: a slot"
+        listed_slots = (parse_integer(s, 0, _MOST_SLOTS, what, ContractError) for s in listed.split(","))
+        slots = tuple(listed_slots) if listed else known[name].slots
         wrong = [s for s in slots if s not in known[name].slots]
         if wrong or len(set(slots)) != len(slots):
             raise ContractError(f"filter {text!r}: host {name} has slots {known[name].slots}, not {slots}")

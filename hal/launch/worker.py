@@ -20,9 +20,14 @@ from pathlib import Path
 from hal.errors import CollectiveTimeout, HalError
 
 from .megatron import hint, mark_path, routed_when_imported
+from .rendezvous import attempt, use_file_store
 
 FOLDER = "HAL_WORKER_FOLDER"
 """Environment variable: folder of the logs (worker_RANK.log) and failures (failure_RANK.json) of the job's workers."""
+
+
+RESUME = "HAL_RESUME"
+"""Environment variable: set in jobs whose workers may be started again, so that a run continues from its --save."""
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -35,9 +40,25 @@ def failure_path(folder: Path, rank: int) -> Path:
     return folder / f"failure_{rank}.json"
 
 
+def stop_path(folder: Path) -> Path:
+    """The file with the number of seconds that the job's workers need to stop, see `expect_stop`."""
+    return folder / "stop_seconds"
+
+
+def expect_stop(seconds: float) -> None:
+    """Tells the launcher, if this process has one, how long a request to stop may take (a step and a save)."""
+    folder = os.environ.get(FOLDER)
+    if folder is not None:
+        temporary = stop_path(Path(folder)).with_suffix(".tmp")
+        temporary.write_text(f"{seconds:.1f}")
+        temporary.rename(stop_path(Path(folder)))
+
+
 def _redirect(path: Path) -> None:
-    # One file description for both streams, in append mode, so that lines appear in the order of writing.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o640)
+    # One file description for both streams, in append mode, so that lines appear in the order of writing. A worker that
+    # was started again continues the log.
+    first = 0 if attempt() else os.O_TRUNC
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | first | os.O_APPEND, 0o640)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -53,6 +74,7 @@ def _die_with_parent() -> None:
 def _run(argv: Sequence[str], folder: Path) -> int:
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
+        sys.path.insert(0, "")  # as `python -m`
         with routed_when_imported(mark_path(folder)):
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
@@ -70,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
     rank, folder = int(os.environ["RANK"]), Path(os.environ[FOLDER])
     _die_with_parent()
     _redirect(log_path(folder, rank))
+    use_file_store()
     text = ""
     try:
         code = _run(argv, folder)

@@ -1,15 +1,15 @@
 """Finds and reads checkpoints: torch.distributed.checkpoint files in folders with Megatron's names.
 
 `SAVE/iter_0000100/` is complete before `latest_checkpointed_iteration.txt` names it (see writer.py). Every file's
-checksum is verified on load. Tensors are stored under parameter names in the coordinates of the full model, so that
-neither their order nor the parallel layout matters.
+checksum is verified on load; if that fails, or if the tracker file is lost, the newest intact checkpoint is used.
+Tensors are stored under parameter names in the coordinates of the full model, so that neither their order nor the
+parallel layout matters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hal import Comm, HalError, SingleRankComm
+from hal.untrusted import read_json
 
 from ..config.schema import ConfigError
 from .safe_unpickle import read_tensors, stored_tensors
@@ -51,86 +52,111 @@ def tracked(root: Path) -> int | str | None:
     return int(text)
 
 
-def latest(root: Path) -> int | None:
-    """The iteration of the latest checkpoint (0 for a release), or None. Raises ConfigError like `tracked`."""
-    iteration = tracked(root)
-    return 0 if isinstance(iteration, str) else iteration
+def iterations(root: Path) -> list[int]:
+    """The iterations of the folders of `root` that have a manifest, in ascending order."""
+    folders = (p for p in root.glob("iter_*") if p.name[5:].isdecimal() and p.name.isascii())
+    # Sorted as numbers, because iterations above 9999999 have more digits.
+    return sorted(int(p.name[5:]) for p in folders if len(p.name) < 24 and (p / MANIFEST).is_file())
 
 
-def prune(root: Path, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints of `root`, and never the one that the tracker file names."""
-    folders = [p for p in root.glob("iter_*") if p.is_dir() and p.name[5:].isdecimal()]
-    folders.sort(key=lambda p: int(p.name[5:]))  # sorted as numbers, because iterations above 9999999 have more digits
-    newest = latest(root)
-    for folder in folders[:-keep]:
-        if int(folder.name[5:]) != newest:
-            shutil.rmtree(folder)
+def candidates(root: Path) -> list[int | str]:
+    """The checkpoints of `root` in the order in which they are tried: the one that the tracker file names and older
+    ones; without a valid tracker file all of them, the newest first."""
+    complete: list[int | str] = [*reversed(iterations(root))]
+    if (root / RELEASE / MANIFEST).is_file():
+        complete.append(RELEASE)
+    try:
+        named = tracked(root)
+    except ConfigError:
+        named = None
+    if named is None:
+        return complete
+    return [named, *(i for i in complete if isinstance(named, int) and isinstance(i, int) and i < named)]
+
+
+def newest(root: Path) -> int | None:
+    """The iteration of the checkpoint of `root` that would be tried first (0 for a release); None without any."""
+    first = next(iter(candidates(root)), None)
+    return 0 if isinstance(first, str) else first
 
 
 def read_state(root: Path, world: Comm | None = None) -> tuple[Path, dict[str, Any]]:
-    """(folder, state) of the latest checkpoint under `root`. The ranks share the verification of its files' checksums.
+    """(folder, state) of the latest checkpoint under `root` that is intact; a warning names those that are not.
 
-    Raises on every rank: ConfigError if there is none, HalError if a file is missing or damaged.
+    The ranks share the verification of the checksums. Raises on every rank: ConfigError if there is no checkpoint,
+    HalError if none is intact.
     """
     world = world or SingleRankComm()
-    # Rank 0 sends either [folder, manifest] or the text of its error, so that all ranks raise.
-    answer, caught = "", None
+    remaining, problems = candidates(root) if world.rank == 0 else [], []
     if world.rank == 0:
         try:
-            folder, manifest = _manifest(root)
-            answer = json.dumps([str(folder), manifest])
-        except (HalError, OSError) as error:
-            caught, answer = error, json.dumps(str(error))
-    received = json.loads(broadcast_text(world, answer, 0))
-    if caught is not None:
-        raise caught
-    if isinstance(received, str):
-        raise HalError(received)
-    folder, manifest = Path(received[0]), received[1]
-    files = sorted(set(manifest["sha256"]) - {MANIFEST})
-    problem = next(
-        filter(None, (_damage(folder, n, manifest["sha256"][n]) for n in files[world.rank :: world.size])), ""
-    )
-    # The lowest rank that found a problem broadcasts it to all; world.size means that there was no problem.
-    failed = torch.tensor([world.rank if problem else world.size], device=world.device)
-    first = int(world.all_reduce(failed, "min").item())
-    if first < world.size:
-        raise HalError(broadcast_text(world, problem, first))
+            if tracked(root) is None and remaining:
+                problems.append(f"{root / LATEST} is missing")
+        except ConfigError as error:
+            problems.append(error.args[0])
+    while True:
+        # Rank 0 sends [folder, manifest], or the text of the error that all ranks raise.
+        answer: Any = None
+        while answer is None and remaining:
+            try:
+                folder = folder_of(root, remaining.pop(0))
+                answer = [str(folder), read_manifest(folder)]
+            except (HalError, OSError) as error:
+                problems.append(error.args[0] if isinstance(error, HalError) else str(error))
+        received = json.loads(broadcast_text(world, json.dumps(answer or "; ".join(problems)), 0))
+        if isinstance(received, str):
+            if not received:
+                raise ConfigError(f"--load {root}: there is no checkpoint ({LATEST} does not exist)")
+            raise HalError(received)
+        folder, manifest = Path(received[0]), received[1]
+        problem = _verified(folder, manifest["sha256"], world)
+        if not problem:
+            break
+        problems.append(problem)
+    if problems and world.rank == 0:
+        warnings.warn(f"{'; '.join(problems)}. Loading {folder} instead", RuntimeWarning, stacklevel=2)
     return folder, manifest["state"]
 
 
-def _manifest(root: Path) -> tuple[Path, dict[str, Any]]:
-    iteration = tracked(root)
-    if iteration is None:
-        raise ConfigError(f"--load {root}: there is no checkpoint ({LATEST} does not exist)")
-    folder = folder_of(root, iteration)
+def _verified(folder: Path, sums: Mapping[str, str], world: Comm) -> str:
+    """Verifies the files of a checkpoint, each rank its share. Returns the first problem, or "", on every rank."""
+    files = sorted(set(sums) - {MANIFEST})
+    problem = next(filter(None, (_damage(folder, n, sums[n]) for n in files[world.rank :: world.size])), "")
+    # The lowest rank that found a problem broadcasts it to all; world.size means that there was no problem.
+    failed = torch.tensor([world.rank if problem else world.size], device=world.device)
+    first = int(world.all_reduce(failed, "min").item())
+    return broadcast_text(world, problem, first) if first < world.size else ""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint: its state, and the checksums of its files, which are not verified here.
+
+    Raises ConfigError for another format, HalError if the manifest is damaged.
+    """
     path = folder / MANIFEST
     if folder.is_dir() and not path.exists() and any(folder.glob("mp_rank_*")):
         raise ConfigError(f"the checkpoint {folder} is in Megatron's format; convert it with `hal convert`")
     try:
-        manifest = json.loads(path.read_text())
+        manifest = read_json(path)
         sums, state = manifest["sha256"], manifest["state"]
         intact = sums[MANIFEST] == state_checksum(state)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise HalError(f"the checkpoint file {path} cannot be read: {error}{_hint(folder)}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, HalError) as error:
+        reason = error.args[0] if isinstance(error, HalError) else error
+        raise HalError(f"the checkpoint file {path} cannot be read: {reason}") from None
     if not (isinstance(sums, dict) and all(n.isascii() and isinstance(s, str) for n, s in sums.items())):
-        raise HalError(f"{path}: sha256 should contain a checksum for each file{_hint(folder)}")
+        raise HalError(f"{path}: sha256 should contain a checksum for each file")
     if not isinstance(state, dict) or type(state.get("iteration")) is not int or state["iteration"] < 0:
-        raise HalError(f"{path}: state should be an object with an iteration number{_hint(folder)}")
+        raise HalError(f"{path}: state should be an object with an iteration number")
     if not intact:
-        raise HalError(f"the checkpoint file {path} is damaged{_hint(folder)}")
-    return folder, manifest
+        raise HalError(f"the checkpoint file {path} is damaged")
+    return dict(manifest)
 
 
 def _damage(folder: Path, name: str, checksum: str) -> str:
     path = folder / name
-    if path.is_file() and file_checksum(path) == checksum:
+    if Path(name).name == name and path.is_file() and file_checksum(path) == checksum:
         return ""
-    return f"the checkpoint file {path} is {'damaged' if path.is_file() else 'missing'}{_hint(folder)}"
-
-
-def _hint(folder: Path) -> str:
-    return f"; to load an older checkpoint, write its iteration into {folder.parent / LATEST}"
+    return f"the checkpoint file {path} is {'damaged' if path.is_file() else 'missing'}"
 
 
 def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[str, T]:

@@ -1,147 +1,144 @@
-"""Reads files whose format is pickle without executing code from them.
+"""Reads distributed checkpoints whose index is a pickle, without executing code from it.
 
-Only allowlisted classes are instantiated, none of which has side effects on construction. A file that references any
-other global is refused, and the error names it. Tensors are read by torch's weights_only unpickler.
+The index is interpreted by restricted_pickle.py with the table below, and checked against the files that it names. An
+index that references any other global is refused, and the error names it.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import contextlib
+import dataclasses
+import io
 import math
 import pathlib
-import pickle
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hal import HalError
+from hal.untrusted import read_bytes, shown
+
+from . import restricted_pickle
+from .restricted_pickle import INERT, Global, InvalidPickle, UnsafeFile
+from .torch_archive import MAX_PICKLE_BYTES, are_counts, load_archive, shared_global
 
 
-class UnsafeFile(HalError):
-    """A file references code, so that unpickling it could execute that code. It was not unpickled."""
+def _record(cls: type) -> Global:
+    """A dataclass: its state fills its fields, and those that are missing are None."""
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def make() -> Any:
+        value: Any = object.__new__(cls)
+        value.__dict__.update(dict.fromkeys(names))
+        return value
+
+    def build(value: Any, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise InvalidPickle(f"the state of {cls.__name__} is {shown(state)}")
+        value.__dict__.update({name: state[name] for name in names if name in state})
+
+    return Global(make, build)
 
 
-class Inert:
-    """A placeholder for objects of other programs: accepts and ignores all constructor arguments and state."""
+def _index_key() -> Global:
+    make, fill, _ = _record(metadata.MetadataIndex)
+    assert fill is not None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def build(key: Any, state: Any) -> None:
+        fill(key, state)
+        offset = () if key.offset is None else key.offset
+        if not (isinstance(key.fqn, str) and isinstance(offset, tuple) and all(type(n) is int for n in offset)):
+            # Its hash depends on both; that of a nested tuple can take forever.
+            raise InvalidPickle(f"the key of {shown(key.fqn)} has the offset {shown(key.offset)}")
 
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """Does nothing."""
-
-    def extend(self, values: Any) -> None:
-        """Does nothing."""
+    return Global(make, build)
 
 
-# Globals in Megatron-LM's checkpoints besides tensors and numbers: enums, settings, states of random generators.
-_IGNORED = ("megatron.", "numpy", "signal.", "types.SimpleNamespace", "pathlib.", "enum.", "_codecs.encode")
+def _layout(name: Any) -> torch.layout:
+    if name != "torch.strided":
+        raise InvalidPickle(f"a tensor has the layout {shown(name)}")
+    return torch.strided
 
-_DCP = "torch.distributed.checkpoint"
-_METADATA = {
+
+def _path(*parts: Any) -> pathlib.PurePath:
+    return pathlib.PurePosixPath(*parts)
+
+
+_INDEX: dict[tuple[str, str], Global] = {
     **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
+        (metadata.__name__, cls.__name__): _record(cls)
+        for cls in (
+            metadata.Metadata,
+            metadata.TensorStorageMetadata,
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.StorageMeta,
         )
     },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    (metadata.__name__, "TensorProperties"): Global(
+        lambda: object.__new__(metadata.TensorProperties), metadata.TensorProperties.__setstate__
+    ),
+    (metadata.__name__, "MetadataIndex"): _index_key(),
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): Global(metadata._MEM_FORMAT_ENCODING),
+    (filesystem.__name__, "_StorageInfo"): _record(filesystem._StorageInfo),
+    ("torch.serialization", "_get_layout"): Global(_layout),
+    ("pathlib", "PosixPath"): Global(_path),
+    ("pathlib._local", "PosixPath"): Global(_path),
+    ("pathlib", "Path"): Global(_path),
 }
-_PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "Path")}
+_IGNORED_IN_INDEX = ("megatron.core.dist_checkpointing.", "torch.distributed.checkpoint.planner")
 
 
-def load_state(path: Path) -> Any:
-    """The content of a torch.save file: containers, numbers, tensors and argparse's Namespace; objects of Megatron's
-    classes become Inert. Raises UnsafeFile for any other class or function, HalError for a damaged file."""
-    allowed: list[Any] = [argparse.Namespace]
-    with open(path, "rb") as file:
-        magic = file.read(4)
-    try:
-        # torch writes zip files since 1.6. Only these can list the globals they reference before they are unpickled.
-        zipped = magic[:2] == b"PK"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with _only(allowed):
-                unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-            foreign = [n for n in unknown if not n.startswith(_IGNORED)]
-            if foreign:
-                raise _unsafe(path, ", ".join(sorted(foreign)[:5]))
-            with _only([*allowed, *((Inert, n) for n in unknown)]):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except UnsafeFile:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        named = re.search(r"GLOBAL (\S+)", reason)
-        if named or "Unsupported operand" in reason or "not an allowed" in reason:
-            raise _unsafe(path, named[1] if named else reason[-160:]) from None
-        raise HalError(f"{path} is not a torch.save file, or is damaged: {reason[:200]}") from None
-
-
-def _unsafe(path: Path, names: str) -> UnsafeFile:
-    return UnsafeFile(
-        f"{path} was refused, since unpickling it could run code: it references non-allowlisted global {names}. Save "
-        "only the model's state dict, or use safetensors"
-    )
-
-
-@contextlib.contextmanager
-def _only(allowed: list[Any]) -> Iterator[None]:
-    """Allows these classes and torch's own, but not those that other packages have allowed in this process."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        torch.serialization.add_safe_globals(allowed)
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+def _of_index(module: str, name: str) -> Global:
+    known = _INDEX.get((module, name)) or shared_global(module, name)
+    if known is None and not module.startswith(_IGNORED_IN_INDEX):
+        raise UnsafeFile(f"non-allowlisted global {module}.{name}")
+    return known or INERT
 
 
 class SafeReader(filesystem.FileSystemReader):
-    """Reads a distributed checkpoint's index with a restricted unpickler, and validates it against the files present.
-
-    Tensors are read by the base class, which is safe.
-    """
+    """Reads a distributed checkpoint, validating its index against the files present, without Python's unpickler."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Raises UnsafeFile or HalError for an invalid index."""
         path = Path(self.path) / ".metadata"
-        with open(path, "rb") as file:
-            try:
-                index: metadata.Metadata = _MetadataUnpickler(file, path).load()
-            except (UnsafeFile, OSError):
-                raise
-            except Exception as error:
-                raise HalError(f"{_invalid(path)}: {error}") from None
+        try:
+            content = read_bytes(path, MAX_PICKLE_BYTES)
+            index: metadata.Metadata = restricted_pickle.load(
+                io.BytesIO(content), _of_index, keys=(metadata.MetadataIndex,)
+            )
+        except UnsafeFile as error:
+            raise UnsafeFile(f"{path} was refused: it references {error.args[0]}") from None
+        except InvalidPickle as error:
+            raise HalError(f"{_invalid(path)}: {error.args[0]}") from None
         check_index(index, path)
         index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return index
+
+    def read_data(self, plan: Any, planner: Any) -> torch.futures.Future[None]:
+        """Copies the requested tensors. Replaces torch's, which unpickles the tensors' files."""
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            path = Path(self.path) / place.relative_path
+            if item.type == LoadItemType.BYTE_IO:
+                raise HalError(f"{path} was refused: {shown(item.storage_index.fqn)} is no tensor")
+            with open(path, "rb") as file:
+                stored = load_archive(file, path, place.offset, place.length)
+            window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            if not isinstance(stored, torch.Tensor) or stored[window].shape != target.shape:
+                raise HalError(f"{path} does not contain {shown(item.storage_index.fqn)} as its index describes it")
+            target.copy_(stored[window])
+            planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
 def stored_tensors(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
@@ -157,7 +154,8 @@ def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetada
         stored = sum(math.prod(chunk.sizes) for chunk in info.chunks)
         if not 0 < math.prod(info.size) <= stored:
             raise HalError(
-                f"{folder / '.metadata'} gives {name} the shape {tuple(info.size)}, but {stored} elements are stored"
+                f"{folder / '.metadata'} gives {shown(name)} the shape {tuple(info.size)}, but {stored} elements are "
+                "stored"
             )
     return {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in infos.items()}
 
@@ -190,10 +188,10 @@ def check_index(index: Any, path: Path) -> None:
             metadata.TensorStorageMetadata,
             metadata.BytesStorageMetadata,
         ):
-            raise HalError(f"{_invalid(path)}: it does not describe {name!r}")
+            raise HalError(f"{_invalid(path)}: it does not describe {shown(name)}")
         # Byte entries are never requested; if they were, torch would unpickle them without restrictions.
         if isinstance(info, metadata.TensorStorageMetadata):
-            _check_tensor(f"{_invalid(path)}: {name}", name, info, storage)
+            _check_tensor(f"{_invalid(path)}: {shown(name)}", name, info, storage)
 
 
 def _invalid(path: Path) -> str:
@@ -204,57 +202,39 @@ def _check_storage(path: Path, key: Any, place: Any, free: dict[str, int]) -> No
     """Checks the file, offset and length of one entry. free: by file, its bytes that no entry has claimed yet."""
     name = getattr(place, "relative_path", None)
     if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str):
-        raise HalError(f"{_invalid(path)}: it has no storage location for {key}")
+        raise HalError(f"{_invalid(path)}: it has no storage location for {shown(key)}")
     file = path.parent / name
     if pathlib.PurePath(name).name != name:  # a file name that contains a path could refer to any file
-        raise UnsafeFile(f"{path} places {key} outside its folder, in {name}")
+        raise UnsafeFile(f"{path} places {shown(key)} outside its folder, in {shown(name)}")
     if not file.is_file():
-        raise HalError(f"{path} names the file {name!r}, which does not exist")
+        raise HalError(f"{path} names the file {shown(name)}, which does not exist")
     size = file.stat().st_size
     numbers = place.offset, place.length
-    if not (_counts(numbers) and sum(numbers) <= size):
-        raise HalError(f"{path} places {key} at byte and length {numbers} of {file}: was it cut off?")
+    if not (are_counts(numbers) and sum(numbers) <= size):
+        raise HalError(
+            f"{path} places {shown(key)} at byte and length {', '.join(map(shown, numbers))} of {file}: was it cut off?"
+        )
     # Entries must not overlap: otherwise a small file could expand to any number of large tensors.
     free[name] = free.get(name, size) - place.length
     if free[name] < 0:
         raise HalError(f"{path} places more in {file} than it holds")
     if place.transform_descriptors:
-        raise HalError(f"{path} stores {key} with {place.transform_descriptors!r}, which is not supported")
+        raise HalError(f"{path} stores {shown(key)} with {shown(place.transform_descriptors)}, which is not supported")
 
 
 def _check_tensor(what: str, name: str, info: metadata.TensorStorageMetadata, storage: Mapping[Any, Any]) -> None:
     size, chunks = getattr(info, "size", None), getattr(info, "chunks", None)
     dtype = getattr(getattr(info, "properties", None), "dtype", None)
-    if not (_counts(size) and isinstance(dtype, torch.dtype) and isinstance(chunks, list)):
-        raise HalError(f"{what} has size {size}, type {dtype}")
+    if not (are_counts(size) and isinstance(dtype, torch.dtype) and isinstance(chunks, list)):
+        raise HalError(
+            f"{what} has size {shown(size)}, type {dtype if isinstance(dtype, torch.dtype) else shown(dtype)}"
+        )
     for chunk in chunks:
         offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-        if not (_counts(offsets) and _counts(sizes) and len(offsets) == len(sizes) == len(size)) or any(
+        if not (are_counts(offsets) and are_counts(sizes) and len(offsets) == len(sizes) == len(size)) or any(
             start + length > whole for start, length, whole in zip(offsets, sizes, size)
         ):
-            raise HalError(f"{what} of size {tuple(size)} has a chunk of size {sizes} at {offsets}")
+            raise HalError(f"{what} of size {tuple(size)} has a chunk of size {shown(sizes)} at {shown(offsets)}")
         place = storage.get(metadata.MetadataIndex(name, offsets))
         if place is None or math.prod(sizes) * dtype.itemsize > place.length:
             raise HalError(f"{what}: its chunk of size {tuple(sizes)} at {tuple(offsets)} is not stored")
-
-
-def _counts(numbers: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether these are sizes or offsets: integers of at least 0."""
-    return isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _METADATA:
-            return _METADATA[module, name]
-        if (module, name) in _PATHS:
-            return pathlib.PurePosixPath
-        if module.startswith(("megatron.core.dist_checkpointing.", f"{_DCP}.planner")):
-            return Inert
-        raise UnsafeFile(f"{self._path} was refused: it references non-allowlisted global {module}.{name}")

@@ -23,7 +23,17 @@ import hal
 from hal import Comm, HalError, SingleRankComm
 
 from ..common.atomic_files import beside, make_folder, new_token, publish, write_text
-from .reader import LATEST, MANIFEST, broadcast_integers, file_checksum, folder_of, prune, state_checksum, tracked
+from ..config.schema import ConfigError
+from .lineage import prune
+from .reader import (
+    LATEST,
+    MANIFEST,
+    broadcast_integers,
+    file_checksum,
+    folder_of,
+    state_checksum,
+    tracked,
+)
 from .sharded_tensor import LocalShard
 
 
@@ -108,7 +118,7 @@ class Saver:
         def complete(sums: dict[str, str]) -> None:
             _publish(writer.folder, folder, iteration, state, sums)
             if self.keep is not None:
-                prune(root, self.keep)
+                prune(root, self.keep, state)
 
         writer = _Writer(beside(folder, token), complete)
         options: dict[str, Any] = {"storage_writer": writer, "no_dist": self.world.size == 1}
@@ -180,9 +190,16 @@ def _make_room(root: Path, iteration: int | str) -> None:
     for leftover in root.glob(".*.tmp"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     folder = folder_of(root, iteration)
-    if folder.exists() and tracked(root) != iteration:
-        # A run was killed after the rename and before the tracker file named the folder, so nothing refers to it.
+    if folder.exists() and _tracked(root) != iteration:
+        # A run was killed after the rename and before the tracker file named the folder, or has gone back before it.
         shutil.rmtree(folder)
+
+
+def _tracked(root: Path) -> int | str | None:
+    try:
+        return tracked(root)
+    except ConfigError:  # damaged; replaced by this save
+        return None
 
 
 def _publish(new: Path, folder: Path, iteration: int | str, state: dict[str, Any], sums: dict[str, str]) -> None:

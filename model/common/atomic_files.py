@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -14,22 +16,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hal import HalError
+from hal.untrusted import who_can_replace
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
+
+_DIGESTS = "digests.json"
+_BLOCKS, _BLOCK = 256, 1 << 16
 
 
 def cache_dir(*parts: str) -> Path:
     """A folder of HAL's cache ($HAL_CACHE_DIR, else $XDG_CACHE_HOME/hal, else ~/.cache/hal), created if needed.
 
-    Raises HalError if it cannot be created.
+    Raises HalError if it cannot be created, or if another user could replace its content.
     """
     own, xdg = os.environ.get("HAL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     root = Path(own) if own else Path(xdg or Path.home() / ".cache") / "hal"
     try:
-        return make_folder(root.joinpath(*parts))
+        folder = make_folder(root.joinpath(*parts))
+        problem = who_can_replace(folder)
     except OSError as error:
         hint = "set HAL_CACHE_DIR to a folder that you can write to"
         raise HalError(f"the cache folder {root} cannot be created ({error.strerror}); {hint}") from None
+    if problem:
+        raise HalError(f"the cache folder {folder} is not safe: {problem}; set HAL_CACHE_DIR to one of your own")
+    return folder
 
 
 @contextlib.contextmanager
@@ -110,17 +120,51 @@ def publish(new: Path, path: Path) -> None:
 
 
 def made_once(folder: Path, fill: Callable[[Path], object]) -> Path:
-    """Returns `folder`, filled by `fill` if it does not exist yet. One process fills it while the others wait.
+    """Returns `folder`, filled by `fill` if it does not exist yet or is damaged. One process fills it while the others
+    wait.
 
     The lock is taken on the folder's parent, so it leaves no file behind, and the kernel releases it if the holder
     dies. On a file system without locks several processes may run `fill`; one complete result is published.
     """
-    if not folder.is_dir():
+    if not _intact(folder):
         with _locked(make_folder(folder.parent)):
-            if not folder.is_dir():
+            if not _intact(folder):
+                if folder.is_dir():
+                    shutil.rmtree(folder)
                 with publish_folder(folder) as new:
                     fill(new)
+                    (new / _DIGESTS).write_text(json.dumps(_digests(new)))
     return folder
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != _DIGESTS)
+    return {str(p.relative_to(folder)): sampled_digest(p)[0] for p in files}
+
+
+def _intact(folder: Path) -> bool:
+    """Whether the files of a folder are those that `made_once` finished."""
+    try:
+        return bool(json.loads((folder / _DIGESTS).read_text()) == _digests(folder))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def sampled_digest(path: Path) -> tuple[str, bool]:
+    """(SHA-256 of a file's size and content, whether that covers every byte).
+
+    Covers all of a file of up to 16 MiB, else 256 blocks of 64 KiB at equal distances, the first and the last included.
+    """
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(f"{size}\n".encode())
+    with open(path, "rb") as file:
+        if size <= _BLOCKS * _BLOCK:
+            digest.update(file.read())
+            return digest.hexdigest(), True
+        for n in range(_BLOCKS):
+            file.seek((size - _BLOCK) * n // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest(), False
 
 
 @contextlib.contextmanager

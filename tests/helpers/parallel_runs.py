@@ -61,7 +61,7 @@ class Tokens:
 
 def trainer(options: dict[str, Any]) -> Trainer:
     """The trainer of this process, in the world described by a launcher or as a single process."""
-    hal.use("cpu_ref")
+    hal.use(options["backend"])
     config = build(options)
     ends = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
     split = Split(Tokens(config.seq_length, ends), VOCABULARY, END, config.eod_mask_loss)

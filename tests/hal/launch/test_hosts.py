@@ -30,6 +30,9 @@ def test_a_hostfile() -> None:
         ("", "names no host"),
         ("a slots=2\nb 4", "line 2: expected 'name slots=COUNT', found 'b 4'"),
         ("a slots=x", "line 1"),
+        ("a slots=300000000", "line 1: slots should be an integer in 0..4096; found '300000000'"),
+        ("a slots=" + "9" * 5000, "line 1: slots should be an integer"),
+        ("a slots=٣", "line 1: slots should be an integer"),
         ("a slots=2\na slots=2", "line 2: host a is repeated"),
         ("a slots=0", "no slots"),
     ],
@@ -59,7 +62,8 @@ def test_filters(include: str, exclude: str, left: list[Host]) -> None:
         ("worker-2", "", "worker-2 is not in the hostfile"),
         ("worker-0:4", "", "has slots"),
         ("worker-0:1,1", "", "has slots"),
-        ("worker-0:one", "", "numbers joined"),
+        ("worker-0:one", "", "slot should be an integer in 0..4096; found 'one'"),
+        ("worker-0:" + "9" * 5000, "", "slot should be an integer"),
         ("worker-0@worker-0", "", "named twice"),
         ("worker-0", "worker-1", "not both"),
         ("", "worker-0@worker-1", "leaves no slot"),
@@ -115,8 +119,20 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_signal_without_a_name_can_end_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _explain(tmp_path, [0, 1], {1: -37}, ()) == 1
+    assert _explain(tmp_path, [0, 1], {1: -37}, ())[0] == 1
     assert "rank 1 failed first (killed by signal 37)" in capsys.readouterr().err
+
+
+def test_options_of_other_launchers() -> None:
+    """As torchrun, deepspeed and msrun spell them."""
+    torchrun = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr a --master_port 6000 train"
+    deepspeed = "--num_nodes 2 --num_gpus 4 --node_rank 1 --master_addr a --master_port=6000 train"
+    msrun = "--worker_num 8 --local_worker_num=4 --node_rank=1 --master_addr=a --master_port=6000 --join=True train"
+    jobs = [job_of(line.split())[0] for line in (torchrun, deepspeed, msrun)]
+    assert jobs[0] == jobs[1] == jobs[2] and (jobs[0].nproc, jobs[0].nnodes, jobs[0].master_port) == (4, 2, 6000)
+    assert job_of(["--worker_num", "8", "--cluster_time_out=300", "train"])[0].nproc == 8
+    with pytest.raises(hal.ContractError, match="--worker-num 8 is not --nnodes 1 times --nproc-per-node 3"):
+        job_of(["--worker_num", "8", "--nnodes", "1", "--nproc-per-node", "3", "train"])
 
 
 def test_only_the_launchers_own_join_is_taken_out() -> None:

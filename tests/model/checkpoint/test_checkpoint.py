@@ -146,7 +146,7 @@ def test_the_tracker_names_an_iteration_or_a_release(tmp_path, text, newest):
     if text is not None:
         (tmp_path / reader.LATEST).write_text(text)
     assert reader.tracked(tmp_path) == newest
-    assert reader.latest(tmp_path) == (0 if newest == "release" else newest)
+    assert reader.newest(tmp_path) == (0 if newest == "release" else newest)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.0", "9" * 19, "\u0663", "\u00b2", "Release"])
@@ -156,29 +156,6 @@ def test_a_damaged_tracker_is_refused(tmp_path, text):
         reader.tracked(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "newest, keep, left", [(40, 1, [40]), (40, 2, [30, 40]), (40, 9, [10, 20, 30, 40]), (20, 1, [20, 40])]
-)
-def test_the_oldest_are_removed_but_never_the_latest(tmp_path, newest, keep, left):
-    for iteration in (10, 20, 30, 40):
-        reader.folder_of(tmp_path, iteration).mkdir()
-    (tmp_path / "iter_notes").mkdir()
-    (tmp_path / "iter_0000005").write_text("a file")
-    (tmp_path / reader.LATEST).write_text(str(newest))
-    reader.prune(tmp_path, keep)
-    assert [int(p.name[5:]) for p in sorted(tmp_path.glob("iter_0*")) if p.is_dir()] == left
-    assert (tmp_path / "iter_notes").is_dir() and (tmp_path / "iter_0000005").is_file()
-
-
 def test_numbers_and_text_are_told_as_they_are():
     assert reader.broadcast_integers(SingleRankComm(), [3, -(2**62), 0]) == [3, -(2**62), 0]
     assert reader.broadcast_text(SingleRankComm(), "\u00fcber 9000", 0) == "\u00fcber 9000"
-
-
-def test_the_oldest_are_removed_also_when_iterations_get_an_eighth_digit(tmp_path):
-    iterations = (9_999_999, 10_000_000, 10_000_001)
-    for iteration in iterations:
-        reader.folder_of(tmp_path, iteration).mkdir()
-    (tmp_path / reader.LATEST).write_text(str(iterations[-1]))
-    reader.prune(tmp_path, 2)
-    assert sorted(int(p.name[5:]) for p in tmp_path.glob("iter_*")) == list(iterations[1:])

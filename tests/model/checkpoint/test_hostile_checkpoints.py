@@ -362,5 +362,9 @@ def test_a_manifest_that_is_none(content: str, place: Any) -> None:
 def test_a_tracker_file_that_names_nothing(name: str, content: str, place: Any) -> None:
     root = place(name)
     (root / "latest_checkpointed_iteration.txt").write_text(content)
+    if name == "hal":  # the newest checkpoint is used
+        with pytest.warns(RuntimeWarning, match="should contain an iteration number"):
+            assert READ[name](root).tensors
+        return
     with pytest.raises(HalError, match="should contain an iteration number"):
         READ[name](root)

@@ -7,7 +7,8 @@ import torch
 
 from hal import HalError
 from hal.model.checkpoint import reader
-from hal.model.checkpoint.safe_unpickle import Inert, UnsafeFile, load_state
+from hal.model.checkpoint.restricted_pickle import Inert, UnsafeFile
+from hal.model.checkpoint.torch_archive import load_state
 from hal.model.checkpoint.writer import save
 
 

@@ -58,7 +58,7 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tiny, tmp_path
     before = stored_values(trainer)
     trainer.save(tmp_path)
     trainer.step()
-    assert trainer.saver.finished() == [] and reader.latest(tmp_path) is None
+    assert trainer.saver.finished() == [] and reader.newest(tmp_path) is None
     gate.set()
     trainer.saver.wait()
     assert [p.name for p in trainer.saver.finished()] == ["iter_0000001"]
@@ -74,7 +74,7 @@ def test_one_save_at_a_time_and_the_oldest_are_removed(tiny, tmp_path):
         trainer.save(tmp_path)
     trainer.saver.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", reader.LATEST]
-    assert reader.latest(tmp_path) == 4 and len(trainer.saver.finished()) == 4
+    assert reader.newest(tmp_path) == 4 and len(trainer.saver.finished()) == 4
 
 
 def fail(*args, **kwargs):
@@ -106,7 +106,7 @@ def test_a_run_ends_soon_after_a_save_in_the_background_failed(tiny, tmp_path, m
     with pytest.raises(writer.SaveFailed, match="No space left"):
         command.train(config)
     assert (tmp_path / "run" / "run.json").is_file() and " saved " not in capsys.readouterr().out
-    assert reader.latest(tmp_path / "save") is None
+    assert reader.newest(tmp_path / "save") is None
 
 
 def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, mon
     monkeypatch.setattr(command, "build", broken)
     with pytest.raises(TrainingFailed):
         command.train(config)
-    assert reader.latest(tmp_path / "save") == 1
+    assert reader.newest(tmp_path / "save") == 1
 
 
 def test_a_run_ends_when_its_last_checkpoint_is_whole(tiny, tmp_path, gate, capsys):

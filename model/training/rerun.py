@@ -1,0 +1,78 @@
+"""Whether a suspect step was a passing fault, a lasting one, or caused by its batch: found by computing it again.
+
+A step is a function of (config, iteration, samples), so a second execution gives the same bits unless something has
+failed. If it does give the same bits, the ops' references decide whether the batch or an implementation is the cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import hal
+from hal import ops
+
+OUTLIER = 10.0
+"""A loss above this many times the largest of the last WINDOW is suspect (Megatron-LM's rerun state machine)."""
+WINDOW = 100
+
+
+class Gradients(NamedTuple):
+    """What a forward and backward pass of the global batch gave: the mean loss, and the norm of the gradients (None if
+    they overflowed in float16)."""
+
+    loss: float
+    norm: float | None
+
+    def same(self, other: Gradients) -> bool:
+        """Whether both are equal, a NaN being equal to itself."""
+        pairs = zip((self.loss, self.norm or 0.0), (other.loss, other.norm or 0.0))
+        return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+class Verdict(NamedTuple):
+    """cause: "transient", "persistent" or "input"; text: what was seen."""
+
+    cause: str
+    text: str
+
+
+class RerunCheck:
+    """Finds suspect steps and their causes. Every rank calls it with the same numbers."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def suspicion(self, found: Gradients) -> str:
+        """Why a step is suspect, or ""; a step that is not is remembered."""
+        if not math.isfinite(found.loss):
+            return f"the loss is {found.loss}"
+        if found.norm is not None and not math.isfinite(found.norm):
+            return f"the gradient norm is {found.norm}"
+        if self._losses and found.loss > OUTLIER * max(self._losses):
+            return (
+                f"the loss {found.loss:.6g} is more than {OUTLIER:g} times the largest of the last {len(self._losses)}"
+            )
+        self._losses.append(found.loss)
+        return ""
+
+    def verdict(self, first: Gradients, why: str, again: Callable[[], Gradients]) -> Verdict:
+        """The cause of a suspect step. again: computes the step once more; its gradients are those of the last call."""
+        second = again()
+        if not second.same(first):
+            return Verdict(
+                "transient",
+                f"{why}, and the same step computed again gave a loss of {second.loss:.6g}: a passing fault",
+            )
+        with hal.policy(pin={name: "reference" for name, op in vars(ops).items() if isinstance(op, hal.Op)}):
+            reference = again()
+        if math.isfinite(reference.loss) and not math.isclose(reference.loss, first.loss, rel_tol=0.1):
+            return Verdict(
+                "persistent",
+                f"{why} each time, but the ops' references give a loss of {reference.loss:.6g}: an implementation or "
+                "the device computes wrong results (`hal parity` finds the op)",
+            )
+        text = f"{why} each time, also with the ops' references: the batch or the model's state causes it"
+        return Verdict("input", text)

@@ -1,0 +1,180 @@
+"""Every parser of outside input, on random and mutated inputs: a value or a HalError of one line, nothing else.
+
+HAL_FUZZ_EXAMPLES is the number of inputs per parser: 1000 by default, 100,000 in the nightly run.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zipfile
+
+import numpy
+import pytest
+import torch
+from hostile_pickles import HOSTILE_STATES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hal import HalError
+from hal.launch.hosts import parse_hostfile, select
+from hal.model.checkpoint import reader
+from hal.model.checkpoint.safe_unpickle import stored_tensors
+from hal.model.checkpoint.torch_archive import load_state
+from hal.model.checkpoint.writer import save
+from hal.model.config.command_line import parse
+from hal.model.config.formats import strict_yaml
+from hal.model.config.schema import Config, ConfigError
+from hal.model.data.gpt_dataset import parse_blend
+from hal.model.data.indexed_dataset import read_index
+from hal.model.data.megatron_datasets import indexed_dataset
+from hal.model.data.tokenizers.build import build_tokenizer
+from hal.model.inference.text_generation import read_prompts
+from hal.untrusted import parse_integer, parse_json
+
+EXAMPLES = int(os.environ.get("HAL_FUZZ_EXAMPLES", "1000"))
+
+
+def an_archive(content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+    return file.getvalue()
+
+
+def a_state():
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(6.0), "b": [1, "x", (2, None)], "c": {"d": torch.ones(2, 2)}}, file)
+    return file.getvalue()
+
+
+def an_index(folder):
+    builder = indexed_dataset().IndexedDatasetBuilder(f"{folder / 'seed'}.bin", dtype=numpy.uint16)
+    builder.add_document(numpy.arange(20, dtype=numpy.uint16), [12, 8])
+    builder.finalize(f"{folder / 'seed'}.idx")
+    return (folder / "seed.idx").read_bytes()
+
+
+def a_checkpoint(folder):
+    root = folder / "seed"
+    return save(root, 1, {"a": torch.arange(6.0)}, {"iteration": 1, "config": {}}), root
+
+
+def metadata(folder, content):
+    where, _ = a_checkpoint(folder) if not (folder / "seed").exists() else (folder / "seed" / "iter_0000001", None)
+    (where / ".metadata").write_bytes(content)
+    stored_tensors(where)
+
+
+def manifest(folder, content):
+    where, _ = a_checkpoint(folder) if not (folder / "seed").exists() else (folder / "seed" / "iter_0000001", None)
+    (where / reader.MANIFEST).write_bytes(content)
+    reader.read_state(folder / "seed")
+
+
+def file_of(name, read):
+    def run(folder, content):
+        (folder / name).write_bytes(content)
+        read(folder / name)
+
+    return run
+
+
+def dataset(folder, content):
+    (folder / "d.bin").write_bytes(bytes(40))
+    (folder / "d.idx").write_bytes(content)
+    read_index(folder / "d")
+
+
+def text_of(read):
+    return lambda folder, content: read(content.decode("utf-8", "replace"))
+
+
+def tokenizer(kind, option):
+    def run(folder, content):
+        (folder / "file").write_bytes(content)
+        built = build_tokenizer(Config(tokenizer_type=kind, **{option: str(folder / "file")}))
+        with contextlib.suppress(ValueError):
+            built.decode(built.encode("a text")[:4])
+
+    return run
+
+
+PLAIN = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8A"},
+    "pre_tokenizer": {"type": "FixedLength", "length": 3},
+    "decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1},
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 2, "<unk>": 3}, "unk_token": "<unk>"},
+}
+WORDS = b'{"<unk>": 0, "<|endoftext|>": 1, "a": 2}'
+
+PARSERS = {
+    "index of a checkpoint": (metadata, lambda f: [(a_checkpoint(f)[0] / ".metadata").read_bytes()]),
+    "manifest": (manifest, lambda f: [(a_checkpoint(f)[0] / reader.MANIFEST).read_bytes()]),
+    "torch.save": (
+        file_of("a.pt", load_state),
+        lambda f: [a_state(), *(an_archive(c) for c, _ in HOSTILE_STATES.values() if len(c) < 9999), pickle.dumps(1)],
+    ),
+    "tracker": (
+        file_of(reader.LATEST, lambda path: reader.tracked(path.parent)),
+        lambda f: [b"100\n", b"release", b"9" * 40],
+    ),
+    "indexed dataset": (dataset, lambda f: [an_index(f)]),
+    "hostfile": (text_of(parse_hostfile), lambda f: [b"a slots=2\nb slots=4 # more\n"]),
+    "filter": (text_of(lambda t: select(parse_hostfile("a slots=2\nb slots=4"), t)), lambda f: [b"a@b:0,2", b"b:1"]),
+    "options": (
+        text_of(lambda t: parse(["--backend", "cpu_ref", *t.split()])),
+        lambda f: [b"--lr 1e-3 --num-layers 2 --seed 5 --split 9,1,0 --pre-tokens 4"],
+    ),
+    "yaml": (
+        file_of("a.yaml", lambda path: strict_yaml.load(path, "it")),
+        lambda f: [b"a: 1\nb: [1, 2]\nc: {d: 1e-3}\n"],
+    ),
+    "blend": (text_of(lambda t: parse_blend(tuple(t.split()), "--data-path")), lambda f: [b"0.3 a 0.7 b", b"a b c"]),
+    "words": (tokenizer("WhitespaceTokenizer", "vocab_file"), lambda f: [WORDS]),
+    "word pieces": (tokenizer("BertWordPieceCase", "vocab_file"), lambda f: [b"[UNK]\na\n##b\ntext\n"]),
+    "tokenizer.json": (tokenizer("HuggingFaceTokenizer", "tokenizer_model"), lambda f: [json.dumps(PLAIN).encode()]),
+    "prompts": (file_of("a.jsonl", read_prompts), lambda f: [b'{"prompt": "a"}\n{"text": "b"}\n']),
+    "integer": (text_of(lambda t: parse_integer(t, -5, 10**18, "it")), lambda f: [b"12", b"-3", b"9" * 30]),
+    "json": (text_of(lambda t: parse_json(t, "it")), lambda f: [b'{"a": [1, 2.5e3, null, "x"]}', b"[" * 3000]),
+}
+
+
+@st.composite
+def mutations(draw, seeds):
+    """A seed with some of its bytes replaced, removed, repeated or inserted; sometimes random bytes."""
+    content = bytearray(draw(st.sampled_from(seeds) | st.binary(max_size=60)))
+    for _ in range(draw(st.integers(0, 5))):
+        at = draw(st.integers(0, len(content)))
+        length = draw(st.integers(0, 8))
+        kind = draw(st.integers(0, 2))
+        new = draw(st.binary(max_size=8)) if kind else bytes(content[at : at + length]) * draw(st.integers(0, 20))
+        content[at : at + (length if kind == 1 else 0)] = new
+    return bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_parser_returns_or_refuses_in_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+    read, seeds = PARSERS[name]
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(content=mutations(seeds(tmp_path)))
+    def check(content):
+        try:
+            read(tmp_path, content)
+        except HalError as error:
+            # The problems of a command line are reported together, a line each.
+            texts = [problem.text for problem in error.problems] if isinstance(error, ConfigError) else [str(error)]
+            assert all("\n" not in text and len(text) < 3000 for text in texts)
+        except OSError as error:
+            assert error.strerror
+
+    check()
