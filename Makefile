@@ -21,13 +21,13 @@ SIMULATED := tests/backends/npu tests/backends/cuda
 SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
-.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production mutation test-opencl test-aarch64 gpu
-.PHONY: sanitize lint check bench support docs clean
+.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production faults mutation
+.PHONY: test-opencl test-aarch64 gpu sanitize lint as-written check bench support reference docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) ".[train,megatron,test]"
+	$(BIN)/python $(INSTALL) ".[train,megatron,test,jax]"
 	touch $@
 
 train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
@@ -47,6 +47,7 @@ nightly:  ## the tests that take too long for CI; writes docs/verified/nightly.m
 
 nightly-tests: $(READY)  ## the tests marked nightly
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
+	HAL_FUZZ_EXAMPLES=100000 $(call TEST,$(BIN)) -m slow tests/faults/test_fuzzers.py
 
 nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the commit)
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)
@@ -55,6 +56,9 @@ production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, 
 	$(BIN)/hal parity --backend cpu_ref --scale production --require-all --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 	$(SIM)/bin/hal parity --backend npu --simulate --scale production --require-all
 	$(SIM)/bin/hal parity --backend cuda --simulate --scale production --require-all
+
+faults: $(READY)  ## EVENTS faults on training jobs, chosen by the commit; prints what was lost
+	$(BIN)/python tests/faults/schedule.py --events $(or $(EVENTS),200) --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 
 mutation: $(READY)  ## random mistakes in core files, nine tenths of which their tests must notice
 	$(BIN)/python tests/mutation.py --samples 60 --require 0.9
@@ -104,6 +108,9 @@ lint: $(READY)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+as-written: $(READY)  ## real files of other trainers, from checkouts in SOURCES=DIR, through the options; prints a table
+	$(BIN)/python tests/as_written.py $(SOURCES)
+
 check: lint test  ## the checks that every change must pass
 
 bench: $(READY)  ## ratios against named peers; needs an otherwise idle machine
@@ -118,13 +125,16 @@ support: $(READY) $(SIM)/.ready  ## the kit on every backend; writes docs/suppor
 	mkdir -p build
 	$(BIN)/hal parity --merge $(RESULTS)/*.json --html build/support.html --markdown docs/support/README.md
 
+reference: $(READY)  ## writes docs/reference/ from signatures and docstrings (a test notices when it is stale)
+	PYTHONPATH=. $(BIN)/python docs/reference/write.py
+
 docs: $(DOCS)/.ready  ## the documentation as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.ready: mkdocs.yml constraints.txt setup.cfg
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		mkdocs-material "mkdocstrings[python]" ruff
+		mkdocs-material ruff
 	touch $@
 
 clean:

@@ -276,6 +276,7 @@ MODEL_ORDER = (
 HAL_ORDER = (
     "autoload",
     "errors",
+    "untrusted",
     "rng",
     "comm",
     "core",
@@ -411,6 +412,7 @@ MIRRORED = {"hal", "ops", "model", "backends", "benchmarks"}
 NOT_MIRRORED = {
     "helpers",  # what several folders of tests share
     "fixtures",  # files that tests read
+    "faults",  # schedules of faults and fuzzers, over all folders
     "docs",  # pages of docs/ that are followed, and commands that no module of their own implements
 }
 

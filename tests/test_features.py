@@ -13,6 +13,7 @@ import pytest
 from hal.cli import COMMANDS
 from hal.cli.launch import parser as launch_parser
 from hal.model.config.command_line import parser as train_parser
+from hal.model.config.formats.megatron_options import table
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "features.md").read_text()
@@ -44,7 +45,8 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-FLAGS = {"train": flags_of(train_parser()), "launch": flags_of(launch_parser())}
+ACCEPTED = {f"--{name}" for name, row in table().items() if row.kind in ("translated", "noted")}
+FLAGS = {"train": flags_of(train_parser()) | ACCEPTED, "launch": flags_of(launch_parser())}
 
 
 def problem(thing: str) -> str | None:

@@ -20,14 +20,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .formats import deepspeed, mindformers, mindspeed
-from .formats.renamed_options import ELSEWHERE
+from .formats import deepspeed, mindformers, mindformers_trainer, mindspeed
+from .formats.megatron_options import table, translate_options
 from .formats.rules import MICROBATCHES, Reading, flag, translate
 from .formats.strict_yaml import load
 from .parallel_layout import zero_stage
-from .schema import Config, ConfigError, GivenOptions, ready_configuration, resolve
+from .schema import Config, ConfigError, GivenOptions, collecting, ready_configuration, report, resolve
 from .tokenizer_options import OPTIONS, readers
-from .validation import check, world_size
+from .validation import check, idle, world_size
 
 GROUPS = {
     "backend": "execution",
@@ -55,52 +55,120 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Conf
     return build(read(argv, environ))
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> GivenOptions:
-    """Option values by field name, from all sources. Raises ConfigError; exits for --help."""
-    namespace = vars(_parse_known(argv))
-    path, zero_path = namespace.pop("config", None), namespace.pop("deepspeed_config", None)
-    values, variables = GivenOptions(), _environment(os.environ if environ is None else environ)
+def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showing: bool = False) -> GivenOptions:
+    """Option values by field name, from all sources. Exits for --help.
+
+    What is wrong with some of them is in the result's `problems`, which `build` reports together with what validation
+    finds. Raises ConfigError for files that cannot be read. Options of parallelism become notes if there is one rank;
+    showing: unless the number of processes was not given, so that a run may have more.
+    """
+    line = _CommandLine(argv)
+    values, problems = GivenOptions(), line.problems
+    variables: dict[str, Any] = {}
+    with collecting(problems):
+        variables = _environment(os.environ if environ is None else environ)
     values.take(variables, {name: f"HAL_{name.upper()}" for name in variables})
-    # microbatches: requirements on their number; foreign: options that came from another system's file.
-    microbatches, foreign = [], set()
-    if path is not None:
-        reading = read_config(path)
-        foreign |= reading.foreign
+    microbatches = []  # requirements on their number
+    if line.config is not None:
+        reading = read_config(line.config, line.values)
+        problems += reading.problems
         microbatches += _microbatches(reading)
         values.take(reading.values, {name: f"{reading.file}: {key}" for name, key in reading.origins.items()})
         values.notes += reading.notes
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in namespace.items()}
+        values.noted |= reading.noted
+    given = line.values
     if values.get("tokenizer_type") != given.get("tokenizer_type", values.get("tokenizer_type")):
         # A tokenizer given on the command line replaces the file's tokenizer and all its options.
         for name in OPTIONS:
             if given["tokenizer_type"] not in readers(name):
                 values.pop(name, None)
     values.take(given, dict.fromkeys(given, "command line"))
-    if zero_path is not None:
-        reading = _read_deepspeed(zero_path)
+    reading = Reading("command line", convert, base=dict(values))
+    translate_options(reading, line.foreign)
+    problems += reading.problems
+    microbatches += _microbatches(reading)
+    for name in reading.superseded & set(values):
+        values.pop(name)
+    with collecting(problems):
+        _agree(reading, values, among=given)
+    values.noted |= reading.noted
+    if line.deepspeed is not None:
+        reading = _read_deepspeed(line.deepspeed)
+        _drop_zero(reading, values, showing)
+        problems += reading.problems
         microbatches += _microbatches(reading)
-        foreign |= reading.foreign - set(values)
-        _agree(reading, values)
+        with collecting(problems):
+            _agree(reading, values)
         values.notes += reading.notes
+        values.noted.update(reading.noted)
     for count, where in microbatches:
-        _require_microbatches(values, count, where)
-    _drop_idle_reduction(values, foreign - set(given))
+        with collecting(problems):
+            _require_microbatches(values, count, where)
+    _adopt_megatron_defaults(values)
+    if not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values:
+        _drop_idle_parallelism(values)
+    values.problems = problems
     return values
 
 
-def _drop_idle_reduction(values: GivenOptions, foreign: set[str]) -> None:
-    """Turns options of the gradient reduction into notes if there is no such reduction.
+def _drop_zero(reading: Reading, values: GivenOptions, showing: bool) -> None:
+    """A ZeRO stage over one replica has no effect, whatever a script says beside its JSON file."""
+    probe = _probe(values)
+    replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
+    known = not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values
+    if known and world_size(probe) <= replica and reading.values.get("zero_stage"):
+        reading.note(reading.origins.pop("zero_stage"), "no effect: there is one replica")
+        reading.values.pop("zero_stage")
 
-    Other systems' files contain these options for every layout. As options of HAL they would be errors in that case
-    (parallel_layout.py).
+
+def _adopt_megatron_defaults(values: GivenOptions) -> None:
+    """Megatron's defaults that depend on other options: GPT2BPETokenizer for a vocabulary and merges, and a batch of
+    one microbatch per replica."""
+    if "tokenizer_type" not in values and {"vocab_file", "merge_file"} <= set(values):
+        why = f"{values.origins['vocab_file']} (Megatron's default for a vocabulary and merges)"
+        values.take({"tokenizer_type": "GPT2BPETokenizer"}, {"tokenizer_type": why})
+    probe = _probe(values)
+    replicas = _replicas(probe)
+    if "global_batch_size" not in values and replicas > 1 and probe.micro_batch_size > 0:
+        why = "one microbatch per replica (Megatron's default)"
+        values.take({"global_batch_size": probe.micro_batch_size * replicas}, {"global_batch_size": why})
+
+
+def _replicas(probe: Config) -> int:
+    """The data-parallel replicas, by the number of processes; at least 1."""
+    replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size * probe.context_parallel_size
+    return max(1, world_size(probe) // max(1, replica))
+
+
+def _drop_idle_parallelism(values: GivenOptions) -> None:
+    """Turns options that need several ranks into notes if there is only one, as in other trainers.
+
+    They change no result. Command lines and files contain them for every layout.
     """
-    probe = Config(**values)
+    probe = _probe(values)
     replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
     alone, zero = world_size(probe) <= replica, zero_stage(probe)
-    for name in {"ddp_bucket_size", "overlap_grad_reduce"} & foreign & set(values):
-        if alone or zero:
-            why = f"with ZeRO stage {zero} every layer is one bucket" if zero else "one replica has nothing to reduce"
-            values.notes.append(f"{values.origins.pop(name)}: {values.pop(name)!r} has no effect: {why}")
+    idle = {}
+    if alone:
+        why = "one replica has nothing to share or to reduce"
+        idle = dict.fromkeys(("ddp_bucket_size", "overlap_grad_reduce", "use_distributed_optimizer", "zero_stage"), why)
+    elif zero:
+        why = f"with ZeRO stage {zero} every layer is one bucket, whose reduction overlaps with the backward pass"
+        idle = dict.fromkeys(("ddp_bucket_size", "overlap_grad_reduce"), why)
+        if probe.zero_stage:
+            idle["use_distributed_optimizer"] = f"it is ZeRO stage 1, and --zero-stage {zero} includes it"
+    if probe.tensor_model_parallel_size == 1:
+        idle["sequence_parallel"] = "it shards what tensor parallelism replicates"
+    for name, why in idle.items():
+        if values.get(name):
+            values.notes.append(f"{values.origins.pop(name)}: {flag(name)} {values.pop(name)!r} has no effect: {why}")
+
+
+def _probe(values: GivenOptions) -> Config:
+    """A Config of the parallel sizes and batch sizes only, which exists even if other values are wrong."""
+    unread = ("rampup_batch_size", "pad_vocab_size_to", "train_samples")
+    names = [name for name in values if name in _OPTIONS and name not in unread]
+    return Config(**{name: values[name] for name in names})
 
 
 def _microbatches(reading: Reading) -> list[tuple[int, str]]:
@@ -109,24 +177,35 @@ def _microbatches(reading: Reading) -> list[tuple[int, str]]:
     return [] if count is None else [(count, f"{reading.file}: {key}")]
 
 
-def _agree(reading: Reading, values: GivenOptions) -> None:
-    """Adds a file's values to those given elsewhere. Values must agree; only environment variables are overridden."""
+def _agree(reading: Reading, values: GivenOptions, among: Mapping[str, Any] | None = None) -> None:
+    """Adds a file's values to those given elsewhere. Values must agree; environment variables are overridden, and with
+    `among` all values but these."""
+    problems = []
     for name, value in reading.values.items():
         origin = values.origins.get(name, "")
-        if name in values and values[name] != value and not origin.startswith("HAL_"):
-            raise ConfigError(
-                f"{reading.file}: {reading.origins[name]} and {origin} contradict each other about {flag(name)}: "
-                f"{value!r} and {values[name]!r}; remove one of them"
+        fixed = name in values and not origin.startswith("HAL_") and (among is None or name in among)
+        if fixed and values[name] != value:
+            problems.append(
+                ConfigError(
+                    f"{reading.file}: {reading.origins[name]} and {origin} contradict each other about {flag(name)}: "
+                    f"{value!r} and {values[name]!r}; remove one of them"
+                )
             )
-        if name not in values or origin.startswith("HAL_"):
+        if not fixed:
             values.take({name: value}, {name: f"{reading.file}: {reading.origins[name]}"})
+    if problems:
+        raise report(problems)
 
 
 def _require_microbatches(values: GivenOptions, count: int, where: str) -> None:
-    """Sets the global batch size to `count` microbatches per replica. Raises ConfigError if it was given otherwise."""
-    probe = Config(**values)
-    replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size * probe.context_parallel_size
-    replicas = max(1, world_size(probe) // max(1, replica))
+    """Sets the global batch size to `count` microbatches per replica, or the microbatch to its share of a given one.
+    Raises ConfigError if both were given otherwise."""
+    probe = _probe(values)
+    replicas = _replicas(probe)
+    share, rest = divmod(probe.global_batch_size, count * replicas)
+    if "global_batch_size" in values and "micro_batch_size" not in values and share and not rest:
+        values.take({"micro_batch_size": share}, {"micro_batch_size": f"{where}, of the global batch"})
+        return
     size = count * probe.micro_batch_size * replicas
     if values.get("global_batch_size", size) != size:
         raise ConfigError(
@@ -138,19 +217,31 @@ def _require_microbatches(values: GivenOptions, count: int, where: str) -> None:
 
 
 def build(values: Mapping[str, Any], check: Callable[[Config], None] = check) -> Config:
-    """A validated Config from option values by field name. All values count as given by the user."""
+    """A validated Config from option values by field name. All values count as given by the user.
+
+    Raises ConfigError with all problems: those found while reading the values, and those that `check` finds.
+    """
+    problems = list(values.problems) if isinstance(values, GivenOptions) else []
     for name in values:
         if name not in _OPTIONS:
-            raise ConfigError(f"there is no option '{name}'.{_nearest(name)}")
+            problems.append(ConfigError(f"there is no option '{name}'.{_nearest(name)}", "unknown"))
+    if not any(p.kind != "refused" for p in problems):
+        # Without unknown names and wrong values, what follows from the values is worth checking.
+        with collecting(problems):
+            config = resolve({name: value for name, value in values.items() if name in _OPTIONS})
+            check(config)
+    if problems:
+        raise report(problems)
     config = resolve(values)
-    check(config)
+    config.notes += tuple(idle(config))
     return config
 
 
-def read_config(path: str) -> Reading:
-    """Reads a --config file: HAL's options by name, or the sections of MindSpeed-Core-MS or the MindFormers tutorial.
+def read_config(path: str, given: Mapping[str, Any] | None = None) -> Reading:
+    """Reads a --config file: options by name, or the sections of MindSpeed-Core-MS, MindFormers or its tutorial.
 
-    Raises ConfigError for any other content, for unknown keys and for values that HAL cannot follow.
+    Unknown keys and values that HAL cannot follow are in the result's `problems`. Raises ConfigError for any other
+    content. given: options of the command line, on which some keys depend.
     """
     named = Path(path).name == path and not path.endswith((".yaml", ".yml", ".json"))
     file = ready_configuration(path) if named else Path(path)
@@ -159,9 +250,11 @@ def read_config(path: str) -> Reading:
         raise ConfigError(f"--config {path} is empty; it must hold `option: value` lines")
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `option: value` lines; it holds {type(content).__name__}")
-    reading = Reading(f"--config {path}", convert)
+    reading = Reading(f"--config {path}", convert, base=given or {})
     if any(section in content for section in mindformers.SECTIONS[:2]):
         front: Any = mindformers
+    elif any(section in content for section in mindformers_trainer.SECTIONS):
+        front = mindformers_trainer
     elif any(section in content for section in mindspeed.SECTIONS):
         model = content.get("model_config")
         front = mindformers if isinstance(model, dict) and "llm" in model else mindspeed
@@ -169,27 +262,48 @@ def read_config(path: str) -> Reading:
         _read_flat(reading, content)
         return reading
     # HAL's options may be mixed with the sections, because those systems set some options on their command lines.
-    ours = {key: value for key, value in content.items() if str(key).replace("_", "-") in _SPELLINGS}
-    translate(reading, {key: value for key, value in content.items() if key not in ours}, front.rules())
-    front.finish(reading)
-    reading.foreign = set(reading.values)
+    theirs = front.rules()
+    ours = {k: v for k, v in content.items() if str(k).replace("_", "-") in _SPELLINGS and k not in theirs}
+    translate(reading, {key: value for key, value in content.items() if key not in ours}, theirs)
+    with collecting(reading.problems):
+        front.finish(reading)
+    reading.drop_deferred()
     _read_flat(reading, ours)
     return reading
 
 
 def _read_flat(reading: Reading, content: Mapping[Any, Any]) -> None:
+    """Reads options by name: HAL's, and those of other trainers."""
     spelled_as: dict[str, Any] = {}
-    for key, value in content.items():
+    foreign: dict[str, tuple[str, list[str]]] = {}
+
+    def take_one(key: Any, value: Any) -> None:
         spelled = str(key).replace("_", "-")
         name = _SPELLINGS.get(spelled)
+        if name is None and spelled in table():
+            if value not in (None, False):
+                foreign[spelled] = str(key), [] if value is True else [str(v) for v in _listed(value)]
+            return
         if name is None:
-            raise ConfigError(f"{reading.file}: there is no option '{key}'.{_nearest(spelled)}")
+            raise ConfigError(f"{reading.file}: there is no option '{key}'.{_nearest(spelled)}", "unknown")
         if name in spelled_as:
             raise ConfigError(f"{reading.file} sets '{name}' twice, as {spelled_as[name]} and as {key}")
         spelled_as[name] = key
         if value is not None:
             value = convert(name, value, f"{reading.file}: {key}")
             reading.set(name, not value if spelled == _OPTIONS[name].metadata["no"] else value, str(key))
+
+    for key, value in content.items():
+        with collecting(reading.problems):
+            take_one(key, value)
+    translate_options(reading, foreign)
+    for name in reading.superseded:
+        reading.values.pop(name, None)
+        reading.origins.pop(name, None)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _read_deepspeed(path: str) -> Reading:
@@ -198,8 +312,9 @@ def _read_deepspeed(path: str) -> Reading:
     if not isinstance(content, dict):
         raise ConfigError(f"{reading.file} must be a JSON object; it is {type(content).__name__}")
     translate(reading, content, deepspeed.rules())
-    deepspeed.finish(reading)
-    reading.foreign = set(reading.values)
+    with collecting(reading.problems):
+        deepspeed.finish(reading)
+    reading.drop_deferred()
     return reading
 
 
@@ -252,11 +367,10 @@ def _integer(value: Any) -> int:
 
 
 def _nearest(name: str) -> str:
-    advice = ELSEWHERE.get(name.lstrip("-").replace("_", "-"))
-    if advice is not None:
-        return f" {advice}"
-    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), _OPTIONS, n=1)
-    return f" Did you mean --{close[0].replace('_', '-')}?" if close else " --help lists the options."
+    """A suggestion for an unknown name. Names must be very similar, since a wrong suggestion is worse than none."""
+    known = [*_SPELLINGS, *table()]
+    close = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), known, n=1, cutoff=0.75)
+    return f" Did you mean --{close[0]}?" if close else " --help lists the options."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -317,11 +431,79 @@ def _add(group: Any, name: str) -> None:
         )
 
 
-def _parse_known(argv: Sequence[str]) -> argparse.Namespace:
-    namespace, unknown = parser().parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(f"there is no option {unknown[0]!r}.{_nearest(unknown[0].split('=')[0])}")
-    flags = {a.split("=")[0] for a in argv if a.startswith("--")}
-    if {"--use-flash-attn", "--no-flash-attn"} <= flags:
-        raise ConfigError("--use-flash-attn and --no-flash-attn contradict each other; give one")
-    return namespace
+class _CommandLine:
+    """The options of a command line, HAL's (`values`) and other trainers' (`foreign`), with the problems found.
+
+    Options can be written with underscores. The last of repeated options counts; --pin and lists of files add up.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.values: dict[str, Any] = {}
+        self.foreign: dict[str, tuple[str, list[str]]] = {}
+        self.problems: list[ConfigError] = []
+        self.config: str | None = None
+        self.deepspeed: str | None = None
+        words = list(argv)
+        self.flags: set[str] = set()
+        while words:
+            word = words.pop(0)
+            if word in ("-h", "--help"):
+                parser().parse_args(["--help"])
+            if not _is_flag(word):
+                self._wrong(f"{word!r} is not an option; options begin with --", "unknown")
+                continue
+            name, equals, value = word[2:].partition("=")
+            self.flags.add(name.replace("_", "-"))
+            with collecting(self.problems):
+                self._take(word, name.replace("_", "-"), value if equals else None, words)
+        if {"use-flash-attn", "no-flash-attn"} <= self.flags:
+            self._wrong("--use-flash-attn and --no-flash-attn contradict each other; give one", "wrong")
+
+    def _wrong(self, text: str, kind: str) -> None:
+        self.problems.append(ConfigError(text, kind))
+
+    def _take(self, word: str, name: str, value: str | None, words: list[str]) -> None:
+        """Takes one option, with its values from the beginning of `words` unless it is --name=value."""
+        typed = word.partition("=")[0]
+        if name in ("config", "deepspeed-config"):
+            (path,) = self._values(typed, "1", value, words)
+            setattr(self, name.partition("-")[0], path)
+        elif name in _SPELLINGS:
+            option = _SPELLINGS[name]
+            meta, kind = _OPTIONS[option].metadata, _kind(option)
+            if kind is bool:
+                self._values(typed, "", value, words)
+                self.values[option] = name != meta["no"]
+                return
+            takes = "+" if kind is tuple and meta["words"] else "1"
+            given = self._values(typed, takes, value, words)
+            row = table().get(name)
+            given = [row.values.get(word, word) if row else word for word in given]
+            converted = convert(option, given if takes == "+" else given[0], typed)
+            self.values[option] = (*self.values.get(option, ()), *converted) if kind is tuple else converted
+        elif name in table():
+            self.foreign[name] = typed, self._values(typed, table()[name].takes, value, words)
+        else:
+            while words and not _is_flag(words[0]):
+                words.pop(0)
+            raise ConfigError(f"there is no option {typed!r}.{_nearest(name)}", "unknown")
+
+    def _values(self, typed: str, takes: str, value: str | None, words: list[str]) -> list[str]:
+        """An option's values: none for "", so many for a number, one or more for "+"."""
+        if value is not None:
+            if takes == "":
+                raise ConfigError(f"{typed} takes no value; found {value!r}")
+            return shlex.split(value) if takes == "+" else [value]
+        most = {"": 0, "+": len(words), "?": 1}.get(takes)
+        least = {"": 0, "+": 1, "?": 0}.get(takes)
+        most, least = int(takes) if most is None else most, int(takes) if least is None else least
+        found: list[str] = []
+        while words and len(found) < most and not _is_flag(words[0]):
+            found.append(words.pop(0))
+        if len(found) < least:
+            raise ConfigError(f"{typed} needs {'a value' if least == 1 else f'{least} values'}")
+        return found
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and word[2:3].isalpha()

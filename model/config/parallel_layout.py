@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from hal import ContractError
 from hal.mesh import Layout
 
-from .schema import Config, ConfigError
+from .sample_schedule import batch_sizes, valid_ramp
+from .schema import Config, ConfigError, report
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ def zero_stage(c: Config) -> int:
 
 def make_parallel_layout(c: Config, world: int) -> ParallelLayout:
     """The layout of a config on `world` ranks. Raises ConfigError."""
-    for problem in problems(c, world):
-        raise ConfigError(problem)
+    found = [ConfigError(problem) for problem in problems(c, world)]
+    if found:
+        raise report(found)
     layout = _layout(c, world)
     schedule = "none" if layout.pp == 1 else c.pipeline_schedule
-    if c.num_layers_per_virtual_pipeline_stage:
+    if layout.pp > 1 and len(_layers_of_stages(c)) > layout.pp and schedule != "zbv":
         schedule = "interleaved"
     return ParallelLayout(layout, schedule, _layers_of_stages(c), _microbatches(c, layout), zero_stage(c))
 
@@ -80,6 +82,8 @@ def _microbatches(c: Config, layout: Layout) -> int:
 
 def _stage_count(c: Config) -> int:
     pp = c.pipeline_model_parallel_size
+    if c.num_layer_list:
+        return len(c.num_layer_list)
     if c.num_layers_per_virtual_pipeline_stage:
         return c.num_layers // c.num_layers_per_virtual_pipeline_stage
     return 2 * pp if c.pipeline_schedule == "zbv" else pp
@@ -93,8 +97,8 @@ def _layers_of_stages(c: Config) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(n for n in range(s, s + count) if n not in noop) for s, count in zip(starts, counts))
 
 
-def problems(c: Config, world: int) -> Iterator[str]:
-    """The problems with running `c` on `world` ranks, one line each. Callers report the first one.
+def problems(c: Config, world: int, *, idle: bool = True) -> Iterator[str]:
+    """The problems with running `c` on `world` ranks, one line each. idle: also options that need more ranks.
 
     The order of the rules matters: a rule may divide by or parse values that an earlier rule has checked.
     """
@@ -118,9 +122,11 @@ def problems(c: Config, world: int) -> Iterator[str]:
     yield from _sequence(c)
     if c.context_parallel_size > 1:
         yield from _context_parallel(c)
-    yield from _global_batch(c, layout)
-    yield from _sharded_optimizer(c, layout)
-    yield from _gradient_reduction(c, layout)
+    if not c.rampup_batch_size or valid_ramp(c.rampup_batch_size, c.global_batch_size):
+        yield from _global_batch(c, layout)
+    if idle:
+        yield from _sharded_optimizer(c, layout)
+        yield from _gradient_reduction(c, layout)
 
 
 def _tensor_parallel(c: Config) -> Iterator[str]:
@@ -158,19 +164,22 @@ def _without_pipeline(c: Config) -> Iterator[str]:
 def _schedule(c: Config, layout: Layout) -> Iterator[str]:
     """Requirements of torch's 1F1B and interleaved 1F1B schedules (zero bubble: see `_zero_bubble`)."""
     pp, microbatches = layout.pp, _microbatches(c, layout)
-    if c.num_layers_per_virtual_pipeline_stage and c.pipeline_schedule == "zbv":
+    virtual = c.num_layers_per_virtual_pipeline_stage
+    if virtual and c.pipeline_schedule == "zbv":
         yield "--pipeline-schedule zbv has its own two stages per rank; remove --num-layers-per-virtual-pipeline-stage"
-    elif c.num_layers_per_virtual_pipeline_stage:
-        yield from _interleaving(c, pp, c.num_layers_per_virtual_pipeline_stage, microbatches)
-    elif c.pipeline_schedule == "1f1b" and microbatches < pp:
+    elif virtual:
+        yield from _interleaving(c, pp, virtual)
+    # Microbatches pass through the stages of interleaved 1F1B in rounds of equal numbers, of at least `pp`.
+    rounds = max(1, microbatches // pp)
+    if _stage_count(c) > pp and c.pipeline_schedule == "1f1b" and (microbatches < pp or microbatches % rounds):
         yield (
-            f"--pipeline-model-parallel-size {pp} needs at least {pp} microbatches per replica; --global-batch-size "
-            f"{c.global_batch_size} gives {microbatches}"
+            f"interleaving on --pipeline-model-parallel-size {pp} needs microbatches for equal rounds of {pp} or "
+            f"more; --global-batch-size {c.global_batch_size} gives {microbatches} per replica"
         )
 
 
-def _interleaving(c: Config, pp: int, virtual: int, microbatches: int) -> Iterator[str]:
-    """Each rank holds several stages of `virtual` layers; microbatches pass through them in rounds of `pp`."""
+def _interleaving(c: Config, pp: int, virtual: int) -> Iterator[str]:
+    """Each rank holds several stages of `virtual` layers."""
     if c.num_layers % (virtual * pp):
         yield (
             f"--num-layers {c.num_layers} is not divisible by --num-layers-per-virtual-pipeline-stage {virtual} x "
@@ -178,23 +187,24 @@ def _interleaving(c: Config, pp: int, virtual: int, microbatches: int) -> Iterat
         )
     elif c.num_layers == virtual * pp:
         yield f"{virtual} layers per virtual stage leave one stage per rank: that is not interleaving; use fewer"
-    if microbatches % pp:
-        yield (
-            f"interleaving needs a number of microbatches divisible by --pipeline-model-parallel-size {pp}; "
-            f"--global-batch-size {c.global_batch_size} gives {microbatches} per replica"
-        )
 
 
 def _layer_counts(c: Config, pp: int) -> Iterator[str]:
-    """All stages have the same number of layers, unless --num-layer-list gives them, for one stage per rank."""
+    """All stages have the same number of layers, unless --num-layer-list gives them."""
     counts = c.num_layer_list
     if not counts:
         if c.num_layers % _stage_count(c):
             yield f"--num-layers {c.num_layers} is not divisible by {_stage_count(c)} stages; see --num-layer-list"
-    elif not _all_below(counts, c.num_layers + 1) or "0" in counts or sum(map(int, counts)) != c.num_layers:
-        yield f"--num-layer-list {','.join(counts)} must be positive counts that sum to --num-layers {c.num_layers}"
-    elif len(counts) != pp or c.num_layers_per_virtual_pipeline_stage or c.pipeline_schedule == "zbv":
-        yield f"--num-layer-list needs --pipeline-schedule 1f1b and one count for each of {pp} stages"
+    elif not _all_below(counts, c.num_layers + 1) or "0" in counts[1:-1] or sum(map(int, counts)) != c.num_layers:
+        yield (
+            f"--num-layer-list {','.join(counts)} must be counts that sum to --num-layers {c.num_layers}; only the "
+            "first and the last stage can be without layers"
+        )
+    elif len(counts) % pp or c.num_layers_per_virtual_pipeline_stage or c.pipeline_schedule == "zbv":
+        yield (
+            f"--num-layer-list needs --pipeline-schedule 1f1b and one count for each of {pp} ranks, or for each of "
+            "their virtual stages"
+        )
 
 
 def _noop_layers(c: Config) -> Iterator[str]:
@@ -277,9 +287,12 @@ def _context_parallel(c: Config) -> Iterator[str]:
 
 def _global_batch(c: Config, layout: Layout) -> Iterator[str]:
     """Every replica computes the same number of full microbatches."""
-    if c.global_batch_size % (c.micro_batch_size * layout.dp):
+    for size in batch_sizes(c):
+        if not size % (c.micro_batch_size * layout.dp):
+            continue
+        name = "--global-batch-size" if size == c.global_batch_size else "--rampup-batch-size: the batch size"
         yield (
-            f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size} x "
+            f"{name} {size} is not divisible by --micro-batch-size {c.micro_batch_size} x "
             f"{layout.dp} data-parallel replicas"
         )
 

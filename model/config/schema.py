@@ -7,7 +7,8 @@ validation.py finds contradictions between options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,49 @@ import torch
 
 from hal import HalError
 
+from .sample_schedule import iterations
+
 
 class ConfigError(HalError):
-    """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other."""
+    """The options of a run are wrong: unknown, of the wrong type, ignored, or contradicting each other.
+
+    kind: a key of PROBLEMS, by which several problems are grouped into one report; problems: those of a report.
+    """
+
+    def __init__(self, text: str, kind: str = "wrong") -> None:
+        super().__init__(text)
+        self.text, self.kind = text, kind
+        self.problems: tuple[ConfigError, ...] = (self,)
+
+
+PROBLEMS = {
+    "unknown": "unknown",
+    "refused": "cannot be followed, since results would differ or something is missing",
+    "wrong": "wrong values and contradictions",
+}
+"""Headings of a report, by ConfigError.kind, in the order of the report."""
+
+
+def report(problems: Sequence[ConfigError]) -> ConfigError:
+    """One error for all of `problems`; a single one is returned as it is."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = [f"{len(problems)} problems with the options"]
+    for kind, heading in PROBLEMS.items():
+        texts = dict.fromkeys(p.text for p in problems if p.kind == kind)
+        lines += [f"{heading}:", *(f"  {text}" for text in texts)] if texts else []
+    error = ConfigError("\n".join(lines))
+    error.problems = tuple(problems)
+    return error
+
+
+@contextlib.contextmanager
+def collecting(problems: list[ConfigError]) -> Iterator[None]:
+    """Adds the problems of a ConfigError that is raised inside to `problems`, and continues after the block."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 READY = Path(__file__).with_name("presets")
@@ -43,6 +84,8 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in 0..4294967295": lambda x: 0 <= x < 2**32,
     "in 0..3": lambda x: 0 <= x <= 3,
+    "in 0..100000": lambda x: 0 <= x <= 100_000,
+    "in -2147483648..2147483647": lambda x: -(2**31) <= x < 2**31,
     "any integer": lambda x: True,
 }
 """Bounds of numeric options: the text of the error message, and the predicate."""
@@ -72,7 +115,7 @@ def _opt(
     aliases: tuple[str, ...] = (),
     no: str = "",
     words: bool = False,
-    rule: Callable[[Config], float] | None = None,
+    rule: Callable[[Config], Any] | None = None,
 ) -> Any:
     """A field. bounds: a key of BOUNDS; aliases: other spellings of the flag; no: name of the flag that sets False;
     words: the flag takes several words; rule: see `_derived`."""
@@ -88,13 +131,13 @@ def _opt(
     return field(default=default, metadata=meta)
 
 
-def _derived(rule: Callable[[Config], float], help: str) -> Any:
+def _derived(rule: Callable[[Config], Any], help: str, bounds: str = "> 0", choices: tuple[str, ...] = ()) -> Any:
     """A field whose default follows from other options: if the user gave no value, Config computes it by `rule`.
 
     The field is annotated with its type after resolution. Rules read only fields that are not derived themselves, so
     they can run in any order.
     """
-    return _opt(None, help, rule=rule)
+    return _opt(None, help, bounds, choices=choices, rule=rule)
 
 
 def _default_ffn_hidden_size(c: Config) -> int:
@@ -108,7 +151,7 @@ class Config:
 
     None in a field means that the option is absent (no --save, no --exit-interval), because construction fills in the
     defaults that follow from other options. origins: where each option of `given` was set, by name; notes: messages
-    about given values that have no effect.
+    about given values that have no effect; noted: accepted options of other trainers without effect, with the reason.
     """
 
     # execution
@@ -145,13 +188,21 @@ class Config:
     rotary_base: float = _opt(10000.0, "base of the rotary frequencies")
     rotary_percent: float = _opt(1.0, "fraction of a head's channels that is rotated", "in (0, 1]")
     rotary_interleaved: bool = _opt(False, "rotate channels (2i, 2i+1) instead of (i, i + r/2)")
+    use_rope_scaling: bool = _opt(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = _opt(8.0, "by how much --use-rope-scaling slows the lowest frequencies")
     normalization: str = _opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = _opt(1e-5, "epsilon added to the variance in norms")
     swiglu: bool = _opt(False, "gated MLP: silu(a) * b")
     geglu: bool = _opt(False, "gated MLP: gelu(a) * b")
-    gelu_approximate: str = _opt("tanh", "approximation of gelu", choices=("tanh", "none", "fast"))
+    squared_relu: bool = _opt(False, "MLP with relu(a)^2")
+    gelu_approximate: str = _derived(
+        lambda c: "none" if c.disable_bias_linear else "tanh",
+        "approximation of gelu; default tanh, as Megatron fuses gelu with a bias, or none without a bias",
+        choices=("tanh", "none", "fast"),
+    )
     disable_bias_linear: bool = _opt(False, "no biases in linear layers")
     add_qkv_bias: bool = _opt(False, "a bias in the QKV layer even with --disable-bias-linear")
+    qk_layernorm: bool = _opt(False, "normalise queries and keys of every head before the rotary positions")
     untie_embeddings_and_output_weights: bool = _opt(False, "a separate output layer, not tied to the word embedding")
     use_sandwich_norm: bool = _opt(
         False, "also normalise the outputs of attention and MLP before the residual addition"
@@ -168,12 +219,15 @@ class Config:
         True, "compute attention with flash_attention instead of scale_mask_softmax", no="no-flash-attn"
     )
     pre_tokens: int | None = _opt(
-        None, "how many preceding tokens a query sees; default all", "any integer", aliases=("pre-tockens",)
+        None,
+        "how many preceding tokens a query sees; default all",
+        "in -2147483648..2147483647",
+        aliases=("pre-tockens",),
     )
     next_tokens: int | None = _opt(
         None,
         "how many following tokens a query sees; attention is causal, so values above 0 act as 0",
-        "any integer",
+        "in -2147483648..2147483647",
         aliases=("next-tockens",),
     )
     shape_order: str = _opt(
@@ -190,6 +244,7 @@ class Config:
     valid_data_path: tuple[str, ...] = _opt((), "the same for validation only", words=True)
     test_data_path: tuple[str, ...] = _opt((), "the same for testing only", words=True)
     text_file: str | None = _opt(None, "a UTF-8 file to train on")
+    mock_data: bool = _opt(False, "train on megatron-core's artificial data: ascending numbers as documents")
     reset_position_ids: bool = _opt(False, "restart position ids after each end-of-document token")
     reset_attention_mask: bool = _opt(False, "mask attention across document boundaries")
     eod_mask_loss: bool = _opt(False, "mask the loss where the input is the end-of-document token")
@@ -199,13 +254,20 @@ class Config:
     vocab_file: str | None = _opt(None, "vocabulary (GPT2BPETokenizer: vocab.json; BertWordPiece*: vocab.txt)")
     merge_file: str | None = _opt(None, "merges of the tokenizer (GPT2BPETokenizer: merges.txt)")
     tokenizer_model: str | None = _opt(None, "SentencePiece model, or tokenizer.json (HuggingFaceTokenizer)")
-    vocab_extra_ids: int = _opt(0, "<extra_id_N> tokens to append (BertWordPiece*, SentencePieceTokenizer)", ">= 0")
+    vocab_extra_ids: int = _opt(
+        0, "<extra_id_N> tokens to append (BertWordPiece*, SentencePieceTokenizer)", "in 0..100000"
+    )
     vocab_size: int | None = _opt(None, "number of token ids, without end-of-document (NullTokenizer)")
 
     # training
     micro_batch_size: int = _opt(4, "sequences per forward pass")
     global_batch_size: int = _derived(lambda c: c.micro_batch_size, "sequences per step; default micro_batch_size")
-    train_iters: int = _opt(100, "steps")
+    rampup_batch_size: tuple[str, ...] = _opt(
+        (), "START INCREMENT SAMPLES: the batch grows from START to --global-batch-size over SAMPLES", words=True
+    )
+    train_iters: int = _opt(100, "steps; with --train-samples as many as these take")
+    train_samples: int | None = _opt(None, "sequences to train on, instead of --train-iters")
+    exit_duration_in_mins: float | None = _opt(None, "save and stop after this many minutes")
     exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")
     seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
@@ -216,7 +278,9 @@ class Config:
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int = _derived(lambda c: c.train_iters, "steps until min_lr is reached; default train_iters")
+    lr_decay_samples: int | None = _opt(None, "the same in sequences, with --train-samples")
     lr_warmup_iters: int = _opt(0, "steps of linear warm-up", ">= 0")
+    lr_warmup_samples: int = _opt(0, "sequences of linear warm-up, with --train-samples", ">= 0")
     lr_warmup_fraction: float | None = _opt(
         None, "warm-up as a fraction of --lr-decay-iters", "in [0, 1)", aliases=("warmup",)
     )
@@ -225,7 +289,20 @@ class Config:
         "exponential", "shape of the final decay of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = _opt(None, "steps of the final decay of WSD")
+    lr_wsd_decay_samples: int | None = _opt(None, "the same in sequences, with --train-samples")
+    decoupled_lr: float | None = _opt(None, "peak learning rate of word embeddings and output layer", ">= 0")
+    decoupled_min_lr: float | None = _opt(None, "their learning rate after the decay; default --min-lr", ">= 0")
+    use_checkpoint_opt_param_scheduler: bool = _opt(
+        False, "continue with the learning-rate and weight-decay schedules stored in the checkpoint of --load"
+    )
     weight_decay: float = _opt(0.01, "decoupled weight decay (not for biases and 1-D parameters)", ">= 0")
+    weight_decay_incr_style: str = _opt(
+        "constant",
+        "change of the weight decay over the run, from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float | None = _opt(None, "weight decay at the start", ">= 0")
+    end_weight_decay: float | None = _opt(None, "weight decay at the end", ">= 0")
     adam_beta1: float = _opt(0.9, "decay of the first moment", "in [0, 1)")
     adam_beta2: float = _opt(0.999, "decay of the second moment", "in [0, 1)")
     adam_eps: float = _opt(1e-8, "epsilon added to the square root of the second moment")
@@ -235,6 +312,19 @@ class Config:
     min_loss_scale: float = _opt(1.0, "minimum dynamic loss scale (fp16)")
     loss_scale_window: int = _opt(1000, "steps without overflow before the scale doubles (fp16)")
     hysteresis: int = _opt(2, "overflows before the scale halves (fp16)")
+    cross_entropy_loss_fusion: bool = _opt(False, "fuse the loss as --cross-entropy-fusion-impl says")
+    cross_entropy_fusion_impl: str = _opt(
+        "native",
+        "what is fused: the steps of the cross entropy (native and te; HAL always does), or also the output layer, so "
+        "that backends that can need not store the logits (linear)",
+        choices=("native", "te", "linear"),
+    )
+    rerun_mode: str = _opt(
+        "disabled",
+        "compute a step again if its loss or gradients are not finite or far too large, to find the cause",
+        choices=("disabled", "validate_results"),
+    )
+    skip_bad_batches: int = _opt(0, "batches that may be skipped if they cause such a step (--rerun-mode)", ">= 0")
     recompute_granularity: str | None = _opt(
         None,
         "activation checkpointing of the attention core (selective) or of whole layers (full)",
@@ -259,7 +349,9 @@ class Config:
         "pipeline schedule: one forward one backward, or zero bubble (V shape)",
         choices=("1f1b", "zbv"),
     )
-    num_layer_list: tuple[str, ...] = _opt((), "layers of each pipeline stage, e.g. 3,5; default: equal shares")
+    num_layer_list: tuple[str, ...] = _opt(
+        (), "layers of each pipeline stage, or of each virtual stage in order, e.g. 3,5; default: equal shares"
+    )
     noop_layers: tuple[str, ...] = _opt(
         (), "indices of layers that are left out but count in the pipeline's split, e.g. 0,7"
     )
@@ -280,11 +372,15 @@ class Config:
     async_save: bool = _opt(False, "write checkpoints in the background, from a copy in host memory")
     keep_checkpoint_max: int | None = _opt(None, "number of checkpoints to keep in --save; older ones are removed")
     load: str | None = _opt(None, "folder of checkpoints to resume from; a release checkpoint starts at iteration 0")
+    exit_on_missing_checkpoint: bool = _opt(
+        False, "stop if --load has no checkpoint, even if it is the folder of --save"
+    )
     no_load_optim: bool = _opt(False, "do not load the state of the optimizer and of the learning-rate schedule")
-    no_load_rng: bool = _opt(False, "use the --seed of this run instead of the checkpoint's")
+    no_load_rng: bool = _opt(False, "continue with the --seed of this run, even if it is the default")
+    accept_changed_data: bool = _opt(False, "resume from --load although the data or the tokenizer have changed")
     finetune: bool = _opt(False, "load only the weights from --load, and start at iteration 0")
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
-    eval_iters: int = _opt(10, "batches per evaluation")
+    eval_iters: int = _opt(10, "batches per evaluation; 0 turns evaluation off", ">= 0")
     log_interval: int = _opt(10, "steps between log lines")
     wandb_project: str | None = _opt(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = _opt(None, "run name in Weights & Biases; default the name of --run-dir")
@@ -300,10 +396,13 @@ class Config:
         # Attributes rather than fields: they do not describe the run, and checkpoints do not store them.
         self.origins: Mapping[str, str] = {}
         self.notes: tuple[str, ...] = ()
+        self.noted: Mapping[str, str] = {}
         # Values may still be out of bounds here (zero heads, a negative size): validation.py reports them later.
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, (getattr(self, name),))
+        if self.train_samples is not None:
+            self.train_iters = iterations(self, self.train_samples)
         for option in fields(self):
             rule = option.metadata.get("rule")
             if rule is not None and getattr(self, option.name) is None:
@@ -325,6 +424,11 @@ class Config:
         self.padded_vocab_size = -(-size // step) * step if step > 0 else size
 
     @property
+    def fuses_output_layer(self) -> bool:
+        """Whether training computes the loss from the output layer's input (ops.linear_cross_entropy)."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
     def params_dtype(self) -> torch.dtype:
         """dtype of the model's parameters and activations."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
@@ -338,13 +442,16 @@ class Config:
 class GivenOptions(dict[str, Any]):
     """Values of the options that the user gave, by field name.
 
-    origins: where each was given; notes: messages about given values that have no effect.
+    origins: where each was given; notes: messages about given values that have no effect; noted: options of other
+    trainers without effect, with the reason; problems: what is wrong with other options than these.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.origins: dict[str, str] = {}
         self.notes: list[str] = []
+        self.noted: dict[str, str] = {}
+        self.problems: list[ConfigError] = []
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Adds values; they override earlier ones."""
@@ -357,5 +464,5 @@ def resolve(options: Mapping[str, Any]) -> Config:
     config = Config(**options)
     config.given = frozenset(options)
     if isinstance(options, GivenOptions):
-        config.origins, config.notes = dict(options.origins), tuple(options.notes)
+        config.origins, config.notes, config.noted = dict(options.origins), tuple(options.notes), dict(options.noted)
     return config

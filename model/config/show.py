@@ -29,9 +29,10 @@ def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
             line = f"# {name.replace('_', '-')}: {_text(value)}"
             origin = "default" if value == option.default else "derived"
         yield f"{line:<{width}}  # {origin}"
-    if config.notes:
+    if config.notes or config.noted:
         yield "\n# accepted, without effect"
         yield from (f"# {note}" for note in config.notes)
+        yield from (f"# {flag}: {reason}" for flag, reason in config.noted.items())
     needed, missing = list(lacking(config)), missing_processes(config)
     if missing:
         needed.append(f"processes: at least {world_size(config) + missing}, by --nproc-per-node or a launcher")

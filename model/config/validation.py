@@ -1,34 +1,42 @@
 """Validation of a configuration before anything starts: one line per problem, with what to change.
 
-There are two kinds of problems: contradictions, and options that were given but would be ignored.
+There are two kinds of problems: contradictions, and data that were given but would be ignored. Other options that have
+no effect become notes.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from itertools import chain
 
 from .parallel_layout import problems
-from .schema import BOUNDS, Config, ConfigError
+from .sample_schedule import learning_rate_samples, valid_ramp
+from .schema import BOUNDS, Config, ConfigError, report
 from .tokenizer_options import OPTIONS, missing_options, readers
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError with the first problem."""
+    """Raises ConfigError with all problems."""
     _require(config, *_ALONE, lacking, _ignored, _parallel)
 
 
 def check_given(config: Config) -> None:
     """Validates a configuration that is only displayed: missing options and processes are allowed."""
-    _require(config, *_ALONE, _ignored, lambda c: problems(c, world_size(c) + missing_processes(c)))
+    known = processes_given(config)
+    _require(config, *_ALONE, _ignored, lambda c: problems(c, world_size(c) + missing_processes(c), idle=known))
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError with the first problem of the options of the model itself."""
+    """Raises ConfigError with the problems of the options of the model itself."""
     _require(config, _bounds, _split, _shape)
+
+
+def evaluates(c: Config) -> bool:
+    """Whether the run evaluates at all."""
+    return c.eval_interval is not None and c.eval_iters > 0
 
 
 def lacking(c: Config) -> Iterator[str]:
@@ -36,25 +44,51 @@ def lacking(c: Config) -> Iterator[str]:
     missing = missing_options(c)
     if missing is not None:
         yield missing
-    if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path):
+    if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path or c.mock_data):
         yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
+
+
+def processes_given(c: Config) -> bool:
+    """Whether the number of processes was given, by a launcher or --nproc-per-node."""
+    return "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
 
 
 def missing_processes(c: Config) -> int:
     """The number of additional processes that one replica needs, if the number of processes was not given."""
-    given = "WORLD_SIZE" in os.environ or "nproc_per_node" in c.given
     replica = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
-    return 0 if given else max(0, replica - world_size(c))
+    return 0 if processes_given(c) else max(0, replica - world_size(c))
 
 
 def _require(config: Config, *rules: Callable[[Config], Iterator[str]]) -> None:
-    # Evaluated lazily, because later rules may divide by numbers whose bounds earlier rules check.
-    for problem in chain.from_iterable(rule(config) for rule in rules):
-        raise ConfigError(problem)
+    """Raises ConfigError with the problems that the rules find.
+
+    The first rule checks bounds; later rules divide by numbers that are within them. A rule may also rely on what it
+    has checked itself before, so what it raises after a problem ends it.
+    """
+    found: list[str] = []
+    for rule in rules:
+        before = len(found)
+        try:
+            for problem in rule(config):
+                found.append(problem)
+        except (ValueError, ZeroDivisionError, IndexError):
+            if len(found) == before:
+                raise
+        if rule is _bounds and found:
+            break
+    if found:
+        raise report([ConfigError(problem) for problem in found])
 
 
 def _bounds(c: Config) -> Iterator[str]:
-    for option in fields(c):
+    # A derived value is out of bounds because another value is; that one is reported.
+    derived = {f.name for f in fields(c) if f.metadata.get("rule") and f.name not in c.given}
+    found = list(_out_of_bounds(c, {f.name for f in fields(c)} - derived))
+    yield from found or _out_of_bounds(c, derived)
+
+
+def _out_of_bounds(c: Config, names: set[str]) -> Iterator[str]:
+    for option in (f for f in fields(c) if f.name in names):
         bounds, value = option.metadata.get("bounds", "any integer"), getattr(c, option.name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         finite = isinstance(value, int) or (number and math.isfinite(value))
@@ -62,14 +96,18 @@ def _bounds(c: Config) -> Iterator[str]:
             yield f"{_flag(option.name)} must be {bounds}; found {value}"
 
 
+def split_proportions(text: str) -> list[float]:
+    """The numbers in a --split such as 969,30,1, by Megatron's rule: quotes and spaces do not count."""
+    words = re.sub(r"['\"\s]", "", text).split(",")
+    numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
+    return [float(word) for word in words] if numbers else []
+
+
 def _split(c: Config) -> Iterator[str]:
-    try:
-        proportions = [float(part) for part in c.split.split(",")]
-    except ValueError:
-        proportions = []
+    proportions = split_proportions(c.split)
     if len(proportions) != 3 or not all(0 <= p < math.inf for p in proportions) or proportions[0] <= 0:
         yield f"--split must be three proportions such as 969,30,1, the first above 0; found {c.split!r}"
-    elif c.eval_interval and proportions[1] == 0 and not c.train_data_path:
+    elif evaluates(c) and proportions[1] == 0 and not c.train_data_path:
         yield f"--eval-interval needs validation data, but --split {c.split} has none"
 
 
@@ -88,8 +126,9 @@ def _shape(c: Config) -> Iterator[str]:
             f"--seq-length {c.seq_length} is longer than --max-position-embeddings {c.max_position_embeddings}; "
             f"raise the latter or shorten the sequence"
         )
-    if c.swiglu and c.geglu:
-        yield "--swiglu and --geglu contradict each other; give one"
+    activations = [name for name in ("swiglu", "geglu", "squared_relu") if getattr(c, name)]
+    if len(activations) > 1:
+        yield f"{' and '.join(map(_flag, activations))} contradict each other; give one"
     if c.position_embedding_type == "rope" and int(c.kv_channels * c.rotary_percent) < 2:
         yield f"rotary positions need at least two channels per head; the head size is {c.kv_channels}"
     if c.pre_tokens is not None and c.window[1] + c.pre_tokens < 0:
@@ -99,8 +138,11 @@ def _shape(c: Config) -> Iterator[str]:
 def _batch(c: Config) -> Iterator[str]:
     if c.fp16 and c.bf16:
         yield "--fp16 and --bf16 contradict each other; give one"
-    if c.global_batch_size % c.micro_batch_size:
-        yield f"--global-batch-size {c.global_batch_size} is not divisible by --micro-batch-size {c.micro_batch_size}"
+    if c.rampup_batch_size and not valid_ramp(c.rampup_batch_size, c.global_batch_size):
+        yield (
+            f"--rampup-batch-size {' '.join(c.rampup_batch_size)} must be START INCREMENT SAMPLES, and "
+            f"increments lead from START to --global-batch-size {c.global_batch_size}"
+        )
 
 
 def _learning_rate(c: Config) -> Iterator[str]:
@@ -110,16 +152,25 @@ def _learning_rate(c: Config) -> Iterator[str]:
         yield f"--lr-warmup-init {c.lr_warmup_init} is above --lr {c.lr}"
     if {"lr_warmup_fraction", "lr_warmup_iters"} <= c.given:
         yield "--lr-warmup-fraction and --lr-warmup-iters contradict each other; give one"
-    if c.lr_warmup_iters >= c.lr_decay_iters:
-        yield f"--lr-warmup-iters {c.lr_warmup_iters} must be below the {c.lr_decay_iters} iterations of the decay"
+    in_samples, unit = c.train_samples is not None, "samples" if c.train_samples is not None else "iters"
+    if in_samples:
+        for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
+            if name in c.given and getattr(c, name):
+                yield f"{_flag(name)} contradicts --train-samples; give {_flag(name).replace('iters', 'samples')}"
+    warmup, decay, wsd = (number if in_samples else number / c.global_batch_size for number in learning_rate_samples(c))
+    if warmup >= decay:
+        yield f"--lr-warmup-{unit} {warmup:g} must be below the {decay:g} {unit} of the decay"
     if c.lr_decay_style == "WSD":
-        if c.lr_wsd_decay_iters is None:
-            yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
-        elif c.lr_wsd_decay_iters + c.lr_warmup_iters > c.lr_decay_iters:
-            yield (
-                f"--lr-wsd-decay-iters {c.lr_wsd_decay_iters} and --lr-warmup-iters {c.lr_warmup_iters} do not fit in "
-                f"{c.lr_decay_iters} iterations"
-            )
+        if not wsd:
+            yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+        elif wsd + warmup > decay:
+            yield f"--lr-wsd-decay-{unit} {wsd:g} and --lr-warmup-{unit} {warmup:g} do not fit in {decay:g} {unit}"
+    if c.decoupled_lr is not None and (c.decoupled_min_lr or 0.0) > c.decoupled_lr:
+        yield f"--decoupled-min-lr {c.decoupled_min_lr} is above --decoupled-lr {c.decoupled_lr}"
+    if c.weight_decay_incr_style != "constant" and None in (c.start_weight_decay, c.end_weight_decay):
+        yield (
+            f"--weight-decay-incr-style {c.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+        )
 
 
 def _recomputation(c: Config) -> Iterator[str]:
@@ -130,11 +181,11 @@ def _recomputation(c: Config) -> Iterator[str]:
 
 
 def _data_sources(c: Config) -> Iterator[str]:
-    sources = {"--data-path": c.data_path, "--text-file": c.text_file, "--train-data-path": c.train_data_path}
-    given = [name for name, value in sources.items() if value]
+    names = ("data_path", "text_file", "train_data_path", "mock_data")
+    given = [_flag(name) for name in names if getattr(c, name)]
     if len(given) > 1:
         yield f"{given[0]} and {given[1]} contradict each other; give one"
-    if c.eval_interval and c.train_data_path and not c.valid_data_path:
+    if evaluates(c) and c.train_data_path and not c.valid_data_path:
         yield "--eval-interval needs validation data; give --valid-data-path beside --train-data-path"
 
 
@@ -149,38 +200,71 @@ _ALONE = (_bounds, _split, _shape, _batch, _learning_rate, _recomputation, _data
 
 
 def _ignored(c: Config) -> Iterator[str]:
-    """Given options that have no effect. Each row: option names, whether the run reads them, what would read them."""
+    """Given options about data and tokenizers that would have no effect, so that the run would train on others."""
+    rules = [
+        *((n, used, needs) for n, used, needs in _tokenizer_rules(c) if n != "vocab_size"),
+        ("split", not c.train_data_path, "data that all splits share, not --train-data-path"),
+        ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
+        ("valid_data_path", c.eval_interval is not None, "--eval-interval"),
+        ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
+        ("lr_decay_samples lr_warmup_samples lr_wsd_decay_samples", c.train_samples is not None, "--train-samples"),
+        (
+            "start_weight_decay end_weight_decay",
+            c.weight_decay_incr_style != "constant",
+            "--weight-decay-incr-style linear or cosine",
+        ),
+    ]
+    for name, reader in _unread(c, rules):
+        yield f"{_flag(name)} would be ignored: it needs {reader}. Remove it, or add that"
+
+
+def idle(c: Config) -> Iterator[str]:
+    """Notes about given options that have no effect beside the others, which is common in the files of other trainers.
+
+    Each row: option names, whether the run reads them, what would read them.
+    """
     full = c.recompute_granularity == "full"
     rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
+    wsd, ramp = c.lr_decay_style == "WSD", c.weight_decay_incr_style != "constant"
     rules = [
-        ("rotary_base rotary_percent rotary_interleaved", rope, "--position-embedding-type rope"),
-        ("gelu_approximate", not c.swiglu, "a gelu or geglu MLP, not --swiglu"),
+        ("rotary_base rotary_percent rotary_interleaved use_rope_scaling", rope, "--position-embedding-type rope"),
+        ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
         ("add_qkv_bias", c.disable_bias_linear, "--disable-bias-linear (biases are on, QKV's too)"),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
         ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
         ("make_vocab_size_divisible_by", c.pad_vocab_size_to is None, "a vocabulary without --pad-vocab-size-to"),
-        ("lr_warmup_init", c.lr_warmup_iters > 0, "--lr-warmup-iters"),
-        ("lr_wsd_decay_style lr_wsd_decay_iters", c.lr_decay_style == "WSD", "--lr-decay-style WSD"),
+        ("lr_warmup_init", learning_rate_samples(c)[0] > 0, "--lr-warmup-iters"),
+        ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", wsd, "--lr-decay-style WSD"),
+        ("decoupled_min_lr", c.decoupled_lr is not None, "--decoupled-lr"),
+        ("weight_decay", not ramp, "--weight-decay-incr-style constant"),
+        ("rope_scaling_factor", c.use_rope_scaling, "--use-rope-scaling"),
         ("loss_scale", c.fp16, "--fp16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
+        ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),
-        *_tokenizer_rules(c),
-        ("split", not c.train_data_path, "data that all splits share, not --train-data-path"),
-        ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
-        ("valid_data_path eval_iters", c.eval_interval is not None, "--eval-interval"),
-        ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
+        *((n, used, needs) for n, used, needs in _tokenizer_rules(c) if n == "vocab_size"),
+        ("eval_iters", c.eval_interval is not None, "--eval-interval"),
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),
-        ("no_load_optim no_load_rng finetune", c.load is not None, "--load"),
+        ("no_load_optim no_load_rng accept_changed_data finetune", c.load is not None, "--load"),
+        ("exit_on_missing_checkpoint", c.load is not None, "--load"),
+        ("use_checkpoint_opt_param_scheduler", c.load is not None, "--load"),
+        ("skip_bad_batches", c.rerun_mode != "disabled", "--rerun-mode validate_results"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
     ]
+    for name, reader in _unread(c, rules):
+        yield f"{_flag(name)} {getattr(c, name)} has no effect: it needs {reader}"
+
+
+def _unread(c: Config, rules: Iterable[tuple[str, bool, str]]) -> Iterator[tuple[str, str]]:
+    """(option, what would read it) of the given options that the run does not read."""
     for names, is_read, reader in rules:
         for name in names.split():
             # False, None and () are the values of options that were not given; giving them explicitly is harmless.
             if name in c.given and not is_read and getattr(c, name) not in (False, None, ()):
-                yield f"{_flag(name)} would be ignored: it needs {reader}. Remove it, or add that"
+                yield name, reader
 
 
 def _tokenizer_rules(c: Config) -> Iterator[tuple[str, bool, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..common.atomic_files import cache_dir, made_once, make_folder
 from ..config.schema import Config, ConfigError
+from ..config.validation import split_proportions
 from ..gpt import document_mask
+from .fingerprint import of_prefix
 from .indexed_dataset import check_ids, read_index, read_note, require_ids, require_match
 from .megatron_datasets import gpt_dataset, helpers, indexed_dataset
 from .text_corpus import standard_library, text_file
@@ -32,12 +34,16 @@ _SURPLUS = 0.005
 
 @dataclass
 class Split:
-    """The samples of one split. `fetch(n, count)` returns (tokens, labels), int64 [count, s] each."""
+    """The samples of one split. `fetch(n, count)` returns (tokens, labels), int64 [count, s] each.
+
+    source: fingerprints of the tokenizer and of the files, see fingerprint.py.
+    """
 
     dataset: Any
     vocabulary: int
     eod: int
     mask_loss: bool = False
+    source: dict[str, Any] = field(default_factory=dict)
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Samples first..first+count-1, wrapping around after the last. Raises ConfigError for ids out of range.
@@ -82,8 +88,13 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
     for one sequence.
     """
     lengths: dict[Path, numpy.ndarray] = {}
+    fingerprints: dict[Path, dict[str, Any]] = {}
     opened = {}
     for name, count in samples.items():
+        if config.mock_data:
+            opened[name] = Split(_mock(config, tokenizer, name, count), tokenizer.vocab_size, tokenizer.eod)
+            opened[name].mask_loss = config.eod_mask_loss
+            continue
         blend = _blend(config, tokenizer, name)
         for prefix in blend.prefixes:
             if prefix not in lengths:
@@ -92,8 +103,46 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
             dataset = _open_one(config, tokenizer, name, blend, blend.prefixes[0], lengths, count)
         else:
             dataset = _mix(config, tokenizer, name, blend, lengths, count)
-        opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss)
+        for prefix in blend.prefixes:
+            if prefix not in fingerprints:
+                fingerprints[prefix] = of_prefix(prefix)
+        source = {"tokenizer": tokenizer.fingerprint, "files": [fingerprints[prefix] for prefix in blend.prefixes]}
+        opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss, source)
     return opened
+
+
+def _mock(config: Config, tokenizer: Tokenizer, name: str, count: int) -> Any:
+    """megatron-core's artificial documents: the numbers 1, 2, 3, ... (modulo the vocabulary) and an end-of-document."""
+    module = gpt_dataset()
+    documents = module.MockGPTLowLevelDataset(tokenizer)
+    span = _ranges(config.split, len(documents))[name]
+    lengths = documents.sequence_lengths[slice(*span)]
+    if int(lengths.sum(dtype=numpy.int64)) <= config.seq_length:
+        raise ConfigError(f"the {name} split of --mock-data is too small for --seq-length; change --split")
+
+    def build(cache: Path) -> Any:
+        settings = _settings(config, tokenizer, cache, None)
+        indices = numpy.arange(*span, dtype=numpy.int32)
+        return module.MockGPTDataset(documents, None, indices, count, module.Split[name], settings)
+
+    key = ("mock", tokenizer.unique_identifiers, name, span, count, config.seq_length, config.seed)
+    return build(_maps(config, name, key, build))
+
+
+def _settings(config: Config, tokenizer: Tokenizer, cache: Path, prefix: Path | None) -> Any:
+    """megatron-core's description of a dataset from one prefix, or of artificial data for None."""
+    return gpt_dataset().GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        split="1,1,1",
+        path_to_cache=str(cache),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        blend=None if prefix is None else ([str(prefix)], None),
+    )
 
 
 def parse_blend(words: tuple[str, ...], flag: str) -> tuple[tuple[Path, ...], tuple[float, ...] | None]:
@@ -147,7 +196,7 @@ def _checked_lengths(config: Config, tokenizer: Tokenizer, prefix: Path) -> nump
 
 def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
     """First and last (exclusive) sequence of each split, by Megatron's rule: rounded cumulative proportions."""
-    proportions = [float(part) for part in split.split(",")]
+    proportions = split_proportions(split)
     edges = [round(sum(proportions[:i]) / sum(proportions) * sequences) for i in range(4)]
     return {name: (edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
 
@@ -185,8 +234,8 @@ def _mix(
 
 def _identity(prefix: Path) -> tuple[Any, ...]:
     """A cache key that changes when the data does: megatron-core's own key has only the path."""
-    stat = os.stat(f"{prefix}.idx")
-    return str(prefix.absolute()), stat.st_size, stat.st_mtime_ns
+    stats = [os.stat(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
+    return str(prefix.absolute()), *((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
 def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> Path:
@@ -230,18 +279,7 @@ def _open_one(
     module = gpt_dataset()
 
     def build(cache: Path) -> Any:
-        settings = module.GPTDatasetConfig(
-            random_seed=config.seed,
-            sequence_length=config.seq_length,
-            split="1,1,1",
-            path_to_cache=str(cache),
-            tokenizer=tokenizer,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            blend=([str(prefix)], None),
-        )
+        settings = _settings(config, tokenizer, cache, prefix)
         low = indexed_dataset().IndexedDataset(str(prefix))
         return module.GPTDataset(
             low, str(prefix), numpy.arange(*span, dtype=numpy.int32), requested, module.Split[name], settings

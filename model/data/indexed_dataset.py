@@ -7,7 +7,6 @@ lengths, int64 byte offsets and int64 document ends. The note PREFIX.json is HAL
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+
+from hal.untrusted import read_json
 
 from ..config.schema import ConfigError
 from .tokenizers.tokenizer import NullTokenizer, Tokenizer
@@ -130,11 +131,11 @@ def read_note(prefix: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = read_json(path, ConfigError)
         tokenizer = note["tokenizer"]
         if not isinstance(tokenizer["type"], str) or not isinstance(tokenizer["fingerprint"], str):
             raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, KeyError, TypeError, ConfigError):
         raise ConfigError(
             f"{path} is not a valid note on how {prefix.name}.bin was made; remove it to use the data without checking "
             f"its tokenizer"

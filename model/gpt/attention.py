@@ -20,10 +20,14 @@ from ..config.schema import Config
 from ..parallel.context_parallel import Ring, ring_attention, ulysses
 from .activation_checkpointing import recompute
 from .dropout_rng import DropoutRng
-from .layers import ColumnParallelLinear, Init, RowParallelLinear
+from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear
 
 if TYPE_CHECKING:
     from .kv_cache import KeyValueCache
+
+
+Window = tuple[int | None, int | None]
+"""(pre_tokens, next_tokens) of flash_attention."""
 
 
 class SelfAttention(nn.Module):
@@ -48,6 +52,12 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(
             init, f"{name}.linear_proj", self.heads * d, h, std=output_std(config), bias=bias
         )
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:
+            kind, eps = config.normalization, config.norm_epsilon
+            self.q_layernorm = Norm(init, f"{name}.q_layernorm", d, kind=kind, eps=eps)
+            self.k_layernorm = Norm(init, f"{name}.k_layernorm", d, kind=kind, eps=eps)
         self.layer, self.p = layer, config.attention_dropout
         self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
         self.recompute, self.interleaved = config.recompute_granularity == "selective", config.rotary_interleaved
@@ -67,42 +77,57 @@ class SelfAttention(nn.Module):
         # The gradient of a split is one concatenation; indexing would create a zero-filled gradient for each part.
         q, k, v = mixed.split((self.per_group, 1, 1), dim=3)
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
         if rotation is not None:
             q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
+        window: Window = self.window
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, dropout_rng, mask, on=self.recompute)
+            mask = cache.hidden(s)
+            window = (None, None) if mask is not None else window
+        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, dropout_rng, mask, window, on=self.recompute)
         y: Tensor = self.linear_proj(context)
         return y
 
     def core(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None, window: Window
     ) -> Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; with context parallelism s counts this rank's rows."""
         if self.cp.size == 1:
-            return self._whole(q, k, v, dropout_rng, self.first_head, mask)
+            return self._whole(q, k, v, dropout_rng, self.first_head, mask, window)
         if self.cp_algorithm == "ulysses":
             first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
-            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, mask))
+            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, mask, window))
         draw, full = None, q.shape[0] * self.cp.size
         if dropout_rng is not None and self.p > 0.0:
 
             def draw(q_start: int, k_start: int) -> Rng:
                 return dropout_rng.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
 
-        return ring_attention(q, k, v, Ring(self.cp, self.window, self.p, draw, mask))
+        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, mask))
 
     def _whole(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, first_head: int, mask: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_rng: DropoutRng | None,
+        first_head: int,
+        mask: Tensor | None,
+        window: Window,
     ) -> Tensor:
         """Attention over full sequences: q [s, b, n, d], k and v [skv, b, g, d] -> [s, b, n*d]; the first head of q is
         head `first_head` of the model."""
         dropout = self._dropout(q, k, dropout_rng, first_head)
-        return self._flash(q, k, v, mask, dropout) if self.flash else self._softmax(q, k, v, mask, dropout)
+        attend = self._flash if self.flash else self._softmax
+        return attend(q, k, v, mask, window, dropout)
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
+    def _flash(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: Window, dropout: dict[str, Any]
+    ) -> Tensor:
         """Like `_whole`, with a single op in the layout --shape-order."""
-        pre, next_ = self.window
+        pre, next_ = window
         out = ops.flash_attention(
             *(_arrange(t, self.layout) for t in (q, k, v)),
             layout=self.layout,
@@ -116,7 +141,9 @@ class SelfAttention(nn.Module):
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return _restore(out, self.layout)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: dict[str, Any]) -> Tensor:
+    def _softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: Window, dropout: dict[str, Any]
+    ) -> Tensor:
         """Like `_whole`, with the probabilities [b, n, s, skv] in memory."""
         s, b, n, d = q.shape
         g = k.shape[2]
@@ -124,7 +151,7 @@ class SelfAttention(nn.Module):
         q_BGRD = q.view(s, b, g, n // g, d).permute(1, 2, 3, 0, 4).reshape(b, g, n // g * s, d)
         k_BGDS, v_BGSD = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
         scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
-        pre, next_ = self.window
+        pre, next_ = window
         causal = next_ == 0
         band = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
         mask = band if mask is None else mask if band is None else mask | band
@@ -173,10 +200,23 @@ def _restore(x: Tensor, layout: str) -> Tensor:
 def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(cos, sin), float32 [length, r/2]: the angles of rotary positions 0..length-1.
 
-    Source: Su et al., "RoFormer", arXiv 2104.09864, with the base and the rotated share as options.
+    Source: Su et al., "RoFormer", arXiv 2104.09864, with the base, the rotated share and a scaling as options.
     """
     r = int(config.kv_channels * config.rotary_percent) // 2 * 2
     # float64 on the host, because in float32 the angles of late positions would have few bits after the point.
     frequency = config.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    if config.use_rope_scaling:
+        frequency = _llama3_frequencies(frequency, config.rope_scaling_factor)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)
+
+
+def _llama3_frequencies(frequency: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling of rotary frequencies [r/2] for sequences longer than the 8192 tokens of its pre-training.
+
+    Waves longer than 8192 tokens become `factor` times longer, those shorter than 8192 / 4 stay, and those between are
+    interpolated (Meta's llama-models, apply_scaling; Megatron's --use-rope-scaling has the same constants).
+    """
+    turns = 8192 * frequency / (2 * math.pi)  # of a wave in 8192 tokens
+    share = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
+    return frequency * (share + (1.0 - share) / factor)

@@ -1,6 +1,7 @@
 """The key/value cache of a stage's layers for incremental decoding.
 
-With it, a forward pass over the next tokens gives the same logits as a forward pass over all tokens.
+With it, a forward pass over the next tokens gives the same logits as a forward pass over all tokens. For devices that
+compile every shape, lengths are rounded up to powers of two, so that n tokens are generated with O(log n) shapes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel
 from .attention import rotation
 
+SHORTEST = 64
+"""The least number of keys that attention over a bucketed cache reads; shorter buckets would save little time."""
+
+
+def bucket(count: int, least: int, limit: int) -> int:
+    """The smallest power of two that is at least `count` and `least`, but at most max(count, limit)."""
+    return max(count, min(limit, 1 << (max(count, least) - 1).bit_length()))
+
 
 class KeyValueCache:
     """Memory for `capacity` tokens of `batch` sequences, of which `length` are filled. One per stage and batch.
 
     Every sequence of the batch has the same length: the positions of a forward pass are [length, length + s).
+
+    bucketed: attention reads a number of keys that is a power of two (or the model's longest sequence), and a mask
+    hides those that are not filled. `capacity` is rounded up accordingly.
     """
 
     def __init__(
@@ -31,25 +43,54 @@ class KeyValueCache:
         capacity: int,
         parallel: Parallel,
         device: torch.device,
+        *,
+        bucketed: bool = False,
     ) -> None:
         if parallel.sequence or parallel.cp.size > 1:
             raise ContractError(
                 "the key-value cache holds whole sequences: generate without --sequence-parallel and with "
                 "--context-parallel-size 1 (a checkpoint of any layout loads under any other)"
             )
-        shape = (capacity, batch, config.num_query_groups // parallel.tp.size, config.kv_channels)
-        self.capacity, self.length = capacity, 0
+        self.bucketed, self._longest = bucketed, config.seq_length
+        self.capacity, self.length = bucket(capacity, SHORTEST, self._longest) if bucketed else capacity, 0
+        shape = (self.capacity, batch, config.num_query_groups // parallel.tp.size, config.kv_channels)
+        # Zeros, because a hidden value has the weight 0, and 0 times the NaN that fresh memory may hold is NaN.
         self._kv = {
-            n: tuple(torch.empty(shape, dtype=config.params_dtype, device=device) for _ in range(2)) for n in layers
+            n: tuple(torch.zeros(shape, dtype=config.params_dtype, device=device) for _ in range(2)) for n in layers
         }
-        self._angles = rotation(config, capacity, device) if config.position_embedding_type == "rope" else None
+        self._window, self._device = config.window, device
+        self._hidden: tuple[tuple[int, int], Tensor] | None = None
+        self._angles = rotation(config, self.capacity, device) if config.position_embedding_type == "rope" else None
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [s, b, g, d] of the next s tokens; returns all so far, [length + s, b, g, d]."""
+        """Stores keys and values [s, b, g, d] of the next s tokens; returns all so far, [length + s, b, g, d].
+
+        If `hidden` has a mask for these tokens, the result has one row per column of it.
+        """
         end = self.length + k.shape[0]
         keys, values = self._kv[layer]
         keys[self.length : end], values[self.length : end] = k, v
+        end = self._rows(end)
         return keys[:end], values[:end]
+
+    def hidden(self, count: int) -> Tensor | None:
+        """Which keys each of the next `count` tokens does not see, bool [1, 1, count, keys], for attention without a
+        window of its own; None if the model's window says it for the tokens that `append` returns."""
+        key = self.length, count
+        if not self.bucketed or self.length == 0:  # the tokens of a first pass are all keys there are
+            return None
+        if self._hidden is None or self._hidden[0] != key:  # the same for all layers
+            position, keys = torch.arange(self.length, self.length + count)[:, None], torch.arange(self._rows(sum(key)))
+            pre, next_ = self._window
+            hidden = keys > position + next_
+            if pre is not None:
+                hidden |= keys < position - pre
+            self._hidden = key, hidden[None, None].to(self._device)
+        return self._hidden[1]
+
+    def _rows(self, end: int) -> int:
+        """The number of rows that attention reads when the first `end` are filled."""
+        return bucket(end, SHORTEST, self._longest) if self.bucketed and self.length else end
 
     def rotary_cos_sin(self, count: int) -> tuple[Tensor, Tensor] | None:
         """The rotary angles of the next `count` positions, if the model has rotary positions."""
@@ -61,3 +102,12 @@ class KeyValueCache:
     def advance(self, count: int) -> None:
         """Called when all layers have stored `count` more tokens."""
         self.length += count
+
+    @property
+    def free(self) -> int:
+        """The number of tokens that can still be stored."""
+        return self.capacity - self.length
+
+    def discard(self, count: int) -> None:
+        """Forgets the last `count` tokens, which only completed a bucket."""
+        self.length -= count

@@ -60,30 +60,26 @@ class Init:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks.
+    """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks."""
 
-    fused_bias: the bias is not added here; the caller passes `self.bias` to the op that follows.
-    """
-
-    def __init__(
-        self,
-        init: Init,
-        name: str,
-        n_in: int,
-        n_out: int,
-        *,
-        std: float,
-        bias: bool,
-        fused_bias: bool = False,
-        parts: int = 1,
-    ) -> None:
+    def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool, parts: int = 1) -> None:
         super().__init__()
-        self.parallel, self.fused_bias, shard = init.parallel, fused_bias, Shard(0, parts)
+        self.parallel, shard = init.parallel, Shard(0, parts)
         self.weight = init.weight(f"{name}.weight", (n_out, n_in), std, shard)
         self.bias = init.constant(f"{name}.bias", (n_out,), 0.0, shard) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, None if self.fused_bias else self.bias, self.parallel)
+        return column_linear(x, self.weight, self.bias, self.parallel)
+
+    def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
+        """The activation, one of `ops.linear_bias_activation`, of the product."""
+        if self.parallel.sequence or _main_grads(self.weight, None) is not None:
+            y = column_linear(x, self.weight, None, self.parallel)  # a product with a backward pass of its own
+            if activation == "swiglu":
+                return ops.swiglu(y, self.bias)
+            return (ops.geglu if activation == "geglu" else ops.bias_gelu)(y, self.bias, approximate)
+        x = mappings.copy_to_region(x, self.parallel.tp)
+        return ops.linear_bias_activation(x, self.weight, self.bias, activation=activation, approximate=approximate)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
@@ -211,3 +207,9 @@ class Norm(nn.Module):
         if self.bias is None:
             return ops.rms_norm(x, self.weight, self.eps)
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, the sum)."""
+        if self.bias is None:
+            return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -1,14 +1,13 @@
-"""The MLP of a transformer layer: two linear layers around gelu, swiglu or geglu."""
+"""The MLP of a transformer layer: two linear layers around gelu, squared relu, swiglu or geglu."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-
-from hal import ops
 
 from ..config.schema import Config
 from .attention import output_std
-from .layers import ColumnParallelLinear, Init, RowParallelLinear
+from .layers import ColumnParallelLinear, Init, RowParallelLinear, column_linear
 
 
 class MLP(nn.Module):
@@ -22,26 +21,19 @@ class MLP(nn.Module):
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.disable_bias_linear
         parts = 2 if config.swiglu or config.geglu else 1
         self.linear_fc1 = ColumnParallelLinear(
-            init,
-            f"{name}.linear_fc1",
-            h,
-            parts * ffn,
-            std=config.init_method_std,
-            bias=bias,
-            fused_bias=True,
-            parts=parts,
+            init, f"{name}.linear_fc1", h, parts * ffn, std=config.init_method_std, bias=bias, parts=parts
         )
         self.linear_fc2 = RowParallelLinear(init, f"{name}.linear_fc2", ffn, h, std=output_std(config), bias=bias)
-        self.kind = "swiglu" if config.swiglu else "geglu" if config.geglu else "gelu"
+        kinds = ("swiglu", "geglu", "squared_relu")
+        self.kind = next((kind for kind in kinds if getattr(config, kind)), "gelu")
         self.approximate = config.gelu_approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        inner, bias = self.linear_fc1(x), self.linear_fc1.bias
-        if self.kind == "swiglu":
-            inner = ops.swiglu(inner, bias)
-        elif self.kind == "geglu":
-            inner = ops.geglu(inner, bias, self.approximate)
+        if self.kind == "squared_relu":
+            weight, bias = self.linear_fc1.weight, self.linear_fc1.bias
+            inner = column_linear(x, weight, None, self.linear_fc1.parallel)
+            inner = torch.relu(inner if bias is None else inner + bias).square()
         else:
-            inner = ops.bias_gelu(inner, bias, self.approximate)
+            inner = self.linear_fc1.activated(x, self.kind, self.approximate)
         y: Tensor = self.linear_fc2(inner)
         return y

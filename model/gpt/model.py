@@ -117,10 +117,13 @@ class TransformerLayer(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, mask)
-        x = self._add(
-            attended, self.self_attention.linear_proj.bias, x, "attention_output", self.post_attn_norm, dropout_rng
-        )
-        expanded = self.mlp(self.pre_mlp_layernorm(x))
+        bias = self.self_attention.linear_proj.bias
+        if bias is None and self.post_attn_norm is None and (dropout_rng is None or self.p == 0.0):
+            normed, x = self.pre_mlp_layernorm.of_sum(attended, x)
+        else:
+            x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)
+            normed = self.pre_mlp_layernorm(x)
+        expanded = self.mlp(normed)
         return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, dropout_rng)
 
     def _add(
@@ -207,13 +210,14 @@ class GPT(nn.Module):
         dropout_rng: DropoutRng | None = None,
         cache: KeyValueCache | None = None,
         *,
-        rows: int | None = None,
+        rows: slice | None = None,
         starts: Tensor | None = None,
+        logits: bool = True,
     ) -> Tensor:
-        """Logits on the last stage, hidden activations elsewhere.
+        """Logits on the last stage, hidden activations elsewhere and with logits=False.
 
         dropout_rng: dropout of this microbatch; None = no dropout (evaluation). cache: keys and values of the tokens
-        before these. rows: return logits for the last `rows` positions only. starts: where each token's document begins
+        before these. rows: return logits for these positions only. starts: where each token's document begins
         (`document_mask.starts`), int64 [b, s] of full sequences, for --reset-position-ids and --reset-attention-mask.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
@@ -232,8 +236,8 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(full)
         if self.last and rows is not None:
-            x = x[-rows:]
-        return column_linear(x, self.output_weight(), None, self.parallel) if self.last else x
+            x = x[rows]
+        return column_linear(x, self.output_weight(), None, self.parallel) if self.last and logits else x
 
     def output_weight(self) -> Tensor:
         """The matrix [v_local, h] that computes logits: the output layer's, or the word embedding's if tied."""
@@ -246,20 +250,23 @@ class GPT(nn.Module):
         """The name of a parameter in checkpoints, where a tied weight is stored once."""
         return WORD_EMBEDDING if self.tied and name == OUTPUT_LAYER else name
 
-    def loss(self, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
-        """Mean cross entropy (float32 scalar) of logits [s, b, v_local] against labels [b, s].
+    def loss(self, y: Tensor, labels: Tensor, *, inplace_backward: bool = False, hidden: bool = False) -> Tensor:
+        """Mean cross entropy (float32 scalar) of y, logits [s, b, v_local], against labels [b, s].
 
         With --eod-mask-loss, labels equal to document_mask.IGNORED do not count; if no label counts, the mean is 0.
-        inplace_backward: the caller does not read the logits again, so the backward pass may overwrite them.
+        inplace_backward: the caller does not read the logits again, so the backward pass may overwrite them. hidden: y
+        is what the last stage returns with logits=False, and the backend need not keep its logits in memory.
         """
-        start = self.parallel.tp.rank * logits.shape[-1]
-        target, counts = labels.t().contiguous(), None
+        tp, target, counts = self.parallel.tp, labels.t().contiguous(), None
         if self.config.eod_mask_loss:
             counts = target != document_mask.IGNORED
             target = target * counts
-        losses = ops.cross_entropy(
-            logits, target, vocab_start=start, comm=self.parallel.tp, inplace_backward=inplace_backward
-        )
+        if hidden:
+            x, weight = self.parallel.enter_region(y), self.output_weight()
+            losses = ops.linear_cross_entropy(x, weight, target, vocab_start=tp.rank * weight.shape[0], comm=tp)
+        else:
+            start = tp.rank * y.shape[-1]
+            losses = ops.cross_entropy(y, target, vocab_start=start, comm=tp, inplace_backward=inplace_backward)
         return losses.mean() if counts is None else (losses * counts).sum() / counts.sum().clamp(min=1)
 
     def _positions(self, starts: Tensor | None) -> Tensor | None:

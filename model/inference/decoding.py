@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+import hal
 from hal import Rng, ops
 
 from ..config.schema import ConfigError
@@ -176,7 +177,8 @@ def _choose(
     if logits is not None:
         for n, (row, rng) in enumerate(rngs.items()):
             uniform = 0.0 if sampling.greedy else float(ops.philox_uniform((1,), rng, device=engine.device))
-            x = logits[row].float().cpu()
+            with hal.device_errors():
+                x = logits[row].float().cpu()
             if not bool(x.isfinite().all()):
                 ids[n, 0] = _NONE
                 continue

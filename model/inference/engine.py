@@ -20,7 +20,7 @@ from ..checkpoint import reader
 from ..checkpoint.sharded_tensor import local_shard
 from ..config.parallel_layout import ParallelLayout
 from ..config.schema import Config, ConfigError
-from ..gpt.kv_cache import KeyValueCache
+from ..gpt.kv_cache import KeyValueCache, bucket
 from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
 
@@ -51,6 +51,8 @@ class Engine:
         self.config, self.device, self.parallel = model.config, next(model.parameters()).device, model.parallel
         self.layers = range(model.config.num_layers) if layers is None else layers
         self.pp, self.lead = self.mesh.comm("pp"), self.mesh.rank == 0
+        # A device that compiles every shape gets lengths that are powers of two.
+        self.bucketed = hal.backend().capabilities().static_shapes
         self._sent: Callable[[], list[Tensor]] | None = None
 
     @staticmethod
@@ -92,14 +94,16 @@ class Engine:
 
     def new_cache(self, batch: int, capacity: int) -> KeyValueCache:
         """An empty cache for this rank's layers. Raises ContractError for a layout that splits sequences."""
-        return KeyValueCache(self.config, self.layers, batch, capacity, self.parallel, self.device)
+        return KeyValueCache(
+            self.config, self.layers, batch, capacity, self.parallel, self.device, bucketed=self.bucketed
+        )
 
     @torch.no_grad()
     def forward(
         self,
         tokens: Tensor,
         cache: KeyValueCache | None = None,
-        rows: int | None = None,
+        rows: slice | None = None,
         *,
         padding: bool = False,
         starts: Tensor | None = None,
@@ -107,7 +111,7 @@ class Engine:
         """Logits [s or rows, b, v_local] of tokens [b, s] on the last stage's ranks, None elsewhere.
 
         tokens: full sequences; with context parallelism each rank computes its share of the rows. padding: keep the
-        logits of the padding ids, which otherwise become the lowest finite number. starts: as in GPT.forward.
+        logits of the padding ids, which otherwise become the lowest finite number. rows, starts: as in GPT.forward.
         """
         x = self.parallel.context_rows(tokens.shape[1]).take(tokens, 1).to(self.device)
         if self.pp.rank > 0:
@@ -118,7 +122,7 @@ class Engine:
         if self.model.last:
             if not padding:
                 start = self.parallel.tp.rank * y.shape[-1]
-                y[..., max(0, self.vocabulary - start) :] = torch.finfo(y.dtype).min
+                y[..., max(0, self.vocabulary - start) :].fill_(torch.finfo(y.dtype).min)
             return y
         self.settle()
         self._sent = self.pp.exchange_start([Message(self.pp.rank + 1, y.contiguous())], [])
@@ -132,7 +136,12 @@ class Engine:
 
     def next_logits(self, tokens: Tensor, cache: KeyValueCache | None) -> Tensor | None:
         """Logits [b, vocabulary] of the token after tokens [b, s], on the last stage's ranks, None elsewhere."""
-        logits = self.forward(tokens, cache, rows=1)
+        count = tokens.shape[1]
+        if self.bucketed:
+            tokens = _pad(tokens, bucket(count, 1, self.config.seq_length if cache is None else cache.free))
+        logits = self.forward(tokens, cache, rows=slice(count - 1, count))
+        if cache is not None:
+            cache.discard(tokens.shape[1] - count)
         if logits is None:
             return None
         whole = ops.mappings.gather_from_region(logits[0].t().contiguous(), self.parallel.tp, 0)
@@ -163,7 +172,8 @@ class Engine:
         likely token. padding: the vocabulary's padding takes part in the softmax, as in training. `total` sums the
         shares. s may be any length: sequences are padded to a multiple that the layout can split.
         """
-        tokens, labels, counted = (self._pad(x) for x in (tokens, labels, counted))
+        length = self._scored_length(tokens.shape[1])
+        tokens, labels, counted = (_pad(x, length) for x in (tokens, labels, counted))
         share = torch.zeros(len(tokens), 3, device=self.device)
         logits = self.forward(tokens, padding=padding, starts=starts)
         if logits is None:
@@ -181,7 +191,8 @@ class Engine:
     def total(self, shares: Tensor) -> Tensor:
         """The sum of all ranks' shares [b, 3], on the CPU of every rank. Raises NotFinite if a loss is not finite."""
         self.settle()
-        whole = self.mesh.world.all_reduce(shares).cpu()
+        with hal.device_errors():  # the first read of what the device has computed
+            whole = self.mesh.world.all_reduce(shares).cpu()
         bad = int((~whole.isfinite().all(-1)).sum())
         if bad:
             raise NotFinite(f"the losses of {bad} of {len(whole)} sequences are not finite{NOT_FINITE}")
@@ -193,10 +204,18 @@ class Engine:
         value, index = logits.float().max(-1)
         tp = self.parallel.tp
         values, indices = tp.all_gather(value[None]), tp.all_gather((index + start)[None])
-        return indices.gather(0, values.argmax(0)[None])[0]
+        return indices.gather(0, values.max(0).indices[None])[0]
 
-    def _pad(self, x: Tensor) -> Tensor:
-        """x [b, s] with zeros appended to every sequence, so that context-parallel ranks can split it evenly."""
+    def _scored_length(self, count: int) -> int:
+        """The length to which sequences of `count` tokens are padded, so that context-parallel ranks can split them
+        evenly; a bucket if the device compiles every shape."""
+        if self.bucketed:
+            count = bucket(count, 1, self.config.seq_length)
         cp = self.parallel.cp.size
         multiple = 2 * cp if cp > 1 and self.parallel.cp_algorithm == "ring" else cp
-        return torch.nn.functional.pad(x, (0, -x.shape[1] % multiple))
+        return -(-count // multiple) * multiple
+
+
+def _pad(x: Tensor, length: int) -> Tensor:
+    """x [b, s] with zeros appended to every sequence."""
+    return torch.nn.functional.pad(x, (0, length - x.shape[1]))

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hal import Comm, SingleRankComm
+from hal import Comm, SingleRankComm, ops
 from hal.mesh import Mesh
 
 from ..config.schema import Config
 from .sequence_shard import SequenceShard
+
+mappings = ops.mappings
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Parallel:
     def of(mesh: Mesh, config: Config) -> Parallel:
         """The coordinates of this rank in `mesh`; sequences are split by the methods that the config chooses."""
         return Parallel(mesh.comm("tp"), config.sequence_parallel, mesh.comm("cp"), config.context_parallel_algo)
+
+    def enter_region(self, x: Tensor) -> Tensor:
+        """Activations between the layers, [s, ...], as each tensor-parallel rank's shard of a weight reads them: with
+        sequence parallelism gathered from this rank's [s / ranks, ...]. The gradient is the sum of the ranks'."""
+        enter = mappings.all_gather_to_region if self.sequence else mappings.copy_to_region
+        return enter(x, self.tp)
 
     def context_rows(self, full: int) -> SequenceShard:
         """The positions of the queries of this rank's attention, out of a sequence of `full`."""

@@ -35,7 +35,8 @@ def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 class GradientReducer:
     """Sums the gradients `grads()` over `comm`, bucket by bucket, starting with the last parameters.
 
-    overlap: a bucket is sent as soon as all its parameters have their gradient of the `count`-th microbatch.
+    overlap: a bucket is sent as soon as all its parameters have their gradient of the `count`-th microbatch, which may
+    change between steps.
     """
 
     def __init__(
@@ -114,7 +115,9 @@ class GradientSums:
         self.optimizer, self.tp = optimizer, mesh.comm("tp")
         held_alike = [n for m in models for n, _ in m.named_parameters() if n not in m.shards]
         # For parameters replicated over tensor-parallel ranks, each rank has only the gradient of its sequence rows.
-        self._partial = held_alike if config.sequence_parallel else []
+        # Norms of queries and keys are replicated, and each rank has the gradient of its heads.
+        norms = [n for n in held_alike if ".q_layernorm." in n or ".k_layernorm." in n]
+        self._partial = held_alike if config.sequence_parallel else norms
         self._tied = models[0].tied and layout.stages > 1
         self._tied_ends = self._make_tied_ends(layout, mesh) if self._tied else None
         self._reducer: GradientReducer | None = None
@@ -136,6 +139,11 @@ class GradientSums:
         if len(ends) == 1 or mesh.at["pp"] not in ends:
             return None
         return mesh.comm_of(tuple(sorted(mesh.layout.rank(**{**mesh.at, "pp": pp}) for pp in ends)))
+
+    def expect(self, microbatches: int) -> None:
+        """Sets the number of microbatches of the next step."""
+        if self._reducer is not None:
+            self._reducer.count = microbatches
 
     def finish(self) -> None:
         """Replaces the gradients by the sums. All ranks call it after the last microbatch's backward pass."""

@@ -1,7 +1,8 @@
-"""The learning rate as a function of the number of optimizer steps taken: warm-up, then one of five decays.
+"""The learning rate and the weight decay as functions of the progress of training.
 
-The formulas are Megatron's (OptimizerParamScheduler), counted in steps. With warm-up the first step has the rate
-`lr_warmup_init`, as in Megatron.
+The formulas are Megatron's (OptimizerParamScheduler): warm-up, then one of five decays. Progress is counted in
+sequences of successful steps, so that it does not depend on the growth of the batch. With warm-up the first step has
+the rate `lr_warmup_init`, as in Megatron.
 """
 
 from __future__ import annotations
@@ -9,35 +10,41 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..config.sample_schedule import learning_rate_samples, total_samples
 from ..config.schema import Config
 
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """lr(step) for step = 0, 1, ... (optimizer steps taken before). warmup, decay, wsd_decay: numbers of steps."""
+    """lr(step) for step = 0, 1, ... (sequences, or another unit, before the step). warmup, decay, wsd_decay: lengths in
+    that unit."""
 
     peak: float
     final: float
     style: str
-    warmup: int
+    warmup: float
     decay: int
     initial: float = 0.0
     wsd_style: str = "exponential"
     wsd_decay: int = 0
 
     @staticmethod
-    def of(config: Config) -> LRScheduler:
-        """The schedule of a config."""
-        assert config.lr_decay_iters is not None
+    def of(config: Config, *, decoupled: bool = False) -> LRScheduler:
+        """The schedule of a config. decoupled: that of word embeddings and output layer (--decoupled-lr)."""
+        peak, final = config.lr, config.min_lr
+        if decoupled and config.decoupled_lr is not None:
+            peak = config.decoupled_lr
+            final = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+        warmup, decay, wsd = learning_rate_samples(config)
         return LRScheduler(
-            config.lr,
-            config.min_lr,
+            peak,
+            final,
             config.lr_decay_style,
-            config.lr_warmup_iters,
-            config.lr_decay_iters,
+            warmup,
+            decay,
             config.lr_warmup_init,
             config.lr_wsd_decay_style,
-            config.lr_wsd_decay_iters or 0,
+            wsd,
         )
 
     def lr(self, step: int) -> float:
@@ -71,3 +78,14 @@ class LRScheduler:
             "minus_sqrt": 1.0 - math.sqrt(done),
         }
         return remaining[self.wsd_style]
+
+
+def weight_decay(config: Config, samples: int) -> float:
+    """The weight decay of the step that follows `samples` sequences: constant, or a ramp over the whole run."""
+    start, end = config.start_weight_decay, config.end_weight_decay
+    if config.weight_decay_incr_style == "constant" or start is None or end is None:
+        return config.weight_decay
+    done = min(1.0, samples / total_samples(config))
+    if config.weight_decay_incr_style == "cosine":
+        done = 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
+    return start + (end - start) * done

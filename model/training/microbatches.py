@@ -34,15 +34,15 @@ class Microbatch:
 
 
 def fetch_microbatches(
-    config: Config, split: Split, first: int, mesh: Mesh, parallel: Parallel, device: torch.device
+    config: Config, split: Split, first: int, batch: int, mesh: Mesh, parallel: Parallel, device: torch.device
 ) -> list[Microbatch]:
-    """The microbatches of this rank's replica, on `device`, of the global batch that starts at sample `first`.
+    """The microbatches of this rank's replica, on `device`, of the `batch` samples from sample `first` on.
 
     The replicas take turns: replica r has the microbatches r, r + dp, r + 2 dp, ... of the global batch.
     """
     c, size = config, config.micro_batch_size
     columns, microbatches = parallel.context_rows(c.seq_length), []
-    for place in range(mesh.at["dp"] * size, c.global_batch_size, mesh.layout.dp * size):
+    for place in range(mesh.at["dp"] * size, batch, mesh.layout.dp * size):
         tokens, labels = split.fetch(first + place, size)
         starts = None
         if c.reset_position_ids or c.reset_attention_mask:

@@ -7,6 +7,7 @@ HAL (unscale_and_check, l2norm, adamw), each of which processes all tensors in o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -17,8 +18,11 @@ import hal
 from hal import Comm, SingleRankComm, ops
 
 from ..config.schema import Config
-from ..gpt.model import GPT
+from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
 from .loss_scaler import LossScaler
+
+DECOUPLED = (WORD_EMBEDDING, OUTPUT_LAYER)
+"""The parameters whose learning rate --decoupled-lr sets, as in Megatron."""
 
 
 def no_decay(name: str, parameter: Tensor) -> bool:
@@ -73,10 +77,11 @@ class Optimizer:
         self.main = {n: local(p).float() if self.low else local(p) for n, p in self.model.items()}
         self.exp_avg = {n: torch.zeros_like(p) for n, p in self.main.items()}
         self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in self.main.items()}
-        self.groups = [
-            ([n for n, p in self.model.items() if not no_decay(n, p)], config.weight_decay),
-            ([n for n, p in self.model.items() if no_decay(n, p)], 0.0),
-        ]
+        decoupled = DECOUPLED if config.decoupled_lr is not None else ()
+        # (names, whether they are decayed, whether their learning rate is --decoupled-lr)
+        self.groups: list[tuple[list[str], bool, bool]] = [([], True, False), ([], False, False), ([], True, True)]
+        for name, parameter in self.model.items():
+            self.groups[2 if name in decoupled else int(no_decay(name, parameter))][0].append(name)
         self.scaler, self.steps = LossScaler.of(config), 0
         self.main_grads: dict[str, Tensor] = {}
         # The gradient of a single microbatch can stay in 16 bits, which saves a copy, because nothing is added to it.
@@ -139,26 +144,32 @@ class Optimizer:
             return float(ops.l2norm(owned))  # not summed as a square, which may overflow float32
         device = next(iter(self.main.values())).device
         norm = ops.l2norm(owned) if owned else torch.zeros((), device=device)
-        return float(self.world.all_reduce(norm * norm).sqrt())
+        return math.sqrt(float(self.world.all_reduce(norm * norm)))
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        """One AdamW step with the gradients clipped to `clip_grad`."""
+    def step(
+        self, lr: float, grad_norm: float, *, decoupled_lr: float | None = None, weight_decay: float | None = None
+    ) -> None:
+        """One AdamW step with the gradients clipped to `clip_grad`. decoupled_lr: of word embeddings and output layer,
+        default lr; weight_decay: default the config's."""
         c, grads = self.config, self.grads()
         self.steps += 1
         clip = min(1.0, c.clip_grad / (grad_norm + 1e-6)) if c.clip_grad > 0.0 else 1.0
-        for names, decay in self.groups:
-            names = [n for n in names if n in grads]
+        decay = c.weight_decay if weight_decay is None else weight_decay
+        for group, decayed, own in self.groups:
+            names = [n for n in group if n in grads]
+            if not names:
+                continue
             ops.adamw(
                 [self.main[n] for n in names],
                 [grads[n] for n in names],
                 [self.exp_avg[n] for n in names],
                 [self.exp_avg_sq[n] for n in names],
                 step=self.steps,
-                lr=lr,
+                lr=decoupled_lr if own and decoupled_lr is not None else lr,
                 beta1=c.adam_beta1,
                 beta2=c.adam_beta2,
                 eps=c.adam_eps,
-                weight_decay=decay,
+                weight_decay=decay if decayed else 0.0,
                 grad_scale=clip,
                 model_params=[local(self.model[n]) for n in names] if self.low else None,
             )

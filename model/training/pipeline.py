@@ -16,6 +16,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import hal
 from hal import Rng
 
 from ..config.parallel_layout import ParallelLayout
@@ -31,7 +32,8 @@ _SCHEDULES = {
 }
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits [s, b, v_local], labels [b, s]) -> the scalar to differentiate."""
+"""(what the last stage returns: logits [s, b, v_local], or hidden [s, b, h] with Config.fuses_output_layer; labels
+[b, s]) -> the scalar to differentiate."""
 
 
 class Stage(nn.Module):
@@ -53,7 +55,7 @@ class Stage(nn.Module):
         if self.dropout is not None:
             assert batch is not None
             dropout_rng = DropoutRng(self.dropout, int(sample[0]), batch)
-        y: Tensor = self.model(x, dropout_rng, starts=starts)
+        y: Tensor = self.model(x, dropout_rng, starts=starts, logits=not self.model.config.fuses_output_layer)
         # The zero-bubble schedule detaches the tensors that it sends in place, which torch does not allow for views.
         return y.clone() if y._is_view() and not self.model.last else y
 
@@ -74,7 +76,9 @@ def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
         cast_forward_inputs=False,
     )
     for module in (*stage.model.decoder.layers.values(), stage):
-        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        # A loss that includes the output layer reads its weight after the stage's forward pass.
+        reshard = zero == 3 and not (module is stage and config.fuses_output_layer)
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         # Otherwise torch would pass the divisor to the reduction, which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
@@ -91,15 +95,17 @@ class GradientAccumulation:
 
     def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
         """The loss of each microbatch, and its gradients if they are enabled."""
-        last = len(microbatches) - 1
+        last, backend = len(microbatches) - 1, hal.backend()
         for i, m in enumerate(microbatches):
             if isinstance(self.stage, FSDPModule) and torch.is_grad_enabled():
                 self._prepare(i == last)
             # The logits must not be assigned to a variable, because they would then stay in memory during the backward
             # pass and the next microbatch's forward pass.
-            value = loss(self.stage(m.tokens, m.sample_numbers(), m.starts), m.labels)
+            with backend.profile_range("forward"):
+                value = loss(self.stage(m.tokens, m.sample_numbers(), m.starts), m.labels)
             if torch.is_grad_enabled():
-                value.backward()  # type: ignore[no-untyped-call]
+                with backend.profile_range("backward"):
+                    value.backward()  # type: ignore[no-untyped-call]
                 if i == 0 and last > 0:
                     self.after_first()
             del value  # frees the rest of the graph before the next forward pass
@@ -114,14 +120,23 @@ class GradientAccumulation:
 
 
 class _PipelineStage(pipelining.PipelineStage):
-    """torch's wrapper of a stage, with corrections for the zero-bubble schedule."""
+    """torch's wrapper of a stage, with ranges for profilers and corrections for the zero-bubble schedule."""
 
     collect: Callable[[], object] = staticmethod(lambda: None)
     """Called after each microbatch's weight gradients, which zero bubble computes without autograd's hooks, so that
     16-bit gradients are summed in float32 there as well."""
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with hal.backend().profile_range("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with hal.backend().profile_range("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_weight_one_chunk(*args, **kwargs)
+        with hal.backend().profile_range("backward"):
+            result = super().backward_weight_one_chunk(*args, **kwargs)
         self.collect()
         return result
 
@@ -155,17 +170,28 @@ class Pipeline:
         for stage in self.stages:
             stage.collect = collect
         make: Any = _SCHEDULES[layout.schedule]
-        self._schedule = make(
-            self.stages[0] if layout.schedule == "1f1b" else self.stages,
-            n_microbatches=layout.microbatches,
-            loss_fn=lambda logits, labels: self._loss(logits, labels),
-            scale_grads=False,
-        )
+        self._schedules: dict[int, Any] = {}
+
+        def schedule(count: int) -> Any:
+            # With fewer microbatches than stages, which torch's 1F1B refuses, its order of work is that of GPipe.
+            plain = layout.schedule == "1f1b"
+            kind: Any = pipelining.ScheduleGPipe if plain and count < layout.layout.pp else make
+            return kind(
+                self.stages[0] if plain else self.stages,
+                n_microbatches=count,
+                loss_fn=lambda logits, labels: self._loss(logits, labels),
+                scale_grads=False,
+            )
+
+        self._make_schedule = schedule
 
     def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
         """Like GradientAccumulation.run; all ranks of the pipeline call it together, with the same microbatches."""
-        self._loss = loss
-        step = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
+        self._loss, count = loss, len(microbatches)
+        if count not in self._schedules:  # the number changes while the batch size ramps up
+            self._schedules[count] = self._make_schedule(count)
+        schedule = self._schedules[count]
+        step = schedule.step if torch.is_grad_enabled() else schedule.eval
         # torch's schedule takes the complete batch and splits it into the same microbatches again.
         inputs = (torch.cat([m.tokens for m in microbatches]),) if self.holds_first else ()
         labels = torch.cat([m.labels for m in microbatches]) if self.holds_last else None
@@ -192,6 +218,6 @@ def _pipeline_stage(
         layout.stages,
         device,
         input_args=(tokens if model.embedding is not None else hidden,),
-        output_args=(logits if model.last else hidden,),
+        output_args=(logits if model.last and not config.fuses_output_layer else hidden,),
         group=group,
     )

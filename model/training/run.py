@@ -17,19 +17,23 @@ from pathlib import Path
 import hal
 from hal import CollectiveFailed, HalError
 from hal.launch.agent import Job, run
+from hal.launch.worker import RESUME, expect_stop
 
 from ..checkpoint import reader
+from ..checkpoint.lineage import foreign
 from ..checkpoint.writer import SaveFailed
 from ..common.atomic_files import FILE_MODE, make_folder, private, require_writable
 from ..common.stop_request import StopRequest
 from ..config.command_line import parse
+from ..config.sample_schedule import total_samples
 from ..config.schema import Config, ConfigError
+from ..config.validation import evaluates
 from ..data.gpt_dataset import open_data
 from ..data.tokenizers.build import build_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..inference.decoding import generate
 from .run_log import NullRunLog, RunLog
-from .trainer import Trainer, TrainingFailed, make_trainer, peak_memory_bytes
+from .trainer import StepResult, Trainer, TrainingFailed, make_trainer, peak_memory_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,22 +71,29 @@ def train(config: Config) -> Trainer:
     """Trains on the active backend and writes the run's folder. Returns the trainer after the run."""
     save = _save_folder(config)
     with StopRequest() as stop, _alone(save):
+        _continue_after_restart(config)
         trainer, tokenizer = build(config)
-        if config.load and not (reader.latest(Path(config.load)) is None and config.load == config.save):
+        if config.load and (
+            config.exit_on_missing_checkpoint
+            or config.load != config.save
+            or reader.newest(Path(config.load)) is not None
+        ):
             trainer.load(Path(config.load))
-        _require_free(config, trainer.iteration)
+        _require_free(config, trainer)
         started = datetime.datetime.fromtimestamp(trainer.all_reduce_max(int(time.time())))
         folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
         log = RunLog(config, _writable(folder, "--run-dir"), trainer.iteration) if trainer.lead else NullRunLog()
         with log as report:
             _announce(report, trainer)
+            trainer.say = report.say
+            times = _StopTime(report)
             try:
                 trainer.run(
                     stop=lambda: bool(trainer.all_reduce_max(stop.asked is not None)),
-                    on_step=report.step,
+                    on_step=times.step,
                     on_evaluation=report.evaluation,
-                    on_save=lambda path: report.say(f" saved {path}"),
-                    before_save=report.record,
+                    on_save=times.saved,
+                    before_save=times.saving,
                 )
                 stopped = trainer.all_reduce_max(stop.asked is not None)
                 if stopped or save is not None:
@@ -107,12 +118,49 @@ def train(config: Config) -> Trainer:
     return trainer
 
 
+class _StopTime:
+    """Measures the longest step and save, and tells the launcher how long a request to stop may take."""
+
+    def __init__(self, report: RunLog | NullRunLog) -> None:
+        self._report, self._step, self._save, self._told = report, 0.0, 0.0, 0.0
+        self._began = time.monotonic()
+
+    def step(self, result: StepResult) -> None:
+        """Called after each step."""
+        self._report.step(result)
+        self._step = max(self._step, result.seconds)
+        expected = 10 + 2 * (self._step + self._save)
+        if isinstance(self._report, RunLog) and expected > 1.2 * self._told:
+            self._told = expected
+            expect_stop(expected)
+
+    def saving(self) -> None:
+        """Called before each save."""
+        self._report.record()
+        self._began = time.monotonic()
+
+    def saved(self, path: Path) -> None:
+        """Called when a save is complete."""
+        self._report.say(f" saved {path}")
+        self._save = max(self._save, time.monotonic() - self._began)
+
+
+def _continue_after_restart(config: Config) -> None:
+    """Has a run of a job with restarts continue from its own checkpoints, if it has written any.
+
+    This does not depend on how often this process was started, since machines may join the job later.
+    """
+    if RESUME in os.environ and config.save is not None and reader.newest(Path(config.save)) is not None:
+        config.load = config.save
+        config.finetune = config.no_load_optim = False
+
+
 def build(config: Config) -> tuple[Trainer, Tokenizer]:
     """The trainer of a config, at iteration 0 on the active backend, and the tokenizer of its data."""
     tokenizer = build_tokenizer(config)
     config.set_vocabulary(tokenizer.vocab_size)
-    samples = {"train": config.train_iters * config.global_batch_size}
-    if config.eval_interval:
+    samples = {"train": total_samples(config)}
+    if evaluates(config):
         samples["valid"] = config.eval_iters * config.global_batch_size
     # Data is opened first, because once the world is initialised, megatron-core builds index maps on one rank only.
     return make_trainer(config, open_data(config, tokenizer, samples)), tokenizer
@@ -158,13 +206,23 @@ def _alone(save: Path | None) -> Iterator[None]:
         os.close(handle)
 
 
-def _require_free(config: Config, start: int) -> None:
-    """Refuses to mix a new run's checkpoints with those of a longer one."""
-    there = None if config.save is None else reader.latest(Path(config.save))
-    if there is not None and there > start:
+def _require_free(config: Config, trainer: Trainer) -> None:
+    """Refuses to mix a new run's checkpoints with those of a longer one, or to replace another run's."""
+    if config.save is None:
+        return
+    save, start = Path(config.save), trainer.iteration
+    there = reader.newest(save)
+    # A run that continues in its own folder has just chosen the checkpoint that it continues.
+    if config.load != config.save and there is not None and there > start:
         raise ConfigError(
-            f"--save {config.save} holds a checkpoint of iteration {there}, and this run starts at {start}; continue "
-            f"it with --load {config.save}, or give another folder"
+            f"--save {save} holds a checkpoint of iteration {there}, and this run starts at {start}; continue "
+            f"it with --load {save}, or give another folder"
+        )
+    others = foreign(save, trainer.state())
+    if others:
+        raise ConfigError(
+            f"--save {save} holds checkpoints of another run after iteration {start}, which this run would replace "
+            f"({', '.join(map(str, others[:5]))}); give another folder, or remove them"
         )
 
 
@@ -176,8 +234,10 @@ def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
     report.say(
         f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {trainer.device}; {todo}"
     )
-    for note in trainer.config.notes:
+    for note in (*trainer.config.notes, *trainer.notes):
         report.say(f" note: {note}")
+    if trainer.config.noted:
+        report.say(f" accepted, without effect here: {', '.join(trainer.config.noted)}")
 
 
 def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:

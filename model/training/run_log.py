@@ -22,8 +22,8 @@ from hal import HalError
 
 from ..common.atomic_files import make_folder, write_bytes, write_text
 from ..common.progress_bar import ProgressBar
+from ..config.flops import flops_per_token
 from ..config.schema import Config
-from ..gpt.flops import flops_per_token
 from .trackers import trackers
 from .trainer import StepResult, peak_memory_bytes
 from .trainer_state import options
@@ -77,10 +77,10 @@ class RunLog:
         self.step_seconds: list[list[Any]] = []
         if start:
             self._continue(start)
-        self.tokens_per_step = config.global_batch_size * config.seq_length
         self.flops_per_token = flops_per_token(config)
         self._since_log: list[StepResult] = []
         self._seconds: list[float] = []
+        self._tokens: list[int] = []
         self._finished = False
         self._next_record = 0.0
         self._trackers = trackers(config, self.folder, options(config))
@@ -110,7 +110,8 @@ class RunLog:
         self._since_log.append(result)
         self.step_seconds.append([result.iteration, result.seconds])
         self._seconds.append(result.seconds)
-        tokens_per_second = self.tokens_per_step / result.seconds
+        self._tokens.append(result.batch_size * self.config.seq_length)
+        tokens_per_second = self._tokens[-1] / result.seconds
         self._scalars(
             result.iteration,
             {
@@ -153,17 +154,21 @@ class RunLog:
         self._write_record()
         write_text(self.folder / "sample.txt", f"[prompt]\n{prompt}\n[generated]\n{text}\n")
         if self.losses:
-            _plot(self.folder / "loss.png", self.losses, self.evaluations)
+            try:
+                _plot(self.folder / "loss.png", self.losses, self.evaluations)
+            except (OSError, HalError) as error:  # the training has succeeded
+                self.say(f" loss.png could not be written: {error}")
 
     def tokens_per_second(self) -> float:
         """The mean over the steps of this process, without the first step, which warms up caches and kernels."""
-        steady = self._seconds[1:] or self._seconds
-        return self.tokens_per_step * len(steady) / sum(steady) if steady else 0.0
+        first = 1 if len(self._seconds) > 1 else 0
+        steady, tokens = self._seconds[first:], self._tokens[first:]
+        return sum(tokens) / sum(steady) if steady else 0.0
 
     def _line(self) -> str:
         steps, last, c = self._since_log, self._since_log[-1], self.config
         seconds = sum(s.seconds for s in steps) / len(steps)
-        speed = self.tokens_per_step / seconds
+        speed = sum(s.batch_size for s in steps) * c.seq_length / sum(s.seconds for s in steps)
         losses = [s.loss for s in steps if not s.skipped]
         cells = [
             f"iteration {last.iteration:8d}/{c.train_iters:8d}",
@@ -172,7 +177,7 @@ class RunLog:
             f"tokens per second: {speed:.1f}",
             f"model GFLOP/s: {speed * self.flops_per_token / 1e9:.1f}",
             f"learning rate: {last.lr:.6E}",
-            f"global batch size: {c.global_batch_size:5d}",
+            f"global batch size: {last.batch_size:5d}",
             *([f"lm loss: {sum(losses) / len(losses):.6E}"] if losses else []),
             f"loss scale: {last.loss_scale:.1f}",
             *([f"grad norm: {last.grad_norm:.3f}"] if last.grad_norm is not None else []),
@@ -195,6 +200,8 @@ class RunLog:
         versions.update({name: _version(name) for name in ("torch", "numpy", "megatron-core")})
         return {
             "config": options(self.config),
+            "notes": list(self.config.notes),
+            "noted": dict(self.config.noted),
             "versions": versions,
             "device": {
                 "backend": backend.name,

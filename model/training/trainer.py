@@ -8,6 +8,7 @@ rounding; dropout is bit-equal, because each rank draws its block of the same nu
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,20 +23,26 @@ import hal
 from hal import HalError, Rng
 from hal.mesh import Mesh
 
+from ..checkpoint import lineage
+from ..checkpoint.saved_config import saved_options
 from ..checkpoint.sharded_tensor import LocalShard
 from ..checkpoint.writer import Saver
+from ..config.device_limits import device_problems
 from ..config.parallel_layout import ParallelLayout, make_parallel_layout, sums_in_place
-from ..config.schema import Config
-from ..config.validation import world_size
+from ..config.sample_schedule import batch_size
+from ..config.schema import Config, ConfigError, resolve
+from ..config.validation import evaluates, world_size
 from ..data.gpt_dataset import Split
 from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
+from .experiment import data_state, differences
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
-from .lr_scheduler import LRScheduler
+from .lr_scheduler import LRScheduler, weight_decay
 from .microbatches import Microbatch, counted_tokens, fetch_microbatches
 from .optimizer import Optimizer, local, owned_names
 from .pipeline import GradientAccumulation, Loss, Pipeline, Stage, shard
+from .rerun import Gradients, RerunCheck
 from .trainer_state import ModelState, options, read_checkpoint
 
 
@@ -46,7 +53,7 @@ class TrainingFailed(HalError):
 @dataclass(frozen=True)
 class StepResult:
     """The result of one iteration; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
-    overflow), seconds is its wall time."""
+    overflow), seconds is its wall time, batch_size its number of samples."""
 
     iteration: int
     consumed: int
@@ -56,14 +63,19 @@ class StepResult:
     loss_scale: float
     skipped: bool
     seconds: float
+    batch_size: int
 
 
 def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
     """The trainer of a config whose vocabulary is known, at iteration 0 on the active backend; joins the world.
 
-    world: the number of processes that train together; by default all that were started.
+    world: the number of processes that train together; by default all that were started. Raises ConfigError if the
+    ranks cannot divide the model, or the device cannot store it.
     """
     layout = make_parallel_layout(config, world_size(config) if world is None else world)
+    problems = list(device_problems(config, layout, hal.backend().capabilities()))
+    if problems:
+        raise ConfigError(f"backend '{hal.backend().name}' cannot train this model:\n  " + "\n  ".join(problems))
     mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
     return Trainer(config, data, mesh, layout)
 
@@ -72,14 +84,22 @@ class Trainer:
     """A rank's stages of the model, the data all ranks share, and this rank's part of the optimizer.
 
     One rank is a mesh of size 1. `iteration` and `consumed` (samples) are the progress of the run. `lead`: whether this
-    process prints the log and writes the report of the run.
+    process prints the log and writes the report of the run. `notes`: what a resumed run changes.
+    `bad_batches`: batches that were skipped because of their content. `say`: prints a line to the run's log.
     """
 
     def __init__(self, config: Config, data: Mapping[str, Split], mesh: Mesh, layout: ParallelLayout) -> None:
         self.config, self.data, self.mesh, self.layout = config, data, mesh, layout
         self.world, self.lead, self.device = mesh.world, mesh.rank == 0, hal.local_device()
-        self.lr_scheduler, self.rng = LRScheduler.of(config), Rng(config.seed)
+        self.rng = Rng(config.seed)
+        self._set_schedules(config)
         self.iteration = self.consumed = self.skipped = 0
+        self.scheduled = 0
+        self.lineage = lineage.begin()
+        self.notes: list[str] = []
+        self.bad_batches = 0
+        self._rerun = RerunCheck() if config.rerun_mode == "validate_results" else None
+        self.say: Callable[[str], None] = lambda text: None
         self.parallel, self.replicas = Parallel.of(mesh, config), mesh.comm("dp", "cp")
         self.stages = [self._make_stage(i) for i in layout.stages_of(mesh.at["pp"])]
         self.model = self.stages[0].model
@@ -95,6 +115,12 @@ class Trainer:
         self.saver = Saver(
             mesh.world, background=config.async_save, keep=config.keep_checkpoint_max, timeout=mesh.timeout
         )
+
+    def _set_schedules(self, config: Config) -> None:
+        """Sets the schedules of learning rate and weight decay to those of a config."""
+        self.lr_scheduler = LRScheduler.of(config)
+        self.decoupled_scheduler = LRScheduler.of(config, decoupled=True)
+        self._schedule = config
 
     def _make_stage(self, index: int) -> Stage:
         first, last = index == 0, index == self.layout.stages - 1
@@ -130,24 +156,30 @@ class Trainer:
     # One iteration.
 
     @property
-    def _losses_per_batch(self) -> int:
-        """The number of mean losses per global batch: one per microbatch of each replica and context-parallel rank."""
-        return self.layout.microbatches * self.replicas.size
+    def batch_size(self) -> int:
+        """Sequences of the next step."""
+        return batch_size(self.config, self.consumed)
 
-    def _run(self, split: str, first: int, scale: float, total: Tensor) -> None:
-        """Forward (and backward, if gradients are enabled) of the global batch that starts at sample `first`.
+    def _losses(self, size: int) -> int:
+        """The number of mean losses of a global batch of `size`: one per microbatch of each replica and
+        context-parallel rank."""
+        return size // (self.config.micro_batch_size * self.mesh.layout.dp) * self.replicas.size
+
+    def _run(self, split: str, first: int, size: int, scale: float, total: Tensor) -> None:
+        """Forward (and backward, if gradients are enabled) of the global batch of `size` that starts at sample `first`.
 
         Adds the mean losses of this rank's microbatches to `total` (float32 scalar). The sum of `total` over all ranks,
-        divided by `_losses_per_batch`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
+        divided by `_losses`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
         """
         c = self.config
-        microbatches = fetch_microbatches(c, self.data[split], first, self.mesh, self.parallel, self.device)
+        with hal.backend().profile_range("data"):
+            microbatches = fetch_microbatches(c, self.data[split], first, size, self.mesh, self.parallel, self.device)
         draws = torch.is_grad_enabled() and (c.attention_dropout > 0.0 or c.hidden_dropout > 0.0)
         # Forked by the iteration, so that a resumed run draws the same dropout masks as an uninterrupted one.
         for stage in self.stages:
             stage.dropout = self.rng.fork("dropout", self.iteration) if draws else None
         try:
-            self.pipeline.run(microbatches, self._loss(microbatches, scale, total))
+            self.pipeline.run(microbatches, self._loss(microbatches, self._losses(size), scale, total))
         except RuntimeError as error:
             # A failure of torch's engines may be caused by another rank, which the error then names.
             alone, iteration = self.world.size == 1, self.iteration + 1
@@ -156,15 +188,15 @@ class Trainer:
                 raise
             raise failure from error
 
-    def _loss(self, microbatches: list[Microbatch], scale: float, total: Tensor) -> Loss:
-        """The function that `_run` differentiates for each microbatch."""
+    def _loss(self, microbatches: list[Microbatch], count: int, scale: float, total: Tensor) -> Loss:
+        """The function that `_run` differentiates for each microbatch. count: the losses of the global batch."""
         last, tp_rank = next((s.model for s in self.stages if s.model.last), None), self.parallel.tp.rank
         # All microbatches have the same number of tokens, so the mean of their means is the mean over all tokens.
-        count, counted = self._losses_per_batch, self._counted(microbatches)
+        counted = self._counted(microbatches)
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        def loss(y: Tensor, labels: Tensor) -> Tensor:
             assert last is not None
-            value = last.loss(logits, labels, inplace_backward=True)
+            value = last.loss(y, labels, inplace_backward=True, hidden=self.config.fuses_output_layer)
             if counted is not None:
                 # Only some tokens count, so each mean is weighted by its share of the counted tokens (1 on average).
                 value = value * (counted_tokens(labels) * count / counted)
@@ -178,36 +210,73 @@ class Trainer:
         """With --eod-mask-loss, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
         if not self.config.eod_mask_loss:
             return None
-        counts = torch.stack([counted_tokens(m.labels) for m in microbatches])
-        return self.replicas.all_reduce(counts.sum()).clamp(min=1).float()
+        counts = functools.reduce(torch.add, (counted_tokens(m.labels) for m in microbatches))
+        return self.replicas.all_reduce(counts).clamp(min=1).float()
 
     def forward_backward(self) -> Tensor:
         """Computes the gradients of the global batch (times the loss scale); its mean loss, the same on every rank."""
         total = torch.zeros((), device=self.device)
-        self._run("train", self.consumed, self.optimizer.scaler.scale, total)
-        loss = self.world.all_reduce(total) / self._losses_per_batch
-        self._gradient_sums.finish()
+        size = self.batch_size
+        self._gradient_sums.expect(self._losses(size) // self.replicas.size)
+        self._run("train", self.consumed, size, self.optimizer.scaler.scale, total)
+        with hal.backend().profile_range("gradient reduction"):
+            loss = self.world.all_reduce(total) / self._losses(size)
+            self._gradient_sums.finish()
         return loss
 
     def step(self) -> StepResult:
         """One iteration. Raises TrainingFailed for a loss or gradient that is not finite (fp16: skips the step)."""
         began = time.perf_counter()
-        optimizer, lr = self.optimizer, self.lr_scheduler.lr(self.optimizer.steps)
-        loss = self.forward_backward()
-        scale, overflow, norm = optimizer.scaler.scale, False, None
-        if self.config.fp16:
-            overflow = optimizer.unscale()
-        if not overflow:
-            norm = optimizer.grad_norm()
-            self._require_finite(float(loss), norm)
-            optimizer.step(lr, norm)
-        optimizer.scaler.update(overflow)
-        optimizer.zero_grad()
+        optimizer, size = self.optimizer, self.batch_size
+        lr, scale = self.lr_scheduler.lr(self.scheduled), optimizer.scaler.scale
+        found, bad_batch = self._examined(self._gradients()), False
+        if found is None:
+            found, bad_batch = Gradients(math.nan, None), True
+        overflow = found.norm is None and not bad_batch
+        with hal.backend().profile_range("optimizer"):
+            if found.norm is not None:
+                self._require_finite(found.loss, found.norm)
+                decoupled_lr = self.decoupled_scheduler.lr(self.scheduled)
+                decay = weight_decay(self._schedule, self.scheduled)
+                optimizer.step(lr, found.norm, decoupled_lr=decoupled_lr, weight_decay=decay)
+                self.scheduled += size
+            if not bad_batch:
+                optimizer.scaler.update(overflow)
+            optimizer.zero_grad()
         self.iteration += 1
-        self.consumed += self.config.global_batch_size
-        self.skipped += overflow
+        self.consumed += size
+        skipped = overflow or bad_batch
+        self.skipped += skipped
         seconds = time.perf_counter() - began
-        return StepResult(self.iteration, self.consumed, float(loss), norm, lr, scale, overflow, seconds)
+        return StepResult(self.iteration, self.consumed, found.loss, found.norm, lr, scale, skipped, seconds, size)
+
+    def _gradients(self) -> Gradients:
+        """Computes the gradients of this iteration's batch, unscaled; norm is None if they overflow in float16."""
+        self.optimizer.zero_grad()
+        loss = self.forward_backward()
+        with hal.device_errors():  # reading these numbers waits for the device
+            overflow = self.config.fp16 and self.optimizer.unscale()
+            return Gradients(float(loss), None if overflow else self.optimizer.grad_norm())
+
+    def _examined(self, found: Gradients) -> Gradients | None:
+        """With --rerun-mode, computes a suspect step again. Returns what to apply, or None to skip the batch.
+
+        Raises TrainingFailed if an implementation or the device computes wrong results.
+        """
+        why = self._rerun.suspicion(found) if self._rerun else ""
+        if not why or self._rerun is None:
+            return found
+        cause, text = self._rerun.verdict(found, why, self._gradients)
+        where = f"iteration {self.iteration + 1}, samples from {self.consumed} on"
+        if cause == "persistent":
+            raise TrainingFailed(f"{where}: {text}; nothing was updated")
+        skip = cause == "input" and self.bad_batches < self.config.skip_bad_batches
+        self.bad_batches += skip
+        action = (
+            f"the batch is skipped ({self.bad_batches} of {self.config.skip_bad_batches})" if skip else "it goes on"
+        )
+        self.say(f" rerun: {where}: {text}; {action}")
+        return None if skip else self._gradients()
 
     def _require_finite(self, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -220,9 +289,11 @@ class Trainer:
     def evaluate(self, split: str = "valid") -> float:
         """Mean loss over eval_iters global batches of a split, without dropout."""
         c, total = self.config, torch.zeros((), device=self.device)
+        size = c.global_batch_size
         for batch in range(c.eval_iters):
-            self._run(split, batch * c.global_batch_size, 1.0, total)
-        return float(self.world.all_reduce(total)) / (c.eval_iters * self._losses_per_batch)
+            self._run(split, batch * size, size, 1.0, total)
+        with hal.device_errors():
+            return float(self.world.all_reduce(total)) / (c.eval_iters * self._losses(size))
 
     # Checkpoints.
 
@@ -234,12 +305,16 @@ class Trainer:
         """The rest of a checkpoint, as JSON values."""
         return {
             "iteration": self.iteration,
+            "lineage": self.lineage,
             "consumed_samples": self.consumed,
             "skipped": self.skipped,
+            "scheduled_samples": self.scheduled,
+            "bad_batches": self.bad_batches,
             "optimizer_steps": self.optimizer.steps,
             "loss_scaler": asdict(self.optimizer.scaler),
             "rng": list(self.rng.state()),
             "config": options(self.config),
+            "data": data_state(self.data),
         }
 
     def save(self, root: Path) -> Path:
@@ -255,15 +330,21 @@ class Trainer:
         Only the weights of a release are loaded, as with finetune.
         """
         c = self.config
-        folder, state, weights_only = read_checkpoint(root, c, self.rng, self.world)
+        folder, state, weights_only = read_checkpoint(root, c, self.world)
+        self.notes = [] if weights_only else differences(state, c, self.data, folder)
         self._model_state.load(folder, moments=not (c.no_load_optim or weights_only))
         if weights_only:
             return
+        self.lineage = lineage.begin(state)
         self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
-        self.skipped = state["skipped"]
+        self.skipped, self.bad_batches = state["skipped"], int(state.get("bad_batches") or 0)
         if c.no_load_optim:
             return
         self.optimizer.steps = state["optimizer_steps"]
+        # Older checkpoints have a constant batch size.
+        self.scheduled = state.get("scheduled_samples", self.optimizer.steps * c.global_batch_size)
+        if c.use_checkpoint_opt_param_scheduler:
+            self._set_schedules(resolve(saved_options(state, folder)))
         self.optimizer.scaler.resume(LossScaler(**state["loss_scaler"]))
 
     # The loop.
@@ -277,16 +358,17 @@ class Trainer:
         on_save: Callable[[Path], None],
         before_save: Callable[[], None] = lambda: None,
     ) -> None:
-        """Iterates until train_iters, an exit_interval, or stop(); saves and evaluates at their intervals.
+        """Iterates until train_iters, an exit_interval, exit_duration_in_mins, or stop(); saves and evaluates at their
+        intervals.
 
         before_save: called before a checkpoint is written, when its iteration and evaluation are complete.
         on_save: called with each completed checkpoint, which with async_save may be some iterations later.
         """
-        c = self.config
+        c, began = self.config, time.monotonic()
         root = Path(c.save) if c.save else None
         while self.iteration < c.train_iters and not stop():
             on_step(self.step())
-            if c.eval_interval and self.iteration % c.eval_interval == 0:
+            if evaluates(c) and self.iteration % (c.eval_interval or 1) == 0:
                 on_evaluation(self.iteration, self.evaluate())
             if root and c.save_interval and self.iteration % c.save_interval == 0:
                 before_save()
@@ -294,6 +376,9 @@ class Trainer:
             for path in self.saver.finished():
                 on_save(path)
             if c.exit_interval and self.iteration % c.exit_interval == 0:
+                break
+            minutes = (time.monotonic() - began) / 60.0
+            if c.exit_duration_in_mins and self.all_reduce_max(minutes > c.exit_duration_in_mins):
                 break
 
 

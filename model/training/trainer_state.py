@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import Comm, HalError, Rng
+from hal import Comm, HalError
 from hal.mesh import Mesh
 
 from ..checkpoint import reader
@@ -95,7 +95,7 @@ def options(config: Config) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "given"}
 
 
-def read_checkpoint(root: Path, config: Config, rng: Rng, world: Comm) -> tuple[Path, dict[str, Any], bool]:
+def read_checkpoint(root: Path, config: Config, world: Comm) -> tuple[Path, dict[str, Any], bool]:
     """(folder, state, whether to load only the weights) of the latest checkpoint of `root`, read by all ranks of
     `world` together. Raises HalError, on every rank, unless this run can continue from it."""
     folder, state = reader.read_state(root, world)
@@ -103,11 +103,6 @@ def read_checkpoint(root: Path, config: Config, rng: Rng, world: Comm) -> tuple[
     if not weights_only:
         _require_progress(state, folder)
     require_same_model(state, config, folder, weights_only=weights_only)
-    if not (weights_only or config.no_load_rng) and tuple(state["rng"]) != rng.state():
-        raise ConfigError(
-            f"the checkpoint {folder} was made with --seed {state['rng'][0]}, this run has --seed {config.seed}; the "
-            "same seed continues it exactly, --no-load-rng goes on with the new one"
-        )
     return folder, state, weights_only
 
 
@@ -156,8 +151,15 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
     absent = sorted({int(n) for n in o["noop_layers"]} & set(range(o["num_layers"])))
     layers = [n for n in range(o["num_layers"]) if n not in absent]
     gapless = layers == list(range(len(layers)))
-    names = ["num_attention_heads", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "geglu"]
-    names += ["disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
+    names = [
+        "num_attention_heads",
+        "num_query_groups",
+        "position_embedding_type",
+        "normalization",
+        "swiglu",
+        "geglu",
+    ]
+    names += ["qk_layernorm", "disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
     return {
         "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
         **{name: o[name] for name in names},
@@ -171,7 +173,9 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "norm_epsilon": o["norm_epsilon"],
         **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
-        "gelu_approximate": None if o["swiglu"] else o["gelu_approximate"],
+        "rope_scaling": o["rope_scaling_factor"] if rope and o["use_rope_scaling"] else None,
+        "squared_relu": o["squared_relu"],
+        "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
         "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
         "next_tokens": min(0, o["next_tokens"] or 0),
     }

@@ -53,7 +53,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def tiny(text, cache, tmp_path, monkeypatch):
-    """Creates configs of a two-layer model on `text`; keyword arguments are options given by the user."""
+    """Creates configs of a two-layer model on `text`; keyword arguments are options given by the user, None for
+    one that is not given."""
 
     def make(**given):
         monkeypatch.setenv("HAL_CACHE_DIR", str(cache))
@@ -73,6 +74,6 @@ def tiny(text, cache, tmp_path, monkeypatch):
             "sample_tokens": 8,
             "log_interval": 2,
         }
-        return build({**base, **given})
+        return build({name: value for name, value in {**base, **given}.items() if value is not None})
 
     return make

@@ -43,8 +43,7 @@ def detect(folder: Path) -> str:
         raise ConversionError(f"{folder} is not a folder")
     if (folder / "config.json").is_file():
         return "huggingface"
-    iteration = reader.tracked(folder)
-    if iteration is not None and (reader.folder_of(folder, iteration) / reader.MANIFEST).is_file():
+    if any((reader.folder_of(folder, i) / reader.MANIFEST).is_file() for i in reader.candidates(folder)):
         return "hal"
     if megatron_distributed.find(folder) is not None:
         return "megatron-core"

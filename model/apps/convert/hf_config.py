@@ -54,6 +54,9 @@ def unsupported_options(c: Config) -> list[str]:
         *unless(not c.use_sandwich_norm, "--use-sandwich-norm"),
         *unless(c.window == (None, 0), "--pre-tokens and --next-tokens"),
         *unless(not c.noop_layers, "--noop-layers"),
+        *unless(not c.qk_layernorm, "--qk-layernorm"),
+        *unless(not c.squared_relu, "--squared-relu"),
+        *unless(not c.use_rope_scaling, "--use-rope-scaling"),
     ]
 
 

@@ -135,6 +135,8 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
     for name, off in (("use_sandwich_norm", False), ("geglu", False), ("noop_layers", ()), ("window", (None, 0))):
         if getattr(config, name) != off:
             raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")
+    for name in ("qk_layernorm", "squared_relu", "use_rope_scaling"):
+        require(not getattr(config, name), f"--{name.replace('_', '-')} is not converted yet")
     require(config.gelu_approximate != "fast" or config.swiglu, "Megatron's GPT has no --gelu-approximate fast")
     groups = config.num_query_groups
     return argparse.Namespace(

@@ -1,6 +1,6 @@
 """Reads and writes megatron-core's distributed checkpoints (`torch_dist`): one folder for any layout, stacked layers.
 
-The index is read by a restricted unpickler and common.pt by torch's weights_only unpickler.
+The index is read by a restricted unpickler as is the pickle in common.pt.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from hal import HalError
+from hal.untrusted import read_json, shown
+
 from ...checkpoint.reader import LATEST, RELEASE, folder_of, tracked
-from ...checkpoint.safe_unpickle import empty_tensors, load_state, read_tensors, stored_tensors
+from ...checkpoint.safe_unpickle import empty_tensors, read_tensors, stored_tensors
+from ...checkpoint.torch_archive import load_state
 from ...common.atomic_files import publish_folder, write_text
 from ...gpt.model import OUTPUT_LAYER
 from .megatron_args import args_of, options_of, saved_args, tokenizer_of
@@ -44,10 +48,10 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     if folder is None:
         raise ConversionError(f"{root} has no metadata.json of megatron-core")
     try:
-        backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
-    except (ValueError, AttributeError, RecursionError):
+        backend = read_json(folder / "metadata.json").get("sharded_backend")
+    except (HalError, AttributeError):
         backend = None
-    require(backend == "torch_dist", f"{folder} is in the format {backend!r}; only torch_dist can be read")
+    require(backend == "torch_dist", f"{folder} is in the format {shown(backend)}; only torch_dist can be read")
     common = load_state(folder / "common.pt")
     args, iteration, _ = saved_args(common, folder / "common.pt")
     options = options_of(args)

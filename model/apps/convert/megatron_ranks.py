@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.reader import LATEST, RELEASE, folder_of, tracked
-from ...checkpoint.safe_unpickle import load_state
+from ...checkpoint.torch_archive import load_state
 from ...common.atomic_files import publish_folder, write_text
 from ...gpt.model import OUTPUT_LAYER, WORD_EMBEDDING
 from ...parallel.tensor_sharding import Shard

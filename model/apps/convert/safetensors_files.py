@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hal import HalError
+from hal.untrusted import contained, read_json
 
 from ...common.atomic_files import publish_folder, write_text
 from .weights import ConversionError, require
@@ -77,16 +78,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     library = _library()
     if not path.is_file():
         raise ConversionError(f"{path} does not exist")
-    try:
+    with contained(f"{path} is not a safetensors file, or is damaged", ConversionError):
         return dict(library.torch.load_file(path))
-    except (library.SafetensorError, ValueError, OSError) as error:
-        raise ConversionError(f"{path} is not a safetensors file, or is damaged: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from None
+        content = read_json(path, ConversionError)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
     require(isinstance(content, dict), f"{path} is not a JSON object")
     return dict(content)

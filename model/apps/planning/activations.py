@@ -18,8 +18,13 @@ def layer_bytes(shape: Shape) -> int:
     c, hidden = shape.config, shape.hidden_bytes
     norm = hidden + _statistics(shape)
     mlp = shape.rows * c.micro_batch_size * (shape.gate + 1) * shape.ffn * shape.element
-    sandwich = 2 * norm if c.use_sandwich_norm else 0
-    return 2 * (norm + hidden) + _queries(shape) + _core(shape) + _context(shape) + mlp + sandwich
+    if c.squared_relu:  # the sum with the bias, and its relu
+        mlp += shape.rows * c.micro_batch_size * shape.ffn * shape.element
+    extra: float = 2 * norm if c.use_sandwich_norm else 0
+    if c.qk_layernorm:  # contiguous copies of queries and keys, and the statistics of their norms
+        per_row = shape.rows * c.micro_batch_size
+        extra += per_row * (shape.heads + shape.groups) * (shape.element + STATISTIC / c.kv_channels)
+    return int(2 * (norm + hidden) + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
 
 
 def _statistics(shape: Shape) -> int:

@@ -12,9 +12,10 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from hal import DeviceSpec
+from hal import Capabilities, DeviceSpec
 from hal.mesh import Layout
 
+from ...config.device_limits import device_problems
 from ...config.parallel_layout import ParallelLayout, make_parallel_layout, problems
 from ...config.schema import Config, ConfigError
 from ...data.tokenizers.build import build_tokenizer
@@ -48,7 +49,7 @@ class SearchResult:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(config: Config, devices: int, device: DeviceSpec, limit: float) -> SearchResult:
+def search(config: Config, devices: int, device: DeviceSpec, limit: float, capabilities: Capabilities) -> SearchResult:
     """All layouts of `config` on `devices`. A layout fits if it needs at most `limit` bytes per device."""
     result = SearchResult()
     for candidate in candidates(config, devices, device.per_node):
@@ -57,6 +58,9 @@ def search(config: Config, devices: int, device: DeviceSpec, limit: float) -> Se
             result.refused[problem] += 1
             continue
         plan = make_parallel_layout(candidate, devices)
+        if beyond := list(device_problems(candidate, plan, capabilities)):
+            result.refused.update(beyond)
+            continue
         needed = memory(candidate, plan)
         if needed.total > limit:
             result.too_large.append(Option(candidate, plan, needed))

@@ -68,6 +68,8 @@ class Shape:
         """Parameters of one layer."""
         c, h = self.config, self.config.hidden_size
         norms = (4 if c.use_sandwich_norm else 2) * self._norm()
+        if c.qk_layernorm:
+            norms += 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1)
         qkv, inner = self.heads + 2 * self.groups, self.gate * self.ffn
         weights = h * (qkv + self.heads + inner + self.ffn)
         # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.

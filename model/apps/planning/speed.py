@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hal import DeviceSpec, HalError
 
-from ...gpt.flops import flops_per_token, visible_pairs
+from ...config.flops import flops_per_token, visible_pairs
 from .schedules import bubble_formula
 from .shape import Shape
 from .traffic import gathered_again, traffic

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON (--deepspeed-config): batch sizes, precision, ZeRO, optimizer, schedule, clipping.
 
 Its values must agree with the command line and --config, whereas DeepSpeed lets one of them take precedence. Keys that
-tune features that HAL does not have become notes; keys that would change results are refused. deepspeed.yaml has the
+only save memory or report become notes; keys that would change results are refused. deepspeed.yaml has the
 keys.
 """
 
@@ -12,11 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from .rules import Reading, Rule, load_rules, number_of, take
-
-
-def _offload(reading: Reading, key: str, value: Any) -> None:
-    if not (value is None or value is False or (isinstance(value, dict) and value.get("device", "none") == "none")):
-        raise reading.refuse(key, "states stay on the device; --zero-stage 3 and recomputation save memory")
 
 
 def _loss_scale(reading: Reading, key: str, value: Any) -> None:
@@ -41,7 +36,7 @@ def _betas(reading: Reading, key: str, value: Any) -> None:
 @functools.cache
 def rules() -> dict[str, Rule]:
     """The rule of every key."""
-    functions = {"offload": _offload, "loss_scale": _loss_scale, "power": _power, "betas": _betas}
+    functions = {"loss_scale": _loss_scale, "power": _power, "betas": _betas}
     return load_rules(Path(__file__).with_name("deepspeed.yaml"), functions=functions)
 
 

@@ -70,6 +70,9 @@ def finish(reading: Reading) -> None:
         reading.note("training_config.no_load_rng", "False, as in Megatron; MindSpeed-Core-MS would take True")
     if values.get("context_parallel_size", 1) > 1 and "context_parallel_algo" not in values:
         reading.set("context_parallel_algo", "ulysses", "parallel_config.context_parallel_algo (MindSpeed's default)")
+    epochs, key = take(reading, "epochs")
+    if key and not any(reading.either(name) for name in ("train_iters", "train_samples")):
+        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not say; give --train-iters")
     biases(reading)
     pipeline(reading)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..schema import ConfigError
+from ..schema import ConfigError, collecting
 
 MICROBATCHES = "@microbatches"
 """A pseudo-option: microbatches per step and replica, which determine the global batch size."""
@@ -19,7 +19,10 @@ class Reading:
     """The state of translating one file.
 
     values: options by name (and MICROBATCHES); origins: the key that set each of them; notes: keys without effect in
-    HAL; foreign: options set by another system's keys. convert(option, value, where) checks a value's type.
+    HAL. convert(option, value, where) checks a value's type.
+
+    problems: what is wrong, collected; noted: accepted options without effect, with the reason, by their flag; base:
+    options given elsewhere, which translations may depend on; superseded: those that a translation replaces.
     """
 
     file: str
@@ -27,7 +30,14 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    foreign: set[str] = field(default_factory=set)
+    problems: list[ConfigError] = field(default_factory=list)
+    noted: dict[str, str] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
+    superseded: set[str] = field(default_factory=set)
+
+    def either(self, option: str) -> Any:
+        """The value of an option in this file, or else where it was given elsewhere, or None."""
+        return self.values.get(option, self.base.get(option))
 
     def set(self, option: str, value: Any, key: str) -> None:
         """Sets an option. Raises ConfigError if another key of the file set it to another value."""
@@ -42,13 +52,18 @@ class Reading:
             )
         self.values[option], self.origins[option] = value, key
 
+    def drop_deferred(self) -> None:
+        """Removes deferred values that no step has taken because it ended with a problem."""
+        for name in [n for n in self.values if n.startswith("@") and n != MICROBATCHES]:
+            del self.values[name], self.origins[name]
+
     def note(self, key: str, text: str) -> None:
         """Records a note to the user about an accepted key."""
         self.notes.append(f"{self.file}: {key}: {text}")
 
-    def refuse(self, key: str, text: str) -> ConfigError:
+    def refuse(self, key: str, text: str, kind: str = "refused") -> ConfigError:
         """The error for a key whose value HAL does not support."""
-        return ConfigError(f"{self.file}: {key}: {text}")
+        return ConfigError(f"{self.file}: {key}: {text}", kind)
 
 
 Rule = Callable[[Reading, str, Any], None]
@@ -119,7 +134,8 @@ def note(text: str, unless: Sequence[Any]) -> Rule:
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is not None and value not in unless:
-            reading.note(key, f"{value!r} has no effect: {text}")
+            shown = "" if isinstance(value, (dict, list)) else f"{value!r} "
+            reading.note(key, f"{shown}has no effect: {text}")
 
     return rule
 
@@ -140,7 +156,7 @@ def take(reading: Reading, name: str) -> tuple[Any, str]:
 
 
 def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None:
-    """Applies the rules to every key of a nested mapping. Raises ConfigError for keys without one."""
+    """Applies the rules to every key of a nested mapping, and collects problems, such as keys without a rule."""
     known = set(rules)
     folders = {key[:at] for key in known for at in range(len(key)) if key[at] == "."}
 
@@ -148,13 +164,15 @@ def translate(reading: Reading, content: Any, rules: Mapping[str, Rule]) -> None
         for name, value in node.items():
             key = f"{path}{name}"
             if key in known:
-                rules[key](reading, key, value)
+                with collecting(reading.problems):
+                    rules[key](reading, key, value)
             elif key in folders and (value is None or isinstance(value, dict)):
                 walk(value or {}, f"{key}.")
             elif key in folders:
-                raise reading.refuse(key, f"holds keys; found {value!r}")
+                reading.problems.append(reading.refuse(key, f"holds keys; found {value!r}", "wrong"))
             else:
-                raise reading.refuse(key, f"there is no such key.{nearest_key(key, known | folders)}")
+                hint = nearest_key(key, known | folders)
+                reading.problems.append(reading.refuse(key, f"there is no such key.{hint}", "unknown"))
 
     walk(content, "")
 

@@ -1,4 +1,4 @@
-"""YAML for configuration files: plain data, without anchors (which allow unlimited expansion) and duplicate keys."""
+"""YAML for configuration files: plain data, without duplicate keys, and with a limit on what aliases expand to."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any
 from ..schema import ConfigError
 
 _LARGEST = 1 << 20
+_NODES = 100_000
+"""Limit on the number of values after the expansion of aliases, of which few lines can make billions."""
 
 
 def load(path: Path, shown: str) -> Any:
-    """The content of a YAML (or JSON) file. Raises ConfigError with the line for tags, anchors and duplicate keys.
+    """The content of a YAML (or JSON) file. Raises ConfigError with the line for tags and duplicate keys.
 
     shown: the name of the file in messages.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            event = self.peek_event()
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise yaml.MarkedYAMLError(problem="anchors and aliases are not taken", problem_mark=event.start_mark)
-            return super().compose_node(parent, index)
-
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = set()
             for key, _ in node.value:
-                if key.value in keys or key.tag == "tag:yaml.org,2002:merge":
+                if key.tag == "tag:yaml.org,2002:merge":
+                    continue  # of an anchored mapping, whose keys the mapping's own keys override
+                if key.value in keys:
                     raise yaml.MarkedYAMLError(
                         problem=f"the key '{key.value}' is here twice", problem_mark=key.start_mark
                     )
@@ -39,8 +37,23 @@ def load(path: Path, shown: str) -> Any:
             raw = file.read(_LARGEST + 1)
         if len(raw) > _LARGEST:
             raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
+        root = yaml.compose(raw.decode("utf-8"), Loader)
+        if root is not None and _expanded(root, {}, set()) > _NODES:
+            raise ValueError(f"its aliases expand to more than {_NODES} values")
         return yaml.load(raw.decode("utf-8"), Loader)
     except RecursionError:
         raise ConfigError(f"{shown} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{shown} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _expanded(node: Any, sizes: dict[int, int], above: set[int]) -> int:
+    """The number of values below a node of the syntax tree, where an alias counts like a copy. Raises ValueError for a
+    node that contains itself."""
+    if id(node) in above:
+        raise ValueError("an alias refers to a value that contains it")
+    if id(node) not in sizes:
+        pairs = () if isinstance(node.value, str) else node.value
+        children = [child for pair in pairs for child in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(_expanded(child, sizes, above | {id(node)}) for child in children)
+    return sizes[id(node)]

@@ -8,13 +8,20 @@ files; it is stored with the data.
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hal.untrusted import parse_json, read_bytes
+
 from ...config.schema import ConfigError
+
+MAX_VOCABULARY = 1 << 24
+"""Most ids of a tokenizer, ten times those of the largest vocabularies. A file of one line can name any id, and the
+embedding has one row per id up to the largest."""
+
+_MAX_FILE_BYTES = 256 << 20
 
 
 class Tokenizer(ABC):
@@ -81,10 +88,7 @@ class WhitespaceTokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str) -> None:
         self.content = read_file(vocab_file)
-        try:
-            self._ids = json.loads(self.content)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the vocabulary {vocab_file} is not valid JSON: {error}") from None
+        self._ids = parse_json(self.content, f"the vocabulary {vocab_file}", ConfigError, _MAX_FILE_BYTES)
         if not isinstance(self._ids, dict) or not all(type(i) is int and i >= 0 for i in self._ids.values()):
             raise ConfigError(f"the vocabulary {vocab_file} must be a JSON object of words and their ids")
         for token in ("<unk>", "<|endoftext|>"):
@@ -108,7 +112,7 @@ class WhitespaceTokenizer(Tokenizer):
 def read_file(path: str) -> bytes:
     """The content of a tokenizer's file. Raises ConfigError if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return read_bytes(Path(path), _MAX_FILE_BYTES, ConfigError)
     except FileNotFoundError:
         raise ConfigError(f"the tokenizer file {path} does not exist") from None
     except OSError as error:

@@ -6,10 +6,12 @@ so vocabularies with gaps are safe too.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from hal.untrusted import contained, one_line, read_json
 
 from ...config.schema import ConfigError
 from .tokenizer import Tokenizer, read_file
@@ -25,20 +27,20 @@ class GPT2BPETokenizer(Tokenizer):
         from tokenizers import ByteLevelBPETokenizer
 
         self.content = read_file(vocab_file) + b"\0" + read_file(merge_file)
-        try:
+        with contained(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary", ConfigError):
             self._bpe = ByteLevelBPETokenizer(vocab_file, merge_file)
-        except Exception as error:
-            raise ConfigError(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary: {_line(error)}") from None
         eod = self._bpe.token_to_id("<|endoftext|>")
         if eod is None:
             raise ConfigError(f"{vocab_file} has no <|endoftext|> token to end documents with")
         self.vocab_size, self.eod = _size(self._bpe.get_vocab()), int(eod)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._bpe.encode(text).ids)
+        with _text_errors():
+            return list(self._bpe.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._bpe.decode(list(ids)))
+        with contained("the tokenizer cannot decode ids", ConfigError):
+            return str(self._bpe.decode(list(ids)))
 
 
 class _BertWordPiece(Tokenizer):
@@ -53,7 +55,7 @@ class _BertWordPiece(Tokenizer):
         from tokenizers.models import WordPiece
 
         self.content = read_file(vocab_file)
-        try:
+        with contained(f"{vocab_file} is not a WordPiece vocabulary", ConfigError):
             vocabulary = dict(WordPiece.read_file(vocab_file))
             known = len(vocabulary)
             size = _size(vocabulary)
@@ -64,18 +66,18 @@ class _BertWordPiece(Tokenizer):
                 raise ValueError("it has no [UNK] line")
             # BERT and Megatron limit words to 200 characters; the library's default is 100.
             self._pipeline = Pipeline(WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=200))
-        except Exception as error:
-            raise ConfigError(f"{vocab_file} is not a WordPiece vocabulary: {_line(error)}") from None
         self._pipeline.normalizer = normalizers.BertNormalizer(lowercase=self.lower, strip_accents=self.lower)
         self._pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._pipeline.decoder = decoders.WordPiece()
         self.vocab_size, self.eod = size, vocabulary["[EOS]"]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._pipeline.encode(text).ids)
+        with _text_errors():
+            return list(self._pipeline.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._pipeline.decode(list(ids)))
+        with contained("the tokenizer cannot decode ids", ConfigError):
+            return str(self._pipeline.decode(list(ids)))
 
 
 class BertWordPieceLowerCase(_BertWordPiece):
@@ -102,11 +104,9 @@ class GPTSentencePieceTokenizer(Tokenizer):
             ) from None
         self.content = read_file(tokenizer_model)
         self._pieces = SentencePieceProcessor()
-        try:
+        with contained(f"{tokenizer_model} is not a SentencePiece model", ConfigError):
             self._pieces.LoadFromSerializedProto(self.content)
             count = self._pieces.get_piece_size()
-        except Exception as error:
-            raise ConfigError(f"{tokenizer_model} is not a SentencePiece model: {_line(error)}") from None
         if count == 0:
             raise ConfigError(f"{tokenizer_model} is not a SentencePiece model: it has no pieces")
         self.count = count
@@ -170,14 +170,12 @@ class HuggingFaceTokenizer(Tokenizer):
         path = Path(tokenizer_model)
         path = path / "tokenizer.json" if path.is_dir() else path
         self.content = read_file(str(path))
-        try:
+        with contained(f"{path} is not a tokenizer.json", ConfigError):
             self._pipeline = Pipeline.from_buffer(self.content)
             self._pipeline.no_truncation()
             self._pipeline.no_padding()
             self._pipeline.encode_special_tokens = True
             self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
-        except Exception as error:
-            raise ConfigError(f"{path} is not a tokenizer.json: {_line(error)}") from None
         eos_token = _eos_token(path.with_name("tokenizer_config.json"))
         names = (eos_token,) if eos_token else _END_NAMES
         ids = [i for name in names if (i := self._pipeline.token_to_id(name)) is not None]
@@ -189,21 +187,23 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = int(ids[0])
 
     def encode(self, text: str) -> list[int]:
-        return list(self._pipeline.encode(text, add_special_tokens=False).ids)
+        with _text_errors():
+            return list(self._pipeline.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._pipeline.decode(list(ids)))
+        with contained("the tokenizer cannot decode ids", ConfigError):
+            return str(self._pipeline.decode(list(ids)))
 
 
 def _eos_token(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        token: Any = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
+        token: Any = read_json(path, ConfigError)["eos_token"]
         return str(token["content"] if isinstance(token, dict) else token)
     except KeyError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
@@ -213,5 +213,12 @@ def _size(vocabulary: dict[str, int]) -> int:
     return max(vocabulary.values()) + 1
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+@contextlib.contextmanager
+def _text_errors() -> Iterator[None]:
+    """Reports every failure of a Rust library as a ValueError, as `Tokenizer.encode` does for an invalid text."""
+    try:
+        yield
+    except (ValueError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        raise ValueError(one_line(error)) from None

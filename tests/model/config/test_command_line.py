@@ -64,7 +64,7 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
         (["--backend", "cpu_ref", "--data-path", "absent"], 2, "absent.idx does not exist"),
         (["--backend", "cpu_ref", "--pin", "linear=nobody"], 2, "cpu_ref/"),
         (["--backend", "cpu_ref", "--seed", str(2**32)], 2, "--seed must be in 0..4294967295"),
-        (["--backend", "cpu_ref", "--num-layers", "1" + 400 * "0", "--lr", "inf"], 2, "--lr must be >= 0"),
+        (["--backend", "cpu_ref", "--num-layers", "1" + 400 * "0", "--lr", "inf"], 2, "--num-layers: expected int"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(cpu_ref, argv, code, words, capsys, monkeypatch):

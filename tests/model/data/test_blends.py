@@ -197,11 +197,9 @@ def test_a_pickle_in_place_of_an_index_map_is_not_opened(prefixes, tmp_path, kin
             numpy.save(path, numpy.array([Bomb()], dtype=object), allow_pickle=True)
         else:
             path.write_bytes(whole[:-5])
-        with pytest.raises(ConfigError, match="is not an index map"):
-            ours({"train": 20}, **options)
-        path.write_bytes(whole)
+        ours({"train": 20}, **options)  # its digest does not match, so it is built again
+        assert path.read_bytes() == whole
     assert not (tmp_path / "exploded").exists()
-    ours({"train": 20}, **options)
 
 
 @pytest.fixture

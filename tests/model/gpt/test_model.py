@@ -39,7 +39,7 @@ def perturbed(gpt):
     return gpt
 
 
-def plain_gpt2(p, tokens, heads):
+def plain_gpt2(p, tokens, heads, activation=lambda y: F.gelu(y, approximate="tanh")):
     b, s = tokens.shape
     x = p["embedding.word_embeddings.weight"][tokens] + p["embedding.position_embeddings.weight"][:s]
     h = x.shape[-1]
@@ -56,13 +56,24 @@ def plain_gpt2(p, tokens, heads):
         q, k, v = (mixed[..., i, :].transpose(1, 2) for i in range(3))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
         x = x + linear(y, "self_attention.linear_proj")
-        y = F.gelu(linear(norm(x, "pre_mlp_layernorm"), "mlp.linear_fc1"), approximate="tanh")
+        y = activation(linear(norm(x, "pre_mlp_layernorm"), "mlp.linear_fc1"))
         x = x + linear(y, "mlp.linear_fc2")
     x = F.layer_norm(x, (h,), p["decoder.final_layernorm.weight"], p["decoder.final_layernorm.bias"], 1e-5)
     return x @ p["embedding.word_embeddings.weight"].T
 
 
-def plain_llama(p, tokens, heads, groups):
+def llama3_frequency(f):
+    """As in Hugging Face's modeling_rope_utils.py: by wavelength, with factor 8, 1, 4 and 8192."""
+    wavelength = 2 * math.pi / f
+    if wavelength < 8192 / 4:
+        return f
+    if wavelength > 8192:
+        return f / 8
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * f / 8 + smooth * f
+
+
+def plain_llama(p, tokens, heads, groups, norms=False, scale=lambda f: f, base=10000.0):
     b, s = tokens.shape
     x = p["embedding.word_embeddings.weight"][tokens]
     h = x.shape[-1]
@@ -71,7 +82,7 @@ def plain_llama(p, tokens, heads, groups):
     def norm(y, weight):
         return y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
-    frequency = 10000.0 ** (-torch.arange(d // 2, dtype=torch.float64) * 2 / d)
+    frequency = torch.tensor([scale(base ** (-2 * i / d)) for i in range(d // 2)], dtype=torch.float64)
     rotary_cos_sin = torch.polar(torch.ones(s, d // 2, dtype=torch.float64), torch.arange(s)[:, None] * frequency)
 
     def rotate(y):  # [b, s, n, d] as complex numbers, channel i with i + d/2
@@ -84,6 +95,8 @@ def plain_llama(p, tokens, heads, groups):
         wq, wk, wv = rows.split((heads // groups * d, d, d), dim=1)
         y = norm(x, w["input_layernorm.weight"])
         q, k, v = (torch.einsum("bsh,goh->bsgo", y, part).reshape(b, s, -1, d) for part in (wq, wk, wv))
+        if norms:
+            q, k = norm(q, w["self_attention.q_layernorm.weight"]), norm(k, w["self_attention.k_layernorm.weight"])
         q, k = rotate(q), rotate(k)
         k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (k, v))
         scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
@@ -97,7 +110,19 @@ def plain_llama(p, tokens, heads, groups):
 
 @pytest.mark.parametrize("backend", ["references", "cpu_ref"])
 @pytest.mark.parametrize(
-    "options, plain", [(GPT2, lambda p, t: plain_gpt2(p, t, 4)), (LLAMA, lambda p, t: plain_llama(p, t, 4, 2))]
+    "options, plain",
+    [
+        (GPT2, lambda p, t: plain_gpt2(p, t, 4)),
+        ({**GPT2, "squared_relu": True}, lambda p, t: plain_gpt2(p, t, 4, lambda y: F.relu(y) ** 2)),
+        (LLAMA, lambda p, t: plain_llama(p, t, 4, 2)),
+        ({**LLAMA, "qk_layernorm": True}, lambda p, t: plain_llama(p, t, 4, 2, norms=True)),
+        (
+            # With this base the three ranges of frequencies occur within six channels.
+            {**LLAMA, "use_rope_scaling": True, "rotary_base": 1e8},
+            lambda p, t: plain_llama(p, t, 4, 2, scale=llama3_frequency, base=1e8),
+        ),
+    ],
+    ids=["gpt2", "squared-relu", "llama", "qk-norms", "llama3-rope"],
 )
 def test_equals_an_independent_model_with_gradients(request, backend, options, plain):
     request.getfixturevalue(backend)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import hal
+from hal.model.config.flops import flops_per_token, visible_pairs
 from hal.model.config.schema import Config, ConfigError
 from hal.model.data.tokenizers.tokenizer import NullTokenizer
-from hal.model.gpt.flops import flops_per_token, visible_pairs
 from hal.model.gpt.model import GPT
 from hal.model.inference.decoding import complete, context_start, generate, stream
 from hal.model.inference.engine import Engine, NotFinite

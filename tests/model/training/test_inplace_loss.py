@@ -20,9 +20,9 @@ def _iterations(options: dict[str, Any], allowed: bool) -> tuple[list[Any], int]
     pairs: list[tuple[Tensor, Tensor]] = []
     original = GPT.loss
 
-    def loss(self: GPT, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False) -> Tensor:
+    def loss(self: GPT, logits: Tensor, labels: Tensor, *, inplace_backward: bool = False, **rest: Any) -> Tensor:
         pairs.append((logits.detach(), logits.detach().clone()))
-        return original(self, logits, labels, inplace_backward=inplace_backward and allowed)
+        return original(self, logits, labels, inplace_backward=inplace_backward and allowed, **rest)
 
     GPT.loss = loss  # type: ignore[method-assign]  # this process ends with the test
     run, results = trainer(options), []

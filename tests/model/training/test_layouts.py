@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-interleaved": (2, INTERLEAVED),
     "pp2-zero-bubble": (2, ZBV),
     "pp2-uneven": (2, {**PP2, "num_layer_list": ("1", "3")}),
+    "pp2-interleaved-uneven": (2, {**PP2, "num_layer_list": ("0", "2", "1", "1")}),
     "pp4": (4, PP4),
     "dp2": (2, {}),
     "dp2-overlap": (2, {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}),
@@ -85,6 +86,40 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize("base, world, layout", _cases())
 def test_a_layout_trains_as_one_process(base: dict[str, Any], world: int, layout: dict[str, Any]) -> None:
     close(on(world, {**base, **layout}), one_process(base), 1e-5, 1e-4)
+
+
+FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+
+
+def _fused_cases() -> list[Any]:
+    cases = []
+    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+        for name in ("tp2", "tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero2", "dp2-zero3", "cp2-ring", "tp2-pp2-dp2"):
+            marks = () if (shape, name) == ("gpt2", "tp2") else pytest.mark.slow
+            cases.append(pytest.param(base, *LAYOUTS[name], id=f"{shape}-{name}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("base, world, layout", _fused_cases())
+def test_with_the_output_layer_fused_into_the_loss_it_trains_as_one_process_without(
+    base: dict[str, Any], world: int, layout: dict[str, Any]
+) -> None:
+    documents = {**base, **DOCUMENTS}
+    close(on(world, {**documents, **FUSED_LOSS, **layout}, 5), one_process(documents, 5), 1e-5, 1e-4)
+
+
+def _loss_ops(options: dict[str, Any]) -> set[str]:
+    """The ops with cross entropy in their names that a step and an evaluation call on this rank."""
+    run = trainer(options)
+    with hal.activated(Spy(hal.backend())) as spy:
+        run.step()
+        run.evaluate()
+    return {name for name in spy.counts() if "cross_entropy" in name}
+
+
+@pytest.mark.parametrize("options, op", [({}, "cross_entropy"), (FUSED_LOSS, "linear_cross_entropy")])
+def test_the_option_decides_which_op_computes_the_loss(options: dict[str, Any], op: str) -> None:
+    assert _loss_ops({**GPT2, "eval_interval": 1, "eval_iters": 1, **options}) == {op}
 
 
 def _evaluations(options: dict[str, Any]) -> list[float]:
@@ -166,6 +201,22 @@ def test_noop_layers_fill_a_place_in_the_pipeline() -> None:
     """Five layers on two stages of three slots: the last slot is empty."""
     base = {**GPT2, "num_layers": 6, "noop_layers": ("5",)}
     close(on(2, {**base, **PP2}), one_process(base), 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["pp2", "dp2-overlap", pytest.param("dp2-zero2", marks=pytest.mark.slow)])
+def test_a_growing_batch_trains_as_one_process(name: str) -> None:
+    """One to four microbatches: fewer than stages at first, and a number that changes under overlapped reduction."""
+    world, layout = LAYOUTS[name]
+    ramp = ("1", "1", "8") if name == "pp2" else ("2", "2", "12")
+    base = {**GPT2, "rampup_batch_size": ramp, "global_batch_size": 4 if name == "pp2" else 8}
+    close(on(world, {**base, **layout}, 6), one_process(base, 6), 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["tp2", pytest.param("tp2-sp", marks=pytest.mark.slow)])
+def test_norms_of_queries_and_keys_train_as_one_process(name: str) -> None:
+    world, layout = LAYOUTS[name]
+    base = {**LLAMA, "qk_layernorm": True, "lr": 1e-3}
+    close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
 
 
 def _document_cases() -> list[Any]:

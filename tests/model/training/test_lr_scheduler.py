@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hal.model.config.schema import Config
-from hal.model.training.lr_scheduler import LRScheduler
+from hal.model.training.lr_scheduler import LRScheduler, weight_decay
 
 P, F, W, D = 1.0, 0.1, 10, 110
 
@@ -71,9 +71,10 @@ def test_after_the_decay():
 def test_a_config_gives_each_number_its_place():
     options = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 30}
     config = Config(lr=3e-3, min_lr=2e-4, lr_decay_iters=90, lr_warmup_iters=7, lr_warmup_init=1e-5, **options)
-    assert LRScheduler.of(config) == LRScheduler(3e-3, 2e-4, "WSD", 7, 90, 1e-5, "minus_sqrt", 30)
+    # In sequences: 4 per step by default.
+    assert LRScheduler.of(config) == LRScheduler(3e-3, 2e-4, "WSD", 28, 360, 1e-5, "minus_sqrt", 120)
     plain = LRScheduler.of(Config(lr=3e-3, lr_decay_iters=90))
-    assert plain == LRScheduler(3e-3, 0.0, plain.style, 0, 90, initial=0.0, wsd_decay=0)
+    assert plain == LRScheduler(3e-3, 0.0, plain.style, 0, 360, initial=0.0, wsd_decay=0)
     assert (LRScheduler(P, F, "WSD", W, D).initial, LRScheduler(P, F, "WSD", W, D).wsd_decay) == (0.0, 0)
 
 
@@ -95,3 +96,44 @@ def test_every_step_has_megatrons_rate(style, wsd, warmup):
     for step in range(D + 10):
         assert ours.lr(step) == pytest.approx(theirs.get_lr(group), rel=1e-12), step
         theirs.step(1)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("in_samples", [False, True])
+def test_schedules_of_a_config_are_megatrons(style, in_samples):
+    """Learning rates, also of the embedding, and weight decay, against megatron-core's OptimizerParamScheduler."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    c = Config(
+        **({"train_samples": 103, "lr_decay_samples": 90} if in_samples else {"train_iters": 20, "lr_decay_iters": 18}),
+        global_batch_size=5,
+        micro_batch_size=5,
+        lr=0.1,
+        min_lr=0.01,
+        lr_warmup_fraction=0.07,
+        lr_decay_style="cosine",
+        decoupled_lr=0.3,
+        decoupled_min_lr=0.02,
+        weight_decay=0.25,
+        weight_decay_incr_style=style,
+        **({} if style == "constant" else {"start_weight_decay": 0.25, "end_weight_decay": 1.0}),
+    )
+    group, own = {"wd_mult": 1.0}, {"wd_mult": 1.0, "max_lr": 0.3, "min_lr": 0.02}
+    theirs = OptimizerParamScheduler(
+        type("Optimizer", (), {"param_groups": [group, own]})(),
+        init_lr=0.0,
+        max_lr=0.1,
+        min_lr=0.01,
+        lr_warmup_steps=0.07 * 90,
+        lr_decay_steps=90,
+        lr_decay_style="cosine",
+        start_wd=0.25,
+        end_wd=0.25 if style == "constant" else 1.0,
+        wd_incr_steps=103 if in_samples else 100,
+        wd_incr_style=style,
+    )
+    ours, decoupled = LRScheduler.of(c), LRScheduler.of(c, decoupled=True)
+    for done in range(0, 121, 5):
+        assert (ours.lr(done), decoupled.lr(done)) == pytest.approx((group["lr"], own["lr"]), abs=1e-15)
+        assert weight_decay(c, done) == pytest.approx(group["weight_decay"], abs=1e-15)
+        theirs.step(5)

@@ -11,7 +11,7 @@ from hal.model.training.trainer import StepResult
 
 
 def step(iteration):
-    return StepResult(iteration, iteration * 4, 1.0 / iteration, 2.0, 1e-3, 1.0, False, 0.25)
+    return StepResult(iteration, iteration * 4, 1.0 / iteration, 2.0, 1e-3, 1.0, False, 0.25, 4)
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pytest
 
+from hal import Capabilities
 from hal.core.registry import load
 from hal.model.apps.planning import plan_report
 from hal.model.apps.planning.memory import memory
@@ -21,10 +23,12 @@ H100 = load("cuda").device_specs[0]
 MODEL = "--config llama-70b --seq-length 2048 --global-batch-size 256"
 
 
-def run_search(devices: int, options: str = MODEL, limit: float = H100.memory) -> tuple[Config, SearchResult]:
-    config = build(read(shlex.split(options), {}), check_model)
+def run_search(
+    devices: int, options: str = MODEL, limit: float = H100.memory, **capabilities: Any
+) -> tuple[Config, SearchResult]:
+    config = build(read(shlex.split(options), {}, showing=True), check_model)
     set_vocabulary(config)
-    return config, search(config, devices, H100, limit)
+    return config, search(config, devices, H100, limit, Capabilities(**capabilities))
 
 
 def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
@@ -75,7 +79,7 @@ def test_a_vocabulary_that_cannot_be_known_says_what_to_give() -> None:
 
 
 def sent(options: str, devices: int):
-    config = build(read(shlex.split(f"{MODEL} {options}"), {}), check_model)
+    config = build(read(shlex.split(f"{MODEL} {options}"), {}, showing=True), check_model)
     set_vocabulary(config)
     return traffic(Shape.of(config, make_parallel_layout(config, devices)))
 
@@ -95,3 +99,14 @@ def test_traffic_by_hand() -> None:
     keys = 1024 * 8 * 128 * 2 * 2  # a rank's keys and values, in bytes
     # They are sent one step in the forward and one in the backward pass, and their float32 gradients two steps.
     assert ring.context == 256 * 80 * (2 * keys + 2 * 2 * keys)
+
+
+def test_layouts_with_tensors_beyond_the_devices_limit_are_refused() -> None:
+    _, free = run_search(64)
+    config, limited = run_search(64, max_elements=2048 * 128256 // 8)
+    offered = {plan_report.name(o) for o in limited.fits}
+    assert offered < {plan_report.name(o) for o in free.fits}
+    for option in limited.fits:
+        rows = config.seq_length // option.plan.layout.cp * option.config.micro_batch_size
+        assert rows * option.config.padded_vocab_size // option.plan.layout.tp <= 2048 * 128256 // 8
+    assert any("the logits" in text for text in limited.refused)

@@ -250,3 +250,45 @@ def test_word_pieces_are_those_of_the_reference(files, reference, text):
     for lower, kind in ((True, "BertWordPieceLowerCase"), (False, "BertWordPieceCase")):
         expected = reference[lower].convert_tokens_to_ids(reference[lower].tokenize(text, split_special_tokens=True))
         assert make(kind, files[kind]).encode(text) == expected
+
+
+PLAIN = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2, "<unk>": 3}, "unk_token": "<unk>"},
+}
+
+
+def a_tokenizer_json(folder, **parts):
+    (folder / "tokenizer.json").write_text(json.dumps({**PLAIN, **parts}))
+    return build_tokenizer(Config(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)))
+
+
+def test_a_tokenizer_json_that_makes_its_library_panic_is_an_error(tmp_path):
+    """Rust's panics are no Exceptions."""
+    assert a_tokenizer_json(tmp_path).decode([0]) == "a"
+    with pytest.raises(ConfigError, match=r"is not a tokenizer.json: Precompiled: .*Cannot parse"):
+        a_tokenizer_json(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    lengths = a_tokenizer_json(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0})
+    with pytest.raises(ValueError, match="chunk size must be non-zero"):
+        lengths.encode("a b")
+    strip = a_tokenizer_json(tmp_path, decoder={"type": "Strip", "content": "a", "start": 9, "stop": 9})
+    with pytest.raises(ConfigError, match="cannot decode ids: index out of bounds"):
+        strip.decode([0, 1])
+    unknown = {"type": "BPE", "vocab": {"a": 0, "</s>": 2}, "merges": [], "unk_token": "zz"}
+    with pytest.raises(ValueError, match="Unk token"):
+        a_tokenizer_json(tmp_path, model=unknown).encode("a b")
+
+
+@pytest.mark.parametrize("largest", [1 << 24, 2**33, 2**62, 10**400])
+def test_a_vocabulary_with_a_huge_id_is_refused(largest, tmp_path):
+    """The embedding has a row for every id up to the largest."""
+    (tmp_path / "words.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "a": largest}))
+    with pytest.raises(ConfigError, match="at most 16777216 are supported"):
+        build_tokenizer(Config(tokenizer_type="WhitespaceTokenizer", vocab_file=str(tmp_path / "words.json")))
+    with pytest.raises(ConfigError, match="at most 16777216 are supported"):
+        build_tokenizer(Config(tokenizer_type="NullTokenizer", vocab_size=largest))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..config.schema import Config
+from .schema import Config
 
 
 @lru_cache

@@ -1,0 +1,260 @@
+"""Options of Megatron-LM, Megatron-DeepSpeed and MindSpeed-LLM, translated one by one (megatron_options.csv, ADR 0025).
+
+Every option of these trainers has a row. None is dropped: it sets options of HAL, is noted because it changes no
+result, or is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schema import ConfigError, collecting
+from .rules import MICROBATCHES, Reading, number_of, take
+
+TABLE = Path(__file__).with_suffix(".csv")
+CLASSES = ("implemented", "translated", "noted", "refused")
+
+
+@dataclass(frozen=True)
+class ForeignOption:
+    """A row of the table. takes: "" for a switch, a number of values, or "+" for one or more; kind: one of CLASSES."""
+
+    name: str
+    takes: str
+    kind: str
+    target: str
+    reason: str
+    sources: tuple[str, ...]
+
+    @functools.cached_property
+    def values(self) -> dict[str, str]:
+        """HAL's names for values of an implemented option that have another name elsewhere."""
+        pairs = self.target.split() if self.kind == "implemented" else ()
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    def accepts(self, words: Sequence[str], given: Mapping[str, object]) -> bool:
+        """Whether these values change nothing beside the given options: a noted row without a list accepts all, a
+        refused one none, and one with:NAME all unless the option NAME is given, without which nothing reads it."""
+        if self.target.startswith("with:"):
+            return self.target.removeprefix("with:") not in given
+        if not self.target:
+            return self.kind == "noted"
+        return all(any(_same(word, value) for value in self.target.split()) for word in words) and bool(words)
+
+
+def _same(word: str, value: str) -> bool:
+    try:
+        return float(word) == float(value)
+    except ValueError:
+        return word == value
+
+
+@functools.cache
+def table() -> dict[str, ForeignOption]:
+    """The rows by name, without leading dashes and with hyphens."""
+    with open(TABLE, newline="", encoding="utf-8") as file:
+        rows = [
+            ForeignOption(r["option"], r["takes"], r["class"], r["target"], r["reason"], tuple(r["sources"].split()))
+            for r in csv.DictReader(file)
+        ]
+    return {row.name: row for row in rows}
+
+
+def translate_options(reading: Reading, given: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+    """Applies the rows of given options: name -> (the flag as typed, its values). Collects problems in `reading`."""
+    refused: dict[str, list[str]] = {}
+    for name, (typed, words) in given.items():
+        row = table()[name]
+        if row.kind == "translated":
+            with collecting(reading.problems):
+                _set(reading, row, typed, words)
+        elif row.accepts(words, given):
+            main = row.target.removeprefix("with:") if row.target.startswith("with:") else ""
+            reading.noted[typed] = f"only --{main} reads it" if main else row.reason
+        else:
+            refused.setdefault(row.reason, []).append(" ".join([typed, *words]))
+    for reason, typed_options in refused.items():
+        reading.problems.append(ConfigError(f"{', '.join(typed_options)}: {reason}", "refused"))
+    finish(reading)
+
+
+def _set(reading: Reading, row: ForeignOption, typed: str, words: Sequence[str]) -> None:
+    value: Any = " ".join(words) if words else True
+    for target in row.target.replace(";", " ").split():
+        name, _, fixed = target.partition("=")
+        if name.startswith("@"):
+            reading.values[name], reading.origins[name] = value, typed
+        else:
+            reading.set(name, fixed or value, typed)
+
+
+def finish(reading: Reading) -> None:
+    """Sets the options that depend on several options."""
+    for step in (_recomputation, _gelu, _attention, _pipeline, _rotary, _batch):
+        with collecting(reading.problems):
+            step(reading)
+    reading.drop_deferred()
+
+
+def _recomputation(reading: Reading) -> None:
+    """Older names of --recompute-granularity full and its method and chunk size."""
+    everything, key = take(reading, "recompute_all")
+    chunk, chunk_key = take(reading, "recompute_chunk")
+    method, method_key = take(reading, "recompute_method")
+    if not (everything or method):
+        return  # a chunk size alone has no effect, as in Megatron
+    reading.set("recompute_granularity", "full", key or method_key)
+    reading.set("recompute_method", method or "uniform", method_key or key)
+    reading.set("recompute_num_layers", chunk or 1, chunk_key or key or method_key)
+
+
+def _gelu(reading: Reading) -> None:
+    # With --swiglu and the like the option has no effect, as in Megatron.
+    _, key = take(reading, "exact_gelu")
+    gated = any(reading.either(name) for name in ("swiglu", "geglu", "squared_relu"))
+    if key and not gated:
+        reading.set("gelu_approximate", "none", key)
+
+
+def _attention(reading: Reading) -> None:
+    backend, key = take(reading, "attention_backend")
+    if key and backend not in ("auto", "flash", "fused", "unfused", "local"):
+        raise reading.refuse(key, f"{backend!r} is not one of auto, flash, fused, unfused, local")
+    if backend in ("unfused", "local"):
+        reading.set("use_flash_attn", False, key)
+    elif key:
+        reading.noted[key] = "--backend and --pin choose the implementation"
+    window, key = take(reading, "window")
+    if key:
+        left, right = _integers(reading, key, window, 2)
+        if left >= 0:
+            reading.set("pre_tokens", left, key)
+        if right > 0:
+            raise reading.refuse(key, f"{window}: attention is causal, so the right end is 0 (or -1)")
+    sliding, key = take(reading, "sliding_window")
+    if key:
+        reading.set("pre_tokens", _integers(reading, key, sliding, 1)[0] - 1, key)
+    kind, key = take(reading, "cp_comm_type")
+    if key:
+        names = {"p2p": "ring", "a2a": "ulysses", "allgather": "ring", "a2a+p2p": "ring"}
+        kinds = str(kind).split()
+        if len(set(kinds)) != 1 or kinds[0] not in names:
+            raise reading.refuse(key, f"one of {', '.join(names)} for all layers; found {kind!r}")
+        if (reading.either("context_parallel_size") or 1) > 1:
+            reading.set("context_parallel_algo", names[kinds[0]], key)
+        else:
+            reading.noted[key] = "there is no context parallelism"
+    _, key = take(reading, "no_position_embedding")
+    if key and reading.either("position_embedding_type") not in ("rope", "none"):
+        raise reading.refuse(key, "use --position-embedding-type none or rope")
+
+
+def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:
+    """The `count` integers in a text such as "(128,0)"."""
+    found = [int(n) for n in re.findall(r"-?\d+", str(value))]
+    if len(found) != count:
+        raise reading.refuse(key, f"expected {count} integers, found {value!r}")
+    return found
+
+
+def _pipeline(reading: Reading) -> None:
+    size, key = take(reading, "positive_pipeline")
+    if key and _integers(reading, key, size, 1)[0]:
+        reading.set("pipeline_model_parallel_size", size, key)
+    stages = reading.either("pipeline_model_parallel_size") or 1
+    virtual, key = take(reading, "virtual_stages")
+    per_rank = 1
+    layers = reading.either("num_layers") or 0
+    first, last, embedding, loss = (take(reading, f"stage_{name}") for name in ("first", "last", "embedding", "loss"))
+    if key:
+        per_rank = _integers(reading, key, virtual, 1)[0]
+    elif per_stage := reading.either("num_layers_per_virtual_pipeline_stage"):
+        # Megatron counts virtual stages before the embedding and the loss are accounted for.
+        counted = layers + bool(embedding[1]) + bool(loss[1])
+        per_rank = max(1, counted // (stages * per_stage))
+    if any(k for _, k in (first, last)):
+        _first_and_last(reading, layers, stages, per_rank, first, last)
+    elif embedding[1] or loss[1]:
+        _accounted(reading, layers, stages, per_rank, embedding[1], loss[1])
+    elif key and per_rank > 1:
+        if layers % (stages * per_rank):
+            raise reading.refuse(key, f"{stages} x {per_rank} virtual stages do not divide {layers} layers")
+        reading.set("num_layers_per_virtual_pipeline_stage", layers // (stages * per_rank), key)
+    layout, key = take(reading, "pipeline_layout")
+    if key:
+        _layout(reading, key, str(layout), stages)
+
+
+def _set_counts(reading: Reading, key: str, counts: Sequence[int]) -> None:
+    reading.superseded.add("num_layers_per_virtual_pipeline_stage")
+    reading.set("num_layer_list", ",".join(str(n) for n in counts), key)
+
+
+def _first_and_last(
+    reading: Reading, layers: int, stages: int, per_rank: int, first: tuple[Any, str], last: tuple[Any, str]
+) -> None:
+    """Megatron's --decoder-first/last-pipeline-num-layers: the layers of the first and last rank of the pipeline."""
+    key = first[1] or last[1]
+    ends = {place: _integers(reading, k, value, 1)[0] for place, (value, k) in ((0, first), (stages - 1, last)) if k}
+    rest, others = layers - sum(ends.values()), stages - len(ends)
+    if others < 1 or rest < 0 or rest % others:
+        raise reading.refuse(key, f"{rest} layers cannot be shared by the other {others} ranks of the pipeline")
+    ranks = [ends.get(rank, rest // others) for rank in range(stages)]
+    if any(count % per_rank for count in ranks):
+        raise reading.refuse(key, f"{ranks} layers per rank cannot be shared by {per_rank} virtual stages each")
+    _set_counts(reading, key, [count // per_rank for _ in range(per_rank) for count in ranks])
+
+
+def _accounted(reading: Reading, layers: int, stages: int, per_rank: int, embedding: str, loss: str) -> None:
+    """Layers are shared as if the embedding and the loss were a layer each."""
+    total, parts, key = layers + bool(embedding) + bool(loss), stages * per_rank, embedding or loss
+    if total % parts:
+        raise reading.refuse(key, f"{total} layers, of which some stand for embedding and loss, in {parts} stages")
+    counts = [total // parts] * parts
+    counts[0] -= bool(embedding)
+    counts[-1] -= bool(loss)
+    _set_counts(reading, key, counts)
+
+
+def _layout(reading: Reading, key: str, text: str, stages: int) -> None:
+    """Megatron's --pipeline-model-parallel-layout, e.g. Et*3|(tt|)*2tL: what each stage holds, in order."""
+    expanded = text.replace(",", "")
+    for _ in range(len(text)):
+        expanded, count = re.subn(
+            r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)|([Etml])\*(\d+)",
+            lambda m: (m[1] or m[3] or "") * int(m[2] or m[4] or 1) if int(m[2] or m[4] or 1) < 1000 else "?",
+            expanded,
+        )
+        if not count or len(expanded) > 10_000:
+            break
+    parts = expanded.split("|")
+    if not re.fullmatch(r"E?t*(\|t*)*L?", expanded) or len(parts) % stages:
+        raise reading.refuse(
+            key, f"{text!r} should be stages of E (embedding), t (layers) and L (loss) in a multiple of {stages} parts"
+        )
+    _set_counts(reading, key, [part.count("t") for part in parts])
+
+
+def _rotary(reading: Reading) -> None:
+    kind, key = take(reading, "rope_scaling")
+    fixed = {"low": 1.0, "high": 4.0, "length": 8192.0}
+    if key and kind != "llama3":
+        raise reading.refuse(key, f"{kind!r}: rotary positions are plain or scaled as in Llama 3.1 (llama3)")
+    if key:
+        reading.set("use_rope_scaling", True, key)
+    for name, usual in fixed.items():
+        value, other = take(reading, f"llama3_{name}")
+        if other and number_of(value, other) != usual:
+            raise reading.refuse(other, f"{value}: Llama 3.1 has {usual:g}, and so has --use-rope-scaling")
+
+
+def _batch(reading: Reading) -> None:
+    count, key = take(reading, "accumulation")
+    if key:
+        reading.set(MICROBATCHES, _integers(reading, key, count, 1)[0], key)

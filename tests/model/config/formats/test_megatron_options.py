@@ -1,0 +1,181 @@
+"""Options of other trainers: the table against HAL's schema, translations, and reports of all problems at once."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hal.cli import main
+from hal.model.config.command_line import GROUPS, build, parse, parser, read
+from hal.model.config.formats.megatron_options import CLASSES, TABLE, table
+from hal.model.config.schema import Config, ConfigError
+from hal.model.config.show import describe
+from hal.model.config.validation import check_given, split_proportions
+
+FIELDS = {f.name for f in fields(Config) if f.init}
+FLAGS = {flag for action in parser()._actions for flag in action.option_strings}
+
+
+def problem(line):
+    with pytest.raises(ConfigError) as caught:
+        parse(line.split(), {})
+    return str(caught.value)
+
+
+def test_every_row_has_a_class_a_target_that_exists_and_a_reason():
+    lines = TABLE.read_text().splitlines()[1:]
+    assert len(lines) == len(table()) > 1200, "no option is there twice"
+    for row in table().values():
+        assert row.kind in CLASSES and row.sources and re.fullmatch(r"[\w-]+", row.name)
+        assert row.takes in ("", "1", "+", "?") or row.takes.isdigit()
+        if row.kind == "implemented":
+            assert f"--{row.name}" in FLAGS, "an implemented option is an option"
+        else:
+            assert f"--{row.name}" not in FLAGS, "an option of HAL is not translated again"
+        if row.kind == "translated":
+            targets = [t.partition("=")[0] for t in row.target.replace(";", " ").split()]
+            assert targets and all(t.startswith("@") or t in FIELDS for t in targets)
+        if row.kind in ("noted", "refused"):
+            assert row.reason
+
+
+def test_reasons_point_to_options_that_exist():
+    named = {f"--{word}" for row in table().values() for word in re.findall(r"--([a-z][\w-]+)", row.reason)}
+    known = FLAGS | {f"--{name}" for name, row in table().items() if row.kind != "refused"}
+    assert named <= known | {"--num-experts", "--use-megatron-fsdp"}
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("--batch-size 8", "--micro-batch-size 8"),
+        ("--batch_size=8", "--micro-batch-size 8"),
+        ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--recompute-activations", "--recompute-granularity selective"),
+        (
+            "--checkpoint-activations --checkpoint-num-layers 2",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        ),
+        (
+            "--activations-checkpoint-method block",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ),
+        ("--no-bias-gelu-fusion", "--gelu-approximate none"),
+        ("--no-bias-gelu-fusion --swiglu", "--swiglu"),
+        ("--disable-bias-linear", "--disable-bias-linear --gelu-approximate none"),
+        ("--quick-geglu", "--geglu --gelu-approximate fast"),
+        ("--window-size (128,0)", "--pre-tokens 128"),
+        ("--attention-backend unfused", "--no-flash-attn"),
+        ("--padded-vocab-size 512", "--pad-vocab-size-to 512"),
+        ("--vocab-file v --merge-file m", "--vocab-file v --merge-file m --tokenizer-type GPT2BPETokenizer"),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path d",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model d",
+        ),
+        (
+            "--rope-scaling-type llama3 --position-embedding-type rope",
+            "--use-rope-scaling --position-embedding-type rope",
+        ),
+    ],
+)
+def test_a_translation_is_the_same_as_hals_own_options(theirs, ours):
+    one, other = (parse(line.split(), {}) for line in (theirs, ours))
+    assert {f: getattr(one, f) for f in FIELDS} == {f: getattr(other, f) for f in FIELDS}
+
+
+def test_a_split_may_have_quotes_as_in_megatron():
+    assert split_proportions("'99,1,0'") == [99, 1, 0] and split_proportions("949, 50,.5") == [949, 50, 0.5]
+    assert split_proportions("90,x,1") == split_proportions("1,,2") == split_proportions("1e3,-1,0") == []
+
+
+@pytest.mark.parametrize(
+    "options, counts",
+    [
+        ("--num-layers 10 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", [2, 3, 3, 2]),
+        (
+            "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            [3, 4, 4, 3],
+        ),
+        (
+            "--num-layers 6 --num-virtual-stages-per-pipeline-rank 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            [0, 1, 1, 1, 1, 1, 1, 0],
+        ),
+        ("--num-layers 8 --pipeline-model-parallel-layout Et*2|t*3|t|t*2L", [2, 3, 1, 2]),
+        ("--num-layers 6 --pipeline-model-parallel-layout E|(t|)*6L", [0, 1, 1, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_uneven_stages_become_a_list_of_layers(options, counts, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = parse([*options.split(), "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"], {})
+    assert [int(n) for n in config.num_layer_list] == counts
+
+
+def test_noted_options_are_listed_once_with_their_reason(capsys):
+    config = parse(["--no-masked-softmax-fusion", "--DDP-impl", "local", "--num-workers", "4"], {})
+    assert list(config.noted) == ["--no-masked-softmax-fusion", "--DDP-impl", "--num-workers"]
+    shown = "\n".join(describe(config, GROUPS))
+    assert shown.count("--DDP-impl: there is one implementation of data parallelism") == 1
+
+
+def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refused():
+    assert parse(["--optimizer", "adam", "--mtp-num-layers", "0"], {}).noted
+    assert "--optimizer sgd: the optimizer is AdamW" in problem("--optimizer sgd")
+
+
+def test_all_problems_are_reported_at_once_by_kind():
+    text = problem(
+        "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-router-topk 4 --num-layers many "
+        "--batch-size 2 --micro-batch-size 4"
+    )
+    kinds = ["unknown:", "cannot be followed", "wrong values and contradictions:"]
+    assert [text.index(kind) for kind in kinds] == sorted(text.index(kind) for kind in kinds)
+    assert "Did you mean --hidden-size?" in text and "--num-layers: expected int, found 'many'" in text
+    assert "--num-experts 8, --moe-router-topk 4: this GPT has no experts yet" in text
+    assert "contradict each other about --micro-batch-size: 2 and 4" in text
+    several = problem("--optimizer sgd --fp16 --bf16 --min-lr 1 --lr 0.1 --seq-length 8 --max-position-embeddings 4")
+    for words in ("--optimizer sgd", "--fp16 and --bf16", "above --lr", "longer than --max-position-embeddings"):
+        assert words in several, "contradictions are found beside refused options"
+
+
+def test_unknown_names_get_no_wrong_hints():
+    assert "Did you mean" not in problem("--frobnicate 3")
+
+
+def test_options_of_other_trainers_in_a_file(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "batch-size: 2\nno-masked-softmax-fusion: true\ntransformer_impl: local\ncheckpoint-activations: true\n"
+    )
+    config = parse(["--config", str(path)], {})
+    assert config.micro_batch_size == 2 and config.recompute_granularity == "full"
+    assert list(config.noted) == ["no-masked-softmax-fusion", "transformer_impl"]
+    assert main(["config", "show", "--config", str(path), "--num-experts", "4"]) == 2
+    assert "this GPT has no experts yet" in capsys.readouterr().err
+
+
+FACTS = yaml.safe_load((Path(__file__).parents[3] / "fixtures" / "command_lines.yaml").read_text())
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=[fact["source"] for fact in FACTS])
+def test_command_lines_of_real_scripts(fact, monkeypatch):
+    """Each resolves, or is explained by exactly the reasons that it should be."""
+    if fact["processes"]:
+        monkeypatch.setenv("WORLD_SIZE", str(fact["processes"]))
+    else:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    values = read(shlex.split(fact["options"]), {}, showing=True)
+    if not fact["refused"]:
+        config = build(values, check_given)
+        for name in ("num_layers", "hidden_size", "lr", "seq_length"):
+            given = re.search(rf"--{name.replace('_', '-')} (\S+)", fact["options"])
+            assert given is not None and getattr(config, name) == float(given[1])
+        return
+    with pytest.raises(ConfigError) as caught:
+        build(values, check_given)
+    texts = [problem.text for problem in caught.value.problems]
+    assert len(texts) == len(fact["refused"])
+    assert all(any(reason in text for text in texts) for reason in fact["refused"])
