@@ -93,13 +93,15 @@ def test_wrong_usage_is_one_line_and_exit_code_2(run, argv, text):
 
 
 def test_production_sizes(run):
-    code, out, _ = run("parity", "--backend", "absent", "--simulate", "--op", "rms_norm", "--scale", "production")
+    argv = ("--op", "rms_norm", "--dtype", "float32", "--scale", "production")
+    code, out, _ = run("parity", "--backend", "absent", "--simulate", *argv)
     assert code == 0 and "pass     rms_norm" in out and "   3 calls" in out
 
 
 def test_a_call_that_was_not_run_fails_only_if_asked(run, monkeypatch):
     monkeypatch.setattr(check, "_host_memory", lambda: 1000)
     argv = ("parity", "--backend", "absent", "--simulate", "--op", "rms_norm", "--scale", "production")
+    argv += ("--dtype", "float32")
     code, out, _ = run(*argv)
     assert (
         code == 0 and "not run  rms_norm" in out and "hidden 4096: needs about 0.0 GB of memory, 0.0 GB are free" in out
