@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
 
@@ -60,6 +60,9 @@ def parser() -> Parser:
     command_parser.add_argument(
         "--todo", action="store_true", help="list missing ops in the order in which a training step needs them"
     )
+    command_parser.add_argument(
+        "--replay", metavar="FILE", help="repeat a call that `hal train --verify-ops` has found to be wrong and saved"
+    )
     group = command_parser.add_argument_group("several backends side by side")
     group.add_argument(
         "--backends",
@@ -103,8 +106,13 @@ def main(argv: Sequence[str]) -> int:
         command_parser.error("--dtype is about the ops of one --backend")
     if arguments.todo and arguments.op:
         command_parser.error("--todo lists all ops that are missing; leave out --op")
+    others = ("op", "dtype", "json", "quick", "collectives", "todo", "html", "markdown")
+    if arguments.replay is not None and (makes_table or any(getattr(arguments, name) for name in others)):
+        command_parser.error("--replay repeats one saved call on --backend; it takes no other option")
     for option in ("json", "html", "markdown"):
         require_writable(f"--{option}", getattr(arguments, option))
+    if arguments.replay is not None:
+        return _replay(arguments)
     if arguments.todo:
         return _todo(arguments)
     if arguments.collectives:
@@ -141,6 +149,17 @@ def _one(arguments: argparse.Namespace) -> int:
         report.write_json(arguments.json)
     _write_pages([report.rows], arguments)
     return 0 if report.ok and not (arguments.require_all and (report.missing or report.not_run)) else 1
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from hal.core.dispatch import use
+    from hal.testing.verification import replay
+
+    given: dict[str, Any] = dict(options(arguments))
+    use(arguments.backend, **given)
+    wrong = replay(Path(arguments.replay))
+    print(wrong or f"{arguments.replay}: every part that was compared is within its tolerance")
+    return 1 if wrong else 0
 
 
 class _Progress:

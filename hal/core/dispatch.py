@@ -47,6 +47,7 @@ class _Active:
     fallback: str
     pins: dict[str, str]
     synchronous: bool = False
+    around: Callable[[Impl, Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 _active: _Active | None = None
@@ -127,9 +128,11 @@ def _with_policy(backend: Backend, fallback: str, pins: dict[str, str], synchron
     return _Active(backend, fallback, pins, synchronous)
 
 
-def _run(impl: Impl) -> Callable[..., Any]:
+def _run(impl: Impl, active: _Active) -> Callable[..., Any]:
     """The function that runs a call on `impl`."""
-    return impl.call if issued.after is None else impl.noted
+    call = impl.call if issued.after is None else impl.noted
+    # A composition is not wrapped, because the ops that it calls are.
+    return call if active.around is None or impl.composed else active.around(impl, call)
 
 
 def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
@@ -210,7 +213,23 @@ def policy(*, fallback: str | None = None, pin: Mapping[str, str] | None = None)
     """
     before = _state()
     new_fallback = before.fallback if fallback is None else fallback
-    _set(_with_policy(before.backend, new_fallback, {**before.pins, **(pin or {})}, before.synchronous))
+    changed = _with_policy(before.backend, new_fallback, {**before.pins, **(pin or {})}, before.synchronous)
+    _set(dataclasses.replace(changed, around=before.around))
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+@contextlib.contextmanager
+def wrapped_calls(around: Callable[[Impl, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Runs `around(impl, call)` in place of `call`, the function that runs a call on `impl`, within a `with` block.
+
+    For observing what a program calls; `call` and its replacement have the op's signature. References that run as a
+    fallback are not wrapped, and of a composition the ops that it calls are.
+    """
+    before = _state()
+    _set(dataclasses.replace(before, around=around))
     try:
         yield
     finally:
@@ -250,11 +269,12 @@ class _ActiveDispatcher:
                     )
 
     def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
-        for impl in _candidates(op, _state()):
+        active = _state()
+        for impl in _candidates(op, active):
             if not impl.by_metadata:
                 return None
             if not impl.refusals(call):
-                return _run(impl)
+                return _run(impl, active)
         return None
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
@@ -269,7 +289,7 @@ class _ActiveDispatcher:
         )
         scope = {
             "_Call": op.Call,
-            "_candidates": tuple((impl.why_not, _run(impl)) for impl in _candidates(op, active)),
+            "_candidates": tuple((impl.why_not, _run(impl, active)) for impl in _candidates(op, active)),
             "_refused": lambda *args, **kwargs: _refused(op, active, args, kwargs),
             **f.scope,
         }

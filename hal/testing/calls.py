@@ -101,6 +101,11 @@ def run(
                 given[name] = leaves[name] = given[name].detach().requires_grad_()
     with torch.set_grad_enabled(with_grad):
         result = invoke(op, function, given)
+    return outcome_of(op, given, leaves, result)
+
+
+def outcome_of(op: Op[Any, Any], given: Mapping[str, Any], leaves: dict[str, Tensor], result: Any) -> Outcome:
+    """What a call with the arguments `given` has produced, without gradients. leaves: as of Outcome."""
     parts = list(result) if isinstance(result, tuple) else [] if result is None else [result]
     labels = [f"output {i}" for i in range(len(parts))] if isinstance(result, tuple) else ["the output"]
     outputs: dict[str, Tensor] = dict(zip(labels, parts))

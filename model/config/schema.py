@@ -81,6 +81,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "> 0": lambda x: x > 0,
     ">= 0": lambda x: x >= 0,
     "in [0, 1)": lambda x: 0 <= x < 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in 0..4294967295": lambda x: 0 <= x < 2**32,
     "in 0..3": lambda x: 0 <= x <= 3,
@@ -325,6 +326,12 @@ class Config:
         choices=("disabled", "validate_results"),
     )
     skip_bad_batches: int = _opt(0, "batches that may be skipped if they cause such a step (--rerun-mode)", ">= 0")
+    verify_ops: float = _opt(
+        0.0,
+        "share of the calls of ops that are compared with the float64 reference as the run goes on, e.g. 1e-4; a wrong "
+        "result ends the run, or with --rerun-mode has its step computed again",
+        "in [0, 1]",
+    )
     recompute_granularity: str | None = _opt(
         None,
         "activation checkpointing of the attention core (selective) or of whole layers (full)",

@@ -52,6 +52,7 @@ _ELSEWHERE = frozenset(
         "finetune",
         "accept_changed_data",
         "rerun_mode",
+        "verify_ops",
         "skip_bad_batches",
         "eval_interval",
         "eval_iters",

@@ -58,6 +58,15 @@ class RerunCheck:
         self._losses.append(found.loss)
         return ""
 
+    def verdict_of_check(self, first: Gradients, why: str, again: Callable[[], Gradients]) -> Verdict:
+        """As `verdict`, of a step in which the result of a call was wrong (--verify-ops)."""
+        second = again()
+        if second.same(first):
+            return Verdict("persistent", f"{why}; the same step computed again has the same result")
+        return Verdict(
+            "transient", f"{why}; the same step computed again gave a loss of {second.loss:.6g}: a passing fault"
+        )
+
     def verdict(self, first: Gradients, why: str, again: Callable[[], Gradients]) -> Verdict:
         """The cause of a suspect step. again: computes the step once more; its gradients are those of the last call."""
         second = again()

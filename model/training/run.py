@@ -82,19 +82,21 @@ def train(config: Config) -> Trainer:
         _require_free(config, trainer)
         started = datetime.datetime.fromtimestamp(trainer.all_reduce_max(int(time.time())))
         folder = Path(config.run_dir or f"runs/{started:%Y%m%d-%H%M%S}")
-        log = RunLog(config, _writable(folder, "--run-dir"), trainer.iteration) if trainer.lead else NullRunLog()
+        folder = _writable(folder, "--run-dir") if trainer.lead else folder
+        log = RunLog(config, folder, trainer.iteration, trainer.verified) if trainer.lead else NullRunLog()
         with log as report:
             _announce(report, trainer)
             trainer.say = report.say
             times = _StopTime(report)
             try:
-                trainer.run(
-                    stop=lambda: bool(trainer.all_reduce_max(stop.asked is not None)),
-                    on_step=times.step,
-                    on_evaluation=report.evaluation,
-                    on_save=times.saved,
-                    before_save=times.saving,
-                )
+                with trainer.verified.watching(folder / "wrong-calls"):
+                    trainer.run(
+                        stop=lambda: bool(trainer.all_reduce_max(stop.asked is not None)),
+                        on_step=times.step,
+                        on_evaluation=report.evaluation,
+                        on_save=times.saved,
+                        before_save=times.saving,
+                    )
                 stopped = trainer.all_reduce_max(stop.asked is not None)
                 if stopped or save is not None:
                     report.record()

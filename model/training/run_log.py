@@ -27,6 +27,7 @@ from ..config.schema import Config
 from .trackers import trackers
 from .trainer import StepResult, peak_memory_bytes
 from .trainer_state import options
+from .verified_calls import VerifiedCalls
 
 
 class NullRunLog:
@@ -69,8 +70,8 @@ class RunLog:
     contains all iterations of a run that ended or failed; if a run was killed, those until it was last written.
     """
 
-    def __init__(self, config: Config, folder: Path, start: int) -> None:
-        self.config, self.folder = config, make_folder(folder)
+    def __init__(self, config: Config, folder: Path, start: int, verified: VerifiedCalls | None = None) -> None:
+        self.config, self.folder, self._verified = config, make_folder(folder), verified
         self.losses: list[list[Any]] = []
         self.grad_norms: list[list[Any]] = []
         self.evaluations: list[list[Any]] = []
@@ -91,7 +92,8 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and self._seconds and not self._finished:
+        verified = self._verified is not None and self._verified.report() is not None
+        if kind is not None and (self._seconds or verified) and not self._finished:
             # A second error, e.g. because of a full disk, must not hide the one that ended the run.
             with contextlib.suppress(OSError):
                 self.finish("", "")
@@ -125,6 +127,8 @@ class RunLog:
         self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
             self.say(self._line())
+            if self._verified is not None and self._verified.line():
+                self.say(self._verified.line())
             self._since_log.clear()
             if time.monotonic() >= self._next_record:
                 self.record()
@@ -212,6 +216,7 @@ class RunLog:
                 "facts": dict(probe.facts),
             },
             "fallbacks": hal.fallbacks(),
+            "verified_ops": self._verified.report() if self._verified is not None else None,
             "losses": [[n, _finite(v)] for n, v in self.losses],
             "grad_norms": [[n, _finite(v)] for n, v in self.grad_norms],
             "evaluations": [[n, _finite(v)] for n, v in self.evaluations],

@@ -44,6 +44,7 @@ from .optimizer import Optimizer, local, owned_names
 from .pipeline import GradientAccumulation, Loss, Pipeline, Stage, shard
 from .rerun import Gradients, RerunCheck
 from .trainer_state import ModelState, options, read_checkpoint
+from .verified_calls import VerifiedCalls
 
 
 class TrainingFailed(HalError):
@@ -99,6 +100,7 @@ class Trainer:
         self.notes: list[str] = []
         self.bad_batches = 0
         self._rerun = RerunCheck() if config.rerun_mode == "validate_results" else None
+        self.verified = VerifiedCalls(config, mesh.world)
         self.say: Callable[[str], None] = lambda text: None
         self.parallel, self.replicas = Parallel.of(mesh, config), mesh.comm("dp", "cp")
         self.stages = [self._make_stage(i) for i in layout.stages_of(mesh.at["pp"])]
@@ -261,13 +263,17 @@ class Trainer:
     def _examined(self, found: Gradients) -> Gradients | None:
         """With --rerun-mode, computes a suspect step again. Returns what to apply, or None to skip the batch.
 
-        Raises TrainingFailed if an implementation or the device computes wrong results.
+        Raises TrainingFailed if an implementation or the device computes wrong results; of --verify-ops on any rank.
         """
-        why = self._rerun.suspicion(found) if self._rerun else ""
-        if not why or self._rerun is None:
-            return found
-        cause, text = self._rerun.verdict(found, why, self._gradients)
         where = f"iteration {self.iteration + 1}, samples from {self.consumed} on"
+        wrong = self.verified.wrong()
+        if wrong and self._rerun is None:
+            raise TrainingFailed(f"{where}: {wrong}; nothing was updated")
+        why = self._rerun.suspicion(found) if self._rerun else ""
+        if self._rerun is None or not (wrong or why):
+            return found
+        verdict = self._rerun.verdict_of_check if wrong else self._rerun.verdict
+        cause, text = verdict(found, wrong or why, self._gradients)
         if cause == "persistent":
             raise TrainingFailed(f"{where}: {text}; nothing was updated")
         skip = cause == "input" and self.bad_batches < self.config.skip_bad_batches

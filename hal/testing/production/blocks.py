@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.layouts import sizes, to_bnsd
+from hal.rng import Rng
 
 RUN = 8
 """Adjacent rows or columns of one block."""
@@ -89,23 +90,32 @@ def _narrow(dim: int, start: int, length: int) -> Pick:
     return lambda x: x.narrow(dim, start, length)
 
 
-def _cut(arguments: Arguments, picks: Mapping[str, Pick], drawn: tuple[str, int, int] | None = None) -> dict[str, Any]:
+def cut_out(
+    arguments: Arguments, picks: Mapping[str, Pick], drawn: tuple[str, int, int] | None = None
+) -> dict[str, Any]:
     """The arguments on the CPU, those in `picks` replaced by copies of their parts.
 
     drawn: (parameter whose shape the op draws, dimension, start) if the block begins at `start` of that dimension.
     """
-    cut = dict(arguments)
+    parts = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             part = value.detach()
-            cut[name] = picks[name](part).cpu().clone() if name in picks else part.cpu()
+            parts[name] = picks[name](part).cpu().clone() if name in picks else part.cpu()
     if drawn is not None and arguments.get("rng") is not None:
         name, dim, start = drawn
         shape = arguments[name].shape
         first = [0] * len(shape)
         first[dim] = start
-        cut["rng"] = arguments["rng"].block(shape, first)
-    return cut
+        parts["rng"] = _block_of_draw(arguments["rng"], shape, first)
+    return parts
+
+
+def _block_of_draw(rng: Rng, shape: Sequence[int], start: Sequence[int]) -> Rng:
+    """The block that begins at `start` of a draw of `shape` from `rng`, which may itself be a block of a larger one."""
+    if rng.full_shape is None or rng.start is None:
+        return rng.block(shape, start)
+    return rng.block(rng.full_shape, [a + b for a, b in zip(rng.start, start)])
 
 
 def _starts(x: Tensor, dim: int, draw: random.Random, *, run: int = RUN, drawn: int = 4) -> list[int]:
@@ -136,7 +146,7 @@ def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4, outputs: in
             present = {name: pick for name in names if arguments[name] is not None}
 
             def part(pick: Pick = pick, picks: Mapping[str, Pick] = present, start: int = start) -> Part:
-                return Part(_cut(arguments, picks, (names[0], dim, start)), pick)
+                return Part(cut_out(arguments, picks, (names[0], dim, start)), pick)
 
             yield Block(
                 f"rows {start} to {start + min(run, count - start) - 1} of {count}",
@@ -170,7 +180,7 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
             pick = _narrow(-1, start, length)
 
             def part(pick: Pick = pick, picks: Mapping[str, Pick] = picks, start: int = start) -> Part:
-                return Part(_cut(arguments, picks, (first, 1, start)), pick)
+                return Part(cut_out(arguments, picks, (first, arguments[first].ndim - 1, start)), pick)
 
             yield Block(
                 f"columns {start} to {start + length - 1} of {count}",
@@ -192,7 +202,7 @@ def sums(*names: str, over: Sequence[str]) -> Blocks:
         def parts() -> Iterator[Part]:
             for start in range(0, x.shape[0], step):
                 pick = _narrow(0, start, min(step, x.shape[0] - start))
-                yield Part(_cut(arguments, dict.fromkeys(over, pick), (over[0], 0, start)), pick)
+                yield Part(cut_out(arguments, dict.fromkeys(over, pick), (over[0], 0, start)), pick)
 
         yield Block("all rows", parts, {}, dict.fromkeys(names, _same))
 
@@ -220,8 +230,8 @@ def in_place(*writes: str, reads: Sequence[str] = (), by_column: Sequence[str] =
             length = min(RUN, count - start)
             pick = _narrow(0, start, length)
             picks = dict.fromkeys((*writes_present, *reads), pick)
-            picks |= {name: _narrow(1, start, length) for name in by_column}
-            cut = _cut(plain, picks)
+            picks |= {name: _narrow(-1, start, length) for name in by_column}
+            cut = cut_out(plain, picks)
             outputs = {}
             for name in writes_present:
                 here, there = (f"{name}[0]", f"{name}[{len(arguments[name]) - 1}]") if name in last else (name, name)
@@ -246,18 +256,25 @@ def overflow(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
 
 def table_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """embedding: some ids with the rows of the table that they name, and for some rows all ids that name them."""
-    weight, ids = arguments["weight"], arguments["ids"].cpu()
-    count = ids.shape[0]
+    weight, ids = arguments["weight"], arguments["ids"].cpu().flatten()
+    count = len(ids)
+
+    def flat(y: Tensor) -> Tensor:
+        """[ids..., h] as [number of ids, h]."""
+        return y.reshape(-1, y.shape[-1])
 
     def part(positions: Tensor, table: Tensor) -> Part:
         """positions [n]: of ids; table [t], ascending: numbers of rows of the weight, all that the ids name."""
         cut = {**arguments, "weight": weight.detach()[table.to(weight.device)].cpu()}
         cut["ids"] = torch.searchsorted(table, ids[positions])
-        return Part(cut, lambda dy: dy[positions.to(dy.device)])
+        return Part(cut, lambda dy: _rows_of(positions, flat(dy)))
 
     for start in _starts(ids, 0, draw):
         positions = torch.arange(start, min(start + RUN, count))
-        pick = _narrow(0, start, len(positions))
+
+        def pick(y: Tensor, positions: Tensor = positions) -> Tensor:
+            return _rows_of(positions, flat(y))
+
         yield Block(
             f"ids {start} to {start + len(positions) - 1} of {count}",
             _one(part, positions, ids[positions].unique()),
@@ -302,9 +319,9 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
 
     def part(b: int, g: int, first: int, length: int) -> Part:
         picks = {"q": of_head("q", b, g, first, length), "k": of_head("k", b, g), "v": of_head("v", b, g)}
-        cut = _cut(arguments, picks)
+        cut = cut_out(arguments, picks)
         if arguments["rng"] is not None:
-            cut["rng"] = arguments["rng"].block((batch, n, sq, skv), (b, g * group, first, 0))
+            cut["rng"] = _block_of_draw(arguments["rng"], (batch, n, sq, skv), (b, g * group, first, 0))
         queries_after = sq - (first + length)
         cut["pre_tokens"] = None if before is None else before + queries_after
         cut["next_tokens"] = None if after is None else after - queries_after
@@ -351,7 +368,7 @@ def packed_attention(arguments: Arguments, draw: random.Random) -> Iterator[Bloc
         picks |= dict.fromkeys(("k", "v"), _block_of(k0, k1, g, g + 1))
 
         def part(picks: Mapping[str, Pick] = picks, lengths: tuple[int, int] = (q1 - q0, k1 - k0)) -> Part:
-            cut = _cut(arguments, picks)
+            cut = cut_out(arguments, picks)
             starts = (torch.tensor([0, length], dtype=torch.int32) for length in lengths)
             return Part({**cut, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))}, picks["q"])
 
@@ -385,7 +402,7 @@ def tokens_of_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]
 
         def part(pick: Pick = pick, local: Tensor = local, rows: Pick = rows) -> Part:
             numbers = torch.where(local >= 0, (local >= 0).flatten().cumsum(0).view(local.shape) - 1, -1)
-            cut = _cut(arguments, {"rows": rows, "probs": pick})
+            cut = cut_out(arguments, {"rows": rows, "probs": pick})
             return Part({**cut, "row_map": numbers}, pick)
 
         yield Block(
@@ -410,11 +427,11 @@ def groups(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         alone = torch.tensor([size])
         name = f"columns {column} to {column + columns - 1} of expert {expert} ({size} rows)"
         if in_place_:
-            cut = _cut(arguments, {"x": of_group, "dy": of_product, "main_grad": of_weight})
+            cut = cut_out(arguments, {"x": of_group, "dy": of_product, "main_grad": of_weight})
             label = "main_grad, written in place"
             yield Block(name, _one(Part, {**cut, "group_sizes": alone}, _same), {label: (label, of_weight)}, {})
             continue
-        cut = _cut(arguments, {"x": of_group, "weight": of_weight})
+        cut = cut_out(arguments, {"x": of_group, "weight": of_weight})
         yield Block(
             name,
             _one(Part, {**cut, "group_sizes": alone}, of_product),
@@ -424,7 +441,7 @@ def groups(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         start = first + draw.choice([0, max(0, size - RUN)])
         length = min(RUN, size)
         rows = _narrow(0, start, length)
-        cut = _cut(arguments, {"x": rows, "weight": _narrow(0, expert, 1)})
+        cut = cut_out(arguments, {"x": rows, "weight": _narrow(0, expert, 1)})
         yield Block(
             f"rows {start} to {start + length - 1}, of expert {expert}",
             _one(Part, {**cut, "group_sizes": torch.tensor([length])}, rows),
@@ -438,7 +455,8 @@ def draws(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     shape, rng = tuple(arguments["shape"]), arguments["rng"]
     for start in _starts(torch.empty(shape, device="meta"), 0, draw):
         length = min(RUN, shape[0] - start)
-        cut = {**arguments, "shape": (length, *shape[1:]), "rng": rng.block(shape, (start, *[0] * (len(shape) - 1)))}
+        part_of = _block_of_draw(rng, shape, (start, *[0] * (len(shape) - 1)))
+        cut = {**arguments, "shape": (length, *shape[1:]), "rng": part_of}
         yield Block(
             f"rows {start} to {start + length - 1} of {shape[0]}",
             _one(Part, {**cut, "device": torch.device("cpu")}, _same),

@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,13 @@ from torch import Tensor
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
 from hal.core.op import Op, Sample, TensorSpec
-from hal.errors import HalError, UnsupportedOp
+from hal.errors import UnsupportedOp
 
-from .. import hints
-from ..calls import Outcome, backward, bind, map_tensors, run, tensors, to_double
-from ..checks import wrong_choices
-from ..comparison import errors, measure
+from ..calls import backward, bind, run, tensors
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
 from ..reference import Reference
 from ..subject import Subject
-from .blocks import Block
+from .block_comparison import Judge, Wrong
 from .cases import Case, cases
 
 _PERIOD = (1 << 22) - 3
@@ -90,17 +87,19 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
         for case in chosen:
             sample = case.reduced if small else case.sample
             assert sample is not None
+            call = _Call(subject, case, sample, seed)
             try:
-                reasons = _Call(subject, case, sample, seed).check()
+                reasons = call.check()
                 if reasons:
                     declined[case.name] = "; ".join(reasons)
                 row.samples += not reasons
             except _NoMemory as missing:
                 not_run.append(f"{case.name}: {missing}")
-            except _Wrong as wrong:
+            except Wrong as wrong:
                 failures.append(f"{case.name}: {wrong}")
                 subject.worst = max(subject.worst, wrong.tolerances)
             finally:
+                subject.worst = max(subject.worst, call.judge.worst)
                 _release_memory()
     row.worst_error_in_tolerances = subject.worst if row.samples or failures else None
     row.reasons = not_run + shortened(list(declined.values()))
@@ -118,14 +117,6 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
     return row, declined
 
 
-class _Wrong(AssertionError):
-    """A result that is outside its tolerance, or an exception, in words. tolerances: the error."""
-
-    def __init__(self, text: str, tolerances: float = math.inf) -> None:
-        super().__init__(text)
-        self.tolerances = tolerances
-
-
 class _NoMemory(Exception):
     """A call needs more memory than there is, in words."""
 
@@ -136,10 +127,11 @@ class _Call:
     def __init__(self, subject: Subject, case: Case, sample: Sample, seed: int) -> None:
         self.subject, self.case, self.sample = subject, case, sample
         self.random = random.Random(f"{seed} {case.op} {case.name}")
+        self.judge = Judge(subject.op, subject.dtype, subject.tol, subject.waiver)
         self.with_grad = bool(subject.op.grads) and sample.grad
 
     def check(self) -> tuple[str, ...]:
-        """Runs and compares the call; the reasons if the implementation declines it. Raises _Wrong and _NoMemory."""
+        """Runs and compares the call; the reasons if the implementation declines it. Raises Wrong and _NoMemory."""
         subject, op = self.subject, self.subject.op
         shapes = self._require_memory()
         arguments = bind(op, *_build(self.sample, subject.dtype, subject.device))
@@ -149,12 +141,13 @@ class _Call:
         try:
             reasons = subject.impl.refusals(call)
         except Exception as error:
-            raise _Wrong(f"why_not raised {type(error).__name__}: {error}") from error
+            raise Wrong(f"why_not raised {type(error).__name__}: {error}") from error
         if reasons:
             return reasons
         blocks = list(self.case.blocks(arguments, self.random))
         # A call that writes in place is compared with what the reference makes of copies taken before.
-        expected = [self._expected(block, []) for block in blocks] if op.mutates else []
+        judge = self.judge
+        expected = [judge.expected(block, [], False) for block in blocks] if op.mutates else []
         calls, dys = subject.calls, []
         try:
             # The results are read as a model reads them: without synchronising the device.
@@ -165,18 +158,20 @@ class _Call:
         except UnsupportedOp as error:
             if subject.impl.composed:  # one of the ops that it calls is refused
                 return (str(error).splitlines()[0],)
-            raise _Wrong(f"accepted the call and raised UnsupportedOp: {error}") from error
+            raise Wrong(f"accepted the call and raised UnsupportedOp: {error}") from error
         except Exception as error:
-            raise _Wrong(f"accepted the call and raised {type(error).__name__}: {error}") from error
+            raise Wrong(f"accepted the call and raised {type(error).__name__}: {error}") from error
         if subject.calls != calls + 1:
-            raise _Wrong("why_not accepted the call, then refused it: it is not pure")
+            raise Wrong("why_not accepted the call, then refused it: it is not pure")
         if (given := _described(outcome.outputs)) != shapes:
-            raise _Wrong(f"returned {given}; the reference gives {shapes}")
+            raise Wrong(f"returned {given}; the reference gives {shapes}")
         for number, block in enumerate(blocks):
             exact, native = (
-                expected[number] if expected else self._expected(block, dys, self._prescribed(block, outcome))
+                expected[number]
+                if expected
+                else judge.expected(block, dys, self.with_grad, judge.prescribed(block, outcome.outputs))
             )
-            self._compare(block, outcome, exact, native)
+            judge.compare(block, outcome, exact, native)
         return ()
 
     def _require_memory(self) -> dict[str, str]:
@@ -201,83 +196,6 @@ class _Call:
             raise _NoMemory(f"needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
         return _described(outcome.outputs)
 
-    def _prescribed(self, block: Block, outcome: Outcome) -> dict[str, Tensor]:
-        """The choice of the implementation, as an argument of the reference; {} for an op that chooses nothing.
-
-        Raises _Wrong if rounding does not explain it.
-        """
-        choice = self.subject.op.choice
-        if choice is None:
-            return {}
-        label, pick = block.outputs[f"output {choice.output}"]
-        chosen = pick(outcome.outputs[label].detach()).cpu()
-        (part,) = block.parts()
-        rows = wrong_choices(self.subject.op, choice, to_double(part.arguments), chosen)
-        if rows.numel():
-            found = chosen[rows[0]].tolist()
-            raise _Wrong(f"{label}, {block.name}: {found} in row {int(rows[0])} is not the choice of the reference")
-        return {choice.parameter: chosen}
-
-    def _expected(
-        self, block: Block, dys: Sequence[Tensor], prescribed: Mapping[str, Tensor] = {}
-    ) -> tuple[Outcome, Outcome]:
-        """The block by the reference in float64, and in the dtype under test. prescribed: replaces arguments."""
-
-        def in_double(arguments: Mapping[str, Any]) -> dict[str, Any]:
-            return to_double({**arguments, **prescribed})
-
-        def as_it_is(arguments: Mapping[str, Any]) -> dict[str, Any]:
-            return _copies({**arguments, **prescribed})
-
-        with activated(Reference()):
-            return self._reference(block, dys, in_double), self._reference(block, dys, as_it_is)
-
-    def _reference(self, block: Block, dys: Sequence[Tensor], convert: Callable[[Any], dict[str, Any]]) -> Outcome:
-        """The reference's results, of arguments that `convert` has made; gradients of parts are added in float64."""
-        op, total = self.subject.op, None
-        for part in block.parts():
-            outcome = run(op, op.reference, convert(part.arguments), self.with_grad)
-            if self.with_grad:
-                upstream = [part.upstream(dy).cpu() for dy in dys]
-                outcome.gradients = backward(
-                    outcome, [dy.to(y.dtype) for dy, y in zip(upstream, outcome.differentiable)]
-                )
-            if total is None:
-                total = outcome
-                continue
-            for name in block.gradients:
-                terms = [x.double() for x in (total.gradients.get(name), outcome.gradients.get(name)) if x is not None]
-                total.gradients[name] = sum(terms[1:], start=terms[0]) if terms else None
-        assert total is not None
-        return total
-
-    def _compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
-        subject = self.subject
-        pairs: list[tuple[str, Tensor, Tensor, Tensor, bool]] = []
-        try:
-            for of_part, (label, pick) in block.outputs.items():
-                y = pick(outcome.outputs[label].detach()).cpu()
-                pairs.append((label, y, exact.outputs[of_part], native.outputs[of_part], False))
-            for name in [name for name in block.gradients if name in outcome.gradients]:
-                got, right, rounded = outcome.gradients[name], exact.gradients[name], native.gradients[name]
-                if got is None or right is None or rounded is None:
-                    raise _Wrong(f"{block.name}: the gradient of {name} is missing (None)")
-                if got.shape != outcome.leaves[name].shape or got.dtype != outcome.leaves[name].dtype:
-                    raise _Wrong(f"the gradient of {name} is {got.dtype} {tuple(got.shape)}")
-                y = block.gradients[name](got).cpu()
-                pairs.append((f"the gradient of {name}", y, right, rounded.to(got.dtype), True))
-        except RuntimeError as error:  # errors of asynchronous work surface when its results are read
-            raise _Wrong(f"{block.name}: reading the results raised {type(error).__name__}: {error}") from error
-        if not pairs and self.with_grad:
-            raise HalError(f"{self.case.op}, {self.case.name}: nothing of {block.name} was compared")
-        for label, y, right, rounded, gradient in pairs:
-            result = measure(y, right, rounded, subject.tol, subject.dtype, gradient=gradient)
-            subject.worst = max(subject.worst, result.tolerances)
-            if result.tolerances > subject.waiver:
-                wrong = errors(y, right, rounded, subject.tol, subject.dtype, gradient=gradient) > subject.waiver
-                text = f"{label}, {block.name}: {result.text} (allowed: {subject.waiver:g})"
-                raise _Wrong(text + hints.as_text(hints.pattern(wrong, y, right)), result.tolerances)
-
 
 def _described(outputs: Mapping[str, Any]) -> dict[str, str]:
     """The dtype and shape of every output, or what else it is, by label."""
@@ -285,10 +203,6 @@ def _described(outputs: Mapping[str, Any]) -> dict[str, str]:
         label: f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         for label, y in outputs.items()
     }
-
-
-def _copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return map_tensors(arguments, lambda x: x.detach().cpu().clone())
 
 
 def _build(sample: Sample, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
