@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hal import Comm, ops
+from hal.backend_tools import with_signature_of
 
 from .device import CpuRef
 from .linear import product
@@ -61,14 +62,9 @@ def _backward(
 
 
 @CpuRef.impl(ops.linear_cross_entropy, id="cpu_ref/sliced", why_not=refuses(ops.linear_cross_entropy), bwd=_backward)
+@with_signature_of(ops.linear_cross_entropy)
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    vocab_start: int = 0,
-    comm: Comm | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, vocab_start: int, comm: Comm | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     v, target, sharded = weight.shape[0], target.contiguous(), comm if comm is not None and comm.size > 1 else None
     classes = v * (1 if sharded is None else sharded.size)

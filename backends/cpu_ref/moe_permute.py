@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal import ContractError, address, ops
+from hal.backend_tools import permute_backward
 
 from .build import lib
 from .device import CpuRef
@@ -48,7 +49,7 @@ def _scatter(x: Tensor, row_map: Tensor, sizes: Tensor, rows: int, capacity: int
     return out
 
 
-def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """The sum of each token's rows, [t, h], for rows [n, h], row_map [t, k] and probs [t, k] (real), all contiguous."""
     out = empty((len(row_map), rows.shape[1]), rows.dtype)
     if out.numel():
@@ -64,17 +65,7 @@ def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
     return out
 
 
-def _permute_bwd(residuals: tuple[Any, ...], drows: Tensor, *dpermuted: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dx [t, h] from drows [n, h], and dprobs [t, k] from those of the rows [n]."""
-    (row_map,) = residuals
-    dx = _gather(drows.contiguous(), row_map, None)
-    if not dpermuted:
-        return dx, None
-    dprobs = torch.cat([dpermuted[0], dpermuted[0].new_zeros(1)])[row_map]  # -1 is the zero at the end
-    return dx, dprobs
-
-
-@CpuRef.impl(ops.permute, id="cpu_ref/c", why_not=refuses(ops.permute), bwd=_permute_bwd)
+@CpuRef.impl(ops.permute, id="cpu_ref/c", why_not=refuses(ops.permute), bwd=permute_backward(_gather))
 def permute(
     x: Tensor, indices: Tensor, num_experts: int, *, probs: Tensor | None = None, capacity: int | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import hal
 from hal import Call, Rng, address, dropout_threshold, ops
-from hal.backend_tools import draw_reasons, draw_rows, dropout_from
+from hal.backend_tools import draw_device_reasons, draw_reasons, draw_rows, dropout_from
 
 from .build import lib
 from .device import CpuRef
@@ -26,9 +26,7 @@ def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 @hal.by_metadata
 def _why_not_uniform(call: Call) -> Sequence[str]:
-    if call.device is not None and torch.device(call.device).type != "cpu":
-        return [f"device {call.device} (cpu_ref draws into CPU memory)"]
-    return draw_reasons(call.rng, call.shape)
+    return draw_device_reasons(call.device, "cpu", "cpu_ref") or draw_reasons(call.rng, call.shape)
 
 
 @CpuRef.impl(ops.philox_uniform, id="cpu_ref/c", why_not=_why_not_uniform)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import hal
 from hal import Call, Rng, address, dropout_threshold, ops
-from hal.backend_tools import draw_reasons
+from hal.backend_tools import bias_dropout_add_from, draw_reasons
 
 from .build import lib
 from .device import CpuRef
@@ -55,40 +54,36 @@ def _run(
     )
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
-    bias, data, p, rng = residuals
-    same = p == 0.0 and dy.dtype == data  # in this case the gradient of x is dy itself
-    if same and bias is None:
-        return dy, None, dy
-    # dy has the dtype of the residual stream, which may be wider than that of dx.
-    rows = dy.contiguous()
-    dx = dy if same else empty(dy.shape, data)
+def _add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, rng: Rng | None) -> Tensor:
+    out = empty(residual.shape, residual.dtype)
+    b = None if bias is None else parameter(bias, REAL[x.dtype])
+    _run(x.contiguous(), b, residual.contiguous(), out, x.dtype, p, rng)
+    return out
+
+
+def _gradients(
+    dy: Tensor, wants_dx: bool, bias: Tensor | None, data: torch.dtype, p: float, rng: Rng | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx in the dtype `data` if wanted, and dbias (None without a bias), from dy [..., width]."""
+    dx = empty(dy.shape, data) if wants_dx else None
     if bias is None:
-        _run(rows, None, None, dx, data, p, rng)
-        return dx, None, dy
+        assert dx is not None
+        _run(dy, None, None, dx, data, p, rng)
+        return dx, None
     dbias = torch.zeros(bias.shape, dtype=REAL[data])
     if dy.numel():
         lib().hal_dropout_bwd(
             CODE[data],
-            rows.data_ptr() or address(rows),
+            dy.data_ptr() or address(dy),
             dy.dtype != data,
-            0 if same else dx.data_ptr() or address(dx),
+            address(dx),
             dbias.data_ptr() or address(dbias),
             dropout_threshold(p),
             1.0 / (1.0 - p),
             *draw_of(rng or _NO_DRAW, dy.shape, dy.shape[-1]),
         )
-    return dx, dbias.to(bias.dtype), dy
+    return dx, dbias.to(bias.dtype)
 
 
-@CpuRef.impl(ops.bias_dropout_add, id="cpu_ref/c", why_not=_why_not, bwd=_backward)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    if rng is None:
-        p = 0.0
-    out = empty(residual.shape, residual.dtype)
-    b = None if bias is None else parameter(bias, REAL[x.dtype])
-    _run(x.contiguous(), b, residual.contiguous(), out, x.dtype, p, rng)
-    return out, (bias, x.dtype, p, rng)
+bias_dropout_add, _backward = bias_dropout_add_from(_add, _gradients)
+CpuRef.impl(ops.bias_dropout_add, id="cpu_ref/c", why_not=_why_not, bwd=_backward)(bias_dropout_add)

@@ -6,13 +6,14 @@ grouped_mm reads the sizes of the groups on the device; one product per group ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import Call, ops
+from hal.backend_tools import filled_groups
 
 from . import launch
 from .device import Cuda
@@ -59,19 +60,10 @@ def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tens
     return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends), (x, weight, ends)
 
 
-def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
-    """Every expert that has rows, and its rows."""
-    start = 0
-    for expert, size in enumerate(group_sizes.tolist()):
-        if size:
-            yield expert, slice(start, start + size)
-        start += size
-
-
 def _loop_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
     x, weight, group_sizes = residuals
     dx, dweight = torch.empty_like(x) if needs[0] else None, torch.zeros_like(weight) if needs[1] else None
-    for expert, rows in _groups(group_sizes):
+    for expert, rows in filled_groups(group_sizes.tolist()):
         if dx is not None:
             dx[rows] = dy[rows] @ weight[expert]
         if dweight is not None:
@@ -82,7 +74,7 @@ def _loop_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -
 @Cuda.impl(ops.grouped_linear, id="cuda/loop", why_not=refuses(ops.grouped_linear), bwd=_loop_bwd)
 def grouped_linear_by_loop(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     y = torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)
-    for expert, rows in _groups(group_sizes):
+    for expert, rows in filled_groups(group_sizes.tolist()):
         y[rows] = torch.nn.functional.linear(x[rows], weight[expert])
     return y, (x, weight, group_sizes)
 
@@ -94,7 +86,7 @@ def grouped_linear_by_loop(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tu
 )
 def grouped_linear_wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, main_grad: Tensor) -> None:
     # grouped_mm rounds the product to x's dtype, so it would lose what main_grad is for.
-    for expert, rows in _groups(group_sizes):
+    for expert, rows in filled_groups(group_sizes.tolist()):
         linear_wgrad(x[rows], dy[rows], main_grad[expert])
 
 

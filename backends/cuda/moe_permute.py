@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
+from hal.backend_tools import permute_backward, permuted_probs, unpermute_from
 
 from . import launch
 from .device import Cuda
@@ -29,11 +30,20 @@ def _plan(indices: Tensor, num_experts: int, capacity: int | None) -> tuple[Tens
     return torch.where(kept, row, -1).view(indices.shape), sizes
 
 
-def _shape(x: Tensor, *others: Tensor) -> tuple[int, int]:
-    """(threads, whether all rows can be read 16 bytes at a time) for rows like those of x [..., h]."""
-    h, lanes = x.shape[-1], LANES[x.dtype]
-    vec = h % lanes == 0 and aligned(x, *others)
-    return threads_for(-(-h // (lanes if vec else 1))), int(vec)
+def _run(kernel: str, row_map: Tensor, vectors: tuple[Tensor, ...], *tensors: Tensor | None) -> None:
+    """Launches a kernel with one block per token of row_map [t, k]; vectors [..., h]: those of `tensors` that it reads
+    or writes 16 bytes at a time if all of them allow it."""
+    h, lanes = vectors[0].shape[-1], LANES[vectors[0].dtype]
+    vec = h % lanes == 0 and aligned(*vectors)
+    launch.run(
+        f"{kernel}<{TYPE[vectors[0].dtype]}>",
+        (launch.blocks(len(row_map)), 1),
+        threads_for(-(-h // (lanes if vec else 1))),
+        *tensors,
+        *row_map.shape,
+        h,
+        int(vec),
+    )
 
 
 def _zero_unused(out: Tensor, row_map: Tensor) -> None:
@@ -51,53 +61,20 @@ def _scatter(x: Tensor, row_map: Tensor, n: int) -> Tensor:
     if not out.numel():
         return out
     if x.numel():
-        threads, vec = _shape(x, out)
-        launch.run(
-            f"moe_scatter<{TYPE[x.dtype]}>",
-            (launch.blocks(len(x)), 1),
-            threads,
-            x,
-            row_map,
-            out,
-            *row_map.shape,
-            x.shape[1],
-            vec,
-        )
+        _run("moe_scatter", row_map, (x, out), x, row_map, out)
     _zero_unused(out, row_map)
     return out
 
 
-def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """The sum of each token's rows, [t, h], for rows [n, h], row_map [t, k] and probs [t, k] (float32)."""
-    rows = rows.contiguous()
     out = torch.empty(len(row_map), rows.shape[1], dtype=rows.dtype, device=rows.device)
     if out.numel():
-        threads, vec = _shape(rows, out)
-        launch.run(
-            f"moe_gather<{TYPE[rows.dtype]}>",
-            (launch.blocks(len(out)), 1),
-            threads,
-            rows,
-            row_map,
-            probs,
-            out,
-            *row_map.shape,
-            rows.shape[1],
-            vec,
-        )
+        _run("moe_gather", row_map, (rows, out), rows, row_map, probs, out)
     return out
 
 
-def _permute_bwd(residuals: tuple[Any, ...], drows: Tensor, *dpermuted: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dx [t, h] from drows [n, h], and dprobs [t, k] from those of the rows [n]."""
-    (row_map,) = residuals
-    dx = _gather(drows, row_map, None)
-    if not dpermuted:
-        return dx, None
-    return dx, torch.cat([dpermuted[0], dpermuted[0].new_zeros(1)])[row_map]  # -1 is the zero at the end
-
-
-@Cuda.impl(ops.permute, id="cuda/kernel", why_not=refuses(ops.permute), bwd=_permute_bwd)
+@Cuda.impl(ops.permute, id="cuda/kernel", why_not=refuses(ops.permute), bwd=permute_backward(_gather))
 def permute(
     x: Tensor, indices: Tensor, num_experts: int, *, probs: Tensor | None = None, capacity: int | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -106,40 +83,18 @@ def permute(
     result = (_scatter(x, row_map, n), row_map, sizes)
     if probs is None:
         return result, (row_map,)
-    flat = row_map.flatten()
-    permuted = torch.zeros(n + 1, dtype=probs.dtype, device=probs.device)
-    permuted.scatter_(0, torch.where(flat < 0, n, flat), probs.detach().flatten())
-    return (*result, permuted[:n].clone()), (row_map,)
+    return (*result, permuted_probs(probs, row_map, n)), (row_map,)
 
 
-def _unpermute_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def _gather_bwd(rows: Tensor, row_map: Tensor, probs: Tensor | None, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """drows [n, h] and dprobs [t, k] (None without probs) from dy [t, h]."""
-    rows, row_map, weights, dtype = residuals
-    dy, drows = dy.contiguous(), torch.empty_like(rows)
-    dprobs = None if weights is None else torch.zeros_like(weights)
+    drows, dprobs = torch.empty_like(rows), None if probs is None else torch.zeros_like(probs)
     if dy.numel():
-        threads, vec = _shape(rows, dy, drows)
-        launch.run(
-            f"moe_gather_bwd<{TYPE[rows.dtype]}>",
-            (launch.blocks(len(dy)), 1),
-            threads,
-            rows,
-            row_map,
-            weights,
-            dy,
-            drows,
-            dprobs,
-            *row_map.shape,
-            rows.shape[1],
-            vec,
-        )
+        _run("moe_gather_bwd", row_map, (rows, dy, drows), rows, row_map, probs, dy, drows, dprobs)
     if drows.numel():
         _zero_unused(drows, row_map)
-    return drows, None if dprobs is None else dprobs.to(dtype)
+    return drows, dprobs
 
 
-@Cuda.impl(ops.unpermute, id="cuda/kernel", why_not=refuses(ops.unpermute), bwd=_unpermute_bwd)
-def unpermute(rows: Tensor, row_map: Tensor, *, probs: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
-    rows, row_map = rows.contiguous(), row_map.contiguous()
-    weights = None if probs is None else probs.detach().float().contiguous()
-    return _gather(rows, row_map, weights), (rows, row_map, weights, None if probs is None else probs.dtype)
+unpermute, _unpermute_bwd = unpermute_from(_gather, _gather_bwd)
+Cuda.impl(ops.unpermute, id="cuda/kernel", why_not=refuses(ops.unpermute), bwd=_unpermute_bwd)(unpermute)

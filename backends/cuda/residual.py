@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal import Call, Rng, dropout_threshold, ops
-from hal.backend_tools import draw_reasons
+from hal.backend_tools import bias_dropout_add_from, draw_reasons
 
 from . import launch
 from .device import Cuda
@@ -23,28 +22,33 @@ def _why_not(call: Call) -> Sequence[str]:
     return reasons(call.x, call.bias, call.residual) or draw_reasons(call.rng, call.x.shape)
 
 
-def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
-    bias, data, p, rng = residuals
-    same = p == 0.0 and dy.dtype == data  # in this case the gradient of x is dy itself
-    if same and bias is None:
-        return dy, None, dy
-    dense = dy.contiguous()
-    dx = None if same else torch.empty(dense.shape, dtype=data, device=dy.device)
+def _add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, rng: Rng | None) -> Tensor:
+    y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    dense = None if bias is None else bias.contiguous()
+    if y.numel():
+        run_dropout(x.contiguous(), dense, residual.contiguous(), y, p, rng or _NO_DRAW, x.shape[-1])
+    return y
+
+
+def _gradients(
+    dy: Tensor, wants_dx: bool, bias: Tensor | None, data: torch.dtype, p: float, rng: Rng | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx in the dtype `data` if wanted, and dbias (None without a bias), from dy [..., width]."""
+    dx = torch.empty(dy.shape, dtype=data, device=dy.device) if wants_dx else None
     dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    if not dense.numel():
-        return dy if dx is None else dx, None if dbias is None else dbias.zero_(), dy
-    width = dense.shape[-1]
-    draw, rows = draw_of(rng or _NO_DRAW, dense.shape, width)
+    if not dy.numel():
+        return dx, None if dbias is None else dbias.zero_()
+    width = dy.shape[-1]
+    draw, rows = draw_of(rng or _NO_DRAW, dy.shape, width)
     lanes = max(LANES[data], LANES[dy.dtype])
-    vec = aligned(dense, dx) and width % lanes == 0
+    vec = aligned(dy, dx) and width % lanes == 0
     grid, threads = grid_for(rows, width, lanes if vec else 1)
     partial = None if bias is None else torch.empty(grid[1], width, dtype=torch.float32, device=dy.device)
     launch.run(
         f"dropout_bwd<{TYPE[data]}, {TYPE[dy.dtype]}>",
         grid,
         threads,
-        dense,
+        dy,
         dx,
         partial,
         draw,
@@ -54,17 +58,8 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     )
     if dbias is not None and partial is not None:
         column_sum(partial, grid[1], dbias)
-    return dy if dx is None else dx, dbias, dy
+    return dx, dbias
 
 
-@Cuda.impl(ops.bias_dropout_add, id="cuda/kernel", why_not=_why_not, bwd=_backward)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    if rng is None:
-        p = 0.0
-    y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    dense = None if bias is None else bias.contiguous()
-    if y.numel():
-        run_dropout(x.contiguous(), dense, residual.contiguous(), y, p, rng or _NO_DRAW, x.shape[-1])
-    return y, (bias, x.dtype, p, rng)
+bias_dropout_add, _backward = bias_dropout_add_from(_add, _gradients)
+Cuda.impl(ops.bias_dropout_add, id="cuda/kernel", why_not=_why_not, bwd=_backward)(bias_dropout_add)

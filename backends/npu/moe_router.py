@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hal import Call, ops
+from hal.backend_tools import with_signature_of
 
 from .composed import ID
 from .device import Npu
@@ -47,17 +48,9 @@ def _backward(residuals: tuple[Any, ...], dprobs: Tensor) -> tuple[Tensor]:
 
 
 @Npu.impl(ops.moe_router, id="npu/gating_top_k_softmax", why_not=_why_not, bwd=_backward)
+@with_signature_of(ops.moe_router)
 def moe_router(
-    logits: Tensor,
-    topk: int,
-    *,
-    score_function: str = "softmax",
-    pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float = 1.0,
-    expert_bias: Tensor | None = None,
-    indices: Tensor | None = None,
+    logits: Tensor, topk: int, pre_softmax: bool, scaling_factor: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     # In float32, so that probabilities are rounded once, after they are scaled.
     probs, experts, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(

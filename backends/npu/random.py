@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hal
 from hal import Call, Rng, ops
+from hal.backend_tools import draw_device_reasons
 
 from .device import Npu
 from .tensors import add_bias, refuses
@@ -67,9 +68,7 @@ def keep_mask(shape: Sequence[int], p: float, rng: Rng, device: torch.device) ->
 
 
 def _why_not_uniform(call: Call) -> Sequence[str]:
-    if call.device is not None and torch.device(call.device).type != "npu":
-        return [f"device {call.device} (npu draws into the NPU's memory)"]
-    return ()
+    return draw_device_reasons(call.device, "npu", "npu")
 
 
 @Npu.impl(ops.philox_uniform, id="npu/torch", why_not=_why_not_uniform)

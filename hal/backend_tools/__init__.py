@@ -25,6 +25,15 @@ from .compilation import (
     place,
     run_compiler,
 )
+from .moe import (
+    RouterSpec,
+    filled_groups,
+    permute_backward,
+    permuted_probs,
+    router_from,
+    router_spec,
+    unpermute_from,
+)
 from .optimizer import (
     AdamWMember,
     AdamWScalars,
@@ -34,7 +43,14 @@ from .optimizer import (
     adamw_written,
     in_place_reasons,
 )
-from .random_draws import draw_reasons, draw_rows, draw_steps, dropout_from
+from .random_draws import (
+    bias_dropout_add_from,
+    draw_device_reasons,
+    draw_reasons,
+    draw_rows,
+    draw_steps,
+    dropout_from,
+)
 from .rotary import angle_strides, rotary_from
 from .signatures import why_not_tensors, with_signature_of
 from .tensors import by_dtype, copy_back, host_tensor_reasons, rows_of
@@ -46,6 +62,7 @@ __all__ = [
     "AdamWScalars",
     "AttentionSpec",
     "CuSeqlens",
+    "RouterSpec",
     "activations_from",
     "adamw_groups",
     "adamw_members",
@@ -55,6 +72,7 @@ __all__ = [
     "announce",
     "attention_spec",
     "attention_strides",
+    "bias_dropout_add_from",
     "bounded",
     "build_once",
     "by_dtype",
@@ -62,22 +80,29 @@ __all__ = [
     "compiler_version",
     "copy_back",
     "cross_entropy_from",
+    "draw_device_reasons",
     "draw_reasons",
     "draw_rows",
     "draw_steps",
     "dropout_from",
+    "filled_groups",
     "find_compiler",
     "host_tensor_reasons",
     "in_place_reasons",
     "intact",
     "locked",
     "packed_starts",
+    "permute_backward",
+    "permuted_probs",
     "place",
     "rotary_from",
+    "router_from",
+    "router_spec",
     "rows_of",
     "run_compiler",
     "sharded_embedding",
     "sharded_embedding_gradient",
+    "unpermute_from",
     "why_not_tensors",
     "with_signature_of",
 ]

@@ -1,4 +1,4 @@
-"""Describes random draws for kernels, and builds ops.dropout from one function that drops elements."""
+"""Describes random draws for kernels, and builds ops.dropout and ops.bias_dropout_add from functions that draw."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hal.rng import Rng
@@ -44,6 +45,16 @@ def draw_reasons(rng: Rng | None, shape: Sequence[int]) -> Sequence[str]:
     return ()
 
 
+def draw_device_reasons(device: torch.device | str | None, kind: str, backend: str) -> Sequence[str]:
+    """Reasons why a backend cannot draw on the device that ops.philox_uniform was given; empty if it can.
+
+    kind: the type of the devices in whose memory the backend draws ("cpu"). backend: its name, for the message.
+    """
+    if device is None or torch.device(device).type == kind:
+        return ()
+    return [f"device {device} ({backend} draws into {kind.upper()} memory)"]
+
+
 def dropout_from(
     drop: Callable[[Tensor, float, Rng], Tensor],
 ) -> tuple[Callable[..., tuple[Tensor, tuple[Any, ...]]], Callable[..., tuple[Tensor]]]:
@@ -63,3 +74,40 @@ def dropout_from(
         return (dy if p == 0.0 else drop(dy, p, rng),)
 
     return dropout, backward
+
+
+def bias_dropout_add_from(
+    add: Callable[[Tensor, Tensor | None, Tensor, float, Rng | None], Tensor],
+    gradients: Callable[
+        [Tensor, bool, Tensor | None, torch.dtype, float, Rng | None], tuple[Tensor | None, Tensor | None]
+    ],
+) -> tuple[Callable[..., tuple[Tensor, tuple[Any, ...]]], Callable[..., tuple[Tensor, Tensor | None, Tensor]]]:
+    """The forward and backward function of ops.bias_dropout_add, for `Backend.impl`.
+
+    add(x [..., width], bias [width], residual [..., width], p, rng): residual + dropout(x + bias) in residual's dtype,
+        in new memory. p is 0 if rng is None.
+    gradients(dy [..., width], wants_dx, bias, dtype, p, rng): (dx in `dtype`, dbias), where dbias is None without a
+        bias; dy is contiguous. dx is not used unless wants_dx: without dropout and in the dtype of dy, it is dy itself.
+        The function is not called for such a dx if there is no bias.
+    """
+
+    def bias_dropout_add(
+        x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        if rng is None:
+            p = 0.0
+        return add(x, bias, residual, p, rng), (bias, x.dtype, p, rng)
+
+    def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        bias, dtype, p, rng = residuals
+        # dy has the dtype of the residual stream, which may be wider than that of x.
+        wants_dx = p != 0.0 or dy.dtype != dtype
+        if not wants_dx and bias is None:
+            return dy, None, dy
+        dx, dbias = gradients(dy.contiguous(), wants_dx, bias, dtype, p, rng)
+        if not wants_dx:
+            return dy, dbias, dy
+        assert dx is not None
+        return dx, dbias, dy
+
+    return bias_dropout_add, backward

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hal import Call, Rng, dropout_threshold, ops
-from hal.backend_tools import draw_reasons, draw_rows, dropout_from
+from hal.backend_tools import bias_dropout_add_from, draw_device_reasons, draw_reasons, draw_rows, dropout_from
 
 from .device import OpenCL
 from .engine import CHUNK
@@ -34,9 +34,7 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
 
 
 def _why_not_uniform(call: Call) -> Sequence[str]:
-    if call.device is not None and torch.device(call.device).type != "cpu":
-        return [f"device {call.device} (opencl draws into CPU memory)"]
-    return draw_reasons(call.rng, call.shape)
+    return draw_device_reasons(call.device, "cpu", "opencl") or draw_reasons(call.rng, call.shape)
 
 
 @OpenCL.impl(ops.philox_uniform, id="opencl/cl", why_not=_why_not_uniform)
@@ -83,28 +81,26 @@ def _why_not_add(call: Call) -> Sequence[str]:
     return reasons(call.x, call.bias, call.residual) or draw_reasons(call.rng, call.x.shape)
 
 
-def _add_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dx, dbias (None without a bias) and dresidual, from dy [..., width]. The residual's gradient is dy itself."""
-    bias, dtype, p, rng = residuals
+def _add_gradients(
+    dy: Tensor, wants_dx: bool, bias: Tensor | None, dtype: torch.dtype, p: float, rng: Rng | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx in `dtype`, wanted or not, and dbias (None without a bias), from dy [..., width]."""
     if bias is None:
-        return dy if p == 0.0 and dy.dtype == dtype else _drop(dy, None, None, dtype, p, rng), None, dy
-    rows, dbias = dy.contiguous(), torch.zeros_like(bias)
-    dx = torch.empty(dy.shape, dtype=dtype)
+        return _drop(dy, None, None, dtype, p, rng), None
+    dx, dbias = torch.empty(dy.shape, dtype=dtype), torch.zeros_like(bias)
     if dy.numel():
         draw, count, width = _draw(rng or _NO_DRAW, dy.shape, dy.shape[-1])
         with KernelCall() as call:
             partial = call.scratch(pieces(count) * width)
             call.run(
                 *("random", "dropout_bwd", {"T": dtype, "R": dy.dtype}, spans(count, width)),
-                *(rows, Out(dx), partial, np.uint32(dropout_threshold(p)), 1.0 / (1.0 - p), *draw, count, width),
+                *(dy, Out(dx), partial, np.uint32(dropout_threshold(p)), 1.0 / (1.0 - p), *draw, count, width),
             )
             column_sum(call, partial, pieces(count), dbias)
-    return dx, dbias, dy
+    return dx, dbias
 
 
-@OpenCL.impl(ops.bias_dropout_add, id="opencl/cl", why_not=_why_not_add, bwd=_add_bwd)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    p = 0.0 if rng is None else p
-    return _drop(x, bias, residual, residual.dtype, p, rng), (bias, x.dtype, p, rng)
+bias_dropout_add, _add_bwd = bias_dropout_add_from(
+    lambda x, bias, residual, p, rng: _drop(x, bias, residual, residual.dtype, p, rng), _add_gradients
+)
+OpenCL.impl(ops.bias_dropout_add, id="opencl/cl", why_not=_why_not_add, bwd=_add_bwd)(bias_dropout_add)

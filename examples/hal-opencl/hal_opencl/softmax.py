@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
+from hal.backend_tools import with_signature_of
 
 from .device import OpenCL
 from .memory import KernelCall, Out
@@ -36,9 +37,8 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
 
 
 @OpenCL.impl(ops.scale_mask_softmax, id="opencl/cl", why_not=refuses(ops.scale_mask_softmax), bwd=_backward)
-def scale_mask_softmax(
-    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
-) -> tuple[Tensor, tuple[Any, ...]]:
+@with_signature_of(ops.scale_mask_softmax)
+def scale_mask_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, tuple[Any, ...]]:
     x = x.contiguous()
     y, stats = torch.empty_like(x), torch.empty(2, math.prod(x.shape[:3]))
     _run("softmax_fwd", x, (x, Out(y), Out(stats)), mask, scale, causal)
