@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import Call, ContractError, address, ops
+from hal import Call, ContractError, ops
 
 from .build import lib
 from .device import CpuRef
 from .linear import fast, product
 from .memory import empty
-from .tensors import CODE, REAL, parameter, reasons, refuses
+from .tensors import CODE, REAL, addresses, parameter, reasons, refuses
 
 _FEW = 32
 """Up to this many rows, a group is multiplied by the kernel (which can take 64)."""
@@ -42,10 +42,7 @@ def _multiply(x: Tensor, weight: Tensor, group_sizes: Tensor, sizes: Sequence[in
         kernel = lib().hal_grouped_linear_dx if transposed else lib().hal_grouped_linear
         small = kernel(
             CODE[x.dtype],
-            x.data_ptr() or address(x),
-            weight.data_ptr() or address(weight),
-            group_sizes.data_ptr() or address(group_sizes),
-            y.data_ptr() or address(y),
+            *addresses(x, weight, group_sizes, y),
             *weight.shape,
             _FEW,
         )
@@ -85,10 +82,7 @@ def _wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, dw: Tensor, *, add: bool)
     x, dy, group_sizes = x.contiguous(), dy.contiguous(), group_sizes.contiguous()
     multiplied = lib().hal_grouped_linear_wgrad(
         CODE[x.dtype],
-        dy.data_ptr() or address(dy),
-        x.data_ptr() or address(x),
-        group_sizes.data_ptr() or address(group_sizes),
-        dw.data_ptr(),
+        *addresses(dy, x, group_sizes, dw),
         *dw.shape,
         add,
     )
@@ -131,11 +125,7 @@ def _swiglu_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...])
     if x.numel():
         lib().hal_grouped_swiglu_bwd(
             CODE[x.dtype],
-            x.data_ptr() or address(x),
-            weights.data_ptr() or address(weights),
-            dy.data_ptr() or address(dy),
-            address(dx),
-            address(dprobs),
+            *addresses(x, weights, dy, dx, dprobs),
             *dy.shape,
         )
     return dx, None if dprobs is None else dprobs.to(probs.dtype)
@@ -149,9 +139,7 @@ def grouped_swiglu(x: Tensor, probs: Tensor) -> tuple[Tensor, tuple[Tensor, Tens
     if y.numel():
         lib().hal_grouped_swiglu_fwd(
             CODE[x.dtype],
-            x.data_ptr() or address(x),
-            weights.data_ptr() or address(weights),
-            y.data_ptr() or address(y),
+            *addresses(x, weights, y),
             *y.shape,
         )
     return y, (x, probs)

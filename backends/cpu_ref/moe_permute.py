@@ -13,7 +13,7 @@ from hal.backend_tools import permute_backward
 from .build import lib
 from .device import CpuRef
 from .memory import empty
-from .tensors import CODE, REAL, parameter, refuses
+from .tensors import CODE, REAL, addresses, parameter, refuses
 
 
 def _plan(indices: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor, int]:
@@ -21,9 +21,7 @@ def _plan(indices: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Ten
     indices = indices.contiguous()
     row_map, sizes = torch.empty_like(indices), torch.empty(num_experts, dtype=torch.int64)
     filled: int = lib().hal_moe_plan(
-        indices.data_ptr() or address(indices),
-        row_map.data_ptr() or address(row_map),
-        sizes.data_ptr(),
+        *addresses(indices, row_map, sizes),
         indices.numel(),
         num_experts,
         capacity,
@@ -55,10 +53,7 @@ def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tenso
     if out.numel():
         lib().hal_moe_gather(
             CODE[rows.dtype],
-            rows.data_ptr() or address(rows),
-            row_map.data_ptr() or address(row_map),
-            address(probs),
-            out.data_ptr(),
+            *addresses(rows, row_map, probs, out),
             *row_map.shape,
             rows.shape[1],
         )
@@ -98,12 +93,7 @@ def _unpermute_bwd(
         dy = dy.contiguous()
         lib().hal_moe_gather_bwd(
             CODE[rows.dtype],
-            rows.data_ptr() or address(rows),
-            row_map.data_ptr() or address(row_map),
-            address(weights),
-            dy.data_ptr() or address(dy),
-            address(drows),
-            address(dprobs),
+            *addresses(rows, row_map, weights, dy, drows, dprobs),
             *row_map.shape,
             *rows.shape,
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hal import ContractError, address, ops
+from hal import ContractError, ops
 from hal.backend_tools import RouterSpec, router_from
 
 from .build import lib
 from .device import CpuRef
-from .tensors import CODE, REAL, parameter, refuses
+from .tensors import CODE, REAL, addresses, parameter, refuses
 
 
 def _forward(
@@ -20,11 +20,9 @@ def _forward(
         CODE[logits.dtype],
         spec.selection,
         spec.probability,
-        logits.data_ptr() or address(logits),
-        address(bias),
+        *addresses(logits, bias),
         given,
-        probs.data_ptr() or address(probs),
-        indices.data_ptr() or address(indices),
+        *addresses(probs, indices),
         *logits.shape,
         spec.topk,
         spec.groups,
@@ -38,10 +36,7 @@ def _backward(logits: Tensor, indices: Tensor, dprobs: Tensor, dlogits: Tensor, 
     lib().hal_moe_router_bwd(
         CODE[logits.dtype],
         spec.probability,
-        logits.data_ptr(),
-        indices.data_ptr(),
-        dprobs.data_ptr() or address(dprobs),
-        dlogits.data_ptr(),
+        *addresses(logits, indices, dprobs, dlogits),
         *logits.shape,
         spec.topk,
         spec.scale,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,47 +16,54 @@ from .memory import empty_like
 from .tensors import CODE, REAL, parameter, refuses
 
 
-def _layer_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx like x, dweight and dbias [width], from dy like x. stats [2, rows]: mean and 1 / standard deviation."""
+def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    """dx like x, dweight [width] and, if there is a bias, dbias [width], from dy like x. stats: see _forward."""
     x, weight, bias, stats = residuals
-    real, dy, rows = stats.dtype, dy.contiguous(), rows_of(x)
-    w, dx, grads = parameter(weight, real), empty_like(x), torch.empty(2, x.shape[-1], dtype=real)
-    dw, db = grads.unbind()
-    # stats is contiguous, so the reciprocal standard deviations follow the means.
-    mean = stats.data_ptr() or address(stats)
+    real, dy = stats.dtype, dy.contiguous()
+    w, dx, dw = parameter(weight, real), empty_like(x), torch.empty(x.shape[-1], dtype=real)
+    db = None if bias is None else torch.empty_like(dw)
+    mean, rstd = _addresses(stats)
     lib().hal_norm_bwd(
         CODE[x.dtype],
-        1,
+        db is not None,
         x.data_ptr() or address(x),
         w.data_ptr() or address(w),
         mean,
-        mean + rows * stats.element_size(),
+        rstd,
         dy.data_ptr() or address(dy),
         dx.data_ptr() or address(dx),
         dw.data_ptr() or address(dw),
-        db.data_ptr() or address(db),
-        rows,
+        address(db),
+        rows_of(x),
         x.shape[-1],
     )
+    if bias is None or db is None:
+        return dx, dw.to(weight.dtype)
     return dx, dw.to(weight.dtype), db.to(bias.dtype)
 
 
-@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=refuses(ops.layer_norm), bwd=_layer_norm_bwd)
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
-    real, x = REAL[x.dtype], x.contiguous()
-    rows = rows_of(x)
-    w, b = parameter(weight, real), parameter(bias, real)
-    y, stats = empty_like(x), torch.empty(2, rows, dtype=real)
-    mean = stats.data_ptr() or address(stats)
+def _addresses(stats: Tensor) -> tuple[int, int]:
+    """The addresses of the means, 0 if there are none, and of the reciprocal deviations, which follow them."""
+    first = stats.data_ptr() or address(stats)
+    return (0, first) if stats.ndim == 1 else (first, first + stats.shape[1] * stats.element_size())
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, tuple[Any, ...]]:
+    """y like x, and residuals. With a bias, the norm is layer_norm and stats is [2, rows]: mean and 1 / standard
+    deviation. Without one it is rms_norm, and stats is [rows]: 1 / root mean square."""
+    real, x, rows = REAL[x.dtype], x.contiguous(), rows_of(x)
+    w, b = parameter(weight, real), None if bias is None else parameter(bias, real)
+    y, stats = empty_like(x), torch.empty(rows if b is None else (2, rows), dtype=real)
+    mean, rstd = _addresses(stats)
     lib().hal_norm_fwd(
         CODE[x.dtype],
-        1,
+        b is not None,
         x.data_ptr() or address(x),
         w.data_ptr() or address(w),
-        b.data_ptr() or address(b),
+        address(b),
         y.data_ptr() or address(y),
         mean,
-        mean + rows * stats.element_size(),
+        rstd,
         eps,
         rows,
         x.shape[-1],
@@ -62,44 +71,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     return y, (x, weight, bias, stats)
 
 
-def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
-    """dx like x and dweight [width], from dy like x. rstd [rows]: 1 / root mean square."""
-    x, weight, rstd = residuals
-    real, dy = rstd.dtype, dy.contiguous()
-    w, dx, dw = parameter(weight, real), empty_like(x), torch.empty(x.shape[-1], dtype=real)
-    lib().hal_norm_bwd(
-        CODE[x.dtype],
-        0,
-        x.data_ptr() or address(x),
-        w.data_ptr() or address(w),
-        0,
-        rstd.data_ptr() or address(rstd),
-        dy.data_ptr() or address(dy),
-        dx.data_ptr() or address(dx),
-        dw.data_ptr() or address(dw),
-        0,
-        rows_of(x),
-        x.shape[-1],
-    )
-    return dx, dw.to(weight.dtype)
+@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=refuses(ops.layer_norm), bwd=_backward)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
+    return _forward(x, weight, bias, eps)
 
 
-@CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=refuses(ops.rms_norm), bwd=_rms_norm_bwd)
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Tensor, ...]]:
-    real, x = REAL[x.dtype], x.contiguous()
-    rows = rows_of(x)
-    w, y, rstd = parameter(weight, real), empty_like(x), torch.empty(rows, dtype=real)
-    lib().hal_norm_fwd(
-        CODE[x.dtype],
-        0,
-        x.data_ptr() or address(x),
-        w.data_ptr() or address(w),
-        0,
-        y.data_ptr() or address(y),
-        0,
-        rstd.data_ptr() or address(rstd),
-        eps,
-        rows,
-        x.shape[-1],
-    )
-    return y, (x, weight, rstd)
+@CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=refuses(ops.rms_norm), bwd=_backward)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
+    return _forward(x, weight, None, eps)

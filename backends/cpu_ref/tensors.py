@@ -3,6 +3,7 @@
 Kernels take addresses, so tensors must be contiguous and stay referenced until the kernel returns. Tensors that are not
 contiguous are copied (`.contiguous()`), except where a module says that it passes strides. Addresses are written as
 `t.data_ptr() or address(t)`: hal.address explains why, and calling it only for null pointers saves 50 ns per tensor.
+Kernels of ops that are never as short as that matters get `*addresses(t, ...)`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hal import address
 from hal.backend_tools import host_tensor_reasons, why_not_tensors
 
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -36,3 +38,8 @@ refuses = partial(why_not_tensors, reasons=reasons, by_metadata=True)
 def parameter(t: Tensor, real: torch.dtype) -> Tensor:
     """A weight or bias as kernels read it: contiguous and in the dtype of arithmetic; copied only if needed."""
     return t if t.dtype is real and t.is_contiguous() else t.to(real).contiguous()
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """The addresses of the tensors, 0 for None; to be unpacked among the arguments of a kernel."""
+    return [address(t) for t in tensors]

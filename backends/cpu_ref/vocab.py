@@ -17,7 +17,7 @@ from hal.backend_tools import cross_entropy_from, rows_of, sharded_embedding, sh
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, refuses
+from .tensors import CODE, REAL, addresses, refuses
 
 
 def statistics(logits: Tensor, target: Tensor, stats: Tensor, smoothing: float, vocab_start: int) -> None:
@@ -78,10 +78,7 @@ def _cross_entropy_fwd(
     if logits.numel():
         lib().hal_cross_entropy_fwd(
             CODE[logits.dtype],
-            logits.data_ptr() or address(logits),
-            target.data_ptr() or address(target),
-            loss.data_ptr() or address(loss),
-            sums.data_ptr() or address(sums),
+            *addresses(logits, target, loss, sums),
             smoothing,
             rows_of(logits),
             logits.shape[-1],
@@ -103,11 +100,7 @@ def cross_entropy_bwd(
     """Writes dlogits [..., v_local], which may be the memory of logits; dloss and target are [...]."""
     lib().hal_cross_entropy_bwd(
         CODE[logits.dtype],
-        logits.data_ptr() or address(logits),
-        target.data_ptr() or address(target),
-        sums.data_ptr() or address(sums),
-        dloss.data_ptr() or address(dloss),
-        dlogits.data_ptr() or address(dlogits),
+        *addresses(logits, target, sums, dloss, dlogits),
         smoothing,
         rows_of(logits),
         logits.shape[-1],

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from hal.backend_tools import processor_facts
+
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc's defaults: every large block is newly mapped, and the kernel clears its pages on first access.
     "default": {},
@@ -28,30 +30,21 @@ def environment(allocator: str, *, one_thread: bool = False) -> dict[str, str]:
     return {**inherited, **ALLOCATORS[allocator], **threads}
 
 
-def _cpuinfo() -> dict[str, str]:
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return {}
-    lines = (line.split(":", 1) for line in first.splitlines() if ":" in line)
-    return {k.strip().lower(): v.strip() for k, v in lines}
-
-
 def vendor() -> str:
     """The processor's vendor as reported by the system; "" if it is not reported."""
-    return _cpuinfo().get("vendor_id", "")
+    return processor_facts().get("vendor_id", "")
 
 
 def features() -> frozenset[str]:
     """The processor's instruction sets in the kernel's spelling."""
-    return frozenset((_cpuinfo().get("flags") or _cpuinfo().get("features", "")).split())
+    return frozenset((processor_facts().get("flags") or processor_facts().get("features", "")).split())
 
 
 def describe(one_thread: bool = False) -> str:
     """One line for the head of a report, without the name of the host."""
     import torch
 
-    info = _cpuinfo()
+    info = processor_facts()
     model = f"{info.get('model name', platform.machine())} (family {info.get('cpu family', '?')})"
     threads = "1 thread, processor time" if one_thread else f"{torch.get_num_threads()} threads"
     return (

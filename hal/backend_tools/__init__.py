@@ -43,6 +43,7 @@ from .optimizer import (
     adamw_written,
     in_place_reasons,
 )
+from .processor import processor_facts
 from .random_draws import (
     bias_dropout_add_from,
     draw_device_reasons,
@@ -95,6 +96,7 @@ __all__ = [
     "permute_backward",
     "permuted_probs",
     "place",
+    "processor_facts",
     "rotary_from",
     "router_from",
     "router_spec",

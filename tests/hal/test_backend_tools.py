@@ -647,7 +647,14 @@ def test_a_tensor_with_gaps_is_not_updated_in_place() -> None:
     assert backend_tools.in_place_reasons(written[:3]) == ()
 
 
-# Compilation.
+# The processor and compilation.
+
+
+def test_the_first_processor_is_described_by_lower_case_names() -> None:
+    facts = backend_tools.processor_facts()
+    assert all(name == name.strip().lower() and value == value.strip() for name, value in facts.items())
+    if Path("/proc/cpuinfo").exists():
+        assert facts.get("processor") == "0"
 
 
 @pytest.fixture

@@ -49,31 +49,32 @@ static inline void philox_chunk(philox_t rng, uint64_t element, uint32_t out[PHI
     }
 }
 
+// One step of a loop over the elements of a draw: the number of elements, at most `left`, whose bits are in the chunk.
+// Those of `element` are at chunk + element % 4, and the next step begins with a whole block.
+static inline int64_t philox_step(philox_t rng, uint64_t element, int64_t left, uint32_t chunk[PHILOX_CHUNK]) {
+    philox_chunk(rng, element, chunk);
+    const int64_t fresh = PHILOX_CHUNK - (int64_t)(element % 4);
+    return fresh < left ? fresh : left;
+}
+
 // out[i] = the 32 random bits of element first + i, for 0 <= i < count.
 static inline void philox_words(philox_t rng, uint64_t first, int64_t count, uint32_t *out) {
     uint32_t chunk[PHILOX_CHUNK];
-    int64_t done = 0, skip = (int64_t)(first % 4);
-    while (done < count) {
-        philox_chunk(rng, first + (uint64_t)done, chunk);
-        int64_t fresh = PHILOX_CHUNK - skip;
-        fresh = fresh < count - done ? fresh : count - done;
-        memcpy(out + done, chunk + skip, (size_t)fresh * sizeof *out);
-        done += fresh;
-        skip = 0;
+    for (int64_t done = 0, fresh; done < count; done += fresh) {
+        const uint64_t element = first + (uint64_t)done;
+        fresh = philox_step(rng, element, count - done, chunk);
+        memcpy(out + done, chunk + element % 4, (size_t)fresh * sizeof *out);
     }
 }
 
 // keep[i] = 1 where dropout keeps element first + i, else 0. threshold = ceil(p * 2^24).
 static inline void philox_keep(philox_t rng, uint64_t first, int64_t count, uint32_t threshold, uint8_t *keep) {
     uint32_t chunk[PHILOX_CHUNK];
-    int64_t done = 0, skip = (int64_t)(first % 4);
-    while (done < count) {
-        philox_chunk(rng, first + (uint64_t)done, chunk);
-        int64_t fresh = PHILOX_CHUNK - skip;
-        fresh = fresh < count - done ? fresh : count - done;
+    for (int64_t done = 0, fresh; done < count; done += fresh) {
+        const uint64_t element = first + (uint64_t)done;
+        fresh = philox_step(rng, element, count - done, chunk);
+        const uint32_t *bits = chunk + element % 4;
 #pragma omp simd
-        for (int64_t i = 0; i < fresh; i++) keep[done + i] = (uint8_t)(chunk[skip + i] >> 8 >= threshold);
-        done += fresh;
-        skip = 0;
+        for (int64_t i = 0; i < fresh; i++) keep[done + i] = (uint8_t)(bits[i] >> 8 >= threshold);
     }
 }
