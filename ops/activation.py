@@ -7,14 +7,16 @@ gelu has three forms: "none" is x * Phi(x) by erf, "tanh" its usual approximatio
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import hal
-from hal import Call, Sample, TensorSpec, Tol, require
+from hal import Call, Op, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -26,6 +28,8 @@ _TOL = {
     torch.bfloat16: Tol(1e-3, 1.6e-2),  # one rounding to 8 bits; the bias gradient sums rounded rows
     torch.float16: Tol(1e-3, 2e-3),
 }
+
+_P = ParamSpec("_P")
 
 
 def require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
@@ -110,13 +114,15 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-@hal.op(
-    check=_check_swiglu,
-    tol=_TOL,
-    samples=lambda: _samples(_PLAIN),
-    edge_cases=lambda: _edge_cases(_PLAIN),
-    grads=("x", "bias"),
-)
+def _activation(
+    check: Callable[[Call], None], variants: tuple[dict[str, Any], ...]
+) -> Callable[[Callable[_P, Tensor]], Op[_P, Tensor]]:
+    """Declares an activation of x + bias; variants: the options of its sample calls."""
+    samples, edge_cases = partial(_samples, variants), partial(_edge_cases, variants)
+    return hal.op(check=check, tol=_TOL, samples=samples, edge_cases=edge_cases, grads=("x", "bias"))
+
+
+@_activation(_check_swiglu, _PLAIN)
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(a) * b, where a and b are the halves of x + bias. x [..., 2h], bias [2h]; result [..., h] in x's dtype.
 
@@ -126,26 +132,14 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return (F.silu(a) * b).to(x.dtype)
 
 
-@hal.op(
-    check=_check_geglu,
-    tol=_TOL,
-    samples=lambda: _samples(_APPROXIMATE),
-    edge_cases=lambda: _edge_cases(_APPROXIMATE),
-    grads=("x", "bias"),
-)
+@_activation(_check_geglu, _APPROXIMATE)
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """gelu(a) * b, where a and b are the halves of x + bias. x [..., 2h], bias [2h]; result [..., h] in x's dtype."""
     a, b = _accumulate(x, bias).chunk(2, dim=-1)
     return (_gelu(a, approximate) * b).to(x.dtype)
 
 
-@hal.op(
-    check=_check_bias_gelu,
-    tol=_TOL,
-    samples=lambda: _samples(_APPROXIMATE),
-    edge_cases=lambda: _edge_cases(_APPROXIMATE),
-    grads=("x", "bias"),
-)
+@_activation(_check_bias_gelu, _APPROXIMATE)
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """gelu(x + bias) in x's dtype. x [..., h], bias [h]; approximate: "none" (erf), "tanh" or "fast"."""
     return _gelu(_accumulate(x, bias), approximate).to(x.dtype)

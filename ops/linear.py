@@ -60,13 +60,17 @@ def _samples() -> SearchStrategy[Sample]:
     return call()
 
 
+PRODUCT_TOL = {
+    torch.float32: Tol(2e-5, 1e-5),  # sums of up to 130 products of normal numbers; ~sqrt(130) * 2^-24 each
+    torch.bfloat16: Tol(5e-2, 1.6e-2),  # one rounding to 8 bits of values up to ~30
+    torch.float16: Tol(1e-2, 2e-3),
+}
+"""Tolerances of a matrix product."""
+
+
 @hal.op(
     check=_check,
-    tol={
-        torch.float32: Tol(2e-5, 1e-5),  # sums of up to 130 products of normal numbers; ~sqrt(130) * 2^-24 each
-        torch.bfloat16: Tol(5e-2, 1.6e-2),  # one rounding to 8 bits of values up to ~30
-        torch.float16: Tol(1e-2, 2e-3),
-    },
+    tol=PRODUCT_TOL,
     samples=_samples,
     edge_cases=_edge_cases,
     grads=("x", "weight", "bias"),
@@ -124,11 +128,7 @@ def _samples_wgrad() -> SearchStrategy[Sample]:
 
 @hal.op(
     check=_check_wgrad,
-    tol={
-        torch.float32: Tol(2e-5, 1e-5),  # as linear: sums of up to 130 products
-        torch.bfloat16: Tol(5e-2, 1.6e-2),  # a backend may round the product to 16 bits before it adds it
-        torch.float16: Tol(1e-2, 2e-3),
-    },
+    tol=PRODUCT_TOL,  # a backend may round the product to 16 bits before it adds it
     samples=_samples_wgrad,
     edge_cases=_edge_cases_wgrad,
     mutates=("main_grad", "main_bias_grad"),

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import Call, Sample, TensorSpec, Tol, require
+from hal import Call, Sample, TensorSpec, require
+
+from .linear import PRODUCT_TOL
+from .moe_permute import WEIGHTED_TOL
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -90,11 +93,7 @@ def _samples_linear() -> SearchStrategy[Sample]:
 
 @hal.op(
     check=_check_linear,
-    tol={  # as linear: sums of up to 130 products of normal numbers
-        torch.float32: Tol(2e-5, 1e-5),
-        torch.bfloat16: Tol(5e-2, 1.6e-2),
-        torch.float16: Tol(1e-2, 2e-3),
-    },
+    tol=PRODUCT_TOL,
     samples=_samples_linear,
     edge_cases=_edge_cases_linear,
     grads=("x", "weight"),
@@ -155,11 +154,7 @@ def _samples_wgrad() -> SearchStrategy[Sample]:
 
 @hal.op(
     check=_check_wgrad,
-    tol={  # as linear_wgrad
-        torch.float32: Tol(2e-5, 1e-5),
-        torch.bfloat16: Tol(5e-2, 1.6e-2),
-        torch.float16: Tol(1e-2, 2e-3),
-    },
+    tol=PRODUCT_TOL,
     samples=_samples_wgrad,
     edge_cases=_edge_cases_wgrad,
     mutates=("main_grad",),
@@ -215,11 +210,7 @@ def _samples_swiglu() -> SearchStrategy[Sample]:
 
 @hal.op(
     check=_check_swiglu,
-    tol={
-        torch.float32: Tol(2e-6, 1e-5),  # products of three numbers; the gradient of probs sums h of them
-        torch.bfloat16: Tol(2e-2, 1.6e-2),
-        torch.float16: Tol(2.5e-3, 2e-3),
-    },
+    tol=WEIGHTED_TOL,  # products of three numbers; the gradient of probs sums h of them
     samples=_samples_swiglu,
     edge_cases=_edge_cases_swiglu,
     grads=("x", "probs"),

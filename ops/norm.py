@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from torch import Tensor
 
 import hal
-from hal import Call, Sample, TensorSpec, Tol, require
+from hal import Call, Op, Sample, TensorSpec, Tol, require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -18,6 +20,8 @@ _TOL = {
     torch.bfloat16: Tol(8e-3, 1.6e-2),  # one rounding to 8 bits; weight gradients sum rounded rows
     torch.float16: Tol(1e-3, 2e-3),
 }
+
+_P = ParamSpec("_P")
 
 
 def require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> None:
@@ -74,13 +78,13 @@ def _samples(weights: int) -> SearchStrategy[Sample]:
     )
 
 
-@hal.op(
-    check=_check_layer_norm,
-    tol=_TOL,
-    samples=lambda: _samples(2),
-    edge_cases=lambda: _edge_cases(2),
-    grads=("x", "weight", "bias"),
-)
+def _norm(check: Callable[[Call], None], *parameters: str) -> Callable[[Callable[_P, Tensor]], Op[_P, Tensor]]:
+    """Declares a norm of x with these parameters [width]."""
+    samples, edge_cases = partial(_samples, len(parameters)), partial(_edge_cases, len(parameters))
+    return hal.op(check=check, tol=_TOL, samples=samples, edge_cases=edge_cases, grads=("x", *parameters))
+
+
+@_norm(_check_layer_norm, "weight", "bias")
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (biased variance). x [..., h], result alike.
 
@@ -93,13 +97,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     return (centred * rstd * weight.to(acc) + bias.to(acc)).to(x.dtype)
 
 
-@hal.op(
-    check=_check_rms_norm,
-    tol=_TOL,
-    samples=lambda: _samples(1),
-    edge_cases=lambda: _edge_cases(1),
-    grads=("x", "weight"),
-)
+@_norm(_check_rms_norm, "weight")
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [..., h], result alike.
 

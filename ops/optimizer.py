@@ -119,13 +119,12 @@ def adamw(
         copy.copy_(p)
 
 
+def _require_floating(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    require(all(t.is_floating_point() for t in tensors), op, f"floating-point {name}", [t.dtype for t in tensors])
+
+
 def _check_l2norm(call: Call) -> None:
-    require(
-        all(t.is_floating_point() for t in call.tensors),
-        "l2norm",
-        "floating-point tensors",
-        [t.dtype for t in call.tensors],
-    )
+    _require_floating("l2norm", "tensors", call.tensors)
     require(
         len({t.device for t in call.tensors}) <= 1, "l2norm", "tensors of one device", [t.device for t in call.tensors]
     )
@@ -176,12 +175,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _check_unscale(call: Call) -> None:
-    require(
-        all(g.is_floating_point() for g in call.grads),
-        "unscale_and_check",
-        "floating-point grads",
-        [g.dtype for g in call.grads],
-    )
+    _require_floating("unscale_and_check", "grads", call.grads)
     require(math.isfinite(call.inv_scale), "unscale_and_check", "a finite inv_scale", call.inv_scale)
 
 

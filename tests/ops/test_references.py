@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import hal
 from hal import ops
+from hal.testing.calls import invoke
 
 OPS = [op for op in hal.OPS.values() if op.__module__.startswith("hal.ops")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,14 +60,7 @@ def test_gradcheck(op):
             continue  # finite differences are useless where the function saturates or is steep
 
         def function(*values, given_args=given_args, leaves=leaves):
-            call = {**given_args, **dict(zip(leaves, values))}
-            positional, keyword = [], {}
-            for name, p in op.signature.parameters.items():
-                if p.kind is p.KEYWORD_ONLY:
-                    keyword[name] = call[name]
-                else:
-                    positional.append(call[name])
-            out = op.reference(*positional, **keyword)
+            out = invoke(op, op.reference, {**given_args, **dict(zip(leaves, values))})
             outputs = out if isinstance(out, tuple) else (out,)
             return tuple(y for i, y in enumerate(outputs) if i not in op.nondiff_outputs)
 

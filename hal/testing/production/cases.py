@@ -304,7 +304,12 @@ def _composites() -> list[Case]:
             Case(op, "100,000 rows", _add_norm(op, 100_003, 512), _add_norm(op, 1500, 40), blocks),
         ]
     loss = every(along("x", "target"), sums("weight", over=["x", "target"]))
-    gelu, gated = (every(along("x"), columns(gated=g, weight=0, bias=0)) for g in (False, True))
+
+    def mlp(size: str, activation: str, full: tuple[int, int, int], reduced: tuple[int, int, int]) -> Case:
+        blocks = every(along("x"), columns(gated=activation != "gelu", weight=0, bias=0))
+        samples = _mlp(*full, activation), _mlp(*reduced, activation)
+        return Case("linear_bias_activation", f"{activation}, {size}", *samples, blocks)
+
     heads = every(along("q", "k", "cos", "sin", outputs=2), sums("q_weight", "k_weight", over=["q", "k", "cos", "sin"]))
     return [
         *cases,
@@ -318,27 +323,9 @@ def _composites() -> list[Case]:
         Case(
             "linear_cross_entropy", "100,000 tokens", _linear_loss(100_003, 512, 1031), _linear_loss(1500, 8, 37), loss
         ),
-        Case(
-            "linear_bias_activation",
-            "swiglu, 4096 to 11008",
-            _mlp(1024, 4096, 11008, "swiglu"),
-            _mlp(50, 300, 70, "swiglu"),
-            gated,
-        ),
-        Case(
-            "linear_bias_activation",
-            "geglu, 4096 to 2048",
-            _mlp(300, 4096, 2048, "geglu"),
-            _mlp(50, 300, 70, "geglu"),
-            gated,
-        ),
-        Case(
-            "linear_bias_activation",
-            "gelu, 100,000 rows",
-            _mlp(100_003, 128, 96, "gelu"),
-            _mlp(1500, 20, 12, "gelu"),
-            gelu,
-        ),
+        mlp("4096 to 11008", "swiglu", (1024, 4096, 11008), (50, 300, 70)),
+        mlp("4096 to 2048", "geglu", (300, 4096, 2048), (50, 300, 70)),
+        mlp("100,000 rows", "gelu", (100_003, 128, 96), (1500, 20, 12)),
         Case("qk_norm_rotary", "32768 tokens", _heads(32768, 8, 2, 128), _heads(700, 3, 1, 16), heads),
     ]
 

@@ -181,16 +181,22 @@ def test_an_optional_tensor_is_no_list(isolated: None, make_backend: Any, hint: 
             op(X, [bias])
 
 
+def implemented(make_backend: Any, function: Any, **hints: str) -> tuple[Any, hal.Backend]:
+    """An op whose reference is `function` with these type hints, and a backend whose implementation it is, too."""
+    function.__annotations__ = {**hints, "return": "Tensor"}
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(function)
+    backend = make_backend()
+    backend.impl(op, id="a")(function)
+    return op, backend()
+
+
 @pytest.mark.parametrize("hint", ["hal.Rng", "Rng", "Optional[Rng]", "hal.Rng | None"])
 def test_a_memo_key_has_no_seed_however_the_rng_is_spelled(isolated: None, make_backend: Any, hint: str) -> None:
     def noisy(x, rng):  # type: ignore[no-untyped-def]
         return x.clone()
 
-    noisy.__annotations__ = {"x": "Tensor", "rng": hint, "return": "Tensor"}
-    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(noisy)
-    backend = make_backend()
-    backend.impl(op, id="a")(noisy)
-    with hal.activated(backend()):
+    op, backend = implemented(make_backend, noisy, x="Tensor", rng=hint)
+    with hal.activated(backend):
         for seed in range(50):
             op(X, Rng(seed))
         assert len(op.memo) == 1
@@ -203,11 +209,8 @@ def test_a_memo_key_has_a_communicators_size_only(isolated: None, make_backend: 
     def reduced(x, comm):  # type: ignore[no-untyped-def]
         return x.clone()
 
-    reduced.__annotations__ = {"x": "Tensor", "comm": hint, "return": "Tensor"}
-    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(reduced)
-    backend = make_backend()
-    backend.impl(op, id="a")(reduced)
-    with hal.activated(backend()):
+    op, backend = implemented(make_backend, reduced, x="Tensor", comm=hint)
+    with hal.activated(backend):
         for _ in range(5):
             op(X, hal.SingleRankComm())
         assert len(op.memo) == 1
