@@ -44,6 +44,13 @@ def add_backend(parser: Parser, *, required: bool, default_from_environment: boo
     parser.add_argument("--simulate", action="store_true", help="run the backend on its simulator")
 
 
+def parser_of_backends(command: str, description: str) -> Parser:
+    """The parser of a command about all backends, or the one of --backend."""
+    parser = Parser(command, description=description)
+    add_backend(parser, required=False, default_from_environment=False)
+    return parser
+
+
 def options(arguments: argparse.Namespace) -> dict[str, object]:
     """Constructor options of the backend, from the command line."""
     return {"simulate": True} if arguments.simulate else {}

@@ -21,7 +21,7 @@ from hal.testing.aten_ops import check_aten
 from hal.testing.checks import check_sample
 from hal.testing.subject import Failure, Subject
 
-from .arguments import Parser, add_backend, options
+from .arguments import Parser, options, parser_of_backends
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,7 @@ class Finding:
 
 def parser() -> Parser:
     """The options of `hal doctor`."""
-    command_parser = Parser(
-        "doctor", description="One small call per op and backend: PASS, or the reason and a remedy."
-    )
-    add_backend(command_parser, required=False, default_from_environment=False)
-    return command_parser
+    return parser_of_backends("doctor", "One small call per op and backend: PASS, or the reason and a remedy.")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,18 +14,14 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from hal.core.backend import Backend
 from hal.core.registry import backend_names, make, probed
 
-from .arguments import Parser, add_backend, options
+from .arguments import Parser, options, parser_of_backends
 
 DISTRIBUTION = "torch-hal"
 
 
 def parser() -> Parser:
     """The options of `hal info`."""
-    command_parser = Parser(
-        "info", description="Backends, the devices that each detects, and versions. Touches no device."
-    )
-    add_backend(command_parser, required=False, default_from_environment=False)
-    return command_parser
+    return parser_of_backends("info", "Backends, the devices that each detects, and versions. Touches no device.")
 
 
 def main(argv: Sequence[str]) -> int:

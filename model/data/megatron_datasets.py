@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
-from hal import HalError
+from ..common.optional_packages import optional_package
 
 
 def _import(name: str) -> ModuleType:
@@ -16,13 +16,8 @@ def _import(name: str) -> ModuleType:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with optional_package("training data needs megatron-core, which cannot be imported", "torch-hal[train]"):
             return importlib.import_module(f"megatron.core.datasets.{name}")
-        except ImportError as error:
-            raise HalError(
-                f"training data needs megatron-core, which cannot be imported ({error}); "
-                f"install it with: pip install 'torch-hal[train]'"
-            ) from None
 
 
 def indexed_dataset() -> ModuleType:

@@ -14,15 +14,13 @@ import torch
 
 from hal import HalError
 
+from ..common.optional_packages import optional_package
+
 
 def core(name: str) -> Any:
     """The module megatron.core.NAME. Raises HalError if megatron-core is not installed."""
-    try:
+    with optional_package(f"megatron.core.{name} cannot be imported", "torch-hal[megatron]"):
         return importlib.import_module(f"megatron.core.{name}")
-    except ImportError as error:
-        raise HalError(
-            f"megatron.core.{name} cannot be imported ({error}); install it with: pip install 'torch-hal[megatron]'"
-        ) from None
 
 
 @contextlib.contextmanager

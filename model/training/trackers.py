@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hal import HalError
 
+from ..common.optional_packages import optional_package
 from ..config.schema import Config
 
 
@@ -36,12 +37,8 @@ class TensorBoard:
     """Event files in the folder of the run."""
 
     def __init__(self, folder: Path) -> None:
-        try:
+        with optional_package("events need tensorboard", "torch-hal[train]"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise HalError(
-                f"events need tensorboard ({error}); install it with: pip install 'torch-hal[train]'"
-            ) from None
         self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -56,12 +53,8 @@ class WeightsAndBiases:
     """A run of the project, with the same metrics and the options. WANDB_MODE=offline keeps its files in the folder."""
 
     def __init__(self, config: Config, folder: Path, options: Mapping[str, Any]) -> None:
-        try:
+        with optional_package("--wandb-project needs wandb", "torch-hal[wandb]"):
             import wandb
-        except ImportError as error:
-            raise HalError(
-                f"--wandb-project needs wandb ({error}); install it with: pip install 'torch-hal[wandb]'"
-            ) from None
         try:
             self._run: Any = wandb.init(
                 project=config.wandb_project,

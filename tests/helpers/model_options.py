@@ -20,6 +20,26 @@ LLAMA_OPTIONS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 
+ROPE_OPTIONS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "num_query_groups": 2,
+}
+CACHED_KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "no-flash-attn": {"use_flash_attn": False},
+    "llama": ROPE_OPTIONS,
+    "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
+    "bnsd": {"shape_order": "BNSD"},
+}
+"""Kinds of models whose attention reads a key/value cache in different ways."""
+
+
+def sizes(layers: int, hidden: int, heads: int, length: int) -> dict[str, Any]:
+    """The options of a model's size."""
+    return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": length}
+
 
 def byte_model(length: int) -> Pretrained:
     """A model of bytes with contexts of `length` tokens and random weights, on the active backend's host memory."""

@@ -9,22 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from hal import HalError
 from hal.untrusted import contained, read_json
 
 from ...common.atomic_files import publish_folder, write_text
+from ...common.optional_packages import optional_package
 from .weights import ConversionError, require
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def _library() -> Any:
-    try:
+    with optional_package("the Hugging Face format needs safetensors", "torch-hal[convert]"):
         import safetensors.torch
-    except ImportError as error:
-        raise HalError(
-            f"the Hugging Face format needs safetensors ({error}); install it with: pip install 'torch-hal[convert]'"
-        ) from None
     return safetensors
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hal import HalError
-
+from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
 from ...inference.load import Pretrained
 from ...inference.sampling import Sampling
@@ -19,13 +18,9 @@ from .scoring import Example, score
 
 
 def _lm_eval() -> Any:
-    try:
+    with optional_package("--task lm-eval needs lm-evaluation-harness", "lm_eval"):
         import lm_eval
         import lm_eval.api.model
-    except ImportError as error:
-        raise HalError(
-            f"--task lm-eval needs lm-evaluation-harness ({error}); install it with: pip install lm_eval"
-        ) from None
     return lm_eval
 
 

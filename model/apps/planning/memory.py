@@ -20,9 +20,20 @@ MASTER, MOMENTS, GRADIENT = 4, 8, 4
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device. weights: the copies used for computing. buffers: receive buffers of the pipeline, or send
-    buffers of the gradient reduction. working: temporary memory of one layer's backward pass."""
+class Bytes:
+    """Numbers of bytes by what they are for."""
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        total: float = sum(getattr(self, f.name) for f in fields(self))
+        return total
+
+
+@dataclass(frozen=True)
+class Memory(Bytes):
+    """Bytes on one device when it uses the most. weights: the copies used for computing. buffers: receive buffers of
+    the pipeline, or send buffers of the gradient reduction. working: temporary memory of one layer's backward pass."""
 
     weights: float
     gradients: float
@@ -30,12 +41,6 @@ class Memory:
     activations: float
     buffers: float
     working: float
-
-    @property
-    def total(self) -> float:
-        """The sum, at the moment of peak memory."""
-        total: float = sum(getattr(self, f.name) for f in fields(self))
-        return total
 
 
 def memory(c: Config, plan: ParallelLayout) -> Memory:

@@ -7,14 +7,14 @@ Rajbhandari et al., arXiv 1910.02054, section 7 (data); parallel/context_paralle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from .memory import GRADIENT
+from .memory import GRADIENT, Bytes
 from .shape import Shape
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(Bytes):
     """Bytes sent by the busiest device in one step. tied: gradients of a tied weight between the ends of a pipeline."""
 
     tensor: float
@@ -22,11 +22,6 @@ class Traffic:
     pipeline: float
     data: float
     tied: float
-
-    @property
-    def total(self) -> float:
-        total: float = sum(getattr(self, f.name) for f in fields(self))
-        return total
 
 
 def traffic(shape: Shape) -> Traffic:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
 
 FORMATS = ("json", "wiki", "text")
@@ -168,12 +169,8 @@ def _decompressed(path: Path, disk: IO[bytes]) -> Any:
 
 
 def _zstandard() -> Any:
-    try:
+    with optional_package(".zst files need zstandard", "torch-hal[train]", ConfigError):
         import zstandard
-    except ImportError as error:
-        raise ConfigError(
-            f".zst files need zstandard ({error}); install it with: pip install 'torch-hal[train]'"
-        ) from None
     return zstandard
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hal.untrusted import contained, one_line, read_json
 
+from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
 from .tokenizer import Tokenizer, read_file
 
@@ -20,7 +21,21 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the end-of-text token, tried if no tokenizer_config.json gives one."""
 
 
-class GPT2BPETokenizer(Tokenizer):
+class _LibraryTokenizer(Tokenizer):
+    """A tokenizer of the library `tokenizers`."""
+
+    _pipeline: Any
+
+    def encode(self, text: str) -> list[int]:
+        with _text_errors():
+            return list(self._pipeline.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with contained("the tokenizer cannot decode ids", ConfigError):
+            return str(self._pipeline.decode(list(ids)))
+
+
+class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from a vocab.json and a merges.txt; <|endoftext|> ends a document."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
@@ -28,22 +43,14 @@ class GPT2BPETokenizer(Tokenizer):
 
         self.content = read_file(vocab_file) + b"\0" + read_file(merge_file)
         with contained(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary", ConfigError):
-            self._bpe = ByteLevelBPETokenizer(vocab_file, merge_file)
-        eod = self._bpe.token_to_id("<|endoftext|>")
+            self._pipeline = ByteLevelBPETokenizer(vocab_file, merge_file)
+        eod = self._pipeline.token_to_id("<|endoftext|>")
         if eod is None:
             raise ConfigError(f"{vocab_file} has no <|endoftext|> token to end documents with")
-        self.vocab_size, self.eod = _size(self._bpe.get_vocab()), int(eod)
-
-    def encode(self, text: str) -> list[int]:
-        with _text_errors():
-            return list(self._bpe.encode(text).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with contained("the tokenizer cannot decode ids", ConfigError):
-            return str(self._bpe.decode(list(ids)))
+        self.vocab_size, self.eod = _size(self._pipeline.get_vocab()), int(eod)
 
 
-class _BertWordPiece(Tokenizer):
+class _BertWordPiece(_LibraryTokenizer):
     """BERT's WordPiece from a vocab.txt. As in Megatron, [BOS], [EOS] and <extra_id_N> are appended to the vocabulary
     if missing, and [EOS] ends a document."""
 
@@ -71,14 +78,6 @@ class _BertWordPiece(Tokenizer):
         self._pipeline.decoder = decoders.WordPiece()
         self.vocab_size, self.eod = size, vocabulary["[EOS]"]
 
-    def encode(self, text: str) -> list[int]:
-        with _text_errors():
-            return list(self._pipeline.encode(text).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with contained("the tokenizer cannot decode ids", ConfigError):
-            return str(self._pipeline.decode(list(ids)))
-
 
 class BertWordPieceLowerCase(_BertWordPiece):
     """Lower-cases the text and strips accents."""
@@ -96,12 +95,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     prefix: tuple[int, ...] = ()
 
     def __init__(self, tokenizer_model: str) -> None:
-        try:
+        with optional_package("SentencePiece needs its package", "torch-hal[train]", ConfigError):
             from sentencepiece import SentencePieceProcessor
-        except ImportError as error:
-            raise ConfigError(
-                f"SentencePiece needs its package ({error}); install it with: pip install 'torch-hal[train]'"
-            ) from None
         self.content = read_file(tokenizer_model)
         self._pieces = SentencePieceProcessor()
         with contained(f"{tokenizer_model} is not a SentencePiece model", ConfigError):
@@ -160,7 +155,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return super()._ends(path)
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """Any tokenizer.json, or a folder that contains one. `eod` is the `eos_token` of the tokenizer_config.json in the
     same folder, or else the first of the usual names that is in the vocabulary."""
 
@@ -189,10 +184,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         with _text_errors():
             return list(self._pipeline.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with contained("the tokenizer cannot decode ids", ConfigError):
-            return str(self._pipeline.decode(list(ids)))
 
 
 def _eos_token(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model_options import CACHED_KINDS, ROPE_OPTIONS, sizes
 
 import hal
 from hal.model.config.schema import Config
@@ -9,17 +10,12 @@ from hal.model.gpt.kv_cache import KeyValueCache
 from hal.model.gpt.model import GPT
 from hal.model.parallel.tensor_sharding import Parallel
 
-SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 101}
-ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
+SIZES = {**sizes(3, 32, 4, 16), "vocab_size": 101}
 KINDS = {
-    "gpt2": {},
-    "no-flash-attn": {"use_flash_attn": False},
-    "llama": ROPE,
-    "llama-interleaved-no-flash-attn": {**ROPE, "rotary_interleaved": True, "use_flash_attn": False},
-    "window": {**ROPE, "pre_tokens": 3},
-    "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
-    "bnsd": {"shape_order": "BNSD"},
-    "sandwich": {**ROPE, "use_sandwich_norm": True},
+    **CACHED_KINDS,
+    "llama-interleaved-no-flash-attn": {**ROPE_OPTIONS, "rotary_interleaved": True, "use_flash_attn": False},
+    "window": {**ROPE_OPTIONS, "pre_tokens": 3},
+    "sandwich": {**ROPE_OPTIONS, "use_sandwich_norm": True},
 }
 
 
@@ -52,7 +48,7 @@ def group(size):
 
 
 def test_a_tensor_parallel_rank_keeps_its_own_heads_and_positions_go_on(references):
-    config = Config(**SIZES, **{**ROPE, "num_query_groups": 4})
+    config = Config(**SIZES, **{**ROPE_OPTIONS, "num_query_groups": 4})
     cache = KeyValueCache(config, [5], 2, 7, Parallel(tp=group(2), cp=group(1)), torch.device("cpu"))
     part = torch.arange(3 * 2 * 2 * 8.0).view(3, 2, 2, 8)  # positions, sequences, 4 groups over 2 ranks, channels
     keys, values = cache.append(5, part, -part)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from model_options import ROPE_OPTIONS, sizes
 
 import hal
 from hal.model.config.flops import flops_per_token, visible_pairs
@@ -67,7 +68,6 @@ def test_an_end_of_document_stops(model):
 
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12, "vocab_size": 101}
-ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3, 2, 1]]
 
 
@@ -81,7 +81,7 @@ def continued(engine, prompts, count, sampling, *, cached=True, seed=3, **how):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, ROPE, {"pre_tokens": 3, "use_flash_attn": False}], ids=["gpt2", "llama", "window"]
+    "options", [{}, ROPE_OPTIONS, {"pre_tokens": 3, "use_flash_attn": False}], ids=["gpt2", "llama", "window"]
 )
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.3, top_k=30, top_p=0.95)], ids=["greedy", "drawn"])
 def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling):
@@ -94,7 +94,7 @@ def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling)
         assert [t.logprob for t in one.tokens] == pytest.approx([t.logprob for t in other.tokens], abs=2e-5)
 
 
-@pytest.mark.parametrize("options", [{}, ROPE], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, ROPE_OPTIONS], ids=["gpt2", "llama"])
 def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, options):
     engine, sampling = an_engine(**options), Sampling(1.2)
     together = continued(engine, PROMPTS, 20, sampling)
@@ -160,15 +160,7 @@ def test_visible_pairs_are_counted(window):
 
 def test_flops_are_three_times_the_forwards_products():
     # Counted by hand: h=8, 2 layers, 2 heads of 4, one key/value head, ffn 16 gated, vocabulary 128, s=4, causal.
-    config = Config(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_query_groups=1,
-        ffn_hidden_size=16,
-        swiglu=True,
-        seq_length=4,
-    )
+    config = Config(**sizes(2, 8, 2, 4), num_query_groups=1, ffn_hidden_size=16, swiglu=True)
     per_layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
     attention = 2 * 2 * 8 * (1 + 2 + 3 + 4) / 4  # two products of 2 flops per pair and channel
     assert flops_per_token(config) == 3 * (2 * (2 * per_layer + 8 * 128) + 2 * attention)

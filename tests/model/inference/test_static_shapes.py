@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from model_options import CACHED_KINDS, ROPE_OPTIONS, sizes
 
 import hal
 from hal.model.apps.evaluation.scoring import Example, score
@@ -16,16 +17,11 @@ from hal.model.inference.sampling import Sampling
 from hal.model.parallel.tensor_sharding import Parallel
 from hal.testing.spy import Spy
 
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 200, "vocab_size": 101}
-ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
+SIZES = {**sizes(2, 32, 4, 200), "vocab_size": 101}
 KINDS = {
-    "gpt2": {},
-    "unfused": {"use_flash_attn": False},
-    "llama": ROPE,
-    "window": {**ROPE, "pre_tokens": 9},
-    "window-unfused": {**ROPE, "pre_tokens": 9, "use_flash_attn": False},
-    "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
-    "bnsd": {"shape_order": "BNSD"},
+    **CACHED_KINDS,
+    "window": {**ROPE_OPTIONS, "pre_tokens": 9},
+    "window-no-flash-attn": {**ROPE_OPTIONS, "pre_tokens": 9, "use_flash_attn": False},
 }
 
 
@@ -93,9 +89,9 @@ def test_text_is_the_same_with_few_shapes(static, kind, cached):
 
 def test_a_text_longer_than_the_context_goes_on(static):
     prompt = [n % 100 for n in range(190)]
-    expected = text(an_engine(**ROPE), [prompt], 30)
+    expected = text(an_engine(**ROPE_OPTIONS), [prompt], 30)
     with hal.activated(static):
-        assert_same(text(an_engine(**ROPE), [prompt], 30), expected)
+        assert_same(text(an_engine(**ROPE_OPTIONS), [prompt], 30), expected)
     # The prompt [200], the shortened context [128], and one token with 200 and with 128 keys.
     assert len(static.shapes["flash_attention"]) == 4
 
@@ -110,7 +106,7 @@ def test_scores_are_the_same_with_few_shapes(static):
 
 @torch.no_grad()
 def test_a_chunk_in_the_middle_sees_what_it_would_without_buckets(cpu_ref):
-    config = Config(**SIZES, **ROPE, pre_tokens=9, init_method_std=0.2)
+    config = Config(**SIZES, **ROPE_OPTIONS, pre_tokens=9, init_method_std=0.2)
     model, tokens = GPT(config, torch.device("cpu")), torch.arange(100)[None] % 101
     cache = KeyValueCache(config, range(2), 1, 100, Parallel(), torch.device("cpu"), bucketed=True)
     pieces = [model(part, cache=cache) for part in tokens.split([20, 50, 30], 1)]

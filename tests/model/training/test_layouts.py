@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -91,16 +92,20 @@ def test_a_layout_trains_as_one_process(base: dict[str, Any], world: int, layout
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 
 
-def _fused_cases() -> list[Any]:
+FUSED = ("tp2", "tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero2", "dp2-zero3", "cp2-ring", "tp2-pp2-dp2")
+
+
+def _both_shapes(names: Sequence[str], quick: str) -> list[Any]:
+    """(options of the model, ranks, options of the layout) of both model shapes; only "gpt2-" + quick is not slow."""
     cases = []
     for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
-        for name in ("tp2", "tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero2", "dp2-zero3", "cp2-ring", "tp2-pp2-dp2"):
-            marks = () if (shape, name) == ("gpt2", "tp2") else pytest.mark.slow
+        for name in names:
+            marks = () if (shape, name) == ("gpt2", quick) else pytest.mark.slow
             cases.append(pytest.param(base, *LAYOUTS[name], id=f"{shape}-{name}", marks=marks))
     return cases
 
 
-@pytest.mark.parametrize("base, world, layout", _fused_cases())
+@pytest.mark.parametrize("base, world, layout", _both_shapes(FUSED, "tp2"))
 def test_with_the_output_layer_fused_into_the_loss_it_trains_as_one_process_without(
     base: dict[str, Any], world: int, layout: dict[str, Any]
 ) -> None:
@@ -219,16 +224,10 @@ def test_norms_of_queries_and_keys_train_as_one_process(name: str) -> None:
     close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
 
 
-def _document_cases() -> list[Any]:
-    cases = []
-    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
-        for name in ("tp2-sp", "pp2", "pp2-interleaved", "dp2-zero3", "cp2-ring", "cp2-ulysses", "tp2-sp-cp2"):
-            marks = () if (shape, name) == ("gpt2", "cp2-ring") else pytest.mark.slow
-            cases.append(pytest.param(base, *LAYOUTS[name], id=f"{shape}-{name}", marks=marks))
-    return cases
+SEPARATED = ("tp2-sp", "pp2", "pp2-interleaved", "dp2-zero3", "cp2-ring", "cp2-ulysses", "tp2-sp-cp2")
 
 
-@pytest.mark.parametrize("base, world, layout", _document_cases())
+@pytest.mark.parametrize("base, world, layout", _both_shapes(SEPARATED, "cp2-ring"))
 def test_documents_within_a_sequence_are_told_apart_on_every_layout(
     base: dict[str, Any], world: int, layout: dict[str, Any]
 ) -> None:

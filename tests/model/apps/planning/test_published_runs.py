@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from model_options import sizes
 
 from hal.core.registry import load
 from hal.model.apps.planning.memory import memory
@@ -49,10 +50,7 @@ def megatron(heads: int, hidden: int, layers: int, tp: int, pp: int, batch: int,
     """GPT-3's shape without flash attention. Sequence parallelism stands in for Megatron's scatter and gather between
     stages, which sends the same number of bytes."""
     config = Config(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=2048,
+        **sizes(layers, hidden, heads, 2048),
         global_batch_size=batch,
         bf16=True,
         use_flash_attn=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from model_options import LLAMA_OPTIONS, sizes
 
 from hal.model.apps.planning.shape import Shape
 from hal.model.apps.planning.traffic import Traffic, traffic
@@ -34,18 +35,11 @@ ZBV, INTERLEAVED = {"pipeline_schedule": "zbv"}, {"num_layers_per_virtual_pipeli
 
 def sent(microbatches: int, dp: int = 1, **options: Any) -> Traffic:
     config = Config(
-        num_layers=LAYERS,
-        hidden_size=H,
+        **sizes(LAYERS, H, 8, S),
         ffn_hidden_size=FFN,
-        num_attention_heads=8,
-        seq_length=S,
         micro_batch_size=B,
         global_batch_size=B * dp * microbatches,
-        swiglu=True,
-        normalization="RMSNorm",
-        position_embedding_type="rope",
-        disable_bias_linear=True,
-        **{"num_query_groups": 2, "untie_embeddings_and_output_weights": True, **options},
+        **{**LLAMA_OPTIONS, "num_query_groups": 2, **options},
     )
     config.set_vocabulary(VOCABULARY)
     ranks = config.tensor_model_parallel_size * config.context_parallel_size * config.pipeline_model_parallel_size
