@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from absence import noticed, stay_away
+from absence import timeout_without
 from torch import Tensor
 
 import hal
@@ -175,17 +175,7 @@ def test_groups_have_segments_of_their_own() -> None:
 def _late(folder: str) -> object:
     comm = shared(timeout=1.0)
     comm.barrier()
-    if comm.rank == 1:
-        stay_away(folder, 2)
-        return None
-    try:
-        comm.all_gather(torch.ones(1))
-    except hal.CollectiveTimeout as error:
-        with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken
-            comm.barrier()
-        noticed(folder, comm.rank)
-        return error.group, error.rank, error.op, error.seq, error.absent
-    return "no timeout"
+    return timeout_without(comm, 1, folder)
 
 
 def test_a_rank_that_stays_away_is_named(tmp_path: Path) -> None:

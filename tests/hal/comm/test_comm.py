@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from absence import noticed, stay_away
+from absence import timeout_without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,17 +196,7 @@ def test_groups_of_some_ranks() -> None:
 def _one_stays_away(folder: str) -> object:
     comm = torch_comm(GLOO, timeout=2)
     comm.all_reduce(torch.ones(1))
-    if comm.rank == 2:
-        stay_away(folder, 2)
-        return None
-    try:
-        comm.all_gather(torch.ones(1))
-    except hal.CollectiveTimeout as error:
-        with pytest.raises(hal.CollectiveTimeout):  # a broken group stays broken, with the same explanation
-            comm.all_reduce(torch.ones(1))
-        noticed(folder, comm.rank)
-        return error.group, error.rank, error.op, error.seq, error.absent
-    return "no timeout"
+    return timeout_without(comm, 2, folder)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Creates backends with one error each, for the tests of the kit."""
 
+import pytest
 from host_backend import HostBackend
 
 from hal.testing import run
@@ -44,3 +45,17 @@ def verdict(backend, op, examples=10):
     """The kit's rows on this op, and the messages of those that failed."""
     report = run(backend, ops=[op.name], examples=examples)
     return report, " | ".join(r.message for r in report.failed)
+
+
+class Faults:
+    """The wrong implementations of a test module: `@faults(op, "text", ...)` above one says what the kit must say."""
+
+    def __init__(self):
+        self.cases = []
+
+    def __call__(self, op, *messages):
+        def record(function):
+            self.cases.append(pytest.param(op, function, messages, id=function.__name__))
+            return function
+
+        return record

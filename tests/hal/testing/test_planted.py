@@ -1,6 +1,7 @@
 """The kit detects errors: each backend here has exactly one, and the kit must name it."""
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -344,26 +345,21 @@ def test_a_hint_that_changes_a_gradient_is_caught():
     assert "the gradient of logits differs with inplace_backward=True, a hint" in messages
 
 
+def refuses_except_every(nth):
+    """A why_not that accepts the nth question, the next but n, ..., and refuses all others."""
+    calls = itertools.count(1)
+    return lambda call: ["not this time"] if next(calls) % nth else []
+
+
 def test_a_refusal_that_does_not_hold_is_caught():
-    calls = []
-
-    def fickle(call):
-        calls.append(1)
-        return ["only every fourth question gets this answer"] if len(calls) % 4 else []
-
+    fickle = refuses_except_every(4)
     report, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=fickle), ops.swiglu)
     assert not report.ok
     assert "but the implementation was called" in messages
 
 
 def test_a_why_not_that_changes_its_mind_is_caught():
-    calls = []
-
-    def flips(call):
-        calls.append(1)
-        return ["odd"] if len(calls) % 2 else []
-
-    _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=flips), ops.swiglu)
+    _, messages = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=refuses_except_every(2)), ops.swiglu)
     assert "why_not is not pure" in messages
 
 

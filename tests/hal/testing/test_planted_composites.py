@@ -2,33 +2,41 @@
 
 import pytest
 import torch
-from planted import plant, verdict
+from planted import Faults, plant, verdict
 
 import hal
 from hal import ops
 from hal.testing.production.check import check_production
 
 pytestmark = pytest.mark.slow
+faults, production = Faults(), Faults()
 
 
+@production(ops.add_rms_norm, "output 0, rows")
+@faults(ops.add_rms_norm, "output 0: error of", "is that of a call without the residual")
 def forgets_the_residual(x, residual, weight, eps):
     y, _ = ops.add_rms_norm.reference(x, torch.zeros_like(residual), weight, eps)
     return y, ops.add_rms_norm.reference(x, residual, weight, eps)[1]
 
 
+@production(ops.add_layer_norm, "the gradient of residual is missing")
+@faults(ops.add_layer_norm, "error of", "is that of a call without the residual")
 def adds_no_residual(x, residual, weight, bias, eps):
     return ops.layer_norm.reference(x, weight, bias, eps), x.clone()
 
 
+@faults(ops.add_layer_norm, "output 0: error of", "a call without the residual")
 def norm_of_x_instead_of_the_sum(x, residual, weight, bias, eps):
     return ops.layer_norm.reference(x, weight, bias, eps), ops.add_layer_norm.reference(x, residual, weight, bias)[1]
 
 
+@faults(ops.add_rms_norm, "the gradient of", "error of")
 def sum_without_gradient(x, residual, weight, eps):
     y, total = ops.add_rms_norm.reference(x, residual, weight, eps)
     return y, total.detach()
 
 
+@faults(ops.linear_cross_entropy, "error of", "is that of label_smoothing=0")
 def label_smoothing_dropped(label_smoothing, **rest):
     return ops.linear_cross_entropy.reference(**rest)
 
@@ -47,88 +55,70 @@ def in_chunks(x, weight, target, label_smoothing, vocab_start, comm, *, chunk, b
     return torch.cat(losses)
 
 
+@faults(ops.linear_cross_entropy, "the gradient of x", "have index 255 in dimension 0")
 def last_row_of_a_chunk_is_lost(**arguments):
     return in_chunks(**arguments, chunk=256, between=lambda loss: torch.cat((loss[:-1], loss[-1:].detach())))
 
 
+@production(ops.linear_cross_entropy, "100,000 tokens: the gradient of")
+@faults(ops.linear_cross_entropy, "the gradient of", "error of")
 def only_the_last_chunk_reaches_the_weight(**arguments):
     return in_chunks(**arguments, chunk=256, between=torch.Tensor.detach)
 
 
+@production(ops.linear_cross_entropy, "vocabulary of 152064: the output, rows")
+@faults(ops.linear_cross_entropy, "error of")
 def classes_beyond_a_slice_are_lost(weight, target, **rest):
     kept = torch.cat((weight[:8192], weight[8192:].detach() - 1e3)) if len(weight) > 8192 else weight
     return ops.linear_cross_entropy.reference(weight=kept, target=target.clamp(max=8191), **rest)
 
 
+@faults(ops.linear_cross_entropy, "the sum of the ranks' gradients of x", "sharded over 2")
 def gradient_of_x_on_every_rank(x, comm, **rest):
     return ops.linear_cross_entropy.reference(x=ops.mappings.copy_to_region(x, comm), comm=comm, **rest)
 
 
+@faults(ops.linear_bias_activation, "error of")
 def bias_after_the_activation(bias, activation, **rest):
     y = ops.linear_bias_activation.reference(**rest, activation=activation)
     return y if bias is None else y + bias[: y.shape[-1]]
 
 
+@faults(ops.linear_bias_activation, "error of")
 def the_other_form_of_gelu(approximate, **rest):
     return ops.linear_bias_activation.reference(**rest, approximate="none")
 
 
+@production(ops.qk_norm_rotary, "output 1, rows")
+@faults(ops.qk_norm_rotary, "output 1: error of", "q_weight in the place of k_weight")
 def k_normalised_with_the_weight_of_q(k_weight, **rest):
     return ops.qk_norm_rotary.reference(**rest, k_weight=rest["q_weight"] + 0 * k_weight)
 
 
+@faults(ops.qk_norm_rotary, "error of")
 def norm_after_the_rotation(q, k, q_weight, k_weight, cos, sin, eps, **rest):
     turned = (ops.rotary.reference(x, cos, sin, **rest) for x in (q, k))
     return tuple(ops.rms_norm.reference(x, w, eps) for x, w in zip(turned, (q_weight, k_weight)))
 
 
-FAULTS = [
-    (ops.add_rms_norm, forgets_the_residual, "output 0: error of", "is that of a call without the residual"),
-    (ops.add_layer_norm, adds_no_residual, "error of", "is that of a call without the residual"),
-    (ops.add_layer_norm, norm_of_x_instead_of_the_sum, "output 0: error of", "a call without the residual"),
-    (ops.add_rms_norm, sum_without_gradient, "the gradient of", "error of"),
-    (ops.linear_cross_entropy, label_smoothing_dropped, "error of", "is that of label_smoothing=0"),
-    (ops.linear_cross_entropy, last_row_of_a_chunk_is_lost, "the gradient of x", "have index 255 in dimension 0"),
-    (ops.linear_cross_entropy, only_the_last_chunk_reaches_the_weight, "the gradient of", "error of"),
-    (ops.linear_cross_entropy, classes_beyond_a_slice_are_lost, "error of", ""),
-    (ops.linear_cross_entropy, gradient_of_x_on_every_rank, "the sum of the ranks' gradients of x", "sharded over 2"),
-    (ops.linear_bias_activation, bias_after_the_activation, "error of", ""),
-    (ops.linear_bias_activation, the_other_form_of_gelu, "error of", ""),
-    (ops.qk_norm_rotary, k_normalised_with_the_weight_of_q, "output 1: error of", "q_weight in the place of k_weight"),
-    (ops.qk_norm_rotary, norm_after_the_rotation, "error of", ""),
-]
-
-
-@pytest.mark.parametrize("op, function, first, second", FAULTS, ids=lambda x: getattr(x, "__name__", None))
-def test_a_fault_is_caught_in_float32(op, function, first, second):
+@pytest.mark.parametrize("op, function, texts", faults.cases)
+def test_a_fault_is_caught_in_float32(op, function, texts):
     report, messages = verdict(plant(op, function), op, examples=0)
     assert "float32" in {row.dtype for row in report.failed}
-    assert first in messages and second in messages, messages
+    assert all(text in messages for text in texts), messages
 
 
-COARSE = [fault for fault in FAULTS if fault[1] is not the_other_form_of_gelu]
-
-
-@pytest.mark.parametrize("op, function", [fault[:2] for fault in COARSE], ids=lambda x: getattr(x, "__name__", None))
-def test_a_fault_is_caught_in_bfloat16_too(op, function):
+@pytest.mark.parametrize("op, function, _", [c for c in faults.cases if c.values[1] is not the_other_form_of_gelu])
+def test_a_fault_is_caught_in_bfloat16_too(op, function, _):
     report, _ = verdict(plant(op, function), op, examples=0)
     assert "bfloat16" in {row.dtype for row in report.failed}
 
 
-PRODUCTION = [
-    (ops.linear_cross_entropy, only_the_last_chunk_reaches_the_weight, "100,000 tokens: the gradient of"),
-    (ops.linear_cross_entropy, classes_beyond_a_slice_are_lost, "vocabulary of 152064: the output, rows"),
-    (ops.add_rms_norm, forgets_the_residual, "output 0, rows"),
-    (ops.add_layer_norm, adds_no_residual, "the gradient of residual is missing"),
-    (ops.qk_norm_rotary, k_normalised_with_the_weight_of_q, "output 1, rows"),
-]
-
-
-@pytest.mark.parametrize("op, function, text", PRODUCTION, ids=lambda x: getattr(x, "__name__", None))
-def test_a_fault_is_caught_at_production_sizes(op, function, text):
+@pytest.mark.parametrize("op, function, texts", production.cases)
+def test_a_fault_is_caught_at_production_sizes(op, function, texts):
     rows = check_production(plant(op, function), [op], reduced=True, dtypes=[torch.float32])
     row = next(row for row in rows if row.implementation == "planted/wrong")
-    assert row.status == "fail" and text in row.message, row.message
+    assert row.status == "fail" and all(text in row.message for text in texts), row.message
 
 
 def test_a_part_that_is_wrong_fails_the_composition():
