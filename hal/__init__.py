@@ -26,7 +26,7 @@ from .core.dispatch import (
     why,
 )
 from .core.lower import Lowered, lower
-from .core.op import OPS, Choice, Op, Sample, TensorSpec, Tol, op, require
+from .core.op import OPS, Choice, DtypeSpec, Op, Sample, TensorSpec, Tol, op, require
 from .core.registry import backend_names
 from .errors import (
     BackendNotFound,
@@ -59,6 +59,7 @@ __all__ = [
     "ContractError",
     "DeviceError",
     "DeviceSpec",
+    "DtypeSpec",
     "HalError",
     "Impl",
     "Lowered",

@@ -13,6 +13,7 @@ from .composite import (
     linear_cross_entropy,
     qk_norm_rotary,
 )
+from .float8 import scaled_linear
 from .linear import linear, linear_wgrad
 from .moe_grouped import grouped_linear, grouped_linear_wgrad, grouped_swiglu
 from .moe_permute import permute, unpermute
@@ -58,6 +59,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "scale_mask_softmax",
+    "scaled_linear",
     "swiglu",
     "unpermute",
     "unscale_and_check",

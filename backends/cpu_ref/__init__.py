@@ -8,6 +8,7 @@ from . import (  # noqa: F401
     activation,
     attention,
     composite,
+    float8,
     linear,
     moe_grouped,
     moe_permute,

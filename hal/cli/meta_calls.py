@@ -29,6 +29,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
     "int32": torch.int32,
     "int64": torch.int64,
     "bool": torch.bool,
@@ -38,7 +40,9 @@ DTYPES = {
 def add_call(parser: Parser) -> None:
     """Adds the options that describe a call."""
     group = parser.add_argument_group("the call (sizes that the op does not have are ignored)")
-    group.add_argument("--dtype", default="fp32", choices=[d for d, t in DTYPES.items() if t.is_floating_point])
+    group.add_argument(
+        "--dtype", default="fp32", choices=[d for d, t in DTYPES.items() if t.is_floating_point and t.itemsize > 1]
+    )
     group.add_argument("--layout", default=None, help="of attention and rotary: SBH, BSH, SBND, BSND, BNSD, TND")
     sizes = {
         "micro-batch-size": (1, "batch"),
@@ -188,6 +192,13 @@ _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
         "dy": t(z.s, z.b, z.h),
         "main_grad": t(z.h, z.h, kind=torch.float32),
     },
+    "scaled_linear": lambda z, t: {
+        "x": t(z.s, z.b, z.h, kind=torch.float8_e4m3fn),
+        "weight": t(z.h, z.h, kind=torch.float8_e4m3fn),
+        "x_scale": t(kind=torch.float32),
+        "weight_scale": t(kind=torch.float32),
+        "dtype": t().dtype,
+    },
     "moe_router": lambda z, t: {"logits": t(z.s * z.b, _EXPERTS), "topk": _TOPK},
     "moe_balance_sums": lambda z, t: {"logits": t(z.s * z.b, _EXPERTS), "indices": _assignments(z, t)},
     "moe_drop": lambda z, t: {
@@ -250,6 +261,10 @@ def _value(op: Op[Any, Any], name: str, text: str, dtype: torch.dtype) -> Any:
         if len(numbers) > 2 or not all(n.isdigit() for n in numbers):
             raise HalError(f"--arg {name}={text}: an Rng is SEED or SEED:OFFSET")
         return Rng(int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else 0)
+    if torch.dtype in op.schema.parameters[name].types:
+        if text not in DTYPES:
+            raise HalError(f"--arg {name}={text}: a dtype is one of {', '.join(DTYPES)}")
+        return DTYPES[text]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -196,9 +196,17 @@ class Backend(ABC):
         if op.decompose is None:
             return own
         missing = [part for part in op.parts if not self.implementations(part)]
+        stored, tensors = (
+            self.capabilities().dtypes,
+            [p.name for p in op.schema.parameters.values() if p.kind == "tensor"],
+        )
 
         def why_not(call: Call) -> Sequence[str]:
-            return tuple(f"{part.name} has no implementation" for part in op.parts_of(call) if part in missing)
+            given = {t.dtype: None for t in (getattr(call, name) for name in tensors) if t is not None}
+            return (
+                *(f"{part.name} has no implementation" for part in op.parts_of(call) if part in missing),
+                *(f"the device stores no {dtype} (capability dtypes)" for dtype in given if dtype not in stored),
+            )
 
         return [*own, Impl(op, COMPOSITION, op.decompose, why_not, op.decompose, None, {}, True)]
 

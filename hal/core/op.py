@@ -82,8 +82,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class DtypeSpec:
+    """Stands in a sample call for the dtype under test, as the value of a parameter of type torch.dtype."""
+
+
+@dataclass(frozen=True)
 class Sample:
-    """One valid call of an op: plain values, `Rng`s, `TensorSpec`s and lists of them. The repr is runnable code.
+    """One valid call of an op: plain values, `Rng`s, specs of arguments and lists of them. The repr is runnable code.
 
     grad=False marks a call whose gradients are not compared (say, NaN inputs).
     """
@@ -93,7 +98,7 @@ class Sample:
     grad: bool = True
 
     def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` with a tensor of `dtype` on `device` in place of every `TensorSpec`."""
+        """`(args, kwargs)` with tensors of `dtype` on `device` in place of `TensorSpec`s, `dtype` of `DtypeSpec`s."""
         count = 0
 
         def make(value: Any) -> Any:
@@ -108,7 +113,7 @@ class Sample:
                 return store.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
             if isinstance(value, list):
                 return [make(v) for v in value]
-            return value
+            return dtype if isinstance(value, DtypeSpec) else value
 
         args = tuple(make(v) for v in self.args)
         return args, {k: make(v) for k, v in self.kwargs.items()}
@@ -438,4 +443,4 @@ def require(condition: bool, op_name: str, asked: str, found: object, hint: str 
         raise ContractError(f"{op_name}: expected {asked}; found {found}" + (f". {hint}" if hint else ""))
 
 
-__all__ = ["OPS", "Choice", "Op", "Sample", "TensorSpec", "Tol", "op", "require"]
+__all__ = ["OPS", "Choice", "DtypeSpec", "Op", "Sample", "TensorSpec", "Tol", "op", "require"]

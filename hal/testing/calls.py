@@ -7,14 +7,14 @@ of names, so that an implementation, the reference and the float64 oracle are co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal.core.op import Op, Sample
+from hal.core.op import Op, Sample, TensorSpec
 
 
 def bind(op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,14 @@ def bind(op: Op[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
 def build(op: Op[Any, Any], sample: Sample, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
     """The sample's arguments by name, with tensors of `dtype` on `device`."""
     return bind(op, *sample.build(dtype, device))
+
+
+def not_stored(sample: Sample, stored: Collection[torch.dtype]) -> tuple[str, ...]:
+    """The reasons why a device that stores these dtypes cannot hold the tensors to which the sample gives a dtype."""
+    values = [*sample.args, *sample.kwargs.values()]
+    flat = [v for value in values for v in (value if isinstance(value, list) else [value])]
+    needed = {v.dtype for v in flat if isinstance(v, TensorSpec) and v.dtype is not None}
+    return tuple(f"the device stores no {d} (capability dtypes)" for d in sorted(needed - set(stored), key=str))
 
 
 def invoke(op: Op[Any, Any], function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -61,8 +69,10 @@ def map_tensors(arguments: Mapping[str, Any], function: Callable[[Tensor], Tenso
 
 
 def to_double(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the CPU, floating-point tensors in float64: the arguments of the oracle."""
-    return map_tensors(arguments, lambda x: x.detach().cpu().to(torch.float64 if x.is_floating_point() else x.dtype))
+    """Copies on the CPU, floating-point tensors and dtypes in float64: the arguments of the oracle."""
+    wide = map_tensors(arguments, lambda x: x.detach().cpu().to(torch.float64 if x.is_floating_point() else x.dtype))
+    dtypes = [n for n, v in wide.items() if isinstance(v, torch.dtype) and v.is_floating_point]
+    return {**wide, **dict.fromkeys(dtypes, torch.float64)}
 
 
 def to_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:

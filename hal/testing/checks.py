@@ -29,7 +29,20 @@ from hal.errors import UnsupportedOp
 from hal.rng import Rng
 
 from . import hints
-from .calls import Outcome, backward, build, invoke, map_tensors, run, scattered, tensors, to_double, to_meta, upstream
+from .calls import (
+    Outcome,
+    backward,
+    build,
+    invoke,
+    map_tensors,
+    not_stored,
+    run,
+    scattered,
+    tensors,
+    to_double,
+    to_meta,
+    upstream,
+)
 from .comparison import equal_bits, errors, measure, raw
 from .reference import Reference
 from .subject import Subject
@@ -79,6 +92,8 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
     It is a separate function so that no local variable refers to those tensors when they should have been freed.
     """
     op, dtype = subject.op, subject.dtype
+    if not_storable := not_stored(sample, subject.stored):
+        return Verdict(not_storable, 0.0)
     arguments = _build(subject, sample)
     _watch(watched, arguments)
     op.check(op.Call(**arguments))

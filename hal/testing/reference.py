@@ -12,6 +12,7 @@ import torch
 from hal.comm.contract import Comm, SingleRankComm
 from hal.core.adapters import refusing
 from hal.core.backend import Backend, Impl, Probe
+from hal.core.capabilities import Capabilities
 from hal.core.op import OPS
 from hal.errors import BackendUnavailable
 
@@ -39,6 +40,10 @@ class Reference(Backend):
         if index:
             raise BackendUnavailable(f"the reference backend has one device, cpu; asked for number {index}")
         return torch.device("cpu")
+
+    def capabilities(self) -> Capabilities:
+        stored = {torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+        return Capabilities(dtypes=Capabilities().dtypes | stored, host_visible=True)
 
     def synchronize(self) -> None:
         return None

@@ -48,7 +48,7 @@ class Failure(AssertionError):
         extra = (f", check={self.check!r}" if self.check else "") + (f", ranks={self.ranks}" if self.ranks else "")
         return (
             "import hal, torch\n"
-            "from hal import Rng, Sample, TensorSpec, ops\n"
+            "from hal import DtypeSpec, Rng, Sample, TensorSpec, ops\n"
             "from hal.testing import replay\n"
             f"hal.use({s.backend.name!r}{options})\n"
             f"sample = {code(self.sample)}\n"
@@ -72,7 +72,8 @@ class Subject:
         self.calls = 0
         self.worst = 0.0
         self.device = backend.device(0)
-        self.deterministic = backend.capabilities().deterministic
+        capabilities = backend.capabilities()
+        self.deterministic, self.stored = capabilities.deterministic, capabilities.dtypes
         self._stack = contextlib.ExitStack()
 
     def __str__(self) -> str:

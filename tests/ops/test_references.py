@@ -17,6 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def to_double(value):
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
+    if isinstance(value, torch.dtype):
+        return torch.float64
     return [to_double(v) for v in value] if isinstance(value, list) else value
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hal.core.op import OPS, Sample, TensorSpec
+from hal.core.op import OPS, DtypeSpec, Sample, TensorSpec
 from hal.rng import Rng
 
 from .blocks import (
@@ -151,6 +151,36 @@ def _products() -> list[Case]:
         Case("linear", "100,000 rows", _linear(100_003, 128, 96), _linear(1500, 20, 12), linear),
         Case("linear_wgrad", "8192 tokens", _wgrad(8192, 4096, 2048), _wgrad(1100, 70, 40), wgrad),
         Case("linear_wgrad", "100,000 tokens", _wgrad(100_003, 128, 96), _wgrad(4096, 20, 12), wgrad),
+    ]
+
+
+def _scaled_linear(rows: int, inputs: int, outputs: int, scales: str) -> Sample:
+    """scales: "tensor", "row" or "block" (of 1 x 128 elements of x and 128 x 128 of the weight)."""
+    shapes = {
+        "tensor": ((), ()),
+        "row": ((rows, 1), (outputs, 1)),
+        "block": ((rows, -(-inputs // 128)), (-(-outputs // 128), -(-inputs // 128))),
+    }[scales]
+    x, weight = (TensorSpec((n, inputs), dtype=torch.float8_e4m3fn) for n in (rows, outputs))
+    x_scale, weight_scale = (
+        TensorSpec(shape, scale=scale, dtype=torch.float32) for shape, scale in zip(shapes, (1.0, inputs**-0.5))
+    )
+    return Sample((x, weight, x_scale, weight_scale), {"dtype": DtypeSpec()})
+
+
+def _scaled_products() -> list[Case]:
+    def case(name: str, scales: str, full: tuple[int, int, int], small: tuple[int, int, int], blocks: Blocks) -> Case:
+        return Case("scaled_linear", name, _scaled_linear(*full, scales), _scaled_linear(*small, scales), blocks)
+
+    by_tensor, by_row = (
+        every(along("x"), columns(weight=0)),
+        every(along("x", "x_scale"), columns(weight=0, weight_scale=0)),
+    )
+    return [
+        case("4096 to 11008", "tensor", (1024, 4096, 11008), (50, 1104, 80), by_tensor),
+        case("sums of 16384", "row", (300, 16384, 4096), (10, 4096, 48), by_row),
+        case("4096 to 4100, scales of blocks", "block", (300, 4096, 4100), (50, 1100, 270), along("x", "x_scale")),
+        case("100,000 rows", "row", (100_003, 128, 96), (1500, 16, 16), by_row),
     ]
 
 
@@ -464,6 +494,7 @@ def cases() -> list[Case]:
         *_activations(),
         *_random(),
         *_products(),
+        *_scaled_products(),
         *_attentions(),
         *_rows(),
         *_composites(),

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hal.core.backend import Backend, Impl
 from hal.core.dispatch import activated
-from hal.core.op import Op, Sample, TensorSpec
+from hal.core.op import DtypeSpec, Op, Sample, TensorSpec
 from hal.errors import UnsupportedOp
 
-from ..calls import backward, bind, run, tensors
+from ..calls import backward, bind, not_stored, run, tensors
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
 from ..reference import Reference
 from ..subject import Subject
@@ -133,6 +133,8 @@ class _Call:
     def check(self) -> tuple[str, ...]:
         """Runs and compares the call; the reasons if the implementation declines it. Raises Wrong and _NoMemory."""
         subject, op = self.subject, self.subject.op
+        if not_storable := not_stored(self.sample, subject.stored):
+            return not_storable
         shapes = self._require_memory()
         arguments = bind(op, *_build(self.sample, subject.dtype, subject.device))
         self.case.plant(arguments)
@@ -214,6 +216,8 @@ def _build(sample: Sample, dtype: torch.dtype, device: torch.device) -> tuple[tu
         if isinstance(value, TensorSpec):
             count += 1
             return _fill(value, dtype, device, count)
+        if isinstance(value, DtypeSpec):
+            return dtype
         return [make(v) for v in value] if isinstance(value, list) else value
 
     args = tuple(make(v) for v in sample.args)

@@ -10,6 +10,7 @@ import hal.comm.threads
 from hal import Rng, ops
 from hal.testing import Reference, calls
 from hal.testing.comparison import equal_bits
+from hal.testing.lowering import opcheck_errors
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,8 @@ def test_lowering_twice_gives_the_same_op():
 
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)
 def test_opcheck(op):
-    lowered = hal.lower(op)
     for sample in op.edge_cases()[:2]:
-        flat = calls.invoke(op, lowered.flatten, leaves(op, sample))
-        torch.library.opcheck(lowered.torch_op, tuple(flat))
+        assert opcheck_errors(op, leaves(op, sample)) == ""
 
 
 @pytest.mark.parametrize("op", list(hal.OPS.values()), ids=lambda op: op.name)

@@ -1,15 +1,20 @@
 """Creates backends with one error each, for the tests of the kit."""
 
 import pytest
+import torch
 from host_backend import HostBackend
 
+import hal
 from hal.testing import run
 
 
 class Cpu(HostBackend):
-    """Has no implementation."""
+    """Has no implementation, and stores float8."""
 
     name = "planted"
+
+    def capabilities(self):
+        return hal.Capabilities(dtypes=hal.Capabilities().dtypes | {torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def plant(op, function, *, why_not=None, bwd=None, waivers=None, backend=Cpu):

@@ -101,6 +101,29 @@ def norm_after_the_rotation(q, k, q_weight, k_weight, cos, sin, eps, **rest):
     return tuple(ops.rms_norm.reference(x, w, eps) for x, w in zip(turned, (q_weight, k_weight)))
 
 
+@production(ops.scaled_linear, "scales of blocks: the output, rows")
+@faults(ops.scaled_linear, "error of")
+def the_first_scale_of_a_row_for_all_blocks(x_scale, **rest):
+    return ops.scaled_linear.reference(x_scale=x_scale[..., :1] if x_scale.ndim else x_scale, **rest)
+
+
+@faults(ops.scaled_linear, "error of")
+def no_scale_of_the_weight(weight_scale, **rest):
+    return ops.scaled_linear.reference(weight_scale=torch.ones_like(weight_scale), **rest)
+
+
+@faults(ops.scaled_linear, "error of")
+def e5m2_read_as_e4m3(x, **rest):
+    return ops.scaled_linear.reference(x=x.view(torch.float8_e4m3fn), **rest)
+
+
+@faults(ops.scaled_linear, "error of")
+def elements_beyond_the_last_whole_block_dropped(x, weight, **rest):
+    whole = weight.shape[1] // 128 * 128 or weight.shape[1]
+    kept = x.float().masked_fill(torch.arange(weight.shape[1]) >= whole, 0.0).to(x.dtype)
+    return ops.scaled_linear.reference(x=kept, weight=weight, **rest)
+
+
 @pytest.mark.parametrize("op, function, texts", faults.cases)
 def test_a_fault_is_caught_in_float32(op, function, texts):
     report, messages = verdict(plant(op, function), op, examples=0)

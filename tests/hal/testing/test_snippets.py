@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hal
-from hal import Rng, Sample, TensorSpec, ops
+from hal import DtypeSpec, Rng, Sample, TensorSpec, ops
 from hal.testing import Failure, calls, run_by_name
 
 WRONG = f"""{host_backend.SOURCE}from hal import ops
@@ -78,7 +78,7 @@ def test_a_random_failing_call_is_shrunk(wrong):
     ],
 )
 def test_the_code_of_a_sample_makes_that_sample(sample):
-    scope = {"Sample": Sample, "TensorSpec": TensorSpec, "Rng": Rng, "torch": torch}
+    scope = {"DtypeSpec": DtypeSpec, "Sample": Sample, "TensorSpec": TensorSpec, "Rng": Rng, "torch": torch}
     assert eval(calls.code(sample), scope) == sample
 
 
