@@ -7,6 +7,7 @@ defaults of the optional methods report that it is missing instead of inventing 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -54,7 +55,8 @@ class Probe:
 class Impl:
     """One implementation of one op: `call` runs it (with autograd), `refusals` gives the reasons to refuse a call.
 
-    by_metadata: `why_not` is marked with the function of that name.
+    by_metadata: `why_not` is marked with the function of that name. nondeterministic: why equal calls may give
+    different bits, "" if they do not.
     """
 
     op: Op[Any, Any]
@@ -65,6 +67,7 @@ class Impl:
     bwd: Callable[..., Any] | None
     waivers: Mapping[torch.dtype, tuple[float, str]]
     by_metadata: bool = False
+    nondeterministic: str = ""
 
     @property
     def composed(self) -> bool:
@@ -139,6 +142,9 @@ class Backend(ABC):
     api: ClassVar[int] = API
     simulated: bool = False
     """True while the backend runs on a simulator instead of its device; reports show it."""
+    deterministic: bool = False
+    """Whether implementations marked `nondeterministic` refuse every call; a backend with such implementations has a
+    constructor option of this name, which `hal.use(name, deterministic=True)` sets."""
     stand_ins: Mapping[str, str] = {}
     """On a simulator: implementation id -> what runs in place of kernels that the simulator lacks."""
     order_sources: Mapping[str, str] = {}
@@ -192,7 +198,7 @@ class Backend(ABC):
 
     def implementations(self, op: Op[Any, Any]) -> list[Impl]:
         """The implementations of `op` in order of preference; of a composite op, its composition is the last."""
-        own = self.impls.get(op.name, [])
+        own = [self._in_mode(impl) for impl in self.impls.get(op.name, [])]
         if op.decompose is None:
             return own
         missing = [part for part in op.parts if not self.implementations(part)]
@@ -209,6 +215,13 @@ class Backend(ABC):
             )
 
         return [*own, Impl(op, COMPOSITION, op.decompose, why_not, op.decompose, None, {}, True)]
+
+    def _in_mode(self, impl: Impl) -> Impl:
+        """The implementation, which in deterministic mode refuses every call if it is nondeterministic."""
+        if not (self.deterministic and impl.nondeterministic):
+            return impl
+        reason = f"deterministic mode ({impl.nondeterministic})"
+        return dataclasses.replace(impl, why_not=lambda call: (reason,), by_metadata=True)
 
     # Optional methods.
 
@@ -271,6 +284,7 @@ class Backend(ABC):
         bwd: Callable[..., Any] | None = None,
         waivers: Mapping[torch.dtype, tuple[float, str]] | None = None,
         version: int = 1,
+        nondeterministic: str = "",
     ) -> Callable[[F], F]:
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
@@ -288,6 +302,7 @@ class Backend(ABC):
             every report prints the reason.
         version: the op's version for which the implementation was written. If the op has another one, every call is
             refused with that reason, and nothing else is checked.
+        nondeterministic: why equal calls may give different bits, which the backend's deterministic mode refuses.
 
         Raises HalError for a signature that differs from the reference, or an id used twice.
         """
@@ -314,7 +329,7 @@ class Backend(ABC):
             if op.mutates:
                 call = noting_writes(op, call, id)
             marked = why_not is None or getattr(why_not, "by_metadata", False)
-            registered.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked))
+            registered.append(Impl(op, id, call, refusals, forward, bwd, dict(waivers or {}), marked, nondeterministic))
             return function
 
         return decorate

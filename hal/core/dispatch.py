@@ -60,6 +60,7 @@ def use(
     fallback: str = "error",
     pin: Mapping[str, str] | None = None,
     synchronous: bool | None = None,
+    deterministic: bool = False,
     **options: Any,
 ) -> Backend:
     """Makes `name` the active backend of this process, as `--backend` does. Child processes inherit the name.
@@ -69,11 +70,13 @@ def use(
     pin: op name -> implementation id, the only one allowed for that op ("reference" is allowed).
     synchronous: waits for the device after every call of an op, forward and backward, so that an error of the device is
         raised as a DeviceError that names the call; for debugging. Default: whether HAL_SYNCHRONOUS is 1.
+    deterministic: the same calls in the same order give the same bits: implementations for which this does not hold
+        refuse, and so does a backend that cannot (BackendUnavailable).
     options: passed to the backend's constructor, e.g. simulate=True.
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown option or pin.
     """
-    backend = registry.make(name, options)
+    backend = registry.make(name, options, deterministic=deterministic)
     probe = registry.probed(backend)
     if not probe.ok:
         raise BackendUnavailable(

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from ..errors import BackendNotFound, HalError, PluginError
+from ..errors import BackendNotFound, BackendUnavailable, HalError, PluginError
 from .backend import API, Backend, Probe
 
 GROUP = "hal.backends"
@@ -95,19 +95,30 @@ def load(name: str) -> type[Backend]:
     return cls
 
 
-def make(name: str, options: Mapping[str, object] | None = None) -> Backend:
+def make(name: str, options: Mapping[str, object] | None = None, *, deterministic: bool = False) -> Backend:
     """An instance of the backend `name`, neither probed nor built.
 
-    Raises what `load` raises, or HalError for an option that its constructor does not take.
+    deterministic: equal calls give equal bits; sets the option of that name if the constructor has it.
+
+    Raises what `load` raises, HalError for an option that its constructor does not take, or BackendUnavailable if equal
+    calls may give different bits although `deterministic` was asked for.
     """
     cls = load(name)
     given = dict(options or {})
+    if deterministic and "deterministic" in inspect.signature(cls).parameters:
+        given["deterministic"] = True
     try:
         inspect.signature(cls).bind(**given)
     except TypeError as error:
         takes = ", ".join(inspect.signature(cls).parameters) or "none"
         raise HalError(f"backend '{name}' does not take these options ({given}): {error}; it takes: {takes}") from None
-    return cls(**given)
+    backend = cls(**given)
+    if deterministic and not backend.capabilities().deterministic:
+        raise BackendUnavailable(
+            f"backend '{name}' has no deterministic mode: equal calls may give different bits on its devices "
+            "(capability deterministic); run without that mode, or choose another backend"
+        )
+    return backend
 
 
 def probed(backend: Backend) -> Probe:

@@ -34,7 +34,7 @@ class Spy(Backend):
         self.calls: list[tuple[str, str]] = []
         """(op name, implementation id) of every call."""
         self.impls = {name: [self._recorded(i) for i in impls] for name, impls in inner.impls.items()}  # type: ignore[misc]
-        self.simulated = inner.simulated
+        self.simulated, self.deterministic = inner.simulated, inner.deterministic
 
     def _recorded(self, impl: Impl) -> Impl:
         note, record, call = (impl.op.name, impl.id), self.calls.append, impl.call

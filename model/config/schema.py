@@ -162,6 +162,7 @@ class Config:
         "error", "what to do with a call that no implementation accepts", choices=("error", "reference")
     )
     pin: tuple[str, ...] = _opt((), "OP=IMPLEMENTATION: use only this implementation for the op; may be repeated")
+    deterministic_mode: bool = _opt(False, "refuse implementations and backends whose equal runs differ in bits")
     run_dir: str | None = _opt(None, "folder for run.json, loss.png, sample.txt and TensorBoard events")
     nproc_per_node: int = _opt(1, "processes to start on this machine")
 

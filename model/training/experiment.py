@@ -18,6 +18,7 @@ _ELSEWHERE = frozenset(
         "backend",
         "simulate",
         "fallback",
+        "deterministic_mode",
         "pin",
         "run_dir",
         "nproc_per_node",

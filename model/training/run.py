@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.nproc_per_node > 1 and "WORLD_SIZE" not in os.environ:
             return _launch(config, sys.argv[1:] if argv is None else argv)
         pins = dict(pin.split("=", 1) for pin in config.pin)
-        hal.use(config.backend, fallback=config.fallback, pin=pins, **({"simulate": True} if config.simulate else {}))
+        simulate = {"simulate": True} if config.simulate else {}
+        mode = config.deterministic_mode
+        hal.use(config.backend, fallback=config.fallback, pin=pins, deterministic=mode, **simulate)
         with private():
             train(config)
     except (TrainingFailed, SaveFailed, CollectiveFailed) as error:

@@ -101,7 +101,12 @@ def negative_window(spec: AttentionSpec, name: str) -> list[str]:
 
 
 def register(
-    id: str, *, refuse: Callable[[Request], Sequence[str]], forward: Forward, backward: Backward | None
+    id: str,
+    *,
+    refuse: Callable[[Request], Sequence[str]],
+    forward: Forward,
+    backward: Backward | None,
+    nondeterministic: str = "",
 ) -> None:
     """Registers an implementation of flash_attention.
 
@@ -149,4 +154,5 @@ def register(
             grads = [torch.zeros_like(x) for x in saved]
         return tuple(as_given(g, spec.layout) for g in grads)
 
-    Cuda.impl(ops.flash_attention, id=id, why_not=why_not, bwd=None if backward is None else bwd)(run)
+    differentiated = None if backward is None else bwd
+    Cuda.impl(ops.flash_attention, id=id, why_not=why_not, bwd=differentiated, nondeterministic=nondeterministic)(run)

@@ -45,8 +45,6 @@ def _refuse(request: Request) -> list[str]:
             f"{spec.sq} queries and {spec.skv} keys (cudnn {_version()} may read past the end of lengths that are "
             f"not multiples of 128; {WHOLE_BLOCKS_BEFORE} does not)"
         )
-    if launch.deterministic:
-        refusals.append("deterministic=True (cudnn's backward adds in no fixed order)")
     if not spec.unbounded and not (spec.causal and spec.sq == spec.skv):
         refusals.append(
             f"window ({spec.pre}, {spec.next}) of {spec.sq} queries and {spec.skv} keys "
@@ -82,4 +80,10 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     return dq, dk, dv
 
 
-register(ID, refuse=_refuse, forward=_forward, backward=_backward)
+register(
+    ID,
+    refuse=_refuse,
+    forward=_forward,
+    backward=_backward,
+    nondeterministic="cudnn's backward adds in no fixed order",
+)

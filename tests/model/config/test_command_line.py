@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import hal
 from hal.model.config.command_line import parse
 from hal.model.train import main
 
@@ -72,6 +73,13 @@ def test_wrong_input_is_one_line_and_exit_code_2(cpu_ref, argv, code, words, cap
     assert main(argv) == code
     captured = capsys.readouterr()
     assert words in captured.err and captured.err.count("\n") == 1 and "Traceback" not in captured.err
+
+
+def test_a_backend_without_a_deterministic_mode_is_refused(cpu_ref, capsys, monkeypatch):
+    monkeypatch.setenv("HAL_BACKEND", "cpu_ref")
+    monkeypatch.setattr(type(cpu_ref), "capabilities", lambda self: hal.Capabilities(deterministic=False))
+    assert main(["--backend", "cpu_ref", "--text-file", "absent.txt", "--deterministic-mode"]) == 2
+    assert "backend 'cpu_ref' has no deterministic mode" in capsys.readouterr().err
 
 
 def test_a_loss_that_explodes_is_exit_code_1(cpu_ref, text, tmp_path, cache, capsys, monkeypatch):
