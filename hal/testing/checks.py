@@ -12,6 +12,7 @@ deleted.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,7 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
         oracle, native, dys = references(subject, sample, {op.choice.parameter: chosen})
     _watch(watched, outcome.outputs)
     if with_grad:
+        _must_save_tensors_directly(subject, sample, outcome)
         outcome.gradients = _backward(subject, sample, outcome, dys_there)
         _watch(watched, {"the upstream gradient": dys_there})
         _watch(watched, {f"the gradient of {name}": x for name, x in outcome.gradients.items()})
@@ -262,6 +264,27 @@ def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tupl
                 sample,
             )
     return reasons
+
+
+def _must_save_tensors_directly(subject: Subject, sample: Sample, outcome: Outcome) -> None:
+    """Fails residuals with a tensor inside of another value, which autograd neither frees nor checks for changes."""
+
+    def holds_tensor(value: Any) -> bool:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = vars(value) if hasattr(value, "__dict__") else ()
+        if isinstance(value, Mapping):
+            value = tuple(value.values())
+        return isinstance(value, Tensor) or (isinstance(value, (list, tuple, set)) and any(map(holds_tensor, value)))
+
+    # The node in the graph of an implementation with a bwd is its context, see hal/core/autograd.py.
+    plain = [r for y in outcome.differentiable for r in getattr(y.grad_fn, "plain", ())]
+    nested = [type(value).__name__ for value in plain if holds_tensor(value)]
+    if nested:
+        raise subject.fail(
+            f"the residuals hold a tensor inside of a {nested[0]}: a change in place before the backward remains "
+            "unnoticed, and its memory is kept until the graph is deleted. Make it a direct member of the tuple",
+            sample,
+        )
 
 
 def _must_not_depend_on_needs(

@@ -285,6 +285,27 @@ def test_forgotten_residuals_are_named():
     assert "'planted/wrong' has a bwd, so it must return (output, residuals)" in messages
 
 
+@dataclasses.dataclass
+class Saved:
+    y: torch.Tensor
+
+
+NESTED = {"list": lambda y: [y], "tuple": lambda y: (None, (y,)), "dict": lambda y: {"y": y}, "Saved": Saved}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_tensors_inside_of_residuals_are_named(name):
+    def forward(x, mask, scale, causal):
+        y = softmax.reference(x, mask, scale, causal)
+        return y, (y.clone(), scale, NESTED[name](y.clone()))
+
+    def bwd(residuals, dy):
+        return right_backward(residuals[:2], dy)
+
+    _, messages = verdict(plant(softmax, forward, bwd=bwd), softmax, examples=0)
+    assert f"the residuals hold a tensor inside of a {name}" in messages
+
+
 def test_the_right_backward_passes_in_float32():
     report, _ = verdict(plant(softmax, softmax_forward, bwd=right_backward), softmax)
     assert {r.status for r in report.rows if r.dtype == "float32"} == {"pass"}
