@@ -135,7 +135,6 @@ class Verifier:
         if reason:
             self.left_out[f"{op.name}: {reason}"] += 1
             return call(*args, **kwargs)
-        assert dtype is not None
         judge = Judge(op, dtype, op.tol[dtype], impl.waivers.get(dtype, (1.0, ""))[0])
         checked = _Call(self, impl, judge, arguments)
         if op.mutates:
@@ -338,13 +337,16 @@ def _value(value: Any) -> Any:
     return [_value(v) for v in value] if isinstance(value, list) else value
 
 
-def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype under test: that of the first argument with floating-point values; float32 if there is none."""
+def _dtype(arguments: Mapping[str, Any]) -> torch.dtype:
+    """The dtype under test: one that is given, or that of the first floating-point argument; float32 without any."""
+    given = next((v for v in arguments.values() if isinstance(v, torch.dtype)), None)
+    if given is not None:
+        return given
     floating = (x.dtype for _, _, x in tensors(arguments) if x.is_floating_point())
     return next(floating, torch.float32)
 
 
-def _reason(op: Op[Any, Any], arguments: Mapping[str, Any], dtype: torch.dtype | None) -> str:
+def _reason(op: Op[Any, Any], arguments: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Why a call cannot be compared, or ""."""
     if any(isinstance(v, Comm) and v.size > 1 for v in arguments.values()):
         return "communicates with other ranks"
