@@ -5,7 +5,7 @@ if __name__ != "hal.ops":
 
 
 from .activation import bias_gelu, geglu, swiglu
-from .attention import band_mask, draw_shape, flash_attention
+from .attention import alibi_bias, band_mask, draw_shape, flash_attention
 from .composite import (
     add_layer_norm,
     add_rms_norm,
@@ -30,6 +30,7 @@ __all__ = [
     "adamw",
     "add_layer_norm",
     "add_rms_norm",
+    "alibi_bias",
     "band_mask",
     "bias_dropout_add",
     "bias_gelu",

@@ -22,7 +22,7 @@ from hal.backend_tools import attention_strides, bounded, draw_steps
 from .build import ffi, lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, refuses
+from .tensors import CODE, REAL, parameter, refuses
 
 _Shape = tuple[int, ...]
 
@@ -37,6 +37,7 @@ def _describe(
     dtype: torch.dtype,
     q: _Shape,
     k: _Shape,
+    v: _Shape,
     strides: tuple[_Shape, ...],
     heads: tuple[int | None, int | None],
     sequences: int | None,
@@ -45,17 +46,22 @@ def _describe(
     scale: float | None,
     dropout_p: float,
     block: tuple[_Shape | None, _Shape | None],
-) -> tuple[Any, _Shape]:
-    """The kernel's description of a call (struct hal_flash_attention) and the shape of lse.
+    scores: tuple[float | None, bool, _Shape | None, tuple[_Shape, _Shape] | None],
+) -> tuple[Any, _Shape, _Shape]:
+    """The kernel's description of a call (struct hal_flash_attention), the shapes of the output and of lse.
 
-    q, k: shapes. strides: of q, k, v and, for the backward pass, of the output's gradient. block: the Rng's full_shape
-    and start. Cached, because building the struct takes longer than a short call of the kernel.
+    q, k, v: shapes. strides: of q, k, v and, for the backward pass, of the output's gradient. mask: its shape and
+    strides. block: the Rng's full_shape and start. scores: softcap, top_left, the shape of the slopes, and shape and
+    strides of the bias. Cached, because building the struct takes longer than a short call of the kernel.
     """
     if layout in ("SBH", "BSH"):
         n = heads[0] or 1
         g, d = heads[1] or n, q[2] // n
+        e = v[2] // g
+        out: _Shape = (*q[:2], n * e)
     else:
-        n, g, d = q[layout.index("N")], k[layout.index("N")], q[-1]
+        n, g, d, e = q[layout.index("N")], k[layout.index("N")], q[-1], v[-1]
+        out = (*q[:-1], e)
     if layout == "TND":
         b, sq, sk = sequences or 0, q[0], k[0]
         lse_shape: _Shape = (n, sq)
@@ -63,25 +69,36 @@ def _describe(
         b, sq, sk = q[layout.index("B")], q[layout.index("S")], k[layout.index("S")]
         lse_shape = (b, n, sq)
     # The output and the gradients are allocated here, contiguous, so their strides follow from the shapes.
-    like_q, like_k = (attention_strides(layout, _contiguous_strides(shape), d) for shape in (q, k))
-    mask_strides: _Shape = (0, 0, 0, 0)
-    if mask is not None:  # a view: broadcast dimensions get stride 0
-        shape, steps = mask
-        mask_strides = torch.empty_strided(shape, steps, dtype=torch.bool, device="meta").expand(b, n, sq, sk).stride()
+    like_q, like_k, like_v, like_out = (
+        attention_strides(layout, _contiguous_strides(shape), size)
+        for shape, size in ((q, d), (k, d), (v, e), (out, e))
+    )
+    softcap, top_left, slopes, bias = scores
+    all_scores, per_head = (b, n, sq, sk), (b, n)
     threshold = 0
     dropout_index: _Shape = (0, 0, 0, 0)
     if dropout_p > 0.0:
         threshold = hal.dropout_threshold(dropout_p)
         dropout_index = draw_steps(Rng(0, 0, *block), (n, sq, sk) if layout == "TND" else (b, n, sq, sk))
     fields = (
-        *(CODE[dtype], b, n, g, sq, sk, d),
-        *(attention_strides(layout, s, d) for s in strides[:3]),
-        *(like_q, mask_strides, bounded(window[0]), bounded(window[1])),
+        *(CODE[dtype], b, n, g, sq, sk, d, e),
+        *(attention_strides(layout, s, size) for s, size in zip(strides[:3], (d, d, e))),
+        *(like_out, _broadcast(mask, all_scores), _broadcast(bias, all_scores)),
+        _broadcast(slopes and (slopes, _contiguous_strides(slopes)), per_head),
+        *(bounded(window[0]), bounded(window[1]), int(top_left)),
         1.0 / math.sqrt(d) if scale is None else scale,
+        softcap or 0.0,
         *(threshold, 1.0 / (1.0 - dropout_p), dropout_index),
-        *((attention_strides(layout, strides[3], d), like_q, like_k, like_k) if len(strides) == 4 else ()),
+        *((attention_strides(layout, strides[3], e), like_q, like_k, like_v) if len(strides) == 4 else ()),
     )
-    return ffi().new("struct hal_flash_attention *", fields), lse_shape
+    return ffi().new("struct hal_flash_attention *", fields), out, lse_shape
+
+
+def _broadcast(given: tuple[_Shape, _Shape] | None, shape: _Shape) -> _Shape:
+    """The strides of a tensor with these (shape, strides) over `shape`: 0 where it is broadcast, or absent."""
+    if given is None:
+        return (0,) * len(shape)
+    return torch.empty_strided(*given, device="meta").expand(shape).stride()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -101,23 +118,34 @@ def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tens
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
 
 
-def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, like q, k and v, from dout like out."""
-    q, k, v, out, rest, lse, mask, cu_q, cu_k, rng, call = residuals
+def _backward(
+    residuals: tuple[Any, ...], dout: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv, like q, k and v, from dout like out; the gradients of bias and sinks if they are needed."""
+    q, k, v, out, rest, lse, mask, bias, slopes, sinks, cu_q, cu_k, rng, sinks_dtype, call = residuals
     dout = _rows(dout)
     layout, strides, *others = call
-    described, _ = _describe(layout, q.dtype, q.shape, k.shape, (*strides, dout.stride()), *others)
+    described, *_ = _describe(layout, q.dtype, q.shape, k.shape, v.shape, (*strides, dout.stride()), *others)
     dq, dk, dv = (
         empty(q.shape, q.dtype),
         empty(k.shape, q.dtype),
-        empty(k.shape, q.dtype),
+        empty(v.shape, q.dtype),
     )
+    dbias = dsinks = None
+    if bias is not None and needs[3]:
+        sk = k.shape[layout.index("S")]
+        dbias = torch.zeros((*lse.shape, sk), dtype=REAL[q.dtype])
+    if sinks is not None and needs[4]:
+        dsinks = torch.zeros_like(lse)
     status = lib().hal_flash_attention_backward(
         described,
         q.data_ptr() or address(q),
         k.data_ptr() or address(k),
         v.data_ptr() or address(v),
         address(mask),
+        address(bias),
+        address(slopes),
+        address(sinks),
         address(cu_q),
         address(cu_k),
         *((0, 0) if rng is None else rng),
@@ -128,12 +156,20 @@ def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor,
         dq.data_ptr() or address(dq),
         dk.data_ptr() or address(dk),
         dv.data_ptr() or address(dv),
+        address(dbias),
+        address(dsinks),
     )
     _require_done(status, cu_q, cu_k, q, k)
-    return dq, dk, dv
+    if dbias is not None:
+        dbias = dbias.sum_to_size(bias.shape).to(q.dtype)
+    if dsinks is not None:
+        dsinks = dsinks.sum((0, 2) if dsinks.ndim == 3 else 1).to(sinks_dtype)
+    return dq, dk, dv, dbias, dsinks
 
 
-@CpuRef.impl(ops.flash_attention, id="cpu_ref/c", why_not=refuses(ops.flash_attention), bwd=_backward)
+@CpuRef.impl(
+    ops.flash_attention, id="cpu_ref/c", why_not=refuses(ops.flash_attention, "q", "k", "v"), bwd=_backward, version=2
+)
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -151,6 +187,11 @@ def flash_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    top_left: bool = False,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Any, ...]]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     sequences = None
@@ -170,11 +211,25 @@ def flash_attention(
         scale,
         dropout_p,
         (None, None) if rng is None else (rng.full_shape, rng.start),
+        (
+            softcap,
+            top_left,
+            None if alibi_slopes is None else alibi_slopes.shape,
+            None if bias is None else (bias.shape, bias.stride()),
+        ),
     )
-    described, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, *call[1:])
-    out, lse = empty(q.shape, q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
-    # The rounding error of a 16-bit output, which the backward pass needs for accuracy (see flash_attention_api.h).
+    described, out_shape, lse_shape = _describe(layout, q.dtype, q.shape, k.shape, v.shape, *call[1:])
+    out, lse = empty(out_shape, q.dtype), torch.empty(lse_shape, dtype=REAL[q.dtype])
     wants_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    sinks_dtype = None
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    if bias is not None:
+        wants_gradient |= bias.requires_grad
+    if sinks is not None:
+        sinks_dtype, wants_gradient = sinks.dtype, wants_gradient or sinks.requires_grad
+        sinks = parameter(sinks, REAL[q.dtype])
+    # The rounding error of a 16-bit output, which the backward pass needs for accuracy (see flash_attention_api.h).
     rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
     status = lib().hal_flash_attention_forward(
         described,
@@ -182,6 +237,9 @@ def flash_attention(
         k.data_ptr() or address(k),
         v.data_ptr() or address(v),
         address(mask),
+        address(bias),
+        address(alibi_slopes),
+        address(sinks),
         address(cu_seqlens_q),
         address(cu_seqlens_k),
         *((0, 0) if rng is None else (rng.seed, rng.offset)),
@@ -191,5 +249,6 @@ def flash_attention(
     )
     _require_done(status, cu_seqlens_q, cu_seqlens_k, q, k)
     state = None if rng is None else (rng.seed, rng.offset)
-    residuals = (q, k, v, out, rest, lse, mask, cu_seqlens_q, cu_seqlens_k, state, call)
+    tensors = (q, k, v, out, rest, lse, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+    residuals = (*tensors, state, sinks_dtype, call)
     return (out, lse) if return_lse else out, residuals

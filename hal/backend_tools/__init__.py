@@ -6,6 +6,7 @@ The contract itself is `hal` and `hal.ops`; a backend needs nothing else.
 
 from .activation import activations_from
 from .attention import (
+    EXTRAS,
     UNBOUNDED,
     AttentionSpec,
     CuSeqlens,
@@ -58,6 +59,7 @@ from .tensors import by_dtype, copy_back, host_tensor_reasons, rows_of
 from .vocabulary import cross_entropy_from, sharded_embedding, sharded_embedding_gradient
 
 __all__ = [
+    "EXTRAS",
     "UNBOUNDED",
     "AdamWMember",
     "AdamWScalars",

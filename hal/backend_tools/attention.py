@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,8 +19,11 @@ UNBOUNDED = 1 << 40
 class AttentionSpec(NamedTuple):
     """The plain values of one call, resolved: head counts from shapes, the default scale, no dropout without an Rng.
 
-    sq, skv: lengths of queries and keys, token counts when packed (batch is then 1). d: head size. rng is None if and
-    only if dropout_p is 0. Hashable, for what is cached per kind of call.
+    sq, skv: lengths of queries and keys, token counts when packed (batch is then 1). d, dv: head size of q and k, and
+    of v and the output. rng is None if and only if dropout_p is 0.
+    pre, next: the window; of a dense call always aligned at the bottom right, also if the call is aligned at the top
+    left. top_left: whether a kernel has to know: of packed sequences with a window, and for ALiBi.
+    extras: which of EXTRAS the call uses; see `refusals`. Hashable, for what is cached per kind of call.
     """
 
     layout: str
@@ -35,6 +38,14 @@ class AttentionSpec(NamedTuple):
     scale: float
     dropout_p: float
     rng: Rng | None
+    dv: int
+    softcap: float | None
+    top_left: bool
+    extras: tuple[str, ...]
+
+    def refusals(self, kernel: str, takes: Collection[str] = ()) -> list[str]:
+        """Why `kernel` refuses the call, if the call uses extras other than `takes`: one reason for each."""
+        return [f"{_EXTRAS[name].format(spec=self)} ({kernel} has none)" for name in self.extras if name not in takes]
 
     @property
     def packed(self) -> bool:
@@ -57,6 +68,18 @@ class AttentionSpec(NamedTuple):
         return self.pre is None and self.next is None
 
 
+_EXTRAS = {
+    "dv": "heads of {spec.dv} channels in v and {spec.d} in k",
+    "softcap": "softcap={spec.softcap:g}",
+    "alibi_slopes": "alibi_slopes",
+    "bias": "a bias",
+    "sinks": "sinks",
+    "top_left": "top_left of packed sequences or of ALiBi",
+}
+EXTRAS = tuple(_EXTRAS)
+"""What a call of ops.flash_attention may ask for beyond masks, windows and dropout: `AttentionSpec.extras`."""
+
+
 def attention_spec(call: Call) -> AttentionSpec:
     """The spec of a call of ops.flash_attention."""
     layout, rng = call.layout, call.rng
@@ -66,6 +89,13 @@ def attention_spec(call: Call) -> AttentionSpec:
     scale = 1.0 / math.sqrt(d) if call.scale is None else float(call.scale)
     # Normalize "no dropout" so that callers need to test only one of the two, and equal calls have equal specs.
     dropout_p = 0.0 if rng is None else call.dropout_p
+    pre, next, softcap, top_left = call.pre_tokens, call.next_tokens, call.softcap, call.top_left
+    if top_left and layout != "TND":
+        pre, next = None if pre is None else pre + skv - sq, None if next is None else next - (skv - sq)
+    slopes = call.alibi_slopes is not None
+    top_left = top_left and (slopes or (layout == "TND" and not (pre is None and next is None)))
+    dv = call.v.shape[-1] // (kv_heads if layout in ("SBH", "BSH") else 1)
+    used = (dv != d, softcap is not None, slopes, call.bias is not None, call.sinks is not None, top_left)
     return AttentionSpec(
         layout,
         batch,
@@ -74,11 +104,15 @@ def attention_spec(call: Call) -> AttentionSpec:
         sq,
         skv,
         d,
-        call.pre_tokens,
-        call.next_tokens,
+        pre,
+        next,
         scale,
         dropout_p,
         rng if dropout_p else None,
+        dv,
+        softcap,
+        top_left,
+        tuple(name for name, uses in zip(EXTRAS, used) if uses) if any(used) else (),
     )
 
 

@@ -6,7 +6,7 @@ The functions here generate source once, at registration, so that a backend list
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hal.core.call import Call
@@ -16,10 +16,12 @@ from hal.errors import HalError
 
 
 def with_signature_of(
-    op: Op[Any, Any], **derived: Callable[..., Any]
+    op: Op[Any, Any], *, without: Collection[str] = (), **derived: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for a function whose parameters are some of the op's: the result takes all of them.
 
+    without: parameters that the result does not take, so that `Backend.impl` refuses calls that give them a value, and
+        expects no gradient of them.
     derived: parameter of the decorated function -> function that computes it from the `Call`, such as
         `attention_spec`. They cost one `Call` per call of the op, and one Python call each.
 
@@ -31,7 +33,12 @@ def with_signature_of(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        f = fragments(op.signature)
+        signature = op.signature
+        if without:
+            _require_parameters(op, without, function)
+            kept = [p for name, p in signature.parameters.items() if name not in without]
+            signature = signature.replace(parameters=kept)
+        f = fragments(signature)
         scope: dict[str, Any] = {"_function": function, "_Call": op.Call, **f.scope}
         arguments = []
         for name, parameter in inspect.signature(function).parameters.items():
@@ -75,7 +82,7 @@ def why_not_tensors(
     return why_not
 
 
-def _require_parameters(op: Op[Any, Any], names: Sequence[str], function: Callable[..., Any]) -> None:
+def _require_parameters(op: Op[Any, Any], names: Collection[str], function: Callable[..., Any]) -> None:
     unknown = [name for name in names if name not in op.signature.parameters]
     if unknown:
         raise HalError(

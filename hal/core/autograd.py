@@ -1,15 +1,15 @@
 """One autograd.Function per implementation, made from a forward and a backward function.
 
 The forward has the op's signature and returns `(output, residuals)`; the backward maps `(residuals, *output_grads)` to
-one gradient per name in `op.grads`; if it has a parameter `needs`, it is passed which of them autograd uses. The
-wrapper converts the call to the positional arguments that autograd.Function needs, and skips autograd altogether when
-no input requires a gradient.
+one gradient per name in `op.grads` that the forward takes; if it has a parameter `needs`, it is passed which of them
+autograd uses. The wrapper converts the call to the positional arguments that autograd.Function needs, and skips
+autograd altogether when no input requires a gradient.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,13 @@ from .op import Op
 from .signature import define, fragments
 
 
-def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str) -> Callable[..., Any]:
-    """A function with the op's signature that runs `forward`, and `bwd` when autograd asks for it."""
+def make_call(
+    op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str, grads: Sequence[str] | None = None
+) -> Callable[..., Any]:
+    """A function with the op's signature that runs `forward`, and `bwd` when autograd asks for it.
+
+    grads: the parameters whose gradients `bwd` returns, by default all of `op.grads`.
+    """
     f = fragments(op.signature)
     source = (
         f"def call({f.header}):\n"
@@ -35,7 +40,7 @@ def make_call(op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., 
     scope = {
         "_forward": forward,
         "_grad_enabled": torch.is_grad_enabled,
-        "_apply": _function(op, forward, bwd, id).apply,
+        "_apply": _function(op, forward, bwd, id, op.grads if grads is None else grads).apply,
         **f.scope,
     }
     return define("call", source, scope, f"{id} for {op.name}")
@@ -84,7 +89,7 @@ class _Differentiable:
     """The forward and backward that autograd.Function needs, made from those of an implementation.
 
     positional: the implementation's forward, with the arguments in the order of the signature.
-    slots: the positions of `op.grads` among the arguments. count: the number of arguments.
+    slots: the positions of the parameters `grads` among the arguments. count: the number of arguments.
     """
 
     op: Op[Any, Any]
@@ -92,6 +97,7 @@ class _Differentiable:
     positional: Callable[..., Any]
     bwd: Callable[..., Any]
     takes_needs: bool
+    grads: Sequence[str]
     slots: tuple[int, ...]
     count: int
 
@@ -136,7 +142,7 @@ class _Differentiable:
         if not isinstance(grads, tuple) or len(grads) != len(self.slots):
             raise HalError(
                 f"bwd of implementation '{self.id}' must return a tuple of {len(self.slots)} gradients, for "
-                f"{self.op.grads}; it returned {type(grads).__name__} of length "
+                f"{', '.join(self.grads)}; it returned {type(grads).__name__} of length "
                 f"{len(grads) if hasattr(grads, '__len__') else '?'}"
             )
         by_argument: list[Any] = [None] * self.count
@@ -146,7 +152,7 @@ class _Differentiable:
 
 
 def _function(
-    op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str
+    op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str, grads: Sequence[str]
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one implementation, whose `apply` takes the arguments in the order of the signature."""
     f = fragments(op.signature)
@@ -156,8 +162,8 @@ def _function(
         {"_forward": forward},
         id,
     )
-    slots = tuple(f.names.index(name) for name in op.grads)
-    implementation = _Differentiable(op, id, positional, bwd, takes_needs(bwd), slots, len(f.names))
+    slots = tuple(f.names.index(name) for name in grads)
+    implementation = _Differentiable(op, id, positional, bwd, takes_needs(bwd), grads, slots, len(f.names))
     members = {"forward": staticmethod(implementation.forward), "backward": staticmethod(implementation.backward)}
     # autograd names the graph's nodes after this class, so that profiles and errors show the op and the implementation.
     return type(f"{op.name}[{id}]", (torch.autograd.Function,), members)

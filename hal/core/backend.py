@@ -292,9 +292,9 @@ class Backend(ABC):
         another value are refused with that reason, except for `op.hints`, which it is not told. Without `bwd` it
         returns what the reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it
         returns `(output, residuals)`; `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in
-        `op.grads`, in that order. Residuals are a tuple of tensors and plain values. Forward and backward are always
-        selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per name in `op.grads`. It
-        may return None for gradients whose entry is False, because they are discarded.
+        `op.grads` that the function takes, in that order. Residuals are a tuple of tensors and plain values. Forward
+        and backward are always selected together. A bwd with a keyword parameter `needs` gets a tuple of bools, one per
+        gradient. It may return None for gradients whose entry is False, because they are discarded.
 
         why_not(call): returns the reasons for refusing a `Call`, empty to accept it. Must be pure and cheap; may be
             given meta tensors and must not touch a device. Runs on every call unless marked with `by_metadata`.
@@ -325,7 +325,8 @@ class Backend(ABC):
             forward, refusals = passing_known(op, function), refusing(op, why_not, absent)
             if bwd is not None and not op.grads:
                 raise HalError(f"{where}: op '{op.name}' has no gradients, so it takes no bwd")
-            call = forward if bwd is None else make_call(op, forward, bwd, id)
+            grads = [name for name in op.grads if name not in absent]
+            call = forward if bwd is None else make_call(op, forward, bwd, id, grads)
             if op.mutates:
                 call = noting_writes(op, call, id)
             marked = why_not is None or getattr(why_not, "by_metadata", False)

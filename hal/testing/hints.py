@@ -140,6 +140,12 @@ _MISTAKES: Mapping[str, Mapping[str, Change]] = {
         "an inverted mask": _tensor("mask", torch.logical_not),
         "a call without the mask": _set(mask=None),
         "a call without dropout": _set(dropout_p=0.0, rng=None),
+        "a call without the softcap": _set(softcap=None),
+        "ALiBi with the signs of the slopes changed": _tensor("alibi_slopes", torch.neg),
+        "a call without ALiBi": _set(alibi_slopes=None),
+        "a call without the bias": _set(bias=None),
+        "a call without the sinks": _set(sinks=None),
+        "a window that is aligned with the last query and key": _set(top_left=False),
     },
     "scale_mask_softmax": {
         "scale=1": _set(scale=1.0),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_backend import HostBackend
 from torch import Tensor
 
 import hal
@@ -47,6 +48,24 @@ def test_a_function_of_some_parameters_gets_the_signature_and_its_own_values(op:
     adapted = with_signature_of(op)(function)
     require_same_signature(op, adapted, "the adapted function")
     assert call(op, adapted, arguments(op)) == (f"the {subset[0]}", f"the {subset[1]}")
+
+
+def test_parameters_left_out_are_refused_and_need_no_gradient() -> None:
+    class Without(HostBackend):
+        name = "without"
+
+    @Without.impl(ops.linear, id="w", bwd=lambda residuals, dy: (dy @ residuals[1], dy.flatten(0, -2).T @ residuals[0]))
+    @with_signature_of(ops.linear, without=("bias",))
+    def linear(x: Tensor, weight: Tensor) -> Any:
+        return x @ weight.T, (x, weight)
+
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    with hal.activated(Without()):
+        ops.linear(x, weight).sum().backward()
+        with pytest.raises(hal.UnsupportedOp, match="bias"):
+            ops.linear(x, weight, torch.zeros(2))
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad[0], x.detach().sum(0))
 
 
 def test_the_ops_defaults_hold_not_those_of_the_function() -> None:
@@ -324,7 +343,7 @@ def test_a_spec_says_the_same_of_every_dense_layout(layout: str) -> None:
     q, k = (ops.layouts.from_bnsd(x.transpose(1, 2), layout) for x in (Q, K))
     heads = {"num_heads": 4, "num_kv_heads": 2} if layout.endswith("H") else {}
     s = spec(layout, q, k, next_tokens=0, **heads)
-    assert s == (layout, 2, 4, 2, 5, 9, 8, None, 0, 1 / math.sqrt(8), 0.0, None)
+    assert s == (layout, 2, 4, 2, 5, 9, 8, None, 0, 1 / math.sqrt(8), 0.0, None, 8, None, False, ())
     assert (s.group, s.causal, s.unbounded, s.packed) == (2, True, False, False)
     assert hash(s) == hash(spec(layout, q, k, next_tokens=0, **heads))
 
@@ -340,6 +359,27 @@ def test_dropout_needs_a_probability_and_a_stream() -> None:
     assert spec("BSND", Q, K, rng=Rng(1)).rng is None
     both = spec("BSND", Q, K, dropout_p=0.5, rng=Rng(1))
     assert (both.dropout_p, both.rng) == (0.5, Rng(1))
+
+
+def test_a_spec_names_what_a_kernel_must_know() -> None:
+    wide = torch.empty(2, 9, 2, 12)
+    every = {"softcap": 2.0, "alibi_slopes": torch.ones(4), "bias": torch.ones(9), "sinks": torch.ones(4)}
+    call = ops.flash_attention.Call(Q, K, wide, layout="BSND", top_left=True, next_tokens=0, **every)
+    s = backend_tools.attention_spec(call)
+    assert (s.d, s.dv, s.softcap, s.top_left, s.extras) == (8, 12, 2.0, True, backend_tools.EXTRAS)
+    assert s.refusals("x", ("softcap", "bias", "sinks", "top_left")) == [
+        "heads of 12 channels in v and 8 in k (x has none)",
+        "alibi_slopes (x has none)",
+    ]
+    assert not s.refusals("x", backend_tools.EXTRAS)
+
+
+def test_a_dense_window_at_the_top_left_is_a_shifted_one() -> None:
+    s = spec("BSND", Q, K, pre_tokens=3, next_tokens=1, top_left=True)
+    assert (s.pre, s.next, s.top_left, s.extras) == (3 + 4, 1 - 4, False, ())
+    q, k = torch.empty(11, 4, 8), torch.empty(7, 1, 8)
+    assert spec("TND", q, k, next_tokens=0, top_left=True).extras == ("top_left",)
+    assert spec("TND", q, k, top_left=True).extras == ()
 
 
 @pytest.mark.parametrize("layout", ops.layouts.LAYOUTS)

@@ -14,11 +14,15 @@
 // x 16 blocks outside are skipped and the rest is masked (flash_attention_tile.h). The products for O and dQ also skip
 // what lies outside the band of each block of 4 to 8 queries.
 //
+// Calls with a softcap, ALiBi or a bias compute each score tile's logits, in base 2, between the first product and the
+// mask (flash_attention_scores.h); all other calls skip that by one test per tile. A sink enters the sums when a tile of
+// queries is finished. The head sizes D of q and k and E of v are independent.
+//
 // Tiles: 48 queries are three 512-bit vectors of floats, which with 8 rows of keys fill 24 of 32 registers with
 // accumulators. 96 keys make a score tile of 18 KiB, which stays in L1 between the two products, and O is loaded and
 // stored once per 96 keys (48 keys were about 4 % slower, 128 no faster).
 //
-// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most 2 S D elements,
+// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most S (D + E) elements,
 // packed once if their rows are not adjacent or need conversion. Q, dO and O are read once, out and dQ written once;
 // backward adds one read and write of the dK, dV scratch per 96 queries. The S x S matrices are never formed. Scratch:
 // per thread packed K and V of one head (backward: also its dK and dV in float), plus dK and dV of the heads that are
@@ -27,7 +31,7 @@
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted
 // on packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan for the split over
 // threads, vectors.h and gemm.h for the micro-kernel, _pack for conversion and transposition, _tile for masks and
-// scores, _forward and _backward for the passes, _decode for the forward pass of up to 8 queries, which is bound by
+// scores, _scores for what changes them, _forward and _backward for the passes, _decode for the forward pass of up to 8 queries, which is bound by
 // memory traffic.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
@@ -84,13 +88,14 @@ int64_t hal_flash_attention_trim(void) { return (int64_t)drop(atomic_exchange(&c
 
 struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch) {
     const struct hal_flash_attention *g = call->shape;
-    struct fa_sequence s = {batch, 0, 0, g->sq, g->sk, 0, 0};
+    struct fa_sequence s = {batch, 0, 0, g->sq, g->sk, 0, 0, 0};
     if (call->cu_q) {
         s.q0 = call->cu_q[batch], s.sq = call->cu_q[batch + 1] - s.q0;
         s.k0 = call->cu_k[batch], s.sk = call->cu_k[batch + 1] - s.k0;
     }
-    s.lo = s.sk - s.sq - g->pre;
-    s.hi = s.sk - s.sq + g->next;
+    s.shift = g->top_left ? 0 : s.sk - s.sq;
+    s.lo = s.shift - g->pre;
+    s.hi = s.shift + g->next;
     return s;
 }
 
@@ -141,7 +146,7 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     }
     const int64_t group = g->heads / g->kv_heads;
     // Below about 10^6 multiplications a parallel region costs more than it saves.
-    plan->threads = total * group * FA_QUERIES * g->head_size < 1000000 ? 1 : omp_get_max_threads();
+    plan->threads = total * group * FA_QUERIES * (g->head_size + g->value_size) < 2000000 ? 1 : omp_get_max_threads();
     // Up to four segments per thread, as long as no additional heads are cut, balance the load when other processes
     // use some of the cores.
     int64_t rounds = heads / plan->threads;
@@ -210,23 +215,30 @@ static int run(const struct fa_call *call, int forward) {
 }
 
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
-                                uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse) {
+                                uintptr_t mask, uintptr_t bias, uintptr_t slopes, uintptr_t sinks, uintptr_t cu_seqlens_q,
+                                uintptr_t cu_seqlens_k, uint64_t seed, uint64_t offset, uintptr_t out, uintptr_t rest,
+                                uintptr_t lse) {
     const struct fa_call call = {
         .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v,
-        .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
+        .mask = (const uint8_t *)mask, .bias = (const char *)bias, .slopes = (const float *)slopes,
+        .sinks = (const void *)sinks, .adjusted = bias || slopes || shape->softcap > 0,
+        .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
         .seed = seed, .offset = offset, .out_w = (char *)out, .rest_w = (char *)rest, .lse = (void *)lse};
     return run(&call, 1);
 }
 
 int hal_flash_attention_backward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
-                                 uintptr_t mask, uintptr_t cu_seqlens_q, uintptr_t cu_seqlens_k, uint64_t seed,
-                                 uint64_t offset, uintptr_t out, uintptr_t rest, uintptr_t lse, uintptr_t dout,
-                                 uintptr_t dq, uintptr_t dk, uintptr_t dv) {
+                                 uintptr_t mask, uintptr_t bias, uintptr_t slopes, uintptr_t sinks, uintptr_t cu_seqlens_q,
+                                 uintptr_t cu_seqlens_k, uint64_t seed, uint64_t offset, uintptr_t out, uintptr_t rest,
+                                 uintptr_t lse, uintptr_t dout, uintptr_t dq, uintptr_t dk, uintptr_t dv,
+                                 uintptr_t dbias, uintptr_t dsinks) {
     const struct fa_call call = {
         .shape = shape, .q = (const char *)q, .k = (const char *)k, .v = (const char *)v,
-        .mask = (const uint8_t *)mask, .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
+        .mask = (const uint8_t *)mask, .bias = (const char *)bias, .slopes = (const float *)slopes,
+        .sinks = (const void *)sinks, .adjusted = bias || slopes || shape->softcap > 0,
+        .cu_q = (const int32_t *)cu_seqlens_q, .cu_k = (const int32_t *)cu_seqlens_k,
         .seed = seed, .offset = offset, .out = (const char *)out, .rest = (const char *)rest,
-        .lse = (void *)lse, .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv};
+        .lse = (void *)lse, .dout = (const char *)dout, .dq = (char *)dq, .dk = (char *)dk, .dv = (char *)dv,
+        .dbias = (void *)dbias, .dsinks = (void *)dsinks};
     return run(&call, 0);
 }

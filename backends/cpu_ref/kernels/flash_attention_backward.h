@@ -1,25 +1,26 @@
 // Backward pass of one arithmetic kind: see flash_attention.c for the algorithm.
 
 struct backward_space {
-    unit *qt, *dot;         // FA_SWEEP x [units(d)][48] Q^T and dO^T
-    unit *qp, *dop;         // FA_SWEEP x [48 / KU][padded d] Q and dO as units along the queries
+    unit *qt, *dot;         // FA_SWEEP x [units(d)][48] Q^T and [units(e)][48] dO^T
+    unit *qp, *dop;         // FA_SWEEP x [48 / KU][padded d or e] Q and dO as units along the queries
     unit *rows;             // [48][padded] a tile of rows
     real *dq;               // FA_SWEEP x [48][padded d] dQ
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
+    real *cap, *db;         // [96][48] derivatives of the softcap; gradients of the bias (NULL where there is none)
     unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
     real *buffer;           // rows of out and dO converted to real, where conversion is needed
     unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
-    real *dk, *dv;          // [keys][padded d] gradients of a head
+    real *dk, *dv;          // [keys][padded d], [keys][padded e] gradients of a head
     struct bytes_tile *bytes;
 };
 
 enum { ROW = FA_QUERIES / KU };  // units in a row of queries
 
 // For `count` keys (4, or KU) of one vector of queries, at s and dp: replaces S by keep P and dP by P (keep' dP -
-// delta), where keep' is 0 for a probability that dropout drops, else 1 / (1 - p).
-HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
-                         const struct backward_space *w) {
+// delta), where keep' is 0 for a probability that dropout drops, else 1 / (1 - p). extra: whether cap or db exists.
+HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, int extra, real dropout_scale, real c, vec shift,
+                         vec delta, const struct backward_space *w) {
     vec ds[4];
 #pragma GCC unroll 4
     for (int u = 0; u < count; u++) {
@@ -32,6 +33,8 @@ HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real drop
         } else {
             ds[u] = p * (g - delta);
         }
+        if (extra && w->db) store(w->db + at, ds[u]);
+        if (extra && w->cap) ds[u] *= load(w->cap + at);
         store_rounded(w->p_rows + (k + u) * ROW + n * W / KU, p);
         store_rounded(w->ds_rows + (k + u) * ROW + n * W / KU, ds[u]);
     }
@@ -41,11 +44,11 @@ HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, real drop
             store_units(w->ds_pairs + (k + u) / 2 * FA_QUERIES + n * W, pair(ds[u], ds[u + 1]));
 }
 
-HAL_INLINE void gradient_all(int n, int from, int to, const uint8_t *keep, real dropout_scale, real c, vec shift, vec delta,
-                             const struct backward_space *w) {
+HAL_INLINE void gradient_all(int n, int from, int to, const uint8_t *keep, int extra, real dropout_scale, real c, vec shift,
+                             vec delta, const struct backward_space *w) {
     int k = from;
-    for (; k + 4 <= to; k += 4) gradient(4, n, k, keep, dropout_scale, c, shift, delta, w);
-    for (; k < to; k += KU) gradient(KU, n, k, keep, dropout_scale, c, shift, delta, w);
+    for (; k + 4 <= to; k += 4) gradient(4, n, k, keep, extra, dropout_scale, c, shift, delta, w);
+    for (; k < to; k += KU) gradient(KU, n, k, keep, extra, dropout_scale, c, shift, delta, w);
 }
 
 static void gradient_columns(const struct tile *t, int v, real c, real dropout_scale, const real *shift, const real *delta,
@@ -56,19 +59,23 @@ static void gradient_columns(const struct tile *t, int v, real c, real dropout_s
         if (KU == 2 && to % 2) {
             store(w->s + to * FA_QUERIES + n * W, splat(-(real)INFINITY));
             store(w->dp + to * FA_QUERIES + n * W, splat(0));
+            if (w->cap) store(w->cap + to * FA_QUERIES + n * W, splat(0));
         }
-        if (t->has_keep)
-            gradient_all(n, from, to, w->bytes->keep[0], dropout_scale, c, lse2, row, w);
+        const uint8_t *keep = t->has_keep ? w->bytes->keep[0] : NULL;
+        if (w->cap || w->db)
+            gradient_all(n, from, to, keep, 1, dropout_scale, c, lse2, row, w);
+        else if (keep)
+            gradient_all(n, from, to, keep, 0, dropout_scale, c, lse2, row, w);
         else
-            gradient_all(n, from, to, NULL, dropout_scale, c, lse2, row, w);
+            gradient_all(n, from, to, NULL, 0, dropout_scale, c, lse2, row, w);
     }
 }
 
 // Packs rows i0... of a tensor twice, transposed and in pairs along the rows; zero beyond the last row.
-static void pack_tile(const struct fa_call *call, const char *src, int64_t stride, int rows, const struct backward_space *w,
-                      unit *transposed, unit *pairs) {
+static void pack_tile(const struct fa_call *call, const char *src, int64_t stride, int rows, int64_t d,
+                      const struct backward_space *w, unit *transposed, unit *pairs) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = g->head_size, ldr = padded(units(d)), ldp = padded(d), size = element_size(g->dtype);
+    const int64_t ldr = padded(units(d)), ldp = padded(d), size = element_size(g->dtype);
     unit *along = KU == 1 ? pairs : w->rows;  // the same buffer for KU = 1
     const int64_t used = padded(rows);
     if (KU == 2 && rows == used && d % (KU * PAD) == 0 && stride % (KU * size) == 0) {
@@ -113,7 +120,7 @@ HAL_INLINE vec row_products(const real *a, const real *b, int64_t n) {
 static void row_dots(const struct fa_call *call, const char *out, const char *dout, int rows, real *buffer, real *delta) {
     const struct hal_flash_attention *g = call->shape;
     const char *rest = call->rest ? call->rest + (out - call->out) : NULL;
-    const int64_t d = g->head_size, size = element_size(g->dtype);
+    const int64_t d = g->value_size, size = element_size(g->dtype);
     real sums[FA_QUERIES * W] __attribute__((aligned(64))), turned[FA_QUERIES * W] __attribute__((aligned(64)));
     for (int q = 0; q < FA_QUERIES; q++) {
         vec sum = {0};
@@ -154,11 +161,12 @@ struct backward_state {
 static void backward_open(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t tile,
                           const struct backward_space *w, struct backward_state *q) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = padded(g->head_size), size = element_size(g->dtype), which = tile % FA_SWEEP;
+    const int64_t d = padded(g->head_size), e = padded(g->value_size), bytes = g->value_size * element_size(g->dtype);
+    const int64_t size = element_size(g->dtype), which = tile % FA_SWEEP;
     const int64_t i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
-    q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * d * FA_QUERIES;
-    q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * d * ROW;
+    q->qt = w->qt + which * d * FA_QUERIES, q->dot = w->dot + which * e * FA_QUERIES;
+    q->qp = w->qp + which * d * ROW, q->dop = w->dop + which * e * ROW;
     q->dq = w->dq + which * d * FA_QUERIES;
     const real *lse = lse_of(call, seq, head) + i0;
     for (int i = 0; i < FA_QUERIES; i++) {
@@ -169,41 +177,59 @@ static void backward_open(const struct fa_call *call, const struct fa_sequence *
     }
     const char *dout = rows_of(call->dout, g->dout, g->dtype, seq->batch, seq->q0 + i0, head);
     const char *out = rows_of(call->out, g->out, g->dtype, seq->batch, seq->q0 + i0, head);
-    fetch_rows(dout, g->dout[1] * size, q->t.rows, g->head_size * size);
-    fetch_rows(out, g->out[1] * size, q->t.rows, g->head_size * size);
-    if (call->rest) fetch_rows(call->rest + (out - call->out), g->out[1] * size, q->t.rows, g->head_size * size);
+    fetch_rows(dout, g->dout[1] * size, q->t.rows, bytes);
+    fetch_rows(out, g->out[1] * size, q->t.rows, bytes);
+    if (call->rest) fetch_rows(call->rest + (out - call->out), g->out[1] * size, q->t.rows, bytes);
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
     fetch_rows(rows, g->q[1] * size, q->t.rows, g->head_size * size);
     row_dots(call, out, dout, q->t.rows, w->buffer, q->delta);
-    pack_tile(call, rows, g->q[1] * size, q->t.rows, w, q->qt, q->qp);
-    pack_tile(call, dout, g->dout[1] * size, q->t.rows, w, q->dot, q->dop);
+    pack_tile(call, rows, g->q[1] * size, q->t.rows, g->head_size, w, q->qt, q->qp);
+    pack_tile(call, dout, g->dout[1] * size, q->t.rows, g->value_size, w, q->dot, q->dop);
+    if (!call->dsinks) return;
+    // A sink is a key whose value is 0: dP = 0, so dS = -P delta.
+    real *dsinks = (real *)call->dsinks + (lse - (const real *)call->lse);
+    const real sink = ((const real *)call->sinks)[head] * (real)LOG2E;
+    for (int i = 0; i < q->t.rows; i++) dsinks[i] = -(real)exp2(sink - q->shift[i]) * q->delta[i];
+}
+
+// Copies the tile's visible gradients of the bias to dbias, which has an element for each score.
+static void write_bias_gradient(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
+                                const struct tile *t, const real *db) {
+    const struct hal_flash_attention *g = call->shape;
+    real *to = (real *)call->dbias + ((seq->batch * g->heads + head) * g->sq + t->i0) * g->sk + t->k0;
+    for (int q = 0; q < t->rows; q++)
+        for (int k = t->from[q / FA_SUB] * FA_SUB; k < least(t->to[q / FA_SUB] * FA_SUB, t->keys); k++)
+            to[q * g->sk + k] = db[k * FA_QUERIES + q];
 }
 
 static void backward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
                           const struct operands *o, const struct backward_space *w, struct backward_state *q,
                           struct ahead *ahead) {
     const struct hal_flash_attention *g = call->shape;
-    const struct scaling scale = scaling_of(g->scale);
-    const int64_t d = g->head_size, ldp = padded(d), depth = units(d);
+    const struct scaling scale = scaling_of(call);
+    const int64_t d = g->head_size, ldp = padded(d), lde = padded(g->value_size);
+    const struct adjust a = call->adjusted ? adjust_of(call, seq, head) : (struct adjust){0};
     struct tile *t = &q->t;
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
-    tile_scores(t, seq, w->bytes, o->k.p, o->k.ld, q->qt, depth, scale.sign, w->s);
+    tile_scores(t, seq, w->bytes, o->k.p, o->k.ld, q->qt, units(d), scale.sign,
+                call->adjusted ? &a : NULL, w->s, w->cap);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
-        multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, depth, o->v.p + (k0 + r.k_from) * o->v.ld, o->v.ld,
+        multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, units(g->value_size), o->v.p + (k0 + r.k_from) * o->v.ld, o->v.ld,
                       q->dot + r.v0 * FA_SUB, FA_QUERIES, w->dp + r.k_from * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES);
     }
     for (int v = 0; v < FA_SUBS; v++) {
         ahead_step(ahead);
         if (t->from[v] < t->to[v]) gradient_columns(t, v, scale.c, (real)g->dropout_scale, q->shift, q->delta, w);
     }
+    if (w->db) write_bias_gradient(call, seq, head, t, w->db);
     add_keys(t, seq, d, w->ds_pairs, &o->kp, q->dq, ldp);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
-        const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, lines = r.v0 * FA_SUB / KU * ldp;
-        add_rows(keys, ldp / W, queries, w->p_rows + at, ROW, q->dop + lines, ldp, w->dv + key * ldp, ldp);
-        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + lines, ldp, w->dk + key * ldp, ldp);
+        const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, line = r.v0 * FA_SUB / KU;
+        add_rows(keys, lde / W, queries, w->p_rows + at, ROW, q->dop + line * lde, lde, w->dv + key * lde, lde);
+        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + line * ldp, ldp, w->dk + key * ldp, ldp);
     }
 }
 
@@ -221,32 +247,35 @@ static void flush(const struct fa_call *call, const struct fa_sequence *seq, int
                   const real *dv, int64_t from, int64_t to) {
     const struct hal_flash_attention *g = call->shape;
     enum { AFTER = 8 };
-    const int64_t d = g->head_size, ld = padded(d), size = element_size(g->dtype);
+    const int64_t d = g->head_size, e = g->value_size, size = element_size(g->dtype);
     for (int64_t key = from; key < to; key++) {
         char *to_k = (char *)rows_of(call->dk, g->dk, g->dtype, seq->batch, seq->k0 + key, kv_head);
         char *to_v = (char *)rows_of(call->dv, g->dv, g->dtype, seq->batch, seq->k0 + key, kv_head);
         if (key + AFTER < to) fetch_for_write(to_k + AFTER * g->dk[1] * size, d * size);
-        if (key + AFTER < to) fetch_for_write(to_v + AFTER * g->dv[1] * size, d * size);
-        write_row(to_k, NULL, dk + (key - from) * ld, (real)g->scale, g->dtype, d);
-        write_row(to_v, NULL, dv + (key - from) * ld, (real)g->dropout_scale, g->dtype, d);
+        if (key + AFTER < to) fetch_for_write(to_v + AFTER * g->dv[1] * size, e * size);
+        write_row(to_k, NULL, dk + (key - from) * padded(d), (real)g->scale, g->dtype, d);
+        write_row(to_v, NULL, dv + (key - from) * padded(e), (real)g->dropout_scale, g->dtype, e);
     }
 }
 
 static struct backward_space backward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
-    const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
+    const int64_t d = padded(call->shape->head_size), e = padded(call->shape->value_size), most = d > e ? d : e;
+    const int64_t keys = plan->longest_sk + 2;
     struct backward_space w = {
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
-        .dot = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
+        .dot = carve(c, FA_SWEEP * e * FA_QUERIES, sizeof(unit)),
         .qp = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
-        .dop = carve(c, FA_SWEEP * d * ROW, sizeof(unit)),
-        .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
+        .dop = carve(c, FA_SWEEP * e * ROW, sizeof(unit)),
+        .rows = carve(c, most * FA_QUERIES, sizeof(unit)),
         .dq = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
         .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
         .dp = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
-        .buffer = carve(c, 2 * d, sizeof(real)),
+        .buffer = carve(c, 2 * most, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
         .k = carve(c, keys * padded(units(d)), sizeof(unit)),
-        .v = carve(c, keys * padded(units(d)), sizeof(unit)),
+        .v = carve(c, keys * padded(units(e)), sizeof(unit)),
+        .cap = call->shape->softcap > 0 ? carve(c, FA_KEYS * FA_QUERIES, sizeof(real)) : NULL,
+        .db = call->dbias ? carve(c, FA_KEYS * FA_QUERIES, sizeof(real)) : NULL,
     };
     if (KU == 2) {
         w.p_rows = carve(c, FA_KEYS * ROW, sizeof(unit));
@@ -257,7 +286,7 @@ static struct backward_space backward_carve(struct carver *c, const struct fa_ca
         w.p_rows = (unit *)w.s, w.ds_rows = w.ds_pairs = (unit *)w.dp, w.kp = w.k;
     }
     w.dk = carve(c, keys * d, sizeof(real));
-    w.dv = carve(c, keys * d, sizeof(real));
+    w.dv = carve(c, keys * e, sizeof(real));
     return w;
 }
 
@@ -266,9 +295,9 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq.batch, seq.k0, piece->kv_head);
-    struct operands o = {.k = operand_of(ks, g->k[1], g, 0, 0, w->k), .v = operand_of(vs, g->v[1], g, 0, 0, w->v)};
-    o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], g, 1, 0, w->kp);
-    const int64_t group = g->heads / g->kv_heads, ld = padded(g->head_size);
+    const int64_t d = g->head_size, e = g->value_size, ld = padded(d), lde = padded(e), group = g->heads / g->kv_heads;
+    struct operands o = {.k = operand_of(ks, g->k[1], d, g, 0, 0, w->k), .v = operand_of(vs, g->v[1], e, g, 0, 0, w->v)};
+    o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], d, g, 1, 0, w->kp);
     // Three positions along the keys, which only move forward: keys are packed and their gradients are zeroed just
     // before the first use, and the gradients are flushed after the last use, while they are in cache. The scratch of a
     // cut head is kept for backward_reduce.
@@ -286,14 +315,14 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
         if (packed < end) packed = end & ~(int64_t)1;
         if (zeroed < end) {
             memset(w->dk + zeroed * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
-            memset(w->dv + zeroed * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
+            memset(w->dv + zeroed * lde, 0, (size_t)((end - zeroed) * lde) * sizeof(real));
             zeroed = end;
         }
         if (piece->slot < 0 && flushed < first) {
             // No later sweep sees keys before `first`, which may lie beyond `zeroed`, where the scratch is not
             // initialised yet.
             const int64_t known = first < zeroed ? first : zeroed;
-            flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, known);
+            flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, known);
             flushed = known;
         }
         for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
@@ -302,10 +331,10 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
             struct fa_sweep next = sweep;
             int64_t next_head = head;
             if (ahead_start(&ahead, call, piece, &seq, &next_head, &next)) {
-                tiles_ahead(&ahead, call, &seq, call->q, g->q, next_head, &next);
-                tiles_ahead(&ahead, call, &seq, call->dout, g->dout, next_head, &next);
-                tiles_ahead(&ahead, call, &seq, call->out, g->out, next_head, &next);
-                tiles_ahead(&ahead, call, &seq, call->dq, g->dq, next_head, &next);
+                tiles_ahead(&ahead, call, &seq, call->q, g->q, d, next_head, &next);
+                tiles_ahead(&ahead, call, &seq, call->dout, g->dout, e, next_head, &next);
+                tiles_ahead(&ahead, call, &seq, call->out, g->out, e, next_head, &next);
+                tiles_ahead(&ahead, call, &seq, call->dq, g->dq, d, next_head, &next);
             }
             for (int64_t i = 0; i < count; i++) backward_open(call, &seq, head, sweep.t0 + i, w, &q[i]);
             // After the last sweep a tile of keys receives no further sums: its gradients are written while they are in
@@ -315,7 +344,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
                 for (int64_t i = 0; i < count; i++) backward_keys(call, &seq, head, k0, &o, w, &q[i], &ahead);
                 if (!last) continue;
                 const int64_t done = k0 + FA_KEYS < end ? k0 + FA_KEYS : end;
-                flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, done);
+                flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, done);
                 flushed = done;
             }
             for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, &q[i]);
@@ -325,9 +354,9 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     if (piece->slot >= 0) return;
     if (zeroed < seq.sk) {
         memset(w->dk + zeroed * ld, 0, (size_t)((seq.sk - zeroed) * ld) * sizeof(real));
-        memset(w->dv + zeroed * ld, 0, (size_t)((seq.sk - zeroed) * ld) * sizeof(real));
+        memset(w->dv + zeroed * lde, 0, (size_t)((seq.sk - zeroed) * lde) * sizeof(real));
     }
-    flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * ld, flushed, seq.sk);
+    flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, seq.sk);
 }
 
 // dK and dV of a head that is divided into pieces: the sum of the pieces' partial results, in the order of the pieces.
@@ -335,14 +364,17 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
 static void backward_reduce(const struct fa_call *call, const struct fa_piece *pieces, int64_t count, const real *slots,
                             int64_t slot_size, real *sum) {
     const struct fa_sequence seq = fa_sequence(call, pieces->batch);
-    const int64_t ld = padded(call->shape->head_size), half = slot_size / 2;
+    const int64_t ld = padded(call->shape->head_size), lde = padded(call->shape->value_size);
+    const int64_t half = slot_size / (ld + lde) * ld;
 #pragma omp for schedule(static) nowait
     for (int64_t key = 0; key < seq.sk; key++) {
-        memset(sum, 0, (size_t)(2 * ld) * sizeof(real));
+        memset(sum, 0, (size_t)(ld + lde) * sizeof(real));
         for (int64_t p = 0; p < count; p++) {
             if (key < pieces[p].k_first || key >= pieces[p].k_end) continue;
-            const real *from = slots + pieces[p].slot * slot_size + key * ld;
-            for (int64_t e = 0; e < ld; e++) sum[e] += from[e], sum[ld + e] += from[half + e];
+            const real *dk = slots + pieces[p].slot * slot_size + key * ld;
+            const real *dv = slots + pieces[p].slot * slot_size + half + key * lde;
+            for (int64_t e = 0; e < ld; e++) sum[e] += dk[e];
+            for (int64_t e = 0; e < lde; e++) sum[ld + e] += dv[e];
         }
         flush(call, &seq, pieces->kv_head, sum, sum + ld, key, key + 1);
     }
@@ -352,7 +384,8 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
     struct carver counter = {NULL, 0};
     backward_carve(&counter, call, plan);
     const size_t bytes = (counter.used + 4095) / 4096 * 4096 + 256;
-    const int64_t half = (plan->longest_sk + 2) * padded(call->shape->head_size), slot_size = 2 * half;
+    const int64_t keys = plan->longest_sk + 2, half = keys * padded(call->shape->head_size);
+    const int64_t slot_size = half + keys * padded(call->shape->value_size);
     char *workspace = fa_acquire(bytes * (size_t)plan->threads + (size_t)(plan->slot_count * slot_size) * sizeof(real));
     if (!workspace) return 1;
     real *slots = (real *)(workspace + bytes * (size_t)plan->threads);

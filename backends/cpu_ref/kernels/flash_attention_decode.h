@@ -90,12 +90,21 @@ static void decode_mask(struct decode_state *state, const struct fa_call *call, 
 static void decode_scores(struct decode_state *state, const struct fa_call *call, const struct fa_sequence *seq, int at,
                           int to, const struct operand *k) {
     const int64_t depth = (units(call->shape->head_size) + W - 1) / W * W, ldq = padded(units(call->shape->head_size));
-    const real sign = scaling_of(call->shape->scale).sign;
+    const real sign = scaling_of(call).sign;
     ivec key;
-    for (int l = 0; l < W; l++) key[l] = at + l;
+    vec lanes;
+    for (int l = 0; l < W; l++) key[l] = at + l, lanes[l] = (real)l;
     for (int r = 0; r < state->rows; r++) {
         const int64_t i = r % seq->sq - state->k0;
-        const vec s = dots(state->q + r * ldq, k->p + at * k->ld, k->ld, to - at, depth) * sign;
+        vec s = dots(state->q + r * ldq, k->p + at * k->ld, k->ld, to - at, depth) * sign;
+        if (call->adjusted) {
+            const struct adjust a = adjust_of(call, seq, state->head + r / seq->sq);
+            vec unused;
+            s = adjusted(&a, s, splat((real)(i + a.shift - at)) - lanes, &unused);
+            store(state->s + r * FA_KEYS + at, s);
+            if (a.bias) add_bias(&a, r % seq->sq, state->k0 + at, least(to - at, W), state->s + r * FA_KEYS + at, 1);
+            s = load(state->s + r * FA_KEYS + at);
+        }
         ivec hide = key < splat_lane(clamp(i + seq->lo, 0, FA_KEYS));
         hide |= key >= splat_lane(clamp(i + seq->hi + 1, 0, to));
         if (call->mask) hide |= lanes_of(&state->hidden[r][at]);
@@ -131,29 +140,29 @@ static void decode_softmax(struct decode_state *state, int r, int from, int to, 
 static void decode_keys(struct decode_state *state, const struct fa_call *call, const struct fa_sequence *seq,
                         const char *ks, const char *vs, const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = g->head_size, size = element_size(g->dtype);
+    const int64_t e = g->value_size, size = element_size(g->dtype);
     int from = 0, to = state->keys;
     if (call->mask) decode_mask(state, call, seq, &from, &to);
     if (from >= to) return;
     const int first = from / W * W;
-    const struct operand k = operand_of(ks + state->k0 * g->k[1] * size, g->k[1], g, 0, 1, w->k);
-    const struct operand v = operand_of(vs + state->k0 * g->v[1] * size, g->v[1], g, 1, 1, w->v);
+    const struct operand k = operand_of(ks + state->k0 * g->k[1] * size, g->k[1], g->head_size, g, 0, 1, w->k);
+    const struct operand v = operand_of(vs + state->k0 * g->v[1] * size, g->v[1], e, g, 1, 1, w->v);
     operand_fill(&k, g, first, to);
     for (int r = 0; r < state->rows; r++) state->top[r] = splat(state->m[r]);
     for (int at = first; at < to; at += W) decode_scores(state, call, seq, at, to, &k);
-    for (int r = 0; r < state->rows; r++) decode_softmax(state, r, first, to, scaling_of(g->scale).c, padded(d));
+    for (int r = 0; r < state->rows; r++) decode_softmax(state, r, first, to, scaling_of(call).c, padded(e));
     from -= from % KU;
     operand_fill(&v, g, from, to);
     const unit *p = (unit *)state->s + from / KU;
-    add_rows(state->rows, (d + W - 1) / W, units(to - from), p, FA_KEYS, v.p + from / KU * v.ld, v.ld, state->o,
-             padded(d));
+    add_rows(state->rows, (e + W - 1) / W, units(to - from), p, FA_KEYS, v.p + from / KU * v.ld, v.ld, state->o,
+             padded(e));
 }
 
 // Processes all heads of a group, which are a complete piece, because their queries are one tile.
 static void decode_piece(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
                          const struct forward_space *w) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t d = g->head_size, ldq = padded(units(d)), group = g->heads / g->kv_heads;
+    const int64_t d = g->head_size, ldq = padded(units(d)), ldo = padded(g->value_size), group = g->heads / g->kv_heads;
     const int64_t sweep = call->mask && g->mask[1] ? 1 : FA_QUERIES / seq->sq;  // heads
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0, kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0, kv_head);
@@ -169,14 +178,14 @@ static void decode_piece(const struct fa_call *call, const struct fa_sequence *s
             pack_rows(state.q + h * seq->sq * ldq, ldq,
                       rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0, state.head + h),
                       g->q[1] * element_size(g->dtype), g->dtype, seq->sq, d);
-        memset(state.o, 0, (size_t)(state.rows * padded(d)) * sizeof(real));
+        memset(state.o, 0, (size_t)(state.rows * ldo) * sizeof(real));
         for (state.k0 = first; state.k0 < end; state.k0 += FA_KEYS) {
             state.keys = (int)(end - state.k0 < FA_KEYS ? end - state.k0 : FA_KEYS);
             decode_keys(&state, call, seq, ks, vs, w);
         }
         for (int64_t h = 0; h < heads; h++) {
             struct forward_state q = {.t = {.rows = (int)seq->sq, .seen = {1, 1, 1}}};
-            q.o = state.o + h * seq->sq * padded(d);
+            q.o = state.o + h * seq->sq * ldo;
             for (int64_t i = 0, r = h * seq->sq; i < seq->sq; i++, r++) {
                 q.m[i] = state.m[r];
                 for (int l = 0; l < W; l++) q.l[i] += state.l[r][l];

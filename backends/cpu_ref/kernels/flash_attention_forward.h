@@ -6,10 +6,11 @@ struct scaling {
     real sign, c;
 };
 
-static struct scaling scaling_of(double scale) {
-    const double log2e = 1.4426950408889634;
+static struct scaling scaling_of(const struct fa_call *call) {
+    const double scale = call->shape->scale;
+    if (call->adjusted) return (struct scaling){1, 1};
     if (scale == 0) return (struct scaling){0, 1};
-    return (struct scaling){scale > 0 ? 1 : -1, (real)(fabs(scale) * log2e)};
+    return (struct scaling){scale > 0 ? 1 : -1, (real)(fabs(scale) * LOG2E)};
 }
 
 // Keys or values of one head as an operand of the micro-kernel, in place or packed on first use.
@@ -18,31 +19,31 @@ struct operand {
     int64_t ld;
     const char *source;  // NULL: used in place
     int64_t stride;      // bytes
+    int64_t d;           // elements of a row
     unit *packed;
     int pairs;
 };
 
 // Rows are used in place if their length is a multiple of a vector of units, and if they are adjacent (rows at a large
 // stride would compete for the same cache sets) or are read only once (`decoding`).
-static struct operand operand_of(const char *source, int64_t stride, const struct hal_flash_attention *g, int pairs,
-                                 int decoding, unit *scratch) {
-    const int64_t d = g->head_size;
+static struct operand operand_of(const char *source, int64_t stride, int64_t d, const struct hal_flash_attention *g,
+                                 int pairs, int decoding, unit *scratch) {
     const int64_t bytes = stride * element_size(g->dtype);
     if (is_unit(g->dtype) && !(pairs && KU == 2) && d % (KU * W) == 0 && (stride == d || (decoding && stride % KU == 0)))
-        return (struct operand){(const unit *)source, stride / KU, NULL, bytes, NULL, pairs};
+        return (struct operand){(const unit *)source, stride / KU, NULL, bytes, d, NULL, pairs};
     const int64_t ld = pairs ? padded(d) : padded(units(d));
-    return (struct operand){scratch, ld, source, bytes, scratch, pairs};
+    return (struct operand){scratch, ld, source, bytes, d, scratch, pairs};
 }
 
 // Packs keys [from, to); from is even.
 static void operand_fill(const struct operand *o, const struct hal_flash_attention *g, int64_t from, int64_t to) {
     if (!o->source || from >= to) return;
     const char *rows = o->source + from * o->stride;
-    fetch_rows(rows, o->stride, to - from, g->head_size * element_size(g->dtype));
+    fetch_rows(rows, o->stride, to - from, o->d * element_size(g->dtype));
     if (o->pairs)
-        pack_pairs(o->packed + from / KU * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
+        pack_pairs(o->packed + from / KU * o->ld, o->ld, rows, o->stride, g->dtype, to - from, o->d);
     else
-        pack_rows(o->packed + from * o->ld, o->ld, rows, o->stride, g->dtype, to - from, g->head_size);
+        pack_rows(o->packed + from * o->ld, o->ld, rows, o->stride, g->dtype, to - from, o->d);
 }
 
 static int64_t dropout_index0(const struct fa_call *call, const struct fa_sequence *seq, int64_t head) {
@@ -84,11 +85,11 @@ static int tile_open(struct tile *t, struct bytes_tile *bytes, const struct fa_c
 
 // Adds the rows of a tensor that belong to a sweep's queries to the prefetches.
 static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struct fa_sequence *seq, const char *base,
-                        const int64_t stride[3], int64_t head, const struct fa_sweep *sweep) {
+                        const int64_t stride[3], int64_t d, int64_t head, const struct fa_sweep *sweep) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t size = element_size(g->dtype), from = fa_first(seq, sweep->t0);
     const int64_t to = fa_first(seq, sweep->t1 - 1) + fa_rows(seq, sweep->t1 - 1);
-    ahead_add(a, rows_of(base, stride, g->dtype, seq->batch, seq->q0 + from, head), stride[1] * size, g->head_size * size,
+    ahead_add(a, rows_of(base, stride, g->dtype, seq->batch, seq->q0 + from, head), stride[1] * size, d * size,
               to - from);
 }
 
@@ -97,12 +98,13 @@ static void tiles_ahead(struct ahead *a, const struct fa_call *call, const struc
 static int ahead_start(struct ahead *a, const struct fa_call *call, const struct fa_piece *piece,
                        const struct fa_sequence *seq, int64_t *head, struct fa_sweep *sweep) {
     const struct hal_flash_attention *g = call->shape;
-    const int64_t size = element_size(g->dtype), bytes = g->head_size * size, group = g->heads / g->kv_heads;
-    const int64_t rows = 2 * (g->heads * g->sq + g->kv_heads * g->sk) * (call->cu_q ? 1 : g->batch);
+    const int64_t size = element_size(g->dtype), group = g->heads / g->kv_heads;
+    const int64_t d = g->head_size, e = g->value_size;
+    const int64_t rows = (g->heads * g->sq + g->kv_heads * g->sk) * (call->cu_q ? 1 : g->batch);
     const struct fa_sweep now = *sweep;
     a->count = 0;
     a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_SUBS;
-    if (now.first == 0 || rows * bytes <= FA_CACHED) return 0;
+    if (now.first == 0 || rows * (d + e) * size <= FA_CACHED) return 0;
     if (++*head < (piece->kv_head + 1) * group) return 1;
     if (now.t1 >= piece->t1) return 0;
     *head = piece->kv_head * group;
@@ -110,8 +112,8 @@ static int ahead_start(struct ahead *a, const struct fa_call *call, const struct
     const int64_t from = now.end > sweep->first ? now.end : sweep->first;
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
-    ahead_add(a, ks, g->k[1] * size, bytes, sweep->end - from);
-    ahead_add(a, vs, g->v[1] * size, bytes, sweep->end - from);
+    ahead_add(a, ks, g->k[1] * size, d * size, sweep->end - from);
+    ahead_add(a, vs, g->v[1] * size, e * size, sweep->end - from);
     return 1;
 }
 
@@ -241,7 +243,7 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
     const int64_t d = g->head_size, ldr = padded(units(d)), i0 = fa_first(seq, tile);
     q->t = (struct tile){.i0 = i0, .rows = (int)fa_rows(seq, tile)};
     q->qt = w->qt + tile % FA_SWEEP * padded(d) * FA_QUERIES;
-    q->o = w->o + tile % FA_SWEEP * padded(d) * FA_QUERIES;
+    q->o = w->o + tile % FA_SWEEP * padded(g->value_size) * FA_QUERIES;
     for (int i = 0; i < FA_QUERIES; i++) q->m[i] = -(real)INFINITY, q->l[i] = 0;
     const char *rows = rows_of(call->q, g->q, g->dtype, seq->batch, seq->q0 + i0, head);
     fetch_rows(rows, g->q[1] * element_size(g->dtype), q->t.rows, d * element_size(g->dtype));
@@ -260,33 +262,45 @@ static void forward_open(const struct fa_call *call, const struct fa_sequence *s
 static void forward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
                          const struct operand *k, const struct operand *v, const struct forward_space *w,
                          struct forward_state *q, struct ahead *ahead) {
-    const struct scaling scale = scaling_of(call->shape->scale);
-    const int64_t d = call->shape->head_size;
+    const struct scaling scale = scaling_of(call);
+    const int64_t d = call->shape->head_size, e = call->shape->value_size;
+    const struct adjust a = call->adjusted ? adjust_of(call, seq, head) : (struct adjust){0};
     struct tile *t = &q->t;
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
-    tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, w->s);
+    tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, call->adjusted ? &a : NULL,
+                w->s, NULL);
     for (int b = 0; b < FA_SUBS; b++) {
         ahead_step(ahead);
-        if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, d, w->s, q->o, q->m, q->l);
+        if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, e, w->s, q->o, q->m, q->l);
     }
-    add_keys(t, seq, d, (const unit *)w->s, v, q->o, padded(d));
+    add_keys(t, seq, e, (const unit *)w->s, v, q->o, padded(e));
+}
+
+// Adds a sink, in base 2, to the sum l of exponentials relative to m. part: the factor of O, which stays relative to the
+// old m.
+HAL_INLINE void close_sink(real sink, vec *m, vec *l, vec *part) {
+    const vec top = max(*m, splat(sink)), now = select(top == splat(-(real)INFINITY), splat(0), top);
+    *part = exp2_of(*m - now);
+    *l = *l * *part + exp2_of(splat(sink) - now);
+    *m = now;
 }
 
 static void forward_close(const struct fa_call *call, const struct fa_sequence *seq, int64_t head,
                           struct forward_state *q) {
     const struct hal_flash_attention *g = call->shape;
-    const real c = scaling_of(g->scale).c, keep = (real)g->dropout_scale;
+    const real c = scaling_of(call).c, keep = (real)g->dropout_scale;
     char *out = (char *)rows_of(call->out_w, g->out, g->dtype, seq->batch, seq->q0 + q->t.i0, head);
     char *rest = call->rest_w ? call->rest_w + (out - call->out_w) : NULL;
     for (int i = 0; i < FA_QUERIES; i += W) {
-        const vec l = load(q->l + i), m = load(q->m + i);
+        vec l = load(q->l + i), m = load(q->m + i) * c, part = splat(1);
+        if (call->sinks) close_sink(((const real *)call->sinks)[head] * (real)LOG2E, &m, &l, &part);
         const ivec none = l == splat(0);
-        store(q->m + i, select(none, splat(-(real)INFINITY), (m * c + log2_of(l)) * (real)0.6931471805599453));
-        store(q->l + i, select(none, splat(0), keep / l));
+        store(q->m + i, select(none, splat(-(real)INFINITY), (m + log2_of(l)) * (real)0.6931471805599453));
+        store(q->l + i, select(none, splat(0), keep * part / l));
     }
     memcpy(lse_of(call, seq, head) + q->t.i0, q->m, (size_t)q->t.rows * sizeof(real));
-    close_sums(&q->t, q->o, padded(g->head_size));
-    write_tile(out, rest, g->out[1] * element_size(g->dtype), g->dtype, q->o, q->l, q->t.rows, g->head_size);
+    close_sums(&q->t, q->o, padded(g->value_size));
+    write_tile(out, rest, g->out[1] * element_size(g->dtype), g->dtype, q->o, q->l, q->t.rows, g->value_size);
 }
 
 // Carves aligned buffers out of a workspace; with base NULL it only counts.
@@ -301,15 +315,16 @@ static void *carve(struct carver *c, int64_t count, size_t size) {
 }
 
 static struct forward_space forward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
-    const int64_t d = padded(call->shape->head_size), keys = plan->longest_sk + 2;
+    const int64_t d = padded(call->shape->head_size), e = padded(call->shape->value_size);
+    const int64_t keys = plan->longest_sk + 2;
     return (struct forward_space){
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .rows = carve(c, d * FA_QUERIES, sizeof(unit)),
         .s = carve(c, FA_KEYS * FA_QUERIES, sizeof(real)),
-        .o = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(real)),
+        .o = carve(c, FA_SWEEP * e * FA_QUERIES, sizeof(real)),
         .bytes = carve(c, 1, sizeof(struct bytes_tile)),
         .k = carve(c, keys * padded(units(d)), sizeof(unit)),
-        .v = carve(c, units(keys) * d, sizeof(unit)),
+        .v = carve(c, units(keys) * e, sizeof(unit)),
     };
 }
 
@@ -318,7 +333,8 @@ static void forward_piece(const struct fa_call *call, const struct fa_sequence *
     const struct hal_flash_attention *g = call->shape;
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0, piece->kv_head);
-    const struct operand k = operand_of(ks, g->k[1], g, 0, 0, w->k), v = operand_of(vs, g->v[1], g, 1, 0, w->v);
+    const struct operand k = operand_of(ks, g->k[1], g->head_size, g, 0, 0, w->k);
+    const struct operand v = operand_of(vs, g->v[1], g->value_size, g, 1, 0, w->v);
     const int64_t group = g->heads / g->kv_heads;
     int64_t packed = -1;
     struct fa_sweep sweep;
@@ -336,8 +352,8 @@ static void forward_piece(const struct fa_call *call, const struct fa_sequence *
             struct fa_sweep next = sweep;
             int64_t next_head = head;
             if (ahead_start(&ahead, call, piece, seq, &next_head, &next)) {
-                tiles_ahead(&ahead, call, seq, call->q, g->q, next_head, &next);
-                tiles_ahead(&ahead, call, seq, call->out_w, g->out, next_head, &next);
+                tiles_ahead(&ahead, call, seq, call->q, g->q, g->head_size, next_head, &next);
+                tiles_ahead(&ahead, call, seq, call->out_w, g->out, g->value_size, next_head, &next);
             }
             for (int64_t i = 0; i < count; i++) forward_open(call, seq, head, sweep.t0 + i, w, &q[i]);
             for (int64_t k0 = sweep.first; k0 < sweep.end; k0 += FA_KEYS)

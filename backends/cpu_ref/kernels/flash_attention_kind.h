@@ -103,6 +103,7 @@ HAL_INLINE vec exp2_of(vec x) {
 
 #include "gemm.h"
 #include "flash_attention_pack.h"
+#include "flash_attention_scores.h"
 #include "flash_attention_tile.h"
 #include "flash_attention_forward.h"
 #include "flash_attention_decode.h"

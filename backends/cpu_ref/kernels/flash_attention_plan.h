@@ -20,15 +20,20 @@ struct fa_call {
     const char *q, *k, *v, *out, *rest, *dout;
     char *out_w, *rest_w, *dq, *dk, *dv;
     const uint8_t *mask;
+    const char *bias;
+    const float *slopes;
+    const void *sinks;
+    int adjusted;  // whether a softcap, ALiBi or a bias changes the scores
+    void *dbias, *dsinks;
     const int32_t *cu_q, *cu_k;
     void *lse;
     uint64_t seed, offset;
 };
 
 // One sequence (a batch entry, or a packed sequence): its first token in q and k, and its lengths. Query i sees the
-// keys i + lo ... i + hi.
+// keys i + lo ... i + hi; ALiBi measures the distance from i + shift.
 struct fa_sequence {
-    int64_t batch, q0, k0, sq, sk, lo, hi;
+    int64_t batch, q0, k0, sq, sk, lo, hi, shift;
 };
 
 struct fa_sequence fa_sequence(const struct fa_call *call, int64_t batch);

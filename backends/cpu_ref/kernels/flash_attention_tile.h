@@ -193,9 +193,26 @@ static void tile_hide(const struct tile *t, int v, const struct fa_sequence *seq
     }
 }
 
-// S^T of the tile's visible blocks = sign K Q^T (sign is 1 unless the scale is 0 or negative), -inf where hidden.
+// Replaces the scores of a run of blocks by logits in base 2. cap, if not NULL, receives the derivatives of the softcap.
+static void tile_adjust(const struct tile *t, const struct run *r, const struct adjust *a, real *s, real *cap) {
+    vec lanes;
+    for (int l = 0; l < W; l++) lanes[l] = (real)l;
+    for (int k = r->k_from; k < r->k_to; k++)
+        for (int n = r->v0 * SUB_VECTORS; n < r->v1 * SUB_VECTORS; n++) {
+            const int at = k * FA_QUERIES + n * W;
+            vec slope;
+            store(s + at, adjusted(a, load(s + at), lanes + (real)(t->i0 + n * W + a->shift - t->k0 - k), &slope));
+            if (cap && a->softcap > 0) store(cap + at, slope);
+        }
+    if (!a->bias) return;
+    for (int q = r->v0 * FA_SUB; q < least(r->v1 * FA_SUB, t->rows); q++)
+        add_bias(a, t->i0 + q, t->k0 + r->k_from, r->k_to - r->k_from, s + r->k_from * FA_QUERIES + q, FA_QUERIES);
+}
+
+// S^T of the tile's visible blocks = sign K Q^T (sign is 1 unless the scale is 0 or negative), -inf where hidden. a: NULL,
+// or what changes the scores, with sign 1.
 static void tile_scores(const struct tile *t, const struct fa_sequence *seq, const struct bytes_tile *bytes,
-                        const unit *k, int64_t ldk, const unit *qt, int64_t depth, real sign, real *s) {
+                        const unit *k, int64_t ldk, const unit *qt, int64_t depth, real sign, const struct adjust *a, real *s, real *cap) {
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         real *c = s + r.k_from * FA_QUERIES + r.v0 * FA_SUB;
@@ -204,6 +221,7 @@ static void tile_scores(const struct tile *t, const struct fa_sequence *seq, con
         if (sign != 1)
             for (int key = 0; key < r.k_to - r.k_from; key++)
                 for (int q = 0; q < (r.v1 - r.v0) * FA_SUB; q++) c[key * FA_QUERIES + q] *= sign;
+        if (a) tile_adjust(t, &r, a, s, cap);
     }
     for (int v = 0; v < FA_SUBS; v++) tile_hide(t, v, seq, bytes, s);
 }

@@ -116,9 +116,9 @@ def register(
 
     def why_not(call: Call) -> Sequence[str]:
         request = Request(attention_spec(call), call.q.dtype, call.mask)
-        return [*reasons(call.q, call.k, call.v), *refuse(request)]
+        return [*reasons(call.q, call.k, call.v), *request.spec.refusals(id), *refuse(request)]
 
-    @with_signature_of(ops.flash_attention, spec=attention_spec)
+    @with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
     def run(
         spec: AttentionSpec,
         q: Tensor,
@@ -155,4 +155,6 @@ def register(
         return tuple(as_given(g, spec.layout) for g in grads)
 
     differentiated = None if backward is None else bwd
-    Cuda.impl(ops.flash_attention, id=id, why_not=why_not, bwd=differentiated, nondeterministic=nondeterministic)(run)
+    Cuda.impl(
+        ops.flash_attention, id=id, why_not=why_not, bwd=differentiated, version=2, nondeterministic=nondeterministic
+    )(run)

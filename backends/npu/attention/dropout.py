@@ -57,8 +57,8 @@ def _bwd(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Te
     return dq, dk, dv
 
 
-@Npu.impl(ops.flash_attention, id="npu/fusion_attention_dropout", why_not=_why_not, bwd=_bwd)
-@with_signature_of(ops.flash_attention, spec=attention_spec)
+@Npu.impl(ops.flash_attention, id="npu/fusion_attention_dropout", why_not=_why_not, bwd=_bwd, version=2)
+@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, return_lse: bool
 ) -> tuple[Any, tuple[Any, ...]]:

@@ -33,7 +33,7 @@ def beyond_limits(spec: AttentionSpec, q: Tensor) -> list[str]:
         "batch entries": (spec.batch, BATCH),
         "tokens": (max(spec.sq, spec.skv), TOKENS),
     }
-    return reasons(q) + [
+    return [*reasons(q), *spec.refusals("npu_fusion_attention")] + [
         f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in sizes.items() if n > most
     ]
 
@@ -73,8 +73,9 @@ WAIVERS = {torch.float16: (2.0, _ROUNDED_OUTPUT), torch.bfloat16: (2.0, _ROUNDED
     why_not=_why_not,
     bwd=backward,
     waivers=WAIVERS,
+    version=2,
 )
-@with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
+@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec, cu_seqlens=packed_starts)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: CuSeqlens, return_lse: bool
 ) -> tuple[Any, tuple[Any, ...]]:

@@ -38,8 +38,9 @@ def _why_not(call: Call) -> Sequence[str]:
     why_not=_why_not,
     bwd=backward,
     waivers=WAIVERS,
+    version=2,
 )
-@with_signature_of(ops.flash_attention, spec=attention_spec)
+@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, return_lse: bool
 ) -> tuple[Any, tuple[Any, ...]]:

@@ -21,4 +21,4 @@ def _why_not(call: Call) -> Sequence[str]:
     return reasons(call.q)
 
 
-Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not)(ops.flash_attention.reference)
+Npu.impl(ops.flash_attention, id="npu/torch", why_not=_why_not, version=2)(ops.flash_attention.reference)

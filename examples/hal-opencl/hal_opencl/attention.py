@@ -71,12 +71,10 @@ class _Problem:
 
 def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
-    if spec.d <= HEADS[-1]:
-        return reasons(call.q, call.k, call.v)
-    return [
-        *reasons(call.q, call.k, call.v),
-        f"head size {spec.d} (at most {HEADS[-1]}: a tile of heads must fit a work-item)",
-    ]
+    refusals = [*reasons(call.q, call.k, call.v), *spec.refusals("the kernel")]
+    if spec.d > HEADS[-1]:
+        refusals.append(f"head size {spec.d} (at most {HEADS[-1]}: a tile of heads must fit a work-item)")
+    return refusals
 
 
 def _rows(call: KernelCall, x: Tensor, problem: _Problem, keys: bool) -> Any:
@@ -147,8 +145,8 @@ def _problem(spec: AttentionSpec, mask: Tensor | None, cu_seqlens: CuSeqlens) ->
     return _Problem(spec, tokens, sequences, parameters)
 
 
-@OpenCL.impl(ops.flash_attention, id="opencl/cl", why_not=_why_not, bwd=_backward)
-@with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
+@OpenCL.impl(ops.flash_attention, id="opencl/cl", why_not=_why_not, bwd=_backward, version=2)
+@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec, cu_seqlens=packed_starts)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: CuSeqlens, return_lse: bool
 ) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Any, ...]]:

@@ -29,6 +29,7 @@ def plant(op, function, *, why_not=None, bwd=None, waivers=None, backend=Cpu):
         why_not=why_not,
         bwd=bwd,
         waivers=waivers,
+        version=op.version,
     )(with_op_signature(op, function))
     return Planted()
 
