@@ -1,13 +1,14 @@
-"""The tensor, context, expert, data and pipeline parallel coordinates of each rank, and their communicators.
+"""The tensor, context, data, pipeline and expert parallel coordinates of each rank, and their communicators.
 
-The order is Megatron's: tp varies fastest, then cp, ep, dp, and pp slowest, so that the ranks that communicate most are
-neighbours. `Layout` is arithmetic only; `Mesh` adds the communicators, which the backend creates on first use.
+The order is Megatron's: tp varies fastest, then cp, dp, and pp slowest, so that the ranks that communicate most are
+neighbours. Experts divide the same ranks of a pipeline stage in another way, as in Megatron: etp varies fastest, then
+ep, then edp. `Layout` is arithmetic only; `Mesh` adds the communicators, which the backend creates on first use.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm
 from typing import TYPE_CHECKING
 
 from .comm.contract import Comm, SingleRankComm
@@ -19,60 +20,84 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-DIMS = ("tp", "cp", "ep", "dp", "pp")
+DIMS = ("tp", "cp", "dp", "pp")
 """From the dimension that varies fastest with the rank to the slowest."""
+
+EXPERT_DIMS = ("etp", "ep", "edp", "pp")
+"""The same for the weights of experts: ranks that share each expert, ranks that share the experts of a layer, and
+replicas of both."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The number of ranks in each dimension.
 
-    >>> Layout(tp=2, dp=2, pp=2).coordinates(5)
-    {'tp': 1, 'cp': 0, 'ep': 0, 'dp': 0, 'pp': 1}
+    >>> Layout(tp=2, dp=2, pp=2, ep=2).coordinates(5)
+    {'tp': 1, 'cp': 0, 'dp': 0, 'pp': 1, 'etp': 0, 'ep': 1, 'edp': 0}
     """
 
     tp: int = 1
     cp: int = 1
-    ep: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
-        for name in DIMS:
+        for name in (*DIMS, "ep", "etp"):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ContractError(f"layout: {name} must be a whole number of at least 1, got {size!r}")
+        stage = self.tp * self.cp * self.dp
+        if stage % (self.etp * self.ep):
+            raise ContractError(
+                f"layout: the {stage} ranks of tp*cp*dp are not divisible by etp*ep = {self.etp}*{self.ep}"
+            )
+
+    @property
+    def edp(self) -> int:
+        """The number of ranks that hold the same weights of experts."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @classmethod
-    def of_world(cls, world: int, *, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) -> Layout:
+    def of_world(cls, world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Layout:
         """The layout of `world` ranks, with as many data-parallel replicas as they allow."""
-        one = cls(tp=tp, cp=cp, ep=ep, pp=pp)
-        if world % one.world:
-            dims = "*".join(name for name in DIMS if getattr(one, name) > 1)
-            sizes = "*".join(str(getattr(one, name)) for name in DIMS if getattr(one, name) > 1)
-            product = f"{dims} = {sizes}" + (f" = {one.world}" if "*" in dims else "")
-            raise ContractError(
-                f"layout: world size {world} is not divisible by {product}; start a multiple of {one.world} processes "
-                f"or choose sizes whose product divides {world}"
-            )
-        return cls(tp=tp, cp=cp, ep=ep, dp=world // one.world, pp=pp)
+        sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
+        wrong = next((name for name, size in sizes.items() if size < 1), None)
+        if wrong is not None:
+            raise ContractError(f"layout: {wrong} must be a whole number of at least 1, got {sizes[wrong]}")
+        for named in (("tp", "cp", "pp"), ("ep", "etp", "pp")):
+            used = [name for name in named if sizes[name] > 1]
+            total = 1
+            for name in used:
+                total *= sizes[name]
+            if world % total:
+                product = f"{'*'.join(used)} = {'*'.join(str(sizes[name]) for name in used)}"
+                product += f" = {total}" if len(used) > 1 else ""
+                raise ContractError(
+                    f"layout: world size {world} is not divisible by {product}; start a multiple of "
+                    f"{lcm(tp * cp, ep * etp) * pp} processes or choose sizes whose product divides {world}"
+                )
+        return cls(tp=tp, cp=cp, dp=world // (tp * cp * pp), pp=pp, ep=ep, etp=etp)
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return prod(getattr(self, name) for name in DIMS)
+        return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate in each dimension."""
         if not 0 <= rank < self.world:
             raise ContractError(f"layout: rank {rank} is not in a world of {self.world}")
         coordinates = {}
-        for name in DIMS:
-            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        for dims in (DIMS, EXPERT_DIMS):
+            rest = rank
+            for name in dims:
+                rest, coordinates[name] = divmod(rest, getattr(self, name))
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; missing ones are 0."""
+        """The rank at these coordinates in DIMS; missing ones are 0."""
         result, stride = 0, 1
         for name in DIMS:
             result += coordinates.get(name, 0) * stride
@@ -80,11 +105,14 @@ class Layout:
         return result
 
     def group(self, rank: int, *dims: str) -> list[int]:
-        """The ranks, ascending, that differ from `rank` in `dims` only."""
-        unknown = [d for d in dims if d not in DIMS]
-        if unknown:
-            raise ContractError(f"layout: there is no dimension {', '.join(unknown)}; choose from {', '.join(DIMS)}")
-        fixed = [d for d in DIMS if d not in dims]
+        """The ranks, ascending, that differ from `rank` in `dims` only, which are all in DIMS or all in EXPERT_DIMS."""
+        among = next((known for known in (DIMS, EXPERT_DIMS) if set(dims) <= set(known)), None)
+        if among is None:
+            raise ContractError(
+                f"layout: there is no group of the dimensions {', '.join(dims)}; choose from {', '.join(DIMS)}, or "
+                f"from {', '.join(EXPERT_DIMS)}"
+            )
+        fixed = [d for d in among if d not in dims]
         own = self.coordinates(rank)
 
         def in_group(other: int) -> bool:

@@ -32,6 +32,7 @@ from .validation import check, idle, world_size
 GROUPS = {
     "backend": "execution",
     "num_layers": "the model",
+    "num_experts": "mixture of experts",
     "data_path": "data",
     "micro_batch_size": "training",
     "tensor_model_parallel_size": "parallelism",

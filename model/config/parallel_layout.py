@@ -6,6 +6,7 @@ what is wrong and what to change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,7 +73,18 @@ def make_parallel_layout(c: Config, world: int) -> ParallelLayout:
 
 def _layout(c: Config, world: int) -> Layout:
     tp, cp, pp = c.tensor_model_parallel_size, c.context_parallel_size, c.pipeline_model_parallel_size
-    return Layout.of_world(world, tp=tp, cp=cp, ep=c.expert_model_parallel_size, pp=pp)
+    if c.num_experts is None:
+        return Layout.of_world(world, tp=tp, cp=cp, pp=pp)
+    ep, etp = c.expert_model_parallel_size, c.expert_tensor_parallel_size
+    return Layout.of_world(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+
+def ranks_of_replica(c: Config) -> int:
+    """The smallest number of ranks that can train this config."""
+    ranks = c.tensor_model_parallel_size * c.context_parallel_size
+    if c.num_experts is not None:
+        ranks = math.lcm(ranks, c.expert_model_parallel_size * c.expert_tensor_parallel_size)
+    return ranks * c.pipeline_model_parallel_size
 
 
 def _microbatches(c: Config, layout: Layout) -> int:
@@ -102,9 +114,6 @@ def problems(c: Config, world: int, *, idle: bool = True) -> Iterator[str]:
 
     The order of the rules matters: a rule may divide by or parse values that an earlier rule has checked.
     """
-    if c.expert_model_parallel_size > 1:
-        yield "--expert-model-parallel-size: this model has no experts; leave it at 1"
-        return
     try:
         layout = _layout(c, world)
     except ContractError as error:

@@ -17,6 +17,7 @@ import torch
 
 from hal import HalError
 
+from .experts import BALANCING, layer_pattern
 from .sample_schedule import iterations
 
 
@@ -238,6 +239,45 @@ class Config:
     make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
     pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
 
+    # mixture of experts
+    num_experts: int | None = _opt(None, "experts of a mixture-of-experts layer; default: dense layers only")
+    moe_layer_freq: str = _opt(
+        "1", "layers with experts: every N-th from the first on, or a list of 0 and 1 such as [0]+[1]*3"
+    )
+    moe_router_topk: int = _opt(2, "experts per token")
+    moe_router_load_balancing_type: tuple[str, ...] = _opt(
+        ("aux_loss",), f"how the load is balanced: {', '.join(BALANCING)}; several losses add up", words=True
+    )
+    moe_aux_loss_coeff: tuple[str, ...] = _opt(("0.0",), "coefficient of each load-balancing loss", words=True)
+    moe_z_loss_coeff: float | None = _opt(None, "coefficient of the router's z-loss", ">= 0")
+    moe_router_score_function: str = _opt("softmax", "scores of the router", choices=("softmax", "sigmoid"))
+    moe_router_pre_softmax: bool = _opt(False, "softmax over all experts instead of those chosen")
+    moe_router_num_groups: int | None = _opt(None, "groups of experts, of which each token uses a few")
+    moe_router_group_topk: int | None = _opt(None, "groups per token")
+    moe_router_topk_scaling_factor: float | None = _opt(None, "factor of the probabilities")
+    moe_router_enable_expert_bias: bool = _opt(
+        False, "balance the load by a bias of each expert's score, without an auxiliary loss"
+    )
+    moe_router_bias_update_rate: float = _opt(1e-3, "change of that bias per step", ">= 0")
+    moe_router_dtype: str | None = _opt(
+        None, "dtype of the router's product; default: the model's", choices=("fp32", "fp64")
+    )
+    moe_ffn_hidden_size: int = _opt(None, "width of an expert; default ffn_hidden_size")
+    moe_shared_expert_intermediate_size: int | None = _opt(
+        None, "width of an expert that every token uses; default: there is none"
+    )
+    moe_expert_capacity_factor: float | None = _opt(
+        None, "tokens that an expert accepts, in multiples of an even share; default: all"
+    )
+    moe_pad_expert_input_to_capacity: bool = _opt(False, "give every expert as many rows as it accepts")
+    moe_token_drop_policy: str = _opt(
+        "probs", "which tokens an expert accepts: the most probable, or the first", choices=("probs", "position")
+    )
+    moe_token_dispatcher_type: str = _opt(
+        "alltoall", "how tokens reach experts on other ranks", choices=("alltoall", "allgather")
+    )
+    moe_per_layer_logging: bool = _opt(False, "log the load of the experts of every layer")
+
     # data
     data_path: tuple[str, ...] = _opt(
         (), "prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs; default: the built-in corpus", words=True
@@ -367,7 +407,10 @@ class Config:
     context_parallel_algo: str = _opt(
         "ring", "algorithm of attention across context-parallel ranks", choices=("ring", "ulysses")
     )
-    expert_model_parallel_size: int = _opt(1, "expert-parallel ranks")
+    expert_model_parallel_size: int = _opt(1, "expert-parallel ranks, which share the experts of each layer")
+    expert_tensor_parallel_size: int = _derived(
+        lambda c: c.tensor_model_parallel_size, "ranks that share each expert; default tensor_model_parallel_size"
+    )
     use_distributed_optimizer: bool = _opt(False, "shard the optimizer state over data-parallel ranks (ZeRO stage 1)")
     zero_stage: int = _opt(0, "ZeRO: 0 off, 1 shard optimizer state, 2 also gradients, 3 also parameters", "in 0..3")
     overlap_grad_reduce: bool = _opt(False, "overlap the gradient reduction with the backward pass")
@@ -406,6 +449,8 @@ class Config:
         self.notes: tuple[str, ...] = ()
         self.noted: Mapping[str, str] = {}
         # Values may still be out of bounds here (zero heads, a negative size): validation.py reports them later.
+        if self.num_experts == 1:  # Megatron-DeepSpeed's default: one expert that gets every token is a dense layer
+            self.num_experts = None
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, (getattr(self, name),))
@@ -415,6 +460,8 @@ class Config:
             rule = option.metadata.get("rule")
             if rule is not None and getattr(self, option.name) is None:
                 setattr(self, option.name, rule(self))
+        if self.moe_ffn_hidden_size is None:  # no rule, because it follows from a derived option
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
         if self.lr_warmup_fraction is not None and not self.lr_warmup_iters:
             self.lr_warmup_iters = int(self.lr_warmup_fraction * self.lr_decay_iters)
         self.set_vocabulary(self.vocab_size or 1)
@@ -430,6 +477,10 @@ class Config:
             return
         step = self.make_vocab_size_divisible_by
         self.padded_vocab_size = -(-size // step) * step if step > 0 else size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` is a mixture of experts."""
+        return self.num_experts is not None and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
 
     @property
     def fuses_output_layer(self) -> bool:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
-from .parallel_layout import problems
+from . import experts
+from .parallel_layout import problems, ranks_of_replica
 from .sample_schedule import learning_rate_samples, valid_ramp
 from .schema import BOUNDS, Config, ConfigError, report
 from .tokenizer_options import OPTIONS, missing_options, readers
@@ -31,7 +32,7 @@ def check_given(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     """Raises ConfigError with the problems of the options of the model itself."""
-    _require(config, _bounds, _split, _shape)
+    _require(config, _bounds, _split, _shape, experts.problems)
 
 
 def evaluates(c: Config) -> bool:
@@ -55,8 +56,7 @@ def processes_given(c: Config) -> bool:
 
 def missing_processes(c: Config) -> int:
     """The number of additional processes that one replica needs, if the number of processes was not given."""
-    replica = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
-    return 0 if processes_given(c) else max(0, replica - world_size(c))
+    return 0 if processes_given(c) else max(0, ranks_of_replica(c) - world_size(c))
 
 
 def _require(config: Config, *rules: Callable[[Config], Iterator[str]]) -> None:
@@ -195,7 +195,7 @@ def _pins(c: Config) -> Iterator[str]:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
 
 
-_ALONE = (_bounds, _split, _shape, _batch, _learning_rate, _recomputation, _data_sources, _pins)
+_ALONE = (_bounds, _split, _shape, experts.problems, _batch, _learning_rate, _recomputation, _data_sources, _pins)
 """Rules that depend on the options only, not on the number of processes."""
 
 
@@ -253,6 +253,10 @@ def idle(c: Config) -> Iterator[str]:
         ("use_checkpoint_opt_param_scheduler", c.load is not None, "--load"),
         ("skip_bad_batches", c.rerun_mode != "disabled", "--rerun-mode validate_results"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
+        (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),
+        ("moe_aux_loss_coeff", c.moe_router_load_balancing_type != ("none",), "a --moe-router-load-balancing-type"),
+        ("moe_router_bias_update_rate", c.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),
+        ("moe_token_drop_policy", c.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
     ]
     for name, reader in _unread(c, rules):
         yield f"{_flag(name)} {getattr(c, name)} has no effect: it needs {reader}"

@@ -44,8 +44,12 @@ class Init:
 
         drawn_as: the name that determines the values, for a copy of a parameter under another name.
         """
-        generator = torch.Generator().manual_seed(Rng(self.seed).fork("init", drawn_as or name).seed)
-        return self._place(name, torch.empty(*full_shape).normal_(0.0, std, generator=generator), shard)
+        return self._place(name, self.draw(drawn_as or name, full_shape, std), shard)
+
+    def draw(self, name: str, shape: Sequence[int], std: float) -> Tensor:
+        """The values of the parameter `name`, float32 on the CPU."""
+        generator = torch.Generator().manual_seed(Rng(self.seed).fork("init", name).seed)
+        return torch.empty(*shape).normal_(0.0, std, generator=generator)
 
     def constant(self, name: str, full_shape: Sequence[int], value: float, shard: Shard | None = None) -> nn.Parameter:
         """Every element `value`."""

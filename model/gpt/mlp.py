@@ -13,12 +13,12 @@ from .layers import ColumnParallelLinear, Init, RowParallelLinear, column_linear
 class MLP(nn.Module):
     """hidden [s, b, h] -> [s, b, h], without linear_fc2's bias, which the caller fuses with the dropout.
 
-    A gated MLP's first layer stacks [gate; up], each ffn_hidden_size rows, as Megatron's does.
+    A gated MLP's first layer stacks [gate; up], each `ffn` rows (default ffn_hidden_size), as Megatron's does.
     """
 
-    def __init__(self, config: Config, init: Init, name: str) -> None:
+    def __init__(self, config: Config, init: Init, name: str, ffn: int | None = None) -> None:
         super().__init__()
-        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.disable_bias_linear
+        h, ffn, bias = config.hidden_size, ffn or config.ffn_hidden_size, not config.disable_bias_linear
         parts = 2 if config.swiglu or config.geglu else 1
         self.linear_fc1 = ColumnParallelLinear(
             init, f"{name}.linear_fc1", h, parts * ffn, std=config.init_method_std, bias=bias, parts=parts
@@ -27,6 +27,11 @@ class MLP(nn.Module):
         kinds = ("swiglu", "geglu", "squared_relu")
         self.kind = next((kind for kind in kinds if getattr(config, kind)), "gelu")
         self.approximate = config.gelu_approximate
+
+    @property
+    def bias(self) -> Tensor | None:
+        """linear_fc2's bias."""
+        return self.linear_fc2.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "squared_relu":

@@ -23,6 +23,7 @@ from .attention import SelfAttention, rotation
 from .dropout_rng import DropoutRng
 from .layers import Init, Norm, VocabParallelEmbedding, column_linear
 from .mlp import MLP
+from .moe import MoE
 
 if TYPE_CHECKING:
     from .kv_cache import KeyValueCache
@@ -101,7 +102,8 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = SelfAttention(config, init, f"{name}.self_attention", layer)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
-        self.mlp = MLP(config, init, f"{name}.mlp")
+        experts = config.has_experts(layer)
+        self.mlp: MLP | MoE = MoE(config, init, f"{name}.mlp", layer) if experts else MLP(config, init, f"{name}.mlp")
         self.post_attn_norm: Norm | None = None
         self.post_mlp_layernorm: Norm | None = None
         if config.use_sandwich_norm:
@@ -124,7 +126,7 @@ class TransformerLayer(nn.Module):
             x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)
             normed = self.pre_mlp_layernorm(x)
         expanded = self.mlp(normed)
-        return self._add(expanded, self.mlp.linear_fc2.bias, x, "mlp_output", self.post_mlp_layernorm, dropout_rng)
+        return self._add(expanded, self.mlp.bias, x, "mlp_output", self.post_mlp_layernorm, dropout_rng)
 
     def _add(
         self, y: Tensor, bias: Tensor | None, x: Tensor, name: str, norm: Norm | None, dropout_rng: DropoutRng | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,17 +22,36 @@ class Parallel:
 
     tp: ranks that share the weights. sequence: activations between the layers are split over them along the sequence.
     cp: ranks that share each sequence, by the method `cp_algorithm` (ring or ulysses).
+
+    For mixtures of experts: experts: ranks that share the experts of a layer, of which `ep` hold different experts and
+    `etp` shards of the same. microbatch: ranks with different tokens of a micro-batch. replicas: ranks with different
+    micro-batches.
     """
 
     tp: Comm = field(default_factory=SingleRankComm)
     sequence: bool = False
     cp: Comm = field(default_factory=SingleRankComm)
     cp_algorithm: str = "ring"
+    experts: Comm = field(default_factory=SingleRankComm)
+    ep: Comm = field(default_factory=SingleRankComm)
+    etp: Comm = field(default_factory=SingleRankComm)
+    microbatch: Comm = field(default_factory=SingleRankComm)
+    replicas: Comm = field(default_factory=SingleRankComm)
 
     @staticmethod
     def of(mesh: Mesh, config: Config) -> Parallel:
         """The coordinates of this rank in `mesh`; sequences are split by the methods that the config chooses."""
-        return Parallel(mesh.comm("tp"), config.sequence_parallel, mesh.comm("cp"), config.context_parallel_algo)
+        parallel = Parallel(mesh.comm("tp"), config.sequence_parallel, mesh.comm("cp"), config.context_parallel_algo)
+        if config.num_experts is None:
+            return parallel
+        return replace(
+            parallel,
+            experts=mesh.comm("etp", "ep"),
+            ep=mesh.comm("ep"),
+            etp=mesh.comm("etp"),
+            microbatch=mesh.comm("tp", "cp") if config.sequence_parallel else parallel.cp,
+            replicas=mesh.comm("dp"),
+        )
 
     def enter_region(self, x: Tensor) -> Tensor:
         """Activations between the layers, [s, ...], as each tensor-parallel rank's shard of a weight reads them: with
@@ -61,10 +80,17 @@ class Shard:
     """The split of a parameter over tensor-parallel ranks: along `dim`, separately in each of `parts` equal blocks.
 
     parts = 2 is for gated MLPs, whose first layer stacks two matrices: a rank holds its slice of both.
+    experts: the parameter is [experts, ...]; expert-parallel ranks split its dimension 0, and expert-tensor-parallel
+    ranks split `dim`.
     """
 
     dim: int
     parts: int = 1
+    experts: bool = False
+
+    def of_expert(self) -> Shard:
+        """The split of one expert's part of the parameter."""
+        return Shard(self.dim - 1, self.parts)
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
         """This rank's part of the full parameter; a copy, since a view would keep the full parameter in memory."""

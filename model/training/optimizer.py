@@ -117,8 +117,10 @@ class Optimizer:
         if self.low:
             for name in self.main_grads:  # one by one, so that only one gradient at a time exists in both dtypes
                 self.main_grads[name] = self.main_grads[name].float()
+        grouped = bool(hal.backend().impls.get(ops.grouped_linear_wgrad.name))
         for name, grad in self.grads().items():
-            self.model[name].main_grad = grad  # type: ignore[attr-defined]
+            if grad.ndim < 3 or grouped:
+                self.model[name].main_grad = grad  # type: ignore[attr-defined]
 
     def grads(self) -> dict[str, Tensor]:
         """This step's gradients by parameter name, where they exist: float32, or 16-bit (see _keeps_rounded)."""

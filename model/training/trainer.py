@@ -35,6 +35,7 @@ from ..config.validation import evaluates, world_size
 from ..data.gpt_dataset import Split
 from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
+from .expert_load import ExpertLoad, ExpertReport
 from .experiment import data_state, differences
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
@@ -54,7 +55,7 @@ class TrainingFailed(HalError):
 @dataclass(frozen=True)
 class StepResult:
     """The result of one iteration; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
-    overflow), seconds is its wall time, batch_size its number of samples."""
+    overflow), seconds is its wall time, batch_size its number of samples, experts what the routers counted."""
 
     iteration: int
     consumed: int
@@ -65,6 +66,7 @@ class StepResult:
     skipped: bool
     seconds: float
     batch_size: int
+    experts: ExpertReport | None = None
 
 
 def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
@@ -111,6 +113,7 @@ class Trainer:
         models = [stage.model for stage in self.stages]
         parameters = {name: p for model in models for name, p in model.named_parameters()}
         self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))
+        self.expert_load = ExpertLoad(config, models, mesh.world)
         self.pipeline = self._make_pipeline()
         self._gradient_sums = GradientSums(config, layout, mesh, models, self.optimizer)
         self._model_state = ModelState(config, models, self.optimizer, mesh)
@@ -220,10 +223,13 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         size = self.batch_size
         self._gradient_sums.expect(self._losses(size) // self.replicas.size)
-        self._run("train", self.consumed, size, self.optimizer.scaler.scale, total)
+        scale = self.optimizer.scaler.scale
+        self.expert_load.start(scale * self.config.micro_batch_size / size)
+        self._run("train", self.consumed, size, scale, total)
         with hal.backend().profile_range("gradient reduction"):
             loss = self.world.all_reduce(total) / self._losses(size)
             self._gradient_sums.finish()
+            self.expert_load.finish()
         return loss
 
     def step(self) -> StepResult:
@@ -241,6 +247,7 @@ class Trainer:
                 decoupled_lr = self.decoupled_scheduler.lr(self.scheduled)
                 decay = weight_decay(self._schedule, self.scheduled)
                 optimizer.step(lr, found.norm, decoupled_lr=decoupled_lr, weight_decay=decay)
+                self.expert_load.update_biases()
                 self.scheduled += size
             if not bad_batch:
                 optimizer.scaler.update(overflow)
@@ -250,7 +257,8 @@ class Trainer:
         skipped = overflow or bad_batch
         self.skipped += skipped
         seconds = time.perf_counter() - began
-        return StepResult(self.iteration, self.consumed, found.loss, found.norm, lr, scale, skipped, seconds, size)
+        done = self.iteration, self.consumed, found.loss, found.norm, lr, scale, skipped, seconds, size
+        return StepResult(*done, self.expert_load.report())
 
     def _gradients(self) -> Gradients:
         """Computes the gradients of this iteration's batch, unscaled; norm is None if they overflow in float16."""

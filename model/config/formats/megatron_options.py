@@ -69,12 +69,15 @@ def table() -> dict[str, ForeignOption]:
 def translate_options(reading: Reading, given: Mapping[str, tuple[str, Sequence[str]]]) -> None:
     """Applies the rows of given options: name -> (the flag as typed, its values). Collects problems in `reading`."""
     refused: dict[str, list[str]] = {}
+    ours = {name.replace("_", "-"): value for name, value in {**reading.base, **reading.values}.items()}
+    # With one expert, which is the default of Megatron-DeepSpeed, a layer is dense.
+    among = {**given, **{name: value for name, value in ours.items() if value and (name, value) != ("num-experts", 1)}}
     for name, (typed, words) in given.items():
         row = table()[name]
         if row.kind == "translated":
             with collecting(reading.problems):
                 _set(reading, row, typed, words)
-        elif row.accepts(words, given):
+        elif row.accepts(words, among):
             main = row.target.removeprefix("with:") if row.target.startswith("with:") else ""
             reading.noted[typed] = f"only --{main} reads it" if main else row.reason
         else:

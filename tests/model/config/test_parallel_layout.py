@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "splits the two chunks of a ring unevenly",
     ),
     "bucket with zero": (2, {"ddp_bucket_size": 100, "zero_stage": 1}, "would be ignored"),
-    "experts": (2, {"expert_model_parallel_size": 2}, "no experts"),
+    "experts": (2, {"expert_model_parallel_size": 2}, "needs --num-experts"),
 }
 
 

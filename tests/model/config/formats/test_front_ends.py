@@ -472,7 +472,7 @@ def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
     )
     with pytest.raises(ConfigError) as caught:
         parse(["--config", str(path)], {})
-    for words in ("bias correction", "give --train-iters", "no experts yet", "frobnicate: there is no such key"):
+    for words in ("bias correction", "give --train-iters", "--num-experts", "frobnicate: there is no such key"):
         assert words in str(caught.value)
 
 

@@ -45,7 +45,7 @@ def test_every_row_has_a_class_a_target_that_exists_and_a_reason():
 def test_reasons_point_to_options_that_exist():
     named = {f"--{word}" for row in table().values() for word in re.findall(r"--([a-z][\w-]+)", row.reason)}
     known = FLAGS | {f"--{name}" for name, row in table().items() if row.kind != "refused"}
-    assert named <= known | {"--num-experts", "--use-megatron-fsdp"}
+    assert named <= known | {"--use-megatron-fsdp"}
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refu
 
 def test_all_problems_are_reported_at_once_by_kind():
     text = problem(
-        "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-router-topk 4 --num-layers many "
+        "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-latent-size 4 --moe-token-dropping --num-layers many "
         "--batch-size 2 --micro-batch-size 4"
     )
     kinds = ["unknown:", "cannot be followed", "wrong values and contradictions:"]
     assert [text.index(kind) for kind in kinds] == sorted(text.index(kind) for kind in kinds)
     assert "Did you mean --hidden-size?" in text and "--num-layers: expected int, found 'many'" in text
-    assert "--num-experts 8, --moe-router-topk 4: this GPT has no experts yet" in text
+    assert "--moe-latent-size 4, --moe-token-dropping: this variant of a mixture of experts" in text
     assert "contradict each other about --micro-batch-size: 2 and 4" in text
     several = problem("--optimizer sgd --fp16 --bf16 --min-lr 1 --lr 0.1 --seq-length 8 --max-position-embeddings 4")
     for words in ("--optimizer sgd", "--fp16 and --bf16", "above --lr", "longer than --max-position-embeddings"):
@@ -153,8 +153,8 @@ def test_options_of_other_trainers_in_a_file(tmp_path, capsys):
     config = parse(["--config", str(path)], {})
     assert config.micro_batch_size == 2 and config.recompute_granularity == "full"
     assert list(config.noted) == ["no-masked-softmax-fusion", "transformer_impl"]
-    assert main(["config", "show", "--config", str(path), "--num-experts", "4"]) == 2
-    assert "this GPT has no experts yet" in capsys.readouterr().err
+    assert main(["config", "show", "--config", str(path), "--num-experts", "4", "--moe-latent-size", "2"]) == 2
+    assert "this variant of a mixture of experts is not available" in capsys.readouterr().err
 
 
 FACTS = yaml.safe_load((Path(__file__).parents[3] / "fixtures" / "command_lines.yaml").read_text())
