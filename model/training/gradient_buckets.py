@@ -120,17 +120,25 @@ class GradientSums:
         self._partial = held_alike if config.sequence_parallel else norms
         self._tied = models[0].tied and layout.stages > 1
         self._tied_ends = self._make_tied_ends(layout, mesh) if self._tied else None
-        self._reducer: GradientReducer | None = None
-        replicas = mesh.comm("dp", "cp")
-        if replicas.size > 1 and not layout.zero:
-            self._reducer = GradientReducer(
+        # The weights of experts have fewer replicas than others, since different ranks hold different experts.
+        experts = {n for m in models for n, shard in m.shards.items() if shard.experts}
+        others = {n: p for n, p in optimizer.model.items() if n not in experts}
+        of_experts = {n: p for n, p in optimizer.model.items() if n in experts}
+        groups = [(mesh.comm("dp", "cp"), others)]
+        if config.num_experts is not None:
+            groups.append((mesh.comm("edp"), of_experts))
+        self._reducers = [
+            GradientReducer(
                 replicas,
-                optimizer.model,
+                parameters,
                 optimizer.grads,
                 bucket_size=config.ddp_bucket_size,
                 overlap=config.overlap_grad_reduce,
                 count=layout.microbatches,
             )
+            for replicas, parameters in groups
+            if parameters and replicas.size > 1 and not layout.zero
+        ]
 
     @staticmethod
     def _make_tied_ends(layout: ParallelLayout, mesh: Mesh) -> Comm | None:
@@ -142,13 +150,13 @@ class GradientSums:
 
     def expect(self, microbatches: int) -> None:
         """Sets the number of microbatches of the next step."""
-        if self._reducer is not None:
-            self._reducer.count = microbatches
+        for reducer in self._reducers:
+            reducer.count = microbatches
 
     def finish(self) -> None:
         """Replaces the gradients by the sums. All ranks call it after the last microbatch's backward pass."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        for reducer in self._reducers:
+            reducer.finish()
         if not (self._partial or self._tied):
             return
         grads = self.optimizer.grads()

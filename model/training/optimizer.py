@@ -41,15 +41,20 @@ def owned_names(models: Sequence[GPT], at: Mapping[str, int], zero: int) -> set[
     """Names of the parameters of `models` that the rank at the coordinates `at` owns; see Optimizer.
 
     A replicated parameter is owned by the first of its ranks, and a tied weight by the first stage. With `zero` > 0,
-    fully_shard gives every replica a different part, which it owns.
+    fully_shard gives every replica a different part, which it owns. `at` has coordinates for experts of their own.
     """
-    if not zero and (at["dp"] > 0 or at["cp"] > 0):
-        return set()
+
+    def owned(model: GPT, name: str) -> bool:
+        shard = model.shards.get(name)
+        if shard is not None and shard.experts:
+            return bool(zero) or at["edp"] == 0
+        return (bool(zero) or at["dp"] == at["cp"] == 0) and (at["tp"] == 0 or shard is not None)
+
     return {
         name
         for model in models
         for name, _ in model.named_parameters()
-        if model.stored_name(name) == name and (at["tp"] == 0 or name in model.shards)
+        if model.stored_name(name) == name and owned(model, name)
     }
 
 

@@ -1,0 +1,210 @@
+"""HAL's trainer and megatron-core's GPTModel train a mixture of experts identically: losses and norms of 20 steps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from parallel_runs import LLAMA, Tokens, trainer
+
+MIXTRAL = {
+    **LLAMA,
+    "num_layers": 3,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": ("0.05",),
+    "moe_z_loss_coeff": 0.01,
+    "adam_eps": 1e-2,  # with a smaller one, rounding errors of zero gradients become steps
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+}
+DEEPSEEK = {
+    **MIXTRAL,
+    "num_experts": 8,
+    "moe_layer_freq": "[0]+[1]*2",
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+    "moe_router_load_balancing_type": ("seq_aux_loss", "aux_loss"),
+    "moe_aux_loss_coeff": ("0.05", "0.02"),
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_dtype": "fp32",
+}
+GELU = {"swiglu": False, "gelu_approximate": "none", "moe_router_topk": 1, "moe_router_pre_softmax": True}
+# Not --moe-token-drop-policy position: megatron-core takes the top k of zeros and ones, of which torch returns any.
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK,
+    "gelu-top1": {**MIXTRAL, **GELU},
+    "global": {**MIXTRAL, "moe_router_load_balancing_type": ("global_aux_loss",)},
+    "dropping": {**MIXTRAL, "moe_expert_capacity_factor": 0.8},
+    "padded": {**MIXTRAL, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "sinkhorn": {**MIXTRAL, "moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": ("0.0",)},
+}
+QUICK = {"mixtral", "deepseek", "dropping"}
+
+
+def core_config(c: Any, dispatcher: str) -> Any:
+    """megatron-core's configuration of the same model."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    kinds, coefficients = list(c.moe_router_load_balancing_type), [float(v) for v in c.moe_aux_loss_coeff]
+    return TransformerConfig(
+        num_layers=c.num_layers,
+        hidden_size=c.hidden_size,
+        num_attention_heads=c.num_attention_heads,
+        num_query_groups=c.num_query_groups,
+        ffn_hidden_size=c.ffn_hidden_size,
+        gated_linear_unit=c.swiglu,
+        activation_func=torch.nn.functional.silu if c.swiglu else torch.nn.functional.gelu,
+        normalization=c.normalization,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        finalize_model_grads_func=finalize_model_grads,
+        num_moe_experts=c.num_experts,
+        moe_layer_freq=eval(c.moe_layer_freq),
+        moe_ffn_hidden_size=c.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=c.moe_shared_expert_intermediate_size,
+        moe_router_topk=c.moe_router_topk,
+        moe_router_load_balancing_type=kinds if len(kinds) > 1 else kinds[0],
+        moe_aux_loss_coeff=coefficients if len(kinds) > 1 else coefficients[0],
+        moe_z_loss_coeff=c.moe_z_loss_coeff,
+        moe_router_score_function=c.moe_router_score_function,
+        moe_router_pre_softmax=c.moe_router_pre_softmax,
+        moe_router_num_groups=c.moe_router_num_groups,
+        moe_router_group_topk=c.moe_router_group_topk,
+        moe_router_topk_scaling_factor=c.moe_router_topk_scaling_factor,
+        moe_router_enable_expert_bias=c.moe_router_enable_expert_bias,
+        moe_router_bias_update_rate=c.moe_router_bias_update_rate,
+        moe_router_dtype=c.moe_router_dtype,
+        moe_expert_capacity_factor=c.moe_expert_capacity_factor,
+        moe_pad_expert_input_to_capacity=c.moe_pad_expert_input_to_capacity,
+        moe_token_drop_policy=c.moe_token_drop_policy,
+        moe_token_dispatcher_type=dispatcher,
+    )
+
+
+def core_names(model: Any) -> dict[str, torch.Tensor]:
+    """HAL's parameters under the names of megatron-core's local layers."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        if ".mlp.experts." in name:
+            for i, expert in enumerate(p.detach()):
+                tensors[name.replace(".experts.", f".experts.local_experts.{i}.")] = expert
+        else:
+            tensors[name] = p.detach()
+    return tensors
+
+
+def core_losses(run: Any, dispatcher: str, steps: int) -> tuple[list[float], list[float], list[torch.Tensor]]:
+    """(losses, gradient norms, expert biases at the end) of megatron-core, from the same weights on the same data."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    c = run.config
+    config = core_config(c, dispatcher)
+    inner = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        c.padded_vocab_size,
+        c.seq_length,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    given = core_names(run.model)
+    assert {n for n, _ in inner.named_parameters()} == set(given)
+    inner.load_state_dict(given, strict=False)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
+    options = OptimizerConfig(
+        optimizer="adam", lr=c.lr, weight_decay=c.weight_decay, adam_eps=c.adam_eps, clip_grad=c.clip_grad
+    )
+    options.adam_beta1, options.adam_beta2 = c.adam_beta1, c.adam_beta2
+    optimizer = get_megatron_optimizer(options, [model], get_standard_config_overrides(options))
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = c.lr, options.weight_decay * group["wd_mult"]
+    data, mask = Tokens(c.seq_length, False), torch.ones(c.seq_length, c.seq_length, dtype=torch.bool).triu(1)
+    b, losses, norms = c.micro_batch_size, [], []
+
+    def forward(numbers: Any, model: Any) -> Any:
+        samples = [data[n] for n in next(numbers)]
+        tokens, labels = (torch.stack([s[key] for s in samples]) for key in ("tokens", "labels"))
+        positions = torch.arange(c.seq_length).expand(b, -1)
+        return model(tokens, positions, mask[None, None], labels=labels), lambda x: (x.mean(), {"loss": x.mean().item()})
+
+    for step in range(steps):
+        first = step * c.global_batch_size
+        numbers = [range(first + i, first + i + b) for i in range(0, c.global_batch_size, b)]
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(numbers),
+            model=model,
+            num_microbatches=len(numbers),
+            seq_length=c.seq_length,
+            micro_batch_size=b,
+            forward_only=False,
+        )
+        _, norm, _ = optimizer.step()
+        losses.append(sum(o["loss"] for o in outputs) / len(outputs))
+        norms.append(norm)
+    return losses, norms, [x for n, x in inner.named_buffers() if n.endswith("expert_bias")]
+
+
+def _cases() -> list[Any]:
+    pairs = [(name, "alltoall") for name in CASES] + [("mixtral", "allgather")]
+    return [
+        pytest.param(n, d, id=f"{n}-{d}", marks=() if n in QUICK and d == "alltoall" else pytest.mark.slow)
+        for n, d in pairs
+    ]
+
+
+@pytest.mark.parametrize("name, dispatcher", _cases())
+def test_losses_of_20_steps(name: str, dispatcher: str, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from hal.model.megatron import hal_device
+
+    # Transformer Engine is not installed, and megatron-core's router looks its product up without a check.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    # Its all-to-all copies sizes to the host on a stream of its own, for which a CPU has no counterpart.
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", contextlib.nullcontext())
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, point, sizes: sizes)
+    parallel_state.destroy_model_parallel()
+    with hal_device():
+        parallel_state.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(1)
+        run = trainer(CASES[name])
+        losses, norms, biases = core_losses(run, dispatcher, 20)
+        parallel_state.destroy_model_parallel()
+    results = [run.step() for _ in range(20)]
+    assert [r.loss for r in results] == pytest.approx(losses, rel=1e-5)
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-4)
+    mine = [r.expert_bias for r in run.expert_load.routers.values() if r.expert_bias is not None]
+    assert len(mine) == len(biases)
+    for bias, right in zip(mine, biases):
+        assert torch.equal(bias, right) and bias.any()
+    report = results[-1].experts
+    assert report is not None and (report.dropped > 0.01) == (name in ("dropping", "padded"))
