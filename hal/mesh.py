@@ -166,6 +166,8 @@ class Mesh:
     def torch_group(self, *dims: str) -> ProcessGroup:
         """The torch process group of `comm(*dims)`. Raises ContractError where the backend's Comm has none."""
         comm = self.comm(*dims)
+        if comm.size == 1 and isinstance(self.world, TorchComm):
+            return self.world.group_of_one()
         if not isinstance(comm, TorchComm):
             raise ContractError(
                 f"group '{comm.name}' of backend '{self.backend.name}' has no torch process group, which torch's "

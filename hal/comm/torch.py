@@ -158,6 +158,11 @@ class TorchComm(Comm):
         self._broken: HalError | None = None
         _communicators.add(self)
 
+    def group_of_one(self) -> dist.ProcessGroup:
+        """A process group of this rank alone, for torch's engines, which have no other way to say "not at all"."""
+        timeout = datetime.timedelta(seconds=self.timeout)
+        return dist.new_group([dist.get_rank()], timeout, self.transport.backend, use_local_synchronization=True)
+
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
         if not x.numel():

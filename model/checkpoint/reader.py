@@ -167,7 +167,7 @@ def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[st
     """
     stored = stored_tensors(folder)
     masters = {n.removeprefix(FP32): x for n, x in tensors.items() if n.startswith(FP32)}
-    weights = masters or {n: x for n, x in tensors.items() if not n.startswith("optimizer.")}
+    weights = {n: x for n, x in tensors.items() if not n.startswith("optimizer.")} | masters
     by_stored_name = {FP32 + n if FP32 + n in stored else n: x for n, x in weights.items()}
     return {**by_stored_name, **{n: x for n, x in tensors.items() if moments and ".exp_avg" in n}}
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ..parallel.tensor_sharding import Shard
+from ..parallel.tensor_sharding import Parallel, Shard
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,31 @@ class LocalShard(Tensor):
         return next(b.view for b in self.blocks if tuple(b.offsets) == tuple(index.offset))
 
 
+def shard_of_rank(
+    parameter: Tensor, values: Tensor, shard: Shard | None, parallel: Parallel, replica: int, expert_replica: int = 0
+) -> LocalShard:
+    """`local_shard` for this rank's coordinates. replica, expert_replica: its numbers among the ranks that hold the
+    same part of a dense parameter, and of experts."""
+    if shard is None or not shard.experts:
+        return local_shard(parameter, values, shard, parallel.tp.rank, parallel.tp.size, replica)
+    experts = parallel.ep.rank, parallel.ep.size
+    return local_shard(parameter, values, shard, parallel.etp.rank, parallel.etp.size, expert_replica, experts)
+
+
 def local_shard(
-    parameter: Tensor, values: Tensor, shard: Shard | None, rank: int, size: int, replica: int
+    parameter: Tensor,
+    values: Tensor,
+    shard: Shard | None,
+    rank: int,
+    size: int,
+    replica: int,
+    experts: tuple[int, int] = (0, 1),
 ) -> LocalShard:
     """The shard for `values` (the parameter, its gradient or a moment) that this rank has of `parameter`.
 
-    shard, rank, size: how tensor-parallel ranks split the full tensor (None = not at all). fully_shard splits each of
-    these parts further by rows; this rank has part number `replica`.
+    shard, rank, size: how tensor-parallel ranks split the full tensor (None = not at all). experts: (rank, size) of the
+    ranks that split dimension 0 of a parameter of experts. fully_shard splits each of these parts further by rows; this
+    rank has part number `replica`.
     """
     local = list(parameter.shape)  # the shape of the tensor-parallel part, also for a DTensor
     first_row = 0  # the first row of `values` in that part
@@ -97,6 +115,9 @@ def local_shard(
         rows_per_replica = -(-local[0] // parameter.device_mesh.size())
         first_row = min(replica * rows_per_replica, local[0])
     rest = [0] * (len(local) - 1)
+    count = local[0]
+    local[0] = count * experts[1]
+    first_row += experts[0] * count
     if shard is None or size == 1:
         return LocalShard(local, [Block((first_row, *rest), values)], values.dtype)
     dim = shard.dim % len(local)

@@ -151,7 +151,11 @@ def _sharding(c: Config, experts: int) -> Iterator[str]:
             f"--moe-shared-expert-intermediate-size {c.moe_shared_expert_intermediate_size} is not divisible by "
             f"--tensor-model-parallel-size {tp}"
         )
-    if tp > 1 and not c.sequence_parallel:
+
+
+def training_problems(c: Config) -> Iterator[str]:
+    """What only training with experts needs."""
+    if c.num_experts is not None and c.tensor_model_parallel_size > 1 and not c.sequence_parallel:
         yield (
             "--num-experts with --tensor-model-parallel-size needs --sequence-parallel, so that the tensor-parallel "
             "ranks route different tokens"

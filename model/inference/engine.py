@@ -17,7 +17,7 @@ from hal import HalError, Message, ops
 from hal.mesh import Layout, Mesh
 
 from ..checkpoint import reader
-from ..checkpoint.sharded_tensor import local_shard
+from ..checkpoint.sharded_tensor import shard_of_rank
 from ..config.parallel_layout import ParallelLayout
 from ..config.schema import Config, ConfigError
 from ..gpt.kv_cache import KeyValueCache, bucket
@@ -65,10 +65,10 @@ class Engine:
 
     def load(self, folder: Path) -> None:
         """Loads the weights from a checkpoint's folder, of any layout. Raises HalError if it does not fit the model."""
-        tp = self.parallel.tp
+        model = self.model
         shards = {
-            self.model.stored_name(name): local_shard(p, p.detach(), self.model.shards.get(name), tp.rank, tp.size, 0)
-            for name, p in self.model.named_parameters()
+            model.stored_name(name): shard_of_rank(p, p.detach(), model.shards.get(name), self.parallel, 0)
+            for name, p in (*model.named_parameters(), *model.named_buffers())
         }
         reader.load_tensors(folder, reader.sources(shards, folder, moments=False))
 

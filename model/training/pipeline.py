@@ -22,7 +22,8 @@ from hal import Rng
 from ..config.parallel_layout import ParallelLayout
 from ..config.schema import Config
 from ..gpt.dropout_rng import DropoutRng
-from ..gpt.model import GPT
+from ..gpt.model import GPT, TransformerLayer
+from ..gpt.moe import MoE
 from .microbatches import Microbatch
 
 _SCHEDULES = {
@@ -60,8 +61,10 @@ class Stage(nn.Module):
         return y.clone() if y._is_view() and not self.model.last else y
 
 
-def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
+def shard(stage: Stage, mesh: DeviceMesh, experts: DeviceMesh | None, config: Config, zero: int) -> None:
     """Shards the stage's parameters over `mesh`, layer by layer (ZeRO; see ParallelLayout.zero).
+
+    experts: the mesh over which the weights of experts are sharded.
 
     Parameters become float32, so that the optimizer's shard is the master copy; the layers compute in the config's
     dtype. Gradients are summed in float32, not averaged, because the loss is already that of the global batch.
@@ -75,10 +78,13 @@ def shard(stage: Stage, mesh: DeviceMesh, config: Config, zero: int) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for module in (*stage.model.decoder.layers.values(), stage):
+    layers = list(stage.model.decoder.layers.values())
+    inner = [layer.mlp.experts for layer in layers if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoE)]
+    for module in (*inner, *layers, stage):
         # A loss that includes the output layer reads its weight after the stage's forward pass.
         reshard = zero == 3 and not (module is stage and config.fuses_output_layer)
-        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        over = experts if module in inner else mesh
+        sharded = fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         # Otherwise torch would pass the divisor to the reduction, which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)

@@ -108,8 +108,9 @@ class Trainer:
         self.stages = [self._make_stage(i) for i in layout.stages_of(mesh.at["pp"])]
         self.model = self.stages[0].model
         if layout.zero:
+            experts = mesh.device_mesh("edp") if config.num_experts is not None else None
             for stage in self.stages:
-                shard(stage, mesh.device_mesh("dp", "cp"), config, layout.zero)
+                shard(stage, mesh.device_mesh("dp", "cp"), experts, config, layout.zero)
         models = [stage.model for stage in self.stages]
         parameters = {name: p for model in models for name, p in model.named_parameters()}
         self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))

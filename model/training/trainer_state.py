@@ -19,7 +19,8 @@ from hal.mesh import Mesh
 
 from ..checkpoint import reader
 from ..checkpoint.reader import FP32
-from ..checkpoint.sharded_tensor import LocalShard, local_shard
+from ..checkpoint.sharded_tensor import LocalShard, shard_of_rank
+from ..config.experts import layer_pattern
 from ..config.schema import Config, ConfigError
 from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
 from .loss_scaler import LossScaler
@@ -34,7 +35,11 @@ class ModelState:
 
     def __init__(self, config: Config, models: Sequence[GPT], optimizer: Optimizer, mesh: Mesh) -> None:
         self.config, self.models, self.optimizer, self.world = config, models, optimizer, mesh.world
-        self._tp, self._replica = mesh.comm("tp"), mesh.comm("dp", "cp").rank
+        self._parallel, self._replica = models[0].parallel, mesh.comm("dp", "cp").rank
+        self._expert_replica = mesh.at["edp"]
+        # The biases of experts, which are not trained; every rank of a pipeline stage has the same.
+        self._buffers = {name: buffer for model in models for name, buffer in model.named_buffers()}
+        self._owns_buffers = not (mesh.at["tp"] or mesh.at["cp"] or mesh.at["dp"])
         self._shards = {name: shard for model in models for name, shard in model.shards.items()}
 
     def tensors(self, *, replicas: bool = False) -> dict[str, LocalShard]:
@@ -56,15 +61,18 @@ class ModelState:
             second_copy = stored != name and stored in optimizer.model
             if (replicas or name in optimizer.owned) and not second_copy:
                 names[stored] = name
-        return {
+        shards = {
             prefix + stored: self._local_shard(name, tensors[name])
             for prefix, tensors in values.items()
             for stored, name in names.items()
         }
+        if replicas or self._owns_buffers:
+            shards |= {n: shard_of_rank(b, b, None, self._parallel, 0) for n, b in self._buffers.items()}
+        return shards
 
     def _local_shard(self, name: str, values: Tensor) -> LocalShard:
-        parameter, tp = self.optimizer.model[name], self._tp
-        return local_shard(parameter, values, self._shards.get(name), tp.rank, tp.size, self._replica)
+        shard, replicas = self._shards.get(name), (self._replica, self._expert_replica)
+        return shard_of_rank(self.optimizer.model[name], values, shard, self._parallel, *replicas)
 
     def load(self, folder: Path, *, moments: bool) -> None:
         """Fills the weights and, with `moments`, the optimizer from a checkpoint's folder."""
@@ -82,11 +90,11 @@ class ModelState:
         if self.world.size == 1:
             return self.models[0]
         model, shards = GPT(self.config, device, layers=layers), self.tensors()
-        for name, parameter in model.named_parameters():
-            part = torch.zeros_like(parameter, dtype=torch.float32)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            part = torch.zeros_like(tensor, dtype=torch.float32)
             if name in shards:
                 shards[name].copy_to(part)
-            parameter.copy_(self.world.all_reduce(part))
+            tensor.copy_(self.world.all_reduce(part))
         return model
 
 
@@ -164,7 +172,20 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
         **{name: o[name] for name in names},
         "add_qkv_bias": o["add_qkv_bias"] or not o["disable_bias_linear"],
+        **_experts(o, ("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias")),
+        "num_experts": o["num_experts"],
+        "moe_layer_freq": o["num_experts"] and _pattern(o),
     }
+
+
+def _pattern(o: Mapping[str, Any]) -> str:
+    """The layers with experts, in one form for all that --moe-layer-freq accepts."""
+    return "".join(str(int(experts)) for experts in layer_pattern(o["moe_layer_freq"], o["num_layers"]))
+
+
+def _experts(o: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The values of options that only a model with experts has."""
+    return {name: o[name] if o["num_experts"] else None for name in names}
 
 
 def _function(o: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,4 +199,17 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
         "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
         "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
         "next_tokens": min(0, o["next_tokens"] or 0),
+        **_experts(o, _ROUTING),
     }
+
+
+_ROUTING = (
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+)
