@@ -135,7 +135,7 @@ def test_the_wrong_number_of_gradients_is_named(toy, make_backend, returned):
     backend.impl(toy, id="a", bwd=lambda residuals, dy: returned)(lambda x, w=None, *, scale=1.0: (x * 1.0, ()))
     with hal.activated(backend()):
         y = toy(torch.ones(3, requires_grad=True))
-        with pytest.raises(hal.HalError, match=r"'a' must return a tuple of 2 gradients, for \('x', 'w'\)"):
+        with pytest.raises(hal.HalError, match=r"'a' must return a tuple of 2 gradients, for x, w;"):
             y.sum().backward()
 
 
