@@ -14,6 +14,13 @@ from hal import Call, Sample, TensorSpec, Tol, require
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+PRODUCT_TOL = {
+    torch.float32: Tol(2e-5, 1e-5),  # sums of up to 130 products of normal numbers; ~sqrt(130) * 2^-24 each
+    torch.bfloat16: Tol(5e-2, 1.6e-2),  # one rounding to 8 bits of values up to ~30
+    torch.float16: Tol(1e-2, 2e-3),
+}
+"""Tolerances of a matrix product."""
+
 
 def _check(call: Call) -> None:
     x, weight, bias = call.x, call.weight, call.bias
@@ -58,14 +65,6 @@ def _samples() -> SearchStrategy[Sample]:
         )
 
     return call()
-
-
-PRODUCT_TOL = {
-    torch.float32: Tol(2e-5, 1e-5),  # sums of up to 130 products of normal numbers; ~sqrt(130) * 2^-24 each
-    torch.bfloat16: Tol(5e-2, 1.6e-2),  # one rounding to 8 bits of values up to ~30
-    torch.float16: Tol(1e-2, 2e-3),
-}
-"""Tolerances of a matrix product."""
 
 
 @hal.op(

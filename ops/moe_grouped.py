@@ -92,11 +92,7 @@ def _samples_linear() -> SearchStrategy[Sample]:
 
 
 @hal.op(
-    check=_check_linear,
-    tol=PRODUCT_TOL,
-    samples=_samples_linear,
-    edge_cases=_edge_cases_linear,
-    grads=("x", "weight"),
+    check=_check_linear, tol=PRODUCT_TOL, samples=_samples_linear, edge_cases=_edge_cases_linear, grads=("x", "weight")
 )
 def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     """x_i weight[i]^T for every group x_i of rows: [n, out] in x's dtype, sums in float32.
@@ -153,11 +149,7 @@ def _samples_wgrad() -> SearchStrategy[Sample]:
 
 
 @hal.op(
-    check=_check_wgrad,
-    tol=PRODUCT_TOL,
-    samples=_samples_wgrad,
-    edge_cases=_edge_cases_wgrad,
-    mutates=("main_grad",),
+    check=_check_wgrad, tol=PRODUCT_TOL, samples=_samples_wgrad, edge_cases=_edge_cases_wgrad, mutates=("main_grad",)
 )
 def grouped_linear_wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, main_grad: Tensor) -> None:
     """Adds the gradient of `grouped_linear(x, weight, group_sizes)`'s weight for the upstream gradient dy to main_grad.

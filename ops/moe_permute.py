@@ -19,6 +19,13 @@ from hal import Call, Sample, TensorSpec, Tol, require
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+WEIGHTED_TOL = {
+    torch.float32: Tol(2e-6, 1e-5),  # sums of k products; the gradient of probs sums h products
+    torch.bfloat16: Tol(2e-2, 1.6e-2),
+    torch.float16: Tol(2.5e-3, 2e-3),
+}
+"""Tolerances of rows times probabilities."""
+
 
 def _check_permute(call: Call) -> None:
     op, x, indices, probs = "permute", call.x, call.indices, call.probs
@@ -180,14 +187,6 @@ def _samples_unpermute() -> SearchStrategy[Sample]:
         return _unpermute_sample(tokens, draw(st.integers(1, 40)), topk, **kw)
 
     return call()
-
-
-WEIGHTED_TOL = {
-    torch.float32: Tol(2e-6, 1e-5),  # sums of k products; the gradient of probs sums h products
-    torch.bfloat16: Tol(2e-2, 1.6e-2),
-    torch.float16: Tol(2.5e-3, 2e-3),
-}
-"""Tolerances of rows times probabilities."""
 
 
 @hal.op(

@@ -13,7 +13,7 @@ from hal.backend_tools import activations_from, rows_of
 from .build import lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, parameter, refuses
+from .tensors import CODE, REAL, addresses, parameter, refuses
 
 _KIND = {"silu": 0, "none": 1, "tanh": 2, "fast": 3}
 
@@ -48,11 +48,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
         CODE[x.dtype],
         code,
         gated,
-        x.data_ptr() or address(x),
-        address(b),
-        dy.data_ptr() or address(dy),
-        dx.data_ptr() or address(dx),
-        address(db),
+        *addresses(x, b, dy, dx, db),
         rows_of(x),
         dy.shape[-1],
     )

@@ -13,7 +13,7 @@ from hal.backend_tools import rows_of
 from .build import lib
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, parameter, refuses
+from .tensors import CODE, REAL, addresses, parameter, refuses
 
 
 def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tensor) -> tuple[Tensor, ...]:
@@ -26,14 +26,10 @@ def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tenso
     lib().hal_norm_bwd(
         CODE[x.dtype],
         db is not None,
-        x.data_ptr() or address(x),
-        w.data_ptr() or address(w),
+        *addresses(x, w),
         mean,
         rstd,
-        dy.data_ptr() or address(dy),
-        dx.data_ptr() or address(dx),
-        dw.data_ptr() or address(dw),
-        address(db),
+        *addresses(dy, dx, dw, db),
         rows_of(x),
         x.shape[-1],
     )

@@ -167,15 +167,19 @@ HAL_INLINE void stream_end(void) {
 // `stream` (`to` is then 64-byte aligned). Compiler-generated code takes a dozen instructions to round 16 floats to
 // bfloat16, AVX512-BF16 takes one. That instruction flushes subnormals to zero, so lines with a subnormal use the
 // portable loop.
-#define DEFINE_STORE_LINE(T, real, ROUND)                                                    \
-    HAL_INLINE void store_line_##T(int stream, T *to, const real *values) {                  \
-        _Alignas(64) T line[64 / sizeof(T)];                                                 \
-        ROUND(T, line, values);                                                              \
-        if (stream) STREAM_LINE(to, line);                                                   \
-        else memcpy(to, line, sizeof line);                                                  \
+#define DEFINE_STORE_LINE(T, real)                                                                          \
+    HAL_INLINE void store_line_##T(int stream, T *to, const real *values) {                                 \
+        _Alignas(64) T line[64 / sizeof(T)];                                                                \
+        round_##T(line, values);                                                                            \
+        if (stream) STREAM_LINE(to, line);                                                                  \
+        else memcpy(to, line, sizeof line);                                                                 \
     }
-#define ROUND_EACH(T, line, values) \
-    _Pragma("omp simd") for (int i = 0; i < (int)(64 / sizeof(T)); i++) store_##T(line + i, values[i])
+// round_<dtype>: one cache line, to aligned memory. HAL_ROUNDS_<dtype>: whether that is cheaper than single values.
+#define ROUND_EACH(T, real)                                                                                 \
+    HAL_INLINE void round_##T(T *line, const real *values) {                                                \
+        _Pragma("omp simd") for (int i = 0; i < (int)(64 / sizeof(T)); i++) store_##T(line + i, values[i]); \
+    }                                                                                                       \
+    enum { HAL_ROUNDS_##T = 0 };
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 HAL_INLINE void round_bf16(bf16 *line, const float *values) {
     enum { SUBNORMAL = 0x20 };
@@ -186,11 +190,9 @@ HAL_INLINE void round_bf16(bf16 *line, const float *values) {
         _mm512_store_si512(line, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
 }
-#define ROUND_BF16(T, line, values) round_bf16(line, values)
 enum { HAL_ROUNDS_bf16 = 1 };
 #else
-#define ROUND_BF16 ROUND_EACH
-enum { HAL_ROUNDS_bf16 = 0 };
+ROUND_EACH(bf16, float)
 #endif
 #ifdef __AVX512F__
 HAL_INLINE void round_f16(f16 *line, const float *values) {
@@ -198,17 +200,16 @@ HAL_INLINE void round_f16(f16 *line, const float *values) {
     const __m256i high = _mm512_cvtps_ph(_mm512_loadu_ps(values + 16), _MM_FROUND_TO_NEAREST_INT);
     _mm512_store_si512(line, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
 }
-#define ROUND_F16(T, line, values) round_f16(line, values)
 enum { HAL_ROUNDS_f16 = 1 };
 #else
-#define ROUND_F16 ROUND_EACH
-enum { HAL_ROUNDS_f16 = 0 };
+ROUND_EACH(f16, float)
 #endif
-enum { HAL_ROUNDS_f32 = 0, HAL_ROUNDS_f64 = 0 };  // whether lines are cheaper than single values
-DEFINE_STORE_LINE(f32, float, ROUND_EACH)
-DEFINE_STORE_LINE(bf16, float, ROUND_BF16)
-DEFINE_STORE_LINE(f16, float, ROUND_F16)
-DEFINE_STORE_LINE(f64, double, ROUND_EACH)
+ROUND_EACH(f32, float)
+ROUND_EACH(f64, double)
+DEFINE_STORE_LINE(f32, float)
+DEFINE_STORE_LINE(bf16, float)
+DEFINE_STORE_LINE(f16, float)
+DEFINE_STORE_LINE(f64, double)
 
 enum { LANES = 32 };
 HAL_INLINE int64_t whole_lanes(int64_t count) { return (count + LANES - 1) / LANES * LANES; }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,14 +68,11 @@ _ROUNDED_OUTPUT = "npu_fusion_attention_grad forms its row sums from the 16-bit 
 WAIVERS = {torch.float16: (2.0, _ROUNDED_OUTPUT), torch.bfloat16: (2.0, _ROUNDED_OUTPUT)}
 
 
-@Npu.impl(
-    ops.flash_attention,
-    id="npu/fusion_attention",
-    why_not=_why_not,
-    bwd=backward,
-    waivers=WAIVERS,
-    version=2,
-)
+fusion_impl = partial(Npu.impl, ops.flash_attention, bwd=backward, waivers=WAIVERS, version=2)
+"""Registers a function that calls npu_fusion_attention and returns the residuals that `backward` takes."""
+
+
+@fusion_impl(id="npu/fusion_attention", why_not=_why_not)
 @with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec, cu_seqlens=packed_starts)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: CuSeqlens, return_lse: bool

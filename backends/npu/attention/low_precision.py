@@ -15,8 +15,7 @@ from torch import Tensor
 from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
-from ..device import Npu
-from .fusion import WAIVERS, backward, beyond_limits, run_dense
+from .fusion import beyond_limits, fusion_impl, run_dense
 from .fusion_call import plan
 
 
@@ -32,14 +31,7 @@ def _why_not(call: Call) -> Sequence[str]:
     return refusals
 
 
-@Npu.impl(
-    ops.flash_attention,
-    id="npu/fusion_attention_low_precision",
-    why_not=_why_not,
-    bwd=backward,
-    waivers=WAIVERS,
-    version=2,
-)
+@fusion_impl(id="npu/fusion_attention_low_precision", why_not=_why_not)
 @with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
 def flash_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, return_lse: bool

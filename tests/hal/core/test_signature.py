@@ -181,39 +181,34 @@ def test_an_optional_tensor_is_no_list(isolated: None, make_backend: Any, hint: 
             op(X, [bias])
 
 
-def implemented(make_backend: Any, function: Any, **hints: str) -> tuple[Any, hal.Backend]:
-    """An op whose reference is `function` with these type hints, and a backend whose implementation it is, too."""
-    function.__annotations__ = {**hints, "return": "Tensor"}
-    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(function)
+RNGS = [Rng(seed) for seed in range(50)]
+COMMS = [hal.SingleRankComm() for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    "hint, values",
+    [
+        *((hint, RNGS) for hint in ("hal.Rng", "Rng", "Optional[Rng]", "hal.Rng | None")),
+        *((hint, COMMS) for hint in ("hal.Comm", "Optional[Comm]")),
+    ],
+)
+def test_a_memo_key_has_no_seed_and_no_identity_however_the_type_is_spelled(
+    isolated: None, make_backend: Any, hint: str, values: list[Any]
+) -> None:
+    def copying(x, value):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    copying.__annotations__ = {"x": "Tensor", "value": hint, "return": "Tensor"}
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(copying)
     backend = make_backend()
-    backend.impl(op, id="a")(function)
-    return op, backend()
-
-
-@pytest.mark.parametrize("hint", ["hal.Rng", "Rng", "Optional[Rng]", "hal.Rng | None"])
-def test_a_memo_key_has_no_seed_however_the_rng_is_spelled(isolated: None, make_backend: Any, hint: str) -> None:
-    def noisy(x, rng):  # type: ignore[no-untyped-def]
-        return x.clone()
-
-    op, backend = implemented(make_backend, noisy, x="Tensor", rng=hint)
-    with hal.activated(backend):
-        for seed in range(50):
-            op(X, Rng(seed))
+    backend.impl(op, id="a")(copying)
+    with hal.activated(backend()):
+        for value in values:
+            op(X, value)
         assert len(op.memo) == 1
-        op(X, Rng(1).block((4,), (2,)))
-        assert len(op.memo) == 2
-
-
-@pytest.mark.parametrize("hint", ["hal.Comm", "Optional[Comm]"])
-def test_a_memo_key_has_a_communicators_size_only(isolated: None, make_backend: Any, hint: str) -> None:
-    def reduced(x, comm):  # type: ignore[no-untyped-def]
-        return x.clone()
-
-    op, backend = implemented(make_backend, reduced, x="Tensor", comm=hint)
-    with hal.activated(backend):
-        for _ in range(5):
-            op(X, hal.SingleRankComm())
-        assert len(op.memo) == 1
+        if values is RNGS:
+            op(X, Rng(1).block((4,), (2,)))
+            assert len(op.memo) == 2
 
 
 def test_parameters_may_have_any_name(isolated: None, make_backend: Any) -> None:

@@ -1,12 +1,9 @@
 """The growth of the batch and the number of iterations against megatron-core's calculator."""
 
-import re
-
 import pytest
 
-from hal.model.config.command_line import parse
 from hal.model.config.sample_schedule import batch_size, batch_sizes, iterations
-from hal.model.config.schema import Config, ConfigError
+from hal.model.config.schema import Config
 
 
 @pytest.mark.parametrize("ramp, size", [((2, 2, 60), 8), ((4, 4, 7), 16), ((3, 1, 100), 6), ((8, 2, 50), 8)])
@@ -30,25 +27,3 @@ def test_iterations_of_a_run_in_samples():
     ramp = Config(global_batch_size=4, micro_batch_size=1, rampup_batch_size=("2", "2", "4"))
     sizes = [2, 2, 4]  # the ramp ends with the first step after 4 samples
     assert iterations(ramp, 25) == len(sizes) + (25 - sum(sizes)) // 4
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--train-samples 40 --train-iters 5", "--train-iters contradicts --train-samples"),
-        ("--train-samples 40 --lr-decay-iters 5", "give --lr-decay-samples"),
-        ("--lr-decay-samples 40", "it needs --train-samples"),
-        ("--train-samples 40 --lr-warmup-samples 40", "--lr-warmup-samples 40 must be below"),
-        ("--rampup-batch-size 4 2 100 --global-batch-size 9 --micro-batch-size 1", "must be START INCREMENT SAMPLES"),
-        ("--rampup-batch-size 4 4", "must be START INCREMENT SAMPLES"),
-        ("--rampup-batch-size 2 1 100 --global-batch-size 4 --micro-batch-size 2", "the batch size 3 is not divisible"),
-        ("--decoupled-lr 0.1 --decoupled-min-lr 1", "is above --decoupled-lr"),
-        ("--start-weight-decay 1", "it needs --weight-decay-incr-style"),
-        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
-        ("--squared-relu --swiglu", "contradict each other"),
-        ("--mock-data --text-file x", "contradict each other"),
-    ],
-)
-def test_schedules_that_contradict_themselves(line, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        parse(line.split(), {})

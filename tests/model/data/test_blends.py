@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import pickle
-import re
 import time
 
 import numpy
@@ -119,23 +118,6 @@ def test_wrong_blends(words, message):
         return
     with pytest.raises(ConfigError, match=message):
         gpt_dataset.parse_blend(tuple(words.split()), "--data-path")
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--train-data-path x --data-path y", "contradict"),
-        ("--train-data-path x --split 8,1,1", "--split would be ignored"),
-        ("--valid-data-path x --eval-interval 2", "needs --train-data-path"),
-        ("--train-data-path x --valid-data-path y", "needs --eval-interval"),
-        ("--train-data-path x --eval-interval 2", "give --valid-data-path"),
-        ("--reset-position-ids --position-embedding-type none", "would be ignored"),
-        ("--split 1,nan,1", "three proportions"),
-    ],
-)
-def test_wrong_combinations(line, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        parse(line.split(), {})
 
 
 def test_a_blend_from_everywhere(tmp_path):

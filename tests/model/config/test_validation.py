@@ -1,0 +1,37 @@
+"""Options that are valid one by one and contradict each other are refused, with the reason."""
+
+import re
+
+import pytest
+
+from hal.model.config.command_line import parse
+from hal.model.config.schema import ConfigError
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--train-samples 40 --train-iters 5", "--train-iters contradicts --train-samples"),
+        ("--train-samples 40 --lr-decay-iters 5", "give --lr-decay-samples"),
+        ("--lr-decay-samples 40", "it needs --train-samples"),
+        ("--train-samples 40 --lr-warmup-samples 40", "--lr-warmup-samples 40 must be below"),
+        ("--rampup-batch-size 4 2 100 --global-batch-size 9 --micro-batch-size 1", "must be START INCREMENT SAMPLES"),
+        ("--rampup-batch-size 4 4", "must be START INCREMENT SAMPLES"),
+        ("--rampup-batch-size 2 1 100 --global-batch-size 4 --micro-batch-size 2", "the batch size 3 is not divisible"),
+        ("--decoupled-lr 0.1 --decoupled-min-lr 1", "is above --decoupled-lr"),
+        ("--start-weight-decay 1", "it needs --weight-decay-incr-style"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+        ("--squared-relu --swiglu", "contradict each other"),
+        ("--mock-data --text-file x", "contradict each other"),
+        ("--train-data-path x --data-path y", "contradict"),
+        ("--train-data-path x --split 8,1,1", "--split would be ignored"),
+        ("--valid-data-path x --eval-interval 2", "needs --train-data-path"),
+        ("--train-data-path x --valid-data-path y", "needs --eval-interval"),
+        ("--train-data-path x --eval-interval 2", "give --valid-data-path"),
+        ("--reset-position-ids --position-embedding-type none", "would be ignored"),
+        ("--split 1,nan,1", "three proportions"),
+    ],
+)
+def test_options_that_contradict_each_other(line, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(line.split(), {})
