@@ -67,13 +67,7 @@ def _samples() -> SearchStrategy[Sample]:
     return call()
 
 
-@hal.op(
-    check=_check,
-    tol=PRODUCT_TOL,
-    samples=_samples,
-    edge_cases=_edge_cases,
-    grads=("x", "weight", "bias"),
-)
+@hal.op(check=_check, tol=PRODUCT_TOL, samples=_samples, edge_cases=_edge_cases, grads=("x", "weight", "bias"))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias in x's dtype, sums in float32. x [..., in], weight [out, in], bias [out] -> [..., out]."""
     return torch.nn.functional.linear(x, weight, bias)

@@ -22,7 +22,7 @@ from hal.backend_tools import attention_strides, bounded, draw_steps
 from .build import ffi, lib
 from .device import CpuRef
 from .memory import empty, empty_like
-from .tensors import CODE, REAL, parameter, refuses
+from .tensors import CODE, REAL, addresses, parameter, refuses
 
 _Shape = tuple[int, ...]
 
@@ -118,11 +118,36 @@ def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tens
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")
 
 
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    rng: tuple[int, int] | None,
+    out: Tensor,
+    rest: Tensor | None,
+    lse: Tensor,
+) -> tuple[int, ...]:
+    """The arguments that both kernels take after the description. rng: seed and offset."""
+    return (
+        *(q.data_ptr() or address(q), k.data_ptr() or address(k), v.data_ptr() or address(v)),
+        *(address(mask), address(bias), address(slopes), address(sinks), address(cu_q), address(cu_k)),
+        *(rng or (0, 0)),
+        *(out.data_ptr() or address(out), address(rest), lse.data_ptr() or address(lse)),
+    )
+
+
 def _backward(
     residuals: tuple[Any, ...], dout: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk and dv, like q, k and v, from dout like out; the gradients of bias and sinks if they are needed."""
-    q, k, v, out, rest, lse, mask, bias, slopes, sinks, cu_q, cu_k, rng, sinks_dtype, call = residuals
+    *operands, sinks_dtype, call = residuals
+    q, k, v, _, bias, _, sinks, cu_q, cu_k, *_, lse = operands
     dout = _rows(dout)
     layout, strides, *others = call
     described, *_ = _describe(layout, q.dtype, q.shape, k.shape, v.shape, (*strides, dout.stride()), *others)
@@ -139,25 +164,8 @@ def _backward(
         dsinks = torch.zeros_like(lse)
     status = lib().hal_flash_attention_backward(
         described,
-        q.data_ptr() or address(q),
-        k.data_ptr() or address(k),
-        v.data_ptr() or address(v),
-        address(mask),
-        address(bias),
-        address(slopes),
-        address(sinks),
-        address(cu_q),
-        address(cu_k),
-        *((0, 0) if rng is None else rng),
-        out.data_ptr() or address(out),
-        address(rest),
-        lse.data_ptr() or address(lse),
-        dout.data_ptr() or address(dout),
-        dq.data_ptr() or address(dq),
-        dk.data_ptr() or address(dk),
-        dv.data_ptr() or address(dv),
-        address(dbias),
-        address(dsinks),
+        *_operands(*operands),
+        *addresses(dout, dq, dk, dv, dbias, dsinks),
     )
     _require_done(status, cu_q, cu_k, q, k)
     if dbias is not None:
@@ -231,24 +239,11 @@ def flash_attention(
         sinks = parameter(sinks, REAL[q.dtype])
     # The rounding error of a 16-bit output, which the backward pass needs for accuracy (see flash_attention_api.h).
     rest = empty_like(out) if wants_gradient and q.dtype in (torch.bfloat16, torch.float16) else None
+    state = None if rng is None else (rng.seed, rng.offset)
+    operands = (q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, state, out, rest, lse)
     status = lib().hal_flash_attention_forward(
         described,
-        q.data_ptr() or address(q),
-        k.data_ptr() or address(k),
-        v.data_ptr() or address(v),
-        address(mask),
-        address(bias),
-        address(alibi_slopes),
-        address(sinks),
-        address(cu_seqlens_q),
-        address(cu_seqlens_k),
-        *((0, 0) if rng is None else (rng.seed, rng.offset)),
-        out.data_ptr() or address(out),
-        address(rest),
-        lse.data_ptr() or address(lse),
+        *_operands(*operands),
     )
     _require_done(status, cu_seqlens_q, cu_seqlens_k, q, k)
-    state = None if rng is None else (rng.seed, rng.offset)
-    tensors = (q, k, v, out, rest, lse, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
-    residuals = (*tensors, state, sinks_dtype, call)
-    return (out, lse) if return_lse else out, residuals
+    return (out, lse) if return_lse else out, (*operands, sinks_dtype, call)

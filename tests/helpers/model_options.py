@@ -20,6 +20,19 @@ LLAMA_OPTIONS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 
+DEEPSEEK_OPTIONS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+    "moe_shared_expert_intermediate_size": 16,
+}
+"""Experts in groups beside a shared one, chosen by sigmoids with a bias that balances them."""
+
 ROPE_OPTIONS: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

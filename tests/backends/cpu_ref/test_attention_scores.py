@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import hal
 from hal import Rng, ops
-from hal.backends.cpu_ref import CpuRef
 
 # Error relative to the largest element, as in test_flash_attention.py.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float64: 1e-11}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _backend() -> Iterator[None]:
-    with hal.activated(CpuRef()):
-        yield
-
-
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def gradients(function: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ the dropout bits, bit-equal repetition and the size of the workspace."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,26 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import hal
 from hal import ContractError, Rng, ops
-from hal.backends.cpu_ref import CpuRef, build
+from hal.backends.cpu_ref import build
 
 DENSE = ("SBH", "BSH", "SBND", "BSND", "BNSD")
 # Error relative to the largest element: float32 sums of a few hundred terms; 16-bit inputs and probabilities.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float64: 1e-11}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _backend() -> Iterator[None]:
-    with hal.activated(CpuRef()):
-        yield
-
-
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def visible(sq: int, sk: int, pre: int | None, next: int | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_options import DEEPSEEK_OPTIONS
 from parallel_runs import LLAMA, Tokens, trainer
 
 MIXTRAL = {
@@ -22,18 +23,10 @@ MIXTRAL = {
 }
 DEEPSEEK = {
     **MIXTRAL,
-    "num_experts": 8,
+    **DEEPSEEK_OPTIONS,
     "moe_layer_freq": "[0]+[1]*2",
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.02,
     "moe_router_load_balancing_type": ("seq_aux_loss", "aux_loss"),
     "moe_aux_loss_coeff": ("0.05", "0.02"),
-    "moe_shared_expert_intermediate_size": 16,
     "moe_router_dtype": "fp32",
 }
 GELU = {"swiglu": False, "gelu_approximate": "none", "moe_router_topk": 1, "moe_router_pre_softmax": True}
@@ -148,7 +141,10 @@ def core_losses(run: Any, dispatcher: str, steps: int) -> tuple[list[float], lis
         samples = [data[n] for n in next(numbers)]
         tokens, labels = (torch.stack([s[key] for s in samples]) for key in ("tokens", "labels"))
         positions = torch.arange(c.seq_length).expand(b, -1)
-        return model(tokens, positions, mask[None, None], labels=labels), lambda x: (x.mean(), {"loss": x.mean().item()})
+        return model(tokens, positions, mask[None, None], labels=labels), lambda x: (
+            x.mean(),
+            {"loss": x.mean().item()},
+        )
 
     for step in range(steps):
         first = step * c.global_batch_size

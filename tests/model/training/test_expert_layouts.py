@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from model_options import DEEPSEEK_OPTIONS
 from parallel_runs import (
     CP2,
     DISTRIBUTED_OPTIMIZER,
@@ -30,18 +31,10 @@ from hal.testing.processes import run_processes
 MIXTRAL = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": ("0.05",)}
 DEEPSEEK = {
     **MIXTRAL,
-    "num_experts": 8,
+    **DEEPSEEK_OPTIONS,
     "moe_layer_freq": "[0]+[1]*3",
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.02,
     "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_z_loss_coeff": 0.01,
-    "moe_shared_expert_intermediate_size": 16,
 }
 # Several sequences per micro-batch, and half of the assignments are dropped: the order of the tokens matters.
 DROPPING = {**MIXTRAL, "micro_batch_size": 2, "moe_expert_capacity_factor": 0.5}
@@ -143,7 +136,10 @@ def test_bfloat16_within_its_own_tolerance(name: str) -> None:
 
 def test_the_reported_loss_is_that_of_the_model_alone() -> None:
     """Auxiliary losses change gradients but not the loss, as in Megatron."""
-    with_losses, without = _one(json.dumps(MIXTRAL), 2), _one(json.dumps({**MIXTRAL, "moe_aux_loss_coeff": ("0.0",)}), 2)
+    with_losses, without = (
+        _one(json.dumps(MIXTRAL), 2),
+        _one(json.dumps({**MIXTRAL, "moe_aux_loss_coeff": ("0.0",)}), 2),
+    )
     assert with_losses[0][0] == without[0][0] and with_losses[0][1] != without[0][1]
 
 
