@@ -110,7 +110,8 @@ def _run(call: KernelCall, name: str, p: _Problem, keys: bool, mask: Tensor | No
 
 def _backward(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, like q, k and v, from dout like out."""
-    q, k, v, out, lse, mask, p = residuals
+    q, k, v, out, lse, mask, spec, cu_seqlens = residuals
+    p = _problem(spec, mask, cu_seqlens)
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
     with KernelCall() as call:
         q_rows, k_rows, v_rows = _rows(call, q, p, False), _rows(call, k, p, True), _rows(call, v, p, True)
@@ -161,5 +162,5 @@ def flash_attention(
         rows = call.scratch(math.prod(shape)) if kept is None else Out(kept)
         _run(call, "forward", p, False, mask, *inputs, rows, Out(lse))
         _convert(call, "from_rows", out, p, False, rows)
-    residuals = (q, k, v, out if kept is None else kept, lse, mask, p)
+    residuals = (q, k, v, out if kept is None else kept, lse, mask, spec, cu_seqlens)
     return (out, lse) if return_lse else out, residuals

@@ -8,6 +8,11 @@ import torch
 
 import hal
 from hal import ops
+from hal.model.config.schema import Config
+from hal.model.gpt.model import GPT
+from hal.model.inference.decoding import complete
+from hal.model.inference.engine import Engine
+from hal.model.inference.sampling import Sampling
 from hal.testing import kit
 from hal.testing.processes import run_processes
 from hal.testing.purity import backend_rule, check_tree
@@ -130,3 +135,31 @@ def test_a_gpt_trains_as_on_cpu_ref(site, name, world):
     actual, expected = (losses(name, backend, world) for backend in ("jax", "cpu_ref"))
     assert len(actual) == STEPS and actual[-1] != pytest.approx(actual[0], abs=0.1)
     assert actual == pytest.approx(expected, rel=0.0, abs=1e-5)
+
+
+def generated(prompts, count):
+    """The text that a small Llama continues the prompts with, and the log-probabilities of its tokens."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 200, "vocab_size": 101}
+    config = Config(**{**parallel_runs.LLAMA, **sizes, "num_query_groups": 2, "init_method_std": 0.3})
+    engine = Engine(GPT(config, hal.device()).requires_grad_(False), 101)
+    rngs = [hal.Rng(3).fork("prompt", n) for n in range(len(prompts))]
+    texts = complete(engine, prompts, count, Sampling(0.7), rngs, eod=None)
+    return [text.ids for text in texts], [token.logprob for text in texts for token in text.tokens]
+
+
+@pytest.mark.slow
+def test_generation_compiles_few_shapes_and_gives_the_text_of_cpu_ref(backend):
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [1, 2, 3]]
+    with hal.activated(hal.core.registry.make("cpu_ref")):
+        expected = generated(prompts, 90)
+    before = compilations()
+    ids, logprobs = generated(prompts, 90)
+    first = compilations() - before
+    assert ids == expected[0] and [len(text) for text in ids] == [90, 90]
+    assert logprobs == pytest.approx(expected[1], rel=1e-4, abs=1e-4)
+    # Of the prompt and of one token: 9 products (of 5 weights, the last of one token only), 4 rotations (queries and
+    # keys), norms, activations, ...; attention also for 64 and for 128 keys. A length per token would compile hundreds.
+    assert first <= 25
+    assert generated([[4, 5, 6, 7, 8], [9, 8, 7, 6]], 85)[0] != ids
+    assert compilations() == before + first, "other lengths in the same buckets compile nothing"
