@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.apps.planning import plan_report
     from hal.model.apps.planning.search import require_some, search, set_vocabulary
     from hal.model.config.command_line import build, read
+    from hal.model.config.schema import ConfigError
     from hal.model.config.validation import check_model
 
     command = parser()
@@ -52,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         if values.origins.get(name, "command line") != "command line":
             values.pop(name, None)
     config = build(values, check_model)
+    if config.num_experts is not None:
+        raise ConfigError("hal plan has no formulas for experts yet; remove --num-experts to plan the dense model")
     set_vocabulary(config)
     limit = device.memory * (1.0 - arguments.headroom)
     capabilities = make(arguments.backend).capabilities()

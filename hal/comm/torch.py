@@ -161,7 +161,9 @@ class TorchComm(Comm):
     def group_of_one(self) -> dist.ProcessGroup:
         """A process group of this rank alone, for torch's engines, which have no other way to say "not at all"."""
         timeout = datetime.timedelta(seconds=self.timeout)
-        return dist.new_group([dist.get_rank()], timeout, self.transport.backend, use_local_synchronization=True)
+        backend = self.transport.backend
+        alone: dist.ProcessGroup = dist.new_group([dist.get_rank()], timeout, backend, use_local_synchronization=True)
+        return alone
 
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype

@@ -102,7 +102,7 @@ def _routing(c: Config, experts: int) -> Iterator[str]:
         yield "--moe-router-num-groups and --moe-router-group-topk are given together"
     elif groups is not None and chosen is not None:
         if sinkhorn:
-            yield "--moe-router-num-groups limits a choice by scores; --moe-router-load-balancing-type sinkhorn has none"
+            yield "--moe-router-num-groups cannot be combined with --moe-router-load-balancing-type sinkhorn"
         if experts % groups:
             yield f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}"
         elif chosen > groups or topk % chosen or topk // chosen > experts // groups:

@@ -1,7 +1,8 @@
 """The number of floating-point operations of the model per token, from which "model FLOP/s" is computed.
 
 Multiplications and additions of matrix products count, forward and backward (3 x forward), including those for the
-padding of the vocabulary. Noop layers, recomputation, and attention to positions outside the window do not count.
+padding of the vocabulary. Of a mixture of experts, those that a token uses count. Noop layers, recomputation, and
+attention to positions outside the window do not count.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ def flops_per_token(config: Config) -> float:
     c = config
     attention = c.num_attention_heads * c.kv_channels
     qkv = c.hidden_size * (attention + 2 * c.num_query_groups * c.kv_channels)
-    mlp = c.hidden_size * c.ffn_hidden_size * (3 if c.swiglu or c.geglu else 2)
-    layers = c.num_layers - len(set(c.noop_layers))
-    weights = layers * (qkv + attention * c.hidden_size + mlp) + c.hidden_size * c.padded_vocab_size
+    matrices = 3 if c.swiglu or c.geglu else 2
+    dense = c.hidden_size * c.ffn_hidden_size * matrices
+    used = c.moe_router_topk * c.moe_ffn_hidden_size + (c.moe_shared_expert_intermediate_size or 0)
+    experts = c.hidden_size * (used * matrices + (c.num_experts or 0))  # those of a token, and the router
+    present = [n for n in range(c.num_layers) if str(n) not in c.noop_layers]
+    mlps = sum(experts if c.has_experts(n) else dense for n in present)
+    layers = len(present)
+    weights = layers * (qkv + attention * c.hidden_size) + mlps + c.hidden_size * c.padded_vocab_size
     pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
     return 6.0 * weights + 12.0 * layers * attention * pairs

@@ -195,7 +195,18 @@ def _pins(c: Config) -> Iterator[str]:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
 
 
-_ALONE = (_bounds, _split, _shape, experts.problems, experts.training_problems, _batch, _learning_rate, _recomputation, _data_sources, _pins)
+_ALONE = (
+    _bounds,
+    _split,
+    _shape,
+    experts.problems,
+    experts.training_problems,
+    _batch,
+    _learning_rate,
+    _recomputation,
+    _data_sources,
+    _pins,
+)
 """Rules that depend on the options only, not on the number of processes."""
 
 

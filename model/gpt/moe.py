@@ -168,9 +168,7 @@ class Router(nn.Module):
                 losses["aux_loss"] = c["aux_loss"] * e / (k * tokens**2) * (scores.sum(0) * total).sum()
             if "seq_aux_loss" in c:
                 length = tokens // sequences
-                losses["seq_aux_loss"] = (
-                    c["seq_aux_loss"] * e / (k * length**2) * (scores * together).sum() / sequences
-                )
+                losses["seq_aux_loss"] = c["seq_aux_loss"] * e / (k * length**2) * (scores * together).sum() / sequences
             if "global_aux_loss" in c:
                 replicas = self.parallel.replicas
                 self._earlier[:e] += replicas.all_reduce(total)
@@ -218,7 +216,7 @@ class GroupedLinear(nn.Module):
         init.shards[f"{name}.weight"] = shard
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """x [n, in] in groups of `sizes` [l] -> [n, out]; added to `main_grad` in the backward pass, if there is one."""
+        """x [n, in] in groups of `sizes` [l] -> [n, out]. The weight's gradient is added to its `main_grad`, if any."""
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
         if main_grad is None:
             return ops.grouped_linear(x, self.weight, sizes)
@@ -321,7 +319,7 @@ class _Route:
     received: rows from each rank of comm.
     """
 
-    def __init__(self, comm: Comm, copies: int, sent: Sequence[int], received: Sequence[int]) -> None:
+    def __init__(self, comm: Comm, copies: int, sent: list[int], received: list[int]) -> None:
         self.comm, self.copies, self.sent, self.received = comm, copies, sent, received
 
     def exchange(self, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
@@ -336,14 +334,14 @@ class _Route:
 
     def spread(self, x: Tensor) -> Tensor:
         """Rows ordered by expert -> the rows for this rank's experts, in the order of the ranks they come from."""
-        parts = list(x[: sum(self.sent)].split(self.sent))
+        parts = torch.split(x[: sum(self.sent)], self.sent)
         return torch.cat(self.exchange([part for part in parts for _ in range(self.copies)], self.received))
 
     def collect(self, y: Tensor, length: int) -> Tensor:
         """The reverse: results for the rows that `spread` returned -> the sums for the rows it was given, and zeros up
         to `length` rows."""
         counts = [count for count in self.sent for _ in range(self.copies)]
-        arrived = self.exchange(y.split(self.received), counts)
+        arrived = self.exchange(torch.split(y, self.received), counts)
         sums = [sum(arrived[i + 1 : i + self.copies], arrived[i]) for i in range(0, len(arrived), self.copies)]
         rest = y.new_zeros(length - sum(self.sent), *y.shape[1:])
         return torch.cat([*sums, rest])

@@ -38,6 +38,9 @@ LAYOUT = (
     "num_layer_list",
     "context_parallel_size",
     "context_parallel_algo",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_token_dispatcher_type",
     "distributed_timeout_minutes",
 )
 RUNNING = ("use_flash_attn", "shape_order")

@@ -79,7 +79,9 @@ def shard(stage: Stage, mesh: DeviceMesh, experts: DeviceMesh | None, config: Co
         cast_forward_inputs=False,
     )
     layers = list(stage.model.decoder.layers.values())
-    inner = [layer.mlp.experts for layer in layers if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoE)]
+    inner = [
+        layer.mlp.experts for layer in layers if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoE)
+    ]
     for module in (*inner, *layers, stage):
         # A loss that includes the output layer reads its weight after the stage's forward pass.
         reshard = zero == 3 and not (module is stage and config.fuses_output_layer)

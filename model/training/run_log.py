@@ -24,6 +24,7 @@ from ..common.atomic_files import make_folder, write_bytes, write_text
 from ..common.progress_bar import ProgressBar
 from ..config.flops import flops_per_token
 from ..config.schema import Config
+from .expert_load import ExpertReport
 from .trackers import trackers
 from .trainer import StepResult, peak_memory_bytes
 from .trainer_state import options
@@ -76,6 +77,10 @@ class RunLog:
         self.grad_norms: list[list[Any]] = []
         self.evaluations: list[list[Any]] = []
         self.step_seconds: list[list[Any]] = []
+        self.expert_imbalance: list[list[Any]] = []
+        self.router_entropy: list[list[Any]] = []
+        self.expert_loads: list[list[Any]] = []
+        self._collapsed: set[int] = set()
         if start:
             self._continue(start)
         self.flops_per_token = flops_per_token(config)
@@ -124,14 +129,44 @@ class RunLog:
                 "tokens-per-second": tokens_per_second,
             },
         )
+        if result.experts is not None:
+            self._experts(result.iteration, result.experts)
         self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
             self.say(self._line())
             if self._verified is not None and self._verified.line():
                 self.say(self._verified.line())
+            self._warn_of_collapse(result)
             self._since_log.clear()
             if time.monotonic() >= self._next_record:
                 self.record()
+
+    def _experts(self, iteration: int, experts: ExpertReport) -> None:
+        """Records the load of the experts: the worst layer, or with --moe-per-layer-logging every layer."""
+        imbalance = experts.imbalance()
+        self.expert_imbalance.append([iteration, max(imbalance.values())])
+        self.router_entropy.append([iteration, min(experts.entropy.values())])
+        scalars: dict[str, float | None] = {f"moe/{name}": value for name, value in experts.losses.items()}
+        scalars |= {"moe/imbalance": self.expert_imbalance[-1][1], "moe/router-entropy": self.router_entropy[-1][1]}
+        if self.config.moe_expert_capacity_factor is not None:
+            scalars["moe/dropped"] = experts.dropped
+        if self.config.moe_per_layer_logging:
+            self.expert_loads.append([iteration, {str(layer): load for layer, load in experts.load.items()}])
+            scalars |= {f"moe/imbalance/layer-{n}": value for n, value in imbalance.items()}
+            scalars |= {f"moe/router-entropy/layer-{n}": value for n, value in experts.entropy.items()}
+        self._scalars(iteration, scalars)
+
+    def _warn_of_collapse(self, result: StepResult) -> None:
+        """Warns once of each layer whose router sends all tokens to the same experts."""
+        collapsed = result.experts.collapsed(self.config.moe_router_topk) if result.experts is not None else []
+        new = [layer for layer in collapsed if layer not in self._collapsed]
+        self._collapsed.update(new)
+        if new:
+            self.say(
+                f" warning: the routers of layers {', '.join(map(str, new))} have collapsed: all tokens use hardly "
+                f"more than {self.config.moe_router_topk} of {self.config.num_experts} experts. Raise --moe-aux-loss-coeff, "
+                "or use --moe-router-enable-expert-bias"
+            )
 
     def evaluation(self, iteration: int, loss: float) -> None:
         """Records and prints an evaluation."""
@@ -185,9 +220,16 @@ class RunLog:
             *([f"lm loss: {sum(losses) / len(losses):.6E}"] if losses else []),
             f"loss scale: {last.loss_scale:.1f}",
             *([f"grad norm: {last.grad_norm:.3f}"] if last.grad_norm is not None else []),
+            *self._expert_cells(last),
             f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
         ]
         return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
+
+    def _expert_cells(self, last: StepResult) -> list[str]:
+        if last.experts is None:
+            return []
+        cells = [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in last.experts.losses.items()]
+        return [*cells, f"largest expert load: {max(last.experts.imbalance().values()):.2f}"]
 
     def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
         scalars = {name: value for name, value in values.items() if value is not None}
@@ -221,10 +263,16 @@ class RunLog:
             "grad_norms": [[n, _finite(v)] for n, v in self.grad_norms],
             "evaluations": [[n, _finite(v)] for n, v in self.evaluations],
             "step_seconds": self.step_seconds,
+            **self._expert_record(),
             "tokens_per_second": self.tokens_per_second(),
             "model_flops_per_second": self.tokens_per_second() * self.flops_per_token,
             "peak_memory_bytes": peak_memory_bytes(),
         }
+
+    def _expert_record(self) -> dict[str, Any]:
+        """The load of the experts, for a model that has some: see `_experts`."""
+        names = ("expert_imbalance", "router_entropy", "expert_loads")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def _continue(self, start: int) -> None:
         """Reads the record of an earlier process in this folder, up to the iteration from which the run resumes."""
@@ -233,8 +281,9 @@ class RunLog:
             return
         try:
             record = json.loads(path.read_text())
-            record.setdefault("step_seconds", [])
-            for name in ("losses", "grad_norms", "evaluations", "step_seconds"):
+            rows = ("losses", "grad_norms", "evaluations")
+            later = ("step_seconds", "expert_imbalance", "router_entropy", "expert_loads")  # not in every record
+            for name in (*rows, *(name for name in later if name in record)):
                 setattr(self, name, [row for row in record[name] if row[0] <= start])
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise HalError(f"{path} is not a run's record ({error}); remove it or use another --run-dir") from None

@@ -35,8 +35,8 @@ from ..config.validation import evaluates, world_size
 from ..data.gpt_dataset import Split
 from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
-from .expert_load import ExpertLoad, ExpertReport
 from .experiment import data_state, differences
+from .expert_load import ExpertLoad, ExpertReport
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
 from .lr_scheduler import LRScheduler, weight_decay

@@ -41,6 +41,24 @@ COMMON = {
 GPT2 = {**COMMON}
 LLAMA = {**COMMON, **LLAMA_OPTIONS, "ffn_hidden_size": 48, "num_query_groups": 4}
 
+MIXTRAL = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": ("0.05",)}
+DEEPSEEK = {
+    **MIXTRAL,
+    "num_experts": 8,
+    "moe_layer_freq": "[0]+[1]*3",
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_z_loss_coeff": 0.01,
+    "moe_shared_expert_intermediate_size": 16,
+}
+"""Mixtures of experts, of which the second has the options of DeepSeek-V3 but for latent attention."""
+
 
 @dataclass
 class Tokens:
@@ -103,6 +121,7 @@ ULYSSES = {**CP2, "context_parallel_algo": "ulysses"}
 INTERLEAVED, ZBV = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, {**PP2, "pipeline_schedule": "zbv"}
 DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 """Options of the layouts that several tests use."""
 

@@ -77,6 +77,13 @@ def _plots(runs: Sequence[Run], differences: dict[int, Rows]) -> list[Plot]:
         label = "|difference of the loss|"
         plots.append(plot("Difference from the first run", gaps, label, ".2e", first=1, smooth=False, log=True))
     plots.append(plot("Gradient norm", [run.grad_norms for run in runs], "gradient norm", ".4g"))
+    # Of the layer with the largest imbalance, and of that with the smallest entropy.
+    for title, rows, label in (
+        ("Largest load of an expert", [run.expert_imbalance for run in runs], "multiples of an even share"),
+        ("Entropy of the router", [run.router_entropy for run in runs], "share of that of equal scores"),
+    ):
+        if any(rows):
+            plots.append(plot(title, rows, label, ".3f", from_zero=True))
     speeds = [run.throughput for run in runs]
     return [*plots, plot("Throughput", speeds, "tokens per second", ",.0f", from_zero=True)]
 

@@ -31,6 +31,8 @@ class Run:
     grad_norms: Rows
     evaluations: Rows
     step_seconds: Rows
+    expert_imbalance: Rows
+    router_entropy: Rows
     tokens_per_second: float | None
     model_flops_per_second: float | None
     peak_memory_bytes: float | None
@@ -114,7 +116,7 @@ def _run(path: Path, name: str) -> Run:
     for key, table in fields.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{path} is not the record of a run: {key} is not a table")
-    for key in ("losses", "grad_norms", "evaluations", "step_seconds"):
+    for key in ("losses", "grad_norms", "evaluations", "step_seconds", "expert_imbalance", "router_entropy"):
         fields[key] = _rows(path, key, record.get(key, []))
     for key in ("tokens_per_second", "model_flops_per_second", "peak_memory_bytes"):
         fields[key] = _number(record.get(key))

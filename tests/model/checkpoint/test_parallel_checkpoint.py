@@ -8,7 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel_runs import DROPOUT, GPT2, LLAMA, PP2, SP, TP2, TP4, ZBV, close, on, trainer
+from parallel_runs import (
+    DEEPSEEK,
+    DROPOUT,
+    EP2,
+    ETP1,
+    GPT2,
+    LLAMA,
+    PP2,
+    SP,
+    TP2,
+    TP4,
+    ZBV,
+    close,
+    on,
+    trainer,
+)
 from torch.distributed.checkpoint import filesystem
 
 import hal
@@ -23,6 +38,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4-zero3": (4, {"zero_stage": 3}),
     "tp2-sp-dp2-distributed-optimizer": (4, {**TP2, **SP, "use_distributed_optimizer": True}),
     "pp2-zero-bubble": (2, ZBV),
+    "ep2": (2, EP2),
+    "ep2-etp2": (4, {**TP2, **SP, **EP2}),
+    "ep2-tp2-pp2": (4, {**TP2, **SP, **PP2, **EP2, **ETP1}),
+    "ep2-zero3": (4, {**EP2, "zero_stage": 3}),
 }
 
 
@@ -57,6 +76,11 @@ def _on(world: int, function: Any, *args: Any) -> Any:
         pytest.param("dp4-zero3", "tp2-pp2", {**GPT2, "async_save": True}, marks=pytest.mark.slow),
         pytest.param("pp2-zero-bubble", "one", GPT2),
         pytest.param("pp2-zero-bubble", "one", {**LLAMA, "async_save": True}, marks=pytest.mark.slow),
+        pytest.param("ep2", "one", DEEPSEEK),
+        pytest.param("one", "ep2-zero3", DEEPSEEK, marks=pytest.mark.slow),
+        pytest.param("ep2-zero3", "ep2-etp2", DEEPSEEK, marks=pytest.mark.nightly),
+        pytest.param("ep2-etp2", "ep2-tp2-pp2", DEEPSEEK, marks=pytest.mark.nightly),
+        pytest.param("ep2-tp2-pp2", "ep2", DEEPSEEK, marks=pytest.mark.nightly),
     ],
 )
 def test_training_goes_on_under_another_layout(before: str, after: str, base: dict[str, Any], tmp_path: Path) -> None:

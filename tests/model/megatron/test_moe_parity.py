@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import parallel_runs
 import pytest
 import torch
-from model_options import DEEPSEEK_OPTIONS
-from parallel_runs import LLAMA, Tokens, trainer
+from parallel_runs import Tokens, trainer
 
-MIXTRAL = {
-    **LLAMA,
+COMMON = {
     "num_layers": 3,
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_aux_loss_coeff": ("0.05",),
     "moe_z_loss_coeff": 0.01,
     "adam_eps": 1e-2,  # with a smaller one, rounding errors of zero gradients become steps
     "global_batch_size": 4,
     "micro_batch_size": 2,
 }
+MIXTRAL = {**parallel_runs.MIXTRAL, **COMMON}
 DEEPSEEK = {
-    **MIXTRAL,
-    **DEEPSEEK_OPTIONS,
+    **parallel_runs.DEEPSEEK,
+    **COMMON,
     "moe_layer_freq": "[0]+[1]*2",
     "moe_router_load_balancing_type": ("seq_aux_loss", "aux_loss"),
     "moe_aux_loss_coeff": ("0.05", "0.02"),

@@ -7,13 +7,15 @@ import json
 from typing import Any
 
 import pytest
-from model_options import DEEPSEEK_OPTIONS
 from parallel_runs import (
     CP2,
+    DEEPSEEK,
     DISTRIBUTED_OPTIMIZER,
     DROPOUT,
+    EP2,
+    ETP1,
     INTERLEAVED,
-    LLAMA,
+    MIXTRAL,
     PP2,
     RECOMPUTE,
     SP,
@@ -28,14 +30,6 @@ from hal.model.training.expert_load import ExpertReport
 from hal.testing import Spy
 from hal.testing.processes import run_processes
 
-MIXTRAL = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": ("0.05",)}
-DEEPSEEK = {
-    **MIXTRAL,
-    **DEEPSEEK_OPTIONS,
-    "moe_layer_freq": "[0]+[1]*3",
-    "moe_router_load_balancing_type": ("seq_aux_loss",),
-    "moe_z_loss_coeff": 0.01,
-}
 # Several sequences per micro-batch, and half of the assignments are dropped: the order of the tokens matters.
 DROPPING = {**MIXTRAL, "micro_batch_size": 2, "moe_expert_capacity_factor": 0.5}
 SHAPES = {
@@ -47,8 +41,7 @@ SHAPES = {
     "sinkhorn": {**MIXTRAL, "moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": ("0.0",)},
     "geglu": {**MIXTRAL, "swiglu": False, "geglu": True},
 }
-EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
-ALL_GATHER, ETP1 = {"moe_token_dispatcher_type": "allgather"}, {"expert_tensor_parallel_size": 1}
+EP4, ALL_GATHER = {"expert_model_parallel_size": 4}, {"moe_token_dispatcher_type": "allgather"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "ep2": (2, EP2),

@@ -128,8 +128,8 @@ def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refu
 
 def test_all_problems_are_reported_at_once_by_kind():
     text = problem(
-        "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-latent-size 4 --moe-token-dropping --num-layers many "
-        "--batch-size 2 --micro-batch-size 4"
+        "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-latent-size 4 --moe-token-dropping "
+        "--num-layers many --batch-size 2 --micro-batch-size 4"
     )
     kinds = ["unknown:", "cannot be followed", "wrong values and contradictions:"]
     assert [text.index(kind) for kind in kinds] == sorted(text.index(kind) for kind in kinds)
