@@ -164,8 +164,8 @@ class RunLog:
         if new:
             self.say(
                 f" warning: the routers of layers {', '.join(map(str, new))} have collapsed: all tokens use hardly "
-                f"more than {self.config.moe_router_topk} of {self.config.num_experts} experts. Raise --moe-aux-loss-coeff, "
-                "or use --moe-router-enable-expert-bias"
+                f"more than {self.config.moe_router_topk} of {self.config.num_experts} experts. Raise "
+                "--moe-aux-loss-coeff, or use --moe-router-enable-expert-bias"
             )
 
     def evaluation(self, iteration: int, loss: float) -> None:
