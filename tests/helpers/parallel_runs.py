@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_options import LLAMA_OPTIONS
+from model_options import DEEPSEEK_OPTIONS, LLAMA_OPTIONS
 from torch import Tensor
 
 import hal
@@ -44,18 +44,10 @@ LLAMA = {**COMMON, **LLAMA_OPTIONS, "ffn_hidden_size": 48, "num_query_groups": 4
 MIXTRAL = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": ("0.05",)}
 DEEPSEEK = {
     **MIXTRAL,
-    "num_experts": 8,
+    **DEEPSEEK_OPTIONS,
     "moe_layer_freq": "[0]+[1]*3",
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.02,
     "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_z_loss_coeff": 0.01,
-    "moe_shared_expert_intermediate_size": 16,
 }
 """Mixtures of experts, of which the second has the options of DeepSeek-V3 but for latent attention."""
 
