@@ -272,7 +272,7 @@ def _score_cases() -> list[Sample]:
         _attention(shape=(2, 5, 7, 8), alibi_slopes=_slopes(2, 2), pre_tokens=3, return_lse=True),  # also to the right
         _packed([3, 0, 9], [3, 4, 12], 8, (4, 2), alibi_slopes=_slopes(3, 4)),
         *(
-            _attention(shape=(2, 5, 7, 8), bias=TensorSpec(shape))
+            _attention(shape=(2, 5, 7, 16), bias=TensorSpec(shape))
             for shape in ((7,), (5, 1), (1, 2, 5, 7), (2, 1, 1, 7), (2, 1, 5, 7), (2, 2, 5, 7))
         ),
         _attention(

@@ -84,7 +84,7 @@ def _describe(
         *(CODE[dtype], b, n, g, sq, sk, d, e),
         *(attention_strides(layout, s, size) for s, size in zip(strides[:3], (d, d, e))),
         *(like_out, _broadcast(mask, all_scores), _broadcast(bias, all_scores)),
-        _broadcast(slopes and (slopes, _contiguous_strides(slopes)), per_head),
+        _broadcast(None if slopes is None else (slopes, _contiguous_strides(slopes)), per_head),
         *(bounded(window[0]), bounded(window[1]), int(top_left)),
         1.0 / math.sqrt(d) if scale is None else scale,
         softcap or 0.0,

@@ -21,7 +21,7 @@ def with_signature_of(
     """Decorator for a function whose parameters are some of the op's: the result takes all of them.
 
     without: parameters that the result does not take, so that `Backend.impl` refuses calls that give them a value, and
-        expects no gradient of them.
+        expects no gradient of them. The decorated function may have them, with defaults, which it then gets.
     derived: parameter of the decorated function -> function that computes it from the `Call`, such as
         `attention_spec`. They cost one `Call` per call of the op, and one Python call each.
 
@@ -43,6 +43,8 @@ def with_signature_of(
         arguments = []
         for name, parameter in inspect.signature(function).parameters.items():
             value = name
+            if name in without:
+                continue
             if name in derived:
                 scope[f"_derive_{name}"] = derived[name]
                 value = f"_derive_{name}(_call)"

@@ -165,10 +165,10 @@ HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *k
 
 // Online softmax of block column v: replaces S by P, updates maximum m and sum l, and rescales O. All three may be
 // relative to a stale maximum, as long as no exponential exceeds 2^SLACK: the result is the same and O is rescaled less
-// often.
+// often. (Not inlined: in a larger function the compiler moves vectors to the stack between the exponentials.)
 enum { SLACK = 8 };
 
-static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
+__attribute__((noinline)) static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
                             real *o, real *m, real *l) {
     const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
     for (int n = v * SUB_VECTORS; n < (v + 1) * SUB_VECTORS; n++) {

@@ -194,7 +194,8 @@ static void tile_hide(const struct tile *t, int v, const struct fa_sequence *seq
 }
 
 // Replaces the scores of a run of blocks by logits in base 2. cap, if not NULL, receives the derivatives of the softcap.
-static void tile_adjust(const struct tile *t, const struct run *r, const struct adjust *a, real *s, real *cap) {
+// (Not inlined: its constants would take registers from the exponentials of calls without it.)
+__attribute__((noinline)) static void tile_adjust(const struct tile *t, const struct run *r, const struct adjust *a, real *s, real *cap) {
     vec lanes;
     for (int l = 0; l < W; l++) lanes[l] = (real)l;
     for (int k = r->k_from; k < r->k_to; k++)

@@ -1,17 +1,17 @@
 """Shared by the attention implementations: layouts as views, empty calls, registration.
 
-An implementation gets q [b, n, sq, d], k and v [b, g, skv, d] as views of the caller's tensors (packed sequences have
-b = 1 and cu_seqlens), and returns out and lse with the same order of dimensions. Calls without queries or keys are
-handled here.
+An implementation gets q [b, n, sq, d], k [b, g, skv, d] and v [b, g, skv, e] as views of the caller's tensors (packed
+sequences have b = 1 and cu_seqlens), and returns out and lse with the same order of dimensions. Calls without queries
+or keys are handled here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,18 @@ from ..device import Cuda
 from ..tensors import reasons
 
 Forward = Callable[..., tuple[Tensor, Tensor, tuple[Any, ...]]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+class Given(NamedTuple):
+    """The tensors of a call other than q, k and v."""
+
+    mask: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    slopes: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -107,18 +118,21 @@ def register(
     forward: Forward,
     backward: Backward | None,
     nondeterministic: str = "",
+    takes: Collection[str] = (),
 ) -> None:
     """Registers an implementation of flash_attention.
 
-    forward(spec, q, k, v, mask, cu_q, cu_k) -> (out, lse, saved); backward(spec, saved, dout) -> (dq, dk, dv). Without
-    backward, `forward` is differentiable by torch.
+    forward(spec, q, k, v, given) -> (out, lse, saved); backward(spec, saved, dout) -> (dq, dk, dv), and the gradients
+    of bias and sinks if it takes them. Without backward, `forward` is differentiable by torch. takes: see
+    AttentionSpec.refusals.
     """
+    without = {"bias", "sinks"}.difference(takes)
 
     def why_not(call: Call) -> Sequence[str]:
         request = Request(attention_spec(call), call.q.dtype, call.mask)
-        return [*reasons(call.q, call.k, call.v), *request.spec.refusals(id), *refuse(request)]
+        return [*reasons(call.q, call.k, call.v), *request.spec.refusals(id, takes), *refuse(request)]
 
-    @with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
+    @with_signature_of(ops.flash_attention, without=without, spec=attention_spec)
     def run(
         spec: AttentionSpec,
         q: Tensor,
@@ -128,31 +142,38 @@ def register(
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
         return_lse: bool,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Any:
         q_BNQD = heads_first(q, spec.layout, spec.heads)
-        k_BGKD, v_BGKD = (heads_first(x, spec.layout, spec.kv_heads) for x in (k, v))
+        k_BGKD, v_BGKE = (heads_first(x, spec.layout, spec.kv_heads) for x in (k, v))
+        given = Given(mask, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks)
         if q.numel() and k.numel():
-            out, lse, saved = forward(spec, q_BNQD, k_BGKD, v_BGKD, mask, cu_seqlens_q, cu_seqlens_k)
+            out, lse, saved = forward(spec, q_BNQD, k_BGKD, v_BGKE, given)
             saved = (True, *saved)
         else:
             # An empty sum is 0. The product keeps the graph connected where torch differentiates the implementation.
-            out = q_BNQD * 0.0 if backward is None else torch.zeros_like(q_BNQD)
+            out = q_BNQD * 0.0 if backward is None else q_BNQD.new_zeros((*q_BNQD.shape[:-1], spec.dv))
             lse = torch.full(q_BNQD.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
-            saved = (False, q_BNQD, k_BGKD, v_BGKD)
+            if sinks is not None:
+                lse = lse.copy_(sinks[:, None])
+            saved = (False, q_BNQD, k_BGKD, v_BGKE, *(() if without else (bias, sinks)))
         lse = lse.detach()  # lse carries no gradient, see ops.flash_attention
         result: Any = as_given(out, spec.layout)
         if return_lse:
             result = result, lse[0] if spec.packed else lse
         return result if backward is None else (result, (spec, *saved))
 
-    def bwd(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor, ...]:
+    def bwd(residuals: tuple[Any, ...], dout: Tensor) -> tuple[Tensor | None, ...]:
         spec, ran, *saved = residuals
         if ran:
             assert backward is not None
-            grads: Sequence[Tensor] = backward(spec, saved, heads_first(dout, spec.layout, spec.heads))
+            grads: Sequence[Tensor | None] = backward(spec, saved, heads_first(dout, spec.layout, spec.heads))
         else:
-            grads = [torch.zeros_like(x) for x in saved]
-        return tuple(as_given(g, spec.layout) for g in grads)
+            grads = [None if x is None else torch.zeros_like(x) for x in saved]
+        dq, dk, dv, *others = grads
+        return *(as_given(g, spec.layout) for g in (dq, dk, dv) if g is not None), *others
 
     differentiated = None if backward is None else bwd
     Cuda.impl(

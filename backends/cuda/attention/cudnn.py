@@ -12,7 +12,7 @@ from hal.backend_tools import AttentionSpec
 
 from .. import launch
 from . import stand_ins
-from .common import Request, readable, register, sixteen_bit
+from .common import Given, Request, readable, register, sixteen_bit
 
 ID = "cuda/cudnn"
 WHOLE_BLOCKS_BEFORE = 91501
@@ -59,7 +59,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _forward(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.cudnn_forward if launch.simulated() else torch.ops.aten._scaled_dot_product_cudnn_attention

@@ -12,7 +12,7 @@ from hal.backend_tools import AttentionSpec
 
 from .. import launch
 from . import stand_ins
-from .common import Request, negative_window, ordered_sums, readable, register, sixteen_bit
+from .common import Given, Request, negative_window, ordered_sums, readable, register, sixteen_bit
 
 ID = "cuda/flash"
 
@@ -87,12 +87,12 @@ def _lengths(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]
 
 
 def _forward(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: None, cu_q: Tensor | None, cu_k: Tensor | None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.flash_forward if launch.simulated() else torch.ops.aten._flash_attention_forward
     q, k, v = (_rows(x, spec.packed) for x in (q, k, v))
-    longest = (spec.sq, spec.skv)
+    longest, cu_q, cu_k = (spec.sq, spec.skv), given.cu_q, given.cu_k
     if cu_q is not None and cu_k is not None:
         longest = _lengths(spec, cu_q, cu_k)
         cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()

@@ -21,7 +21,7 @@ from hal.backend_tools import AttentionSpec
 
 from .. import launch
 from . import stand_ins
-from .common import Request, fused, register
+from .common import Given, Request, fused, register
 from .masks import dense_mask, outside_window
 
 ID = "cuda/flex"
@@ -126,14 +126,14 @@ def _blocks(spec: AttentionSpec, mask: Tensor | None, device: torch.device) -> A
 
 
 def _forward(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d] and lse [b, n, sq]; torch differentiates them."""
     if launch.simulated():
-        hidden = dense_mask(spec, mask, q.device)
+        hidden = dense_mask(spec, given.mask, q.device)
         hidden = None if hidden is None else hidden.expand(q.shape[0], q.shape[1], spec.sq, spec.skv)
         return (*stand_ins.flex(q, k, v, hidden, spec.scale), ())
-    blocks = _blocks(spec, mask, q.device)
+    blocks = _blocks(spec, given.mask, q.device)
     out, lse = _compiled()(q, k, v, block_mask=blocks, scale=spec.scale, enable_gqa=spec.group > 1)
     return out, lse, ()
 

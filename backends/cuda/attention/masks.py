@@ -30,14 +30,23 @@ def dense_mask(spec: AttentionSpec, mask: Tensor | None, device: torch.device) -
 
 
 def packed_mask(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """[tq, tk]: a query sees the keys of its own sequence that are inside the window, aligned at the sequence's end."""
-    owner_q, i = _positions(cu_q, spec.sq)
-    owner_k, j = _positions(cu_k, spec.skv)
-    lengths_q, lengths_k = cu_q.diff(), cu_k.diff()
-    i = i + (lengths_k - lengths_q)[owner_q]
+    """[tq, tk]: a query sees the keys of its own sequence that are inside the window."""
+    owner_q, i, owner_k, j = packed_positions(spec, cu_q, cu_k)
     other = owner_q[:, None] != owner_k[None]
     outside = outside_window(i[:, None], j[None], spec.pre, spec.next)
     return other if outside is None else other | outside
+
+
+def packed_positions(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequence and position of each query [tq] and key [tk].
+
+    Queries are aligned with their sequence's last key, or with its first if the call says so.
+    """
+    owner_q, i = _positions(cu_q, spec.sq)
+    owner_k, j = _positions(cu_k, spec.skv)
+    if not spec.top_left:
+        i = i + (cu_k.diff() - cu_q.diff())[owner_q]
+    return owner_q, i, owner_k, j
 
 
 def _positions(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:

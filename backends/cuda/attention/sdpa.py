@@ -17,7 +17,7 @@ from hal.backend_tools import AttentionSpec
 
 from .. import launch
 from . import stand_ins
-from .common import Request, fused, ordered_sums, readable, register
+from .common import Given, Request, fused, ordered_sums, readable, register
 from .masks import dense_mask
 
 ID = "cuda/sdpa"
@@ -29,8 +29,9 @@ def _refuse(request: Request) -> list[str]:
     if spec.packed:
         refusals.append("packed sequences (sdpa takes dense batches)")
     lanes = 4 if request.dtype == torch.float32 else 8
-    if spec.d % lanes:
-        refusals.append(f"head size {spec.d} (sdpa takes multiples of {lanes} in {request.dtype})")
+    for size in {spec.d: None, spec.dv: None}:
+        if size % lanes:
+            refusals.append(f"head size {size} (sdpa takes multiples of {lanes} in {request.dtype})")
     if _biased(spec, request.mask) and spec.sq * _padded(spec.skv) >= 2**32:
         refusals.append(
             f"a bias of {spec.sq} queries and {spec.skv} keys (sdpa multiplies the query's index by the bias's stride "
@@ -69,7 +70,7 @@ def _bias(spec: AttentionSpec, mask: Tensor | None, q: Tensor) -> tuple[Tensor |
 
 
 def _forward(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: None, cu_k: None
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs. The kernel has no GQA: k and v are
     repeated."""
@@ -77,8 +78,8 @@ def _forward(
     kernel = stand_ins.efficient_forward if launch.simulated() else aten
     q = readable(q)
     k, v = (readable(x if spec.group == 1 else x.repeat_interleave(spec.group, dim=1)) for x in (k, v))
-    bias, dead = _bias(spec, mask, q)
-    causal = _corner(spec, mask)
+    bias, dead = _bias(spec, given.mask, q)
+    causal = _corner(spec, given.mask)
     out, lse, seed, offset = kernel(q, k, v, bias, True, 0.0, causal, scale=spec.scale)
     saved = (q, k, v, bias, out, lse, seed, offset, causal, dead)
     lse = lse[..., : spec.sq]
@@ -103,4 +104,4 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     return dq, dk, dv
 
 
-register(ID, refuse=_refuse, forward=_forward, backward=_backward)
+register(ID, refuse=_refuse, forward=_forward, backward=_backward, takes=("dv",))

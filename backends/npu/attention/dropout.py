@@ -18,7 +18,7 @@ from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
 from .. import random
 from ..device import Npu
-from .fusion import beyond_limits, dense_call, flat, without_keys
+from .fusion import beyond_limits, dense_call, flat, out_shape, without_keys
 from .fusion_call import lse_of, packed_bits
 
 
@@ -71,5 +71,5 @@ def flash_attention(
         shape = (spec.batch, spec.heads, spec.sq, spec.skv)
         keep = packed_bits(random.keep_mask(shape, spec.dropout_p, spec.rng, q.device))
         out, top, total = call.forward(*flat(spec.layout, q, k, v), atten_mask, keep, 1.0 - spec.dropout_p)
-        out, lse = out.view(q.shape), lse_of(top, total)
+        out, lse = out.view(out_shape(spec, q)), lse_of(top, total)
     return (out, lse) if return_lse else out, (q, k, v, mask, lse, spec)

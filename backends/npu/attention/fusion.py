@@ -20,28 +20,54 @@ from hal.backend_tools import AttentionSpec, CuSeqlens, attention_spec, packed_s
 
 from ..device import Npu
 from ..tensors import reasons
-from .fusion_call import FusionCall, Plan, full_mask, lse_of, plan, plan_packed, triangle
+from .fusion_call import FusionCall, Plan, aligned, full_mask, lse_of, plan, plan_packed, pse_of, triangle
 
 HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
 """Documented limits of aclnnFlashAttentionScore on Atlas A2; PACKED: sequences of aclnnFlashAttentionVarLenScore."""
 
 
-def beyond_limits(spec: AttentionSpec, q: Tensor) -> list[str]:
-    """Reasons why npu_fusion_attention refuses tensors of this dtype and these sizes; empty if it accepts them."""
+def beyond_limits(spec: AttentionSpec, q: Tensor, *takes: str) -> list[str]:
+    """Reasons why npu_fusion_attention refuses tensors of this dtype and these sizes; empty if it accepts them.
+
+    takes: see AttentionSpec.refusals, in addition to heads of two sizes.
+    """
     sizes = {
         "heads": (spec.heads, HEADS),
         "channels per head": (spec.d, HEAD_SIZE),
         "batch entries": (spec.batch, BATCH),
         "tokens": (max(spec.sq, spec.skv), TOKENS),
     }
-    return [*reasons(q), *spec.refusals("npu_fusion_attention")] + [
+    refusals = [*reasons(q), *spec.refusals("npu_fusion_attention", ("dv", *takes))]
+    if spec.dv > spec.d:
+        refusals.append(
+            f"heads of {spec.dv} channels in v and {spec.d} in k (npu_fusion_attention takes at most as many)"
+        )
+    return refusals + [
         f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in sizes.items() if n > most
     ]
 
 
+def bias_refusals(call: Call, spec: AttentionSpec) -> list[str]:
+    """Reasons why a bias cannot be passed as pse, which has q's dtype and is multiplied by the scale."""
+    if call.bias is None:
+        return []
+    wide, refusals = call.q.dtype == torch.float32, []
+    if spec.scale == 0.0 or not (wide or math.frexp(spec.scale)[0] == 0.5):
+        refusals.append(
+            f"a bias with scale {spec.scale:g} in {call.q.dtype} (npu_fusion_attention multiplies it by the scale; "
+            "only for a positive power of two is bias / scale exact)"
+        )
+    if not wide and tuple(call.bias.shape[-3:]) != (spec.heads, spec.sq, spec.skv):
+        refusals.append(
+            f"a bias of shape {list(call.bias.shape)} in {call.q.dtype} (npu_fusion_attention_grad rounds the gradient "
+            "of each score to 16 bits, before a sum over heads, queries or keys)"
+        )
+    return refusals
+
+
 def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
-    refusals = beyond_limits(spec, call.q)
+    refusals = beyond_limits(spec, call.q, "bias", "top_left") + bias_refusals(call, spec)
     if call.cu_seqlens_q is not None and len(call.cu_seqlens_q) - 1 > PACKED:
         refusals.append(f"{len(call.cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
     if spec.dropout_p > 0.0:
@@ -49,19 +75,22 @@ def _why_not(call: Call) -> Sequence[str]:
     return refusals
 
 
-def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in the layout of q, k and v, from dy like out; the gradient of lse is not used."""
-    q, k, v, mask, out, top, total, calls = residuals
+def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    """dq, dk and dv in the layout of q, k and v, and the bias's gradient, from dy like out; the gradient of lse is not
+    used."""
+    q, k, v, mask, out, top, total, calls, bias, pse = residuals
     if calls is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dbias = None if bias is None else torch.zeros_like(bias)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, None
     if isinstance(calls, FusionCall):
         # The library has no layout SBND; as SBH, [s, b, n, d] is [s, b, n d], which is a view.
         shapes = q.shape, k.shape, v.shape
         if calls.layout == "SBH":
             q, k, v, out, dy = (x.reshape(*x.shape[:2], -1) for x in (q, k, v, out, dy))
-        dq, dk, dv = calls.backward(q, k, v, mask, out, top, total, dy)
-        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
-    return _one_by_one_bwd(q, k, v, out, top, total, calls, dy)
+        dq, dk, dv, dpse = calls.backward(q, k, v, mask, out, top, total, dy, pse)
+        dbias = None if bias is None else (dpse.float() / calls.scale).sum_to_size(bias.shape).to(bias.dtype)
+        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2]), dbias, None
+    return *_one_by_one_bwd(q, k, v, out, top, total, calls, dy), None, None
 
 
 _ROUNDED_OUTPUT = "npu_fusion_attention_grad forms its row sums from the 16-bit output, not from what was rounded"
@@ -73,12 +102,19 @@ fusion_impl = partial(Npu.impl, ops.flash_attention, bwd=backward, waivers=WAIVE
 
 
 @fusion_impl(id="npu/fusion_attention", why_not=_why_not)
-@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec, cu_seqlens=packed_starts)
+@with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
 def flash_attention(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: CuSeqlens, return_lse: bool
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: CuSeqlens,
+    return_lse: bool,
+    bias: Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     if cu_seqlens is None:
-        return run_dense(spec, q, k, v, mask, return_lse)
+        return run_dense(spec, q, k, v, mask, return_lse, bias)
     # The library takes the ends of sequences, without the leading 0.
     q_ends, k_ends = (starts[1:] for starts in cu_seqlens)
     return _packed(spec, q.contiguous(), k.contiguous(), v.contiguous(), q_ends, k_ends, return_lse)
@@ -91,6 +127,7 @@ def run_dense(
     v: Tensor,
     mask: Tensor | None,
     return_lse: bool,
+    bias: Tensor | None,
     low_precision: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result of a call with a dense layout, and the residuals for `backward`."""
@@ -98,12 +135,14 @@ def run_dense(
     call, atten_mask = dense_call(spec, q, mask)
     if call is None:
         out, lse = without_keys(spec, q)
-        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None)
+        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None, bias, None)
     if low_precision:
         call = replace(call, low_precision=True)
-    out, top, total = call.forward(*flat(spec.layout, q, k, v), atten_mask)
-    out = out.view(q.shape)
-    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call)
+    pse = None if bias is None else pse_of(bias, spec.scale, spec.batch, spec.heads, spec.sq, spec.skv)
+    flat_q, flat_k, flat_v = flat(spec.layout, q, k, v)
+    out, top, total = call.forward(flat_q, flat_k, flat_v, atten_mask, pse=pse)
+    out = out.view(out_shape(spec, q))
+    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call, bias, pse)
 
 
 def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[FusionCall | None, Tensor | None]:
@@ -126,9 +165,16 @@ def flat(layout: str, *tensors: Tensor) -> Sequence[Tensor]:
     return [x.reshape(*x.shape[:2], -1) for x in tensors] if layout == "SBND" else tensors
 
 
+def out_shape(spec: AttentionSpec, q: Tensor) -> tuple[int, ...]:
+    """The shape of the output: that of q with the head size of v."""
+    return (*q.shape[:-1], spec.dv * (spec.heads if spec.layout in ("SBH", "BSH") else 1))
+
+
 def without_keys(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
-    """out (zeros like q) and lse [b, n, sq] (-inf) of a call without queries or keys."""
-    return torch.zeros_like(q), q.new_full((spec.batch, spec.heads, spec.sq), -math.inf, dtype=torch.float32)
+    """out (zeros) and lse [b, n, sq] (-inf) of a call without queries or keys."""
+    return q.new_zeros(out_shape(spec, q)), q.new_full(
+        (spec.batch, spec.heads, spec.sq), -math.inf, dtype=torch.float32
+    )
 
 
 def _packed(
@@ -137,17 +183,17 @@ def _packed(
     """All sequences in one call if the library accepts that, otherwise one call per sequence. q [tq, n, d], k, v [tk,
     g, d]."""
     lengths = [[b - a for a, b in zip([0, *ends], ends)] for ends in (q_ends, k_ends)]
-    together = plan_packed(*lengths, spec.pre, spec.next) if q.numel() else Plan()
+    together = plan_packed(*lengths, spec.pre, spec.next, spec.top_left) if q.numel() else Plan()
     calls: Any = None
     atten_mask = None
-    out, top = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
+    out, top = q.new_zeros(out_shape(spec, q)), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
     total = top
     if together is not None and q.numel():
         calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends))
         atten_mask = None if together.mask == "none" else triangle(q.device)
         out, top, total = calls.forward(q, k, v, atten_mask)
     elif q.numel():
-        calls = _Sequences(tuple(q_ends), tuple(k_ends), spec.heads, spec.scale, spec.pre, spec.next)
+        calls = _Sequences(tuple(q_ends), tuple(k_ends), spec)
         # The library's statistics of rows without a key, for the sequences that are skipped below.
         top, total = torch.full_like(top, -torch.finfo(torch.float32).max), torch.ones_like(top)
         for rows, columns, call, mask in calls.each(q.device):
@@ -156,7 +202,7 @@ def _packed(
             # From [1, n, s, 8] to the layout of packed calls, [s, n, 8].
             top[rows], total[rows] = (x[0].transpose(0, 1) for x in one[1:])
     result = (out, lse_of(top, total).T) if return_lse else out
-    return result, (q, k, v, atten_mask, out, top, total, calls)
+    return result, (q, k, v, atten_mask, out, top, total, calls, None, None)
 
 
 @dataclass(frozen=True)
@@ -165,10 +211,7 @@ class _Sequences:
 
     q_ends: tuple[int, ...]
     k_ends: tuple[int, ...]
-    heads: int
-    scale: float
-    pre: int | None
-    next: int | None
+    spec: AttentionSpec
 
     def each(self, device: torch.device) -> Iterator[tuple[slice, slice, FusionCall, Tensor | None]]:
         """(slice of query tokens, slice of key tokens, call, atten_mask) of each sequence that has both."""
@@ -176,11 +219,13 @@ class _Sequences:
             sq, sk = q1 - q0, k1 - k0
             if not sq or not sk:
                 continue
-            chosen = plan(sq, sk, self.pre, self.next, False)
+            window = self.spec.pre, self.spec.next
+            pre, next = aligned(*window, sq, sk) if self.spec.top_left else window
+            chosen = plan(sq, sk, pre, next, False)
             mask = triangle(device) if chosen.mask == "triangle" else None
             if chosen.mask == "full":
-                mask = full_mask(None, ops.band_mask(sq, sk, self.pre, self.next, device), 1, self.heads, sq, sk)
-            yield slice(q0, q1), slice(k0, k1), FusionCall("BSND", self.heads, self.scale, chosen), mask
+                mask = full_mask(None, ops.band_mask(sq, sk, pre, next, device), 1, self.spec.heads, sq, sk)
+            yield slice(q0, q1), slice(k0, k1), FusionCall("BSND", self.spec.heads, self.spec.scale, chosen), mask
 
 
 def _one_by_one_bwd(
@@ -192,5 +237,5 @@ def _one_by_one_bwd(
         stats = [x[rows].transpose(0, 1)[None].contiguous() for x in (top, total)]
         parts = q[None, rows], k[None, columns], v[None, columns], mask, out[None, rows], *stats, dy[None, rows]
         grads = call.backward(*parts)
-        dq[rows], dk[columns], dv[columns] = (g[0] for g in grads)
+        dq[rows], dk[columns], dv[columns] = (g[0] for g in grads[:3])
     return dq, dk, dv

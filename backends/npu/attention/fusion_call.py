@@ -62,13 +62,22 @@ def _band_is_accepted(sq: int, sk: int, pre: int, next: int) -> bool:
     return next >= 0 or (-next <= pre and -next < sq)
 
 
-def plan_packed(q: Sequence[int], k: Sequence[int], pre: int | None, next: int | None) -> Plan | None:
+def aligned(pre: int | None, next: int | None, sq: int, sk: int) -> tuple[int | None, int | None]:
+    """The window, aligned at the bottom right, that equals (pre, next) aligned at the top left."""
+    return None if pre is None else pre + (sk - sq), None if next is None else next - (sk - sq)
+
+
+def plan_packed(
+    q: Sequence[int], k: Sequence[int], pre: int | None, next: int | None, top_left: bool = False
+) -> Plan | None:
     """One plan for all packed sequences of these lengths, or None if the library would refuse one of them."""
     if any(a and not b for a, b in zip(q, k)):
         return None
-    plans = {plan(a, b, pre, next, False) for a, b in zip(q, k) if a}
-    if all(p.mask == "none" for p in plans):
+    windows = [(a, b, *(aligned(pre, next, a, b) if top_left else (pre, next))) for a, b in zip(q, k) if a]
+    if all(plan(*window, False).mask == "none" for window in windows):
         return Plan()
+    if top_left:  # mode 2 is causal from the top left; the library has no band from there
+        return Plan("triangle", 2) if next == 0 and (pre is None or pre >= max(q)) else None
     # One triangle or band serves sequences of any length, because both modes align at the bottom right of each
     # sequence.
     left = max(k) if pre is None else pre
@@ -129,22 +138,40 @@ class FusionCall:
         }
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Tensor | None = None, keep_prob: float = 1.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        drop: Tensor | None = None,
+        keep_prob: float = 1.0,
+        pse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND).
 
+        pse: what is added to q k^T before the scale is applied, [1 or b, n, sq, sk] in q's dtype.
         drop: keep bits of [b, n, sq, sk] as `packed_bits` returns them; kept probabilities are divided by keep_prob.
         """
         dropout = {} if drop is None else {"dropout_mask": drop, "keep_prob": keep_prob}
         results = torch.ops.npu.npu_fusion_attention(
-            q, k, v, self.heads, self.layout, atten_mask=mask, scale=self.scale, **dropout, **self.options()
+            q, k, v, self.heads, self.layout, pse=pse, atten_mask=mask, scale=self.scale, **dropout, **self.options()
         )
         return results[0], results[1], results[2]
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, top: Tensor, total: Tensor, dy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv in the layout of q, k and v; the other arguments are those of `forward` and its results."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        top: Tensor,
+        total: Tensor,
+        dy: Tensor,
+        pse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv and dpse in the shapes of q, k, v and pse; the other arguments are those of `forward` and its
+        results."""
         results = torch.ops.npu.npu_fusion_attention_grad(
             q,
             k,
@@ -152,6 +179,7 @@ class FusionCall:
             dy.contiguous(),
             self.heads,
             self.layout,
+            pse=pse,
             atten_mask=mask,
             softmax_max=top,
             softmax_sum=total,
@@ -159,7 +187,13 @@ class FusionCall:
             scale_value=self.scale,
             **self.options(),
         )
-        return results[0], results[1], results[2]
+        return results[0], results[1], results[2], results[3]
+
+
+def pse_of(bias: Tensor, scale: float, batch: int, heads: int, sq: int, sk: int) -> Tensor:
+    """The library's pse for a bias: it is scaled with the scores, and has no dimension of 1 except the batch."""
+    bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    return (bias / scale).expand(batch if bias.shape[0] > 1 else 1, heads, sq, sk).contiguous()
 
 
 def lse_of(top: Tensor, total: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor
 from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
-from .fusion import beyond_limits, fusion_impl, run_dense
+from .fusion import beyond_limits, bias_refusals, fusion_impl, run_dense
 from .fusion_call import plan
 
 
 def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
-    refusals = beyond_limits(spec, call.q)
+    refusals = beyond_limits(spec, call.q, "bias") + bias_refusals(call, spec)
     if spec.dropout_p > 0.0:
         refusals.append("dropout (npu/fusion_attention_dropout takes it)")
     if spec.packed:
@@ -32,8 +32,14 @@ def _why_not(call: Call) -> Sequence[str]:
 
 
 @fusion_impl(id="npu/fusion_attention_low_precision", why_not=_why_not)
-@with_signature_of(ops.flash_attention, without=("bias", "sinks"), spec=attention_spec)
+@with_signature_of(ops.flash_attention, spec=attention_spec)
 def flash_attention(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, return_lse: bool
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    return_lse: bool,
+    bias: Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    return run_dense(spec, q, k, v, mask, return_lse, low_precision=True)
+    return run_dense(spec, q, k, v, mask, return_lse, bias, low_precision=True)

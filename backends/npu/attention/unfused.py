@@ -1,6 +1,7 @@
 """flash_attention by the op's reference on torch_npu's operators, which forms the matrix of scores.
 
-It takes the calls that the fused operator refuses: dropout of packed sequences, and sizes beyond its limits.
+It takes the calls that the fused operator refuses: dropout of packed sequences, softcap, ALiBi, sinks, and sizes beyond
+its limits.
 """
 
 from __future__ import annotations

@@ -52,6 +52,29 @@ def test_torchs_operators_take_what_we_pass_them(no_engine, monkeypatch, id, lay
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
+def test_torchs_memory_efficient_operator_takes_heads_of_two_sizes(no_engine):
+    q, k, v = meta(2, 4, 100, 192), meta(2, 2, 100, 192), meta(2, 2, 100, 128)
+    impl = IMPLS["cuda/sdpa"]
+    assert not impl.refusals(impl.op.Call(q, k, v, layout="BNSD", next_tokens=0))
+    out = impl.call(q, k, v, layout="BNSD", next_tokens=0)
+    assert out.shape == (2, 4, 100, 128)
+    grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    narrow = meta(2, 2, 100, 12)
+    assert list(impl.refusals(impl.op.Call(q, k, narrow, layout="BNSD"))) == [
+        "head size 12 (sdpa takes multiples of 8 in torch.bfloat16)"
+    ]
+
+
+@pytest.mark.parametrize("id", ["cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex"])
+def test_what_torchs_kernels_lack_is_left_to_the_unfused_implementation(simulated, id):
+    q, bias, ones = meta(2, 4, 128, 64), meta(128, 128), torch.ones(4, device="meta")
+    for how in ({"softcap": 30.0}, {"alibi_slopes": ones}, {"bias": bias}, {"sinks": ones}):
+        call = ops.flash_attention.Call(q, q, q, layout="BNSD", **how)
+        assert any(next(iter(how)) in reason for reason in IMPLS[id].refusals(call)), (id, how)
+        assert not IMPLS["cuda/unfused"].refusals(call)
+
+
 def test_layouts_reach_the_kernel_as_views():
     for layout in ("SBND", "BSND", "BNSD", "SBH", "BSH"):
         sizes = {"B": 2, "S": 16, "N": 4, "D": 32, "H": 128}
@@ -166,7 +189,7 @@ def test_the_stand_in_for_flash_ends_an_open_side_as_torch_does(left, right, lon
 
 
 def test_sides_beyond_32_bits_reach_the_kernel_as_unbounded():
-    call = AttentionSpec("BNSD", 1, 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None)
+    call = AttentionSpec("BNSD", 1, 2, 2, 8, 8, 16, 2**40, 2**40, 1.0, 0.0, None, 16, None, False, ())
     assert (flash._how(call)["window_size_left"], flash._how(call)["window_size_right"]) == (-1, -1)
 
 
@@ -323,7 +346,7 @@ def test_flex_is_compiled_for_more_shapes_than_torch_allows(monkeypatch):
     flex._compiled.cache_clear()
     try:
         for length in range(128, 139):
-            call = AttentionSpec("BNSD", 1, 2, 1, length, length + 3, 16, 40, 0, 0.25, 0.0, None)
+            call = AttentionSpec("BNSD", 1, 2, 1, length, length + 3, 16, 40, 0, 0.25, 0.0, None, 16, None, False, ())
             q, k = torch.randn(1, 2, length, 16), torch.randn(1, 1, length + 3, 16)
             blocks = flex._blocks(call, None, q.device)
             out, lse = flex._compiled()(q, k, k, block_mask=blocks, scale=call.scale, enable_gqa=True)

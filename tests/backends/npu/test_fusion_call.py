@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hal import ops
-from hal.backends.npu.attention.fusion_call import Plan, plan, plan_packed
+from hal.backends.npu.attention.fusion_call import Plan, aligned, plan, plan_packed
 
 EDGE = st.none() | st.integers(-12, 40)
 LENGTH = st.integers(1, 24)
@@ -66,6 +66,21 @@ def test_packed_sequences_share_a_plan_only_if_every_row_has_a_key(
             visible = expected_mask(sq, sk, pre, next)
             assert torch.equal(library_mask(p, sq, sk), visible)
             assert bool(visible.any(-1).all())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4), EDGE, EDGE)
+def test_packed_windows_from_the_top_left_are_mode_2_or_one_call_each(
+    lengths: list[tuple[int, int]], pre: int | None, next: int | None
+) -> None:
+    p = plan_packed([a for a, _ in lengths], [b for _, b in lengths], pre, next, top_left=True)
+    for sq, sk in lengths if p else ():
+        visible = expected_mask(sq, sk, *aligned(pre, next, sq, sk))
+        j_minus_i = torch.arange(sk) - torch.arange(sq)[:, None]
+        assert torch.equal(
+            visible, (j_minus_i >= -(pre or 99)) & (j_minus_i <= next) if p.mode == 2 else visible | True
+        )
+        assert not sq or bool(visible.any(-1).all())
+    assert plan_packed([3, 9], [4, 5], None, 0, top_left=True) == Plan("triangle", 2)
 
 
 def test_the_usual_calls_use_the_compressed_mask() -> None:

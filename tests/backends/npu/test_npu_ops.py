@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -70,6 +72,25 @@ def test_dropout_goes_through_the_vendors_mask_argument(npu: Npu) -> None:
         ops.flash_attention, packed, packed, packed, **{**here, "layout": "TND"}, cu_seqlens_q=cu, cu_seqlens_k=cu
     )
     assert explanation.chosen == "npu/torch" and "over each sequence" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("how", "chosen"),
+    [
+        ({"scale": 1.0, "bias": (2, 8, 8)}, "npu/fusion_attention"),
+        ({"scale": 0.3, "bias": (2, 8, 8)}, "npu/torch"),  # 16-bit bias / 0.3 would be rounded
+        ({"scale": 1.0, "bias": (1, 8)}, "npu/torch"),  # so would be the summands of the bias's gradient
+        ({"softcap": 30.0}, "npu/torch"),
+        ({"sinks": (2,)}, "npu/torch"),
+        ({"v": (1, 2, 8, 8)}, "npu/fusion_attention"),
+        ({"v": (1, 2, 8, 24)}, "npu/torch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(reversed(value)),
+)
+def test_the_vendors_operator_gets_a_bias_and_narrower_values(npu: Npu, how: dict[str, Any], chosen: str) -> None:
+    given = {n: torch.randn(x, dtype=torch.bfloat16).npu() if isinstance(x, tuple) else x for n, x in how.items()}
+    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16).npu()
+    assert hal.why(ops.flash_attention, q, q, given.pop("v", q), layout="BNSD", **given).chosen == chosen
 
 
 @pytest.mark.parametrize("sequences, chosen", [(2048, "npu/fusion_attention"), (2049, "npu/torch")])
