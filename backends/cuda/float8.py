@@ -28,7 +28,7 @@ def _why_not(call: Call) -> Sequence[str]:
         elif not t.is_meta and launch.wrong_device(t.device):
             reasons.append(launch.wrong_device(t.device))
     if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE or not x.numel() or not weight.numel():
-        reasons.append(f"weight of shape {tuple(weight.shape)} (torch._scaled_mm: multiples of 16, nothing empty)")
+        reasons.append("a weight whose sizes are not multiples of 16, or no rows (torch._scaled_mm takes neither)")
     if x.dtype == weight.dtype == torch.float8_e5m2:
         reasons.append("x and weight in float8_e5m2 (cuBLASLt multiplies it by float8_e4m3fn only)")
     per_row = tuple(tuple(s.shape) for s in scales) == ((*x.shape[:-1], 1), (weight.shape[0], 1))

@@ -27,7 +27,7 @@ ACCEPTED = [{}, {"dtype": torch.float32}, {"formats": (E5M2, E4M3)}, ROWS, {**RO
 REFUSED = [
     ({"weight": (33, 64)}, "multiples of 16"),
     ({"x": (3, 40), "weight": (32, 40)}, "multiples of 16"),
-    ({"x": (0, 64)}, "nothing empty"),
+    ({"x": (0, 64)}, "or no rows"),
     ({"formats": (E5M2, E5M2)}, "x and weight in float8_e5m2"),
     ({"x_scale": (2, 8, 1)}, "of two kinds"),
     ({"x": (8, 256), "weight": (256, 256), "x_scale": (8, 2), "weight_scale": (2, 2)}, "scales of blocks"),
