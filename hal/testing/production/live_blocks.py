@@ -11,28 +11,8 @@ from torch import Tensor
 from hal.core.op import Op
 
 from ..calls import tensors
-from .blocks import (
-    RUN,
-    Arguments,
-    Block,
-    Blocks,
-    Part,
-    Pick,
-    along,
-    attention,
-    columns,
-    cut_out,
-    draws,
-    every,
-    groups,
-    in_place,
-    overflow,
-    packed_attention,
-    sums,
-    table_rows,
-    tokens_of_rows,
-    whole,
-)
+from . import blocks
+from .blocks import RUN, Arguments, Block, Blocks, Part, Pick
 
 COLUMNS = 64
 """Rows and columns of a tile of a matrix."""
@@ -50,19 +30,19 @@ def blocks_of(op: Op[Any, Any], arguments: Arguments, outputs: int) -> Blocks | 
     arguments: all of the call's arguments by name. outputs: the number of its results.
     """
     choose = _BLOCKS.get(op.name) if op.__module__.startswith("hal.ops") else None
-    blocks = choose(arguments) if choose is not None else None
-    if blocks is not None:
-        return blocks
+    made = choose(arguments) if choose is not None else None
+    if made is not None:
+        return made
     small = sum(x.numel() for _, _, x in tensors(arguments)) <= LARGEST
-    return whole(*op.grads, outputs=outputs) if small and not op.mutates else None
+    return blocks.whole(*op.grads, outputs=outputs) if small and not op.mutates else None
 
 
-def _always(blocks: Blocks) -> Callable[[Arguments], Blocks]:
-    return lambda arguments: blocks
+def _always(made: Blocks) -> Callable[[Arguments], Blocks]:
+    return lambda arguments: made
 
 
 def _norm(*rows: str, weights: tuple[str, ...], outputs: int = 1) -> Callable[[Arguments], Blocks]:
-    return _always(every(along(*rows, outputs=outputs), sums(*weights, over=rows)))
+    return _always(blocks.every(blocks.along(*rows, outputs=outputs), blocks.sums(*weights, over=rows)))
 
 
 def _tile(x: Tensor, dim: int, draw: random.Random, length: int) -> Pick:
@@ -91,7 +71,7 @@ def _linear(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
 
     def block(name: str, picks: Mapping[str, Pick], upstream: Pick, compared: Sequence[str], output: bool) -> Block:
         def parts() -> Iterator[Part]:
-            yield Part(cut_out(arguments, picks), upstream)
+            yield Part(blocks.cut_out(arguments, picks), upstream)
 
         outputs = {"the output": ("the output", upstream)} if output else {}
         return Block(name, parts, outputs, {name: picks[name] for name in compared})
@@ -124,40 +104,44 @@ def _linear_wgrad(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     written: dict[str, Pick] = {"main_grad": lambda y: inputs(outputs(y))}
     if bias is not None:
         written["main_bias_grad"] = outputs
-    part = Part(cut_out(arguments, {**picks, **written}), outputs)
+    part = Part(blocks.cut_out(arguments, {**picks, **written}), outputs)
     labels = {name: f"{name}, written in place" for name in written}
     yield Block("a tile", lambda: iter([part]), {label: (label, written[name]) for name, label in labels.items()}, {})
 
 
 def _activated_product(arguments: Arguments) -> Blocks:
-    return every(along("x"), columns(gated=arguments["activation"] != "gelu", weight=0, bias=0))
+    return blocks.every(blocks.along("x"), blocks.columns(gated=arguments["activation"] != "gelu", weight=0, bias=0))
 
 
 def _attention(arguments: Arguments) -> Blocks | None:
     used = {name for name, value in arguments.items() if value is not None and value is not False}
     packed = arguments["layout"] == "TND"
     return (
-        (packed_attention if packed else attention) if used <= (_PACKED if packed else _ATTENTION) | {*"qkv"} else None
+        (blocks.packed_attention if packed else blocks.attention)
+        if used <= (_PACKED if packed else _ATTENTION) | {*"qkv"}
+        else None
     )
 
 
-def _tokens_first(blocks: Blocks) -> Callable[[Arguments], Blocks | None]:
+def _tokens_first(made: Blocks) -> Callable[[Arguments], Blocks | None]:
     """For an op with angles per token, whose blocks need tokens in dimension 0."""
-    return lambda arguments: blocks if arguments["layout"][0] in "ST" else None
+    return lambda arguments: made if arguments["layout"][0] in "ST" else None
 
 
 def _softmax(arguments: Arguments) -> Blocks | None:
     mask = arguments["mask"]
-    return along("x", dim=1, run=1, drawn=1) if mask is None or mask.shape[1] == 1 else None
+    return blocks.along("x", dim=1, run=1, drawn=1) if mask is None or mask.shape[1] == 1 else None
 
 
 _BLOCKS: Mapping[str, Callable[[Arguments], Blocks | None]] = {
-    "swiglu": _always(every(along("x"), columns(gated=True, x=-1, bias=-1))),
-    "geglu": _always(every(along("x"), columns(gated=True, x=-1, bias=-1))),
-    "bias_gelu": _always(every(along("x"), columns(x=-1, bias=-1))),
-    "dropout": _always(along("x")),
-    "bias_dropout_add": _always(every(along("x", "residual"), columns(x=-1, bias=-1, residual=-1))),
-    "philox_uniform": _always(draws),
+    "swiglu": _always(blocks.every(blocks.along("x"), blocks.columns(gated=True, x=-1, bias=-1))),
+    "geglu": _always(blocks.every(blocks.along("x"), blocks.columns(gated=True, x=-1, bias=-1))),
+    "bias_gelu": _always(blocks.every(blocks.along("x"), blocks.columns(x=-1, bias=-1))),
+    "dropout": _always(blocks.along("x")),
+    "bias_dropout_add": _always(
+        blocks.every(blocks.along("x", "residual"), blocks.columns(x=-1, bias=-1, residual=-1))
+    ),
+    "philox_uniform": _always(blocks.draws),
     "linear": _always(_linear),
     "linear_bias_activation": _activated_product,
     "linear_wgrad": _always(_linear_wgrad),
@@ -165,20 +149,23 @@ _BLOCKS: Mapping[str, Callable[[Arguments], Blocks | None]] = {
     "rms_norm": _norm("x", weights=("weight",)),
     "add_layer_norm": _norm("x", "residual", weights=("weight", "bias"), outputs=2),
     "add_rms_norm": _norm("x", "residual", weights=("weight",), outputs=2),
-    "rotary": _tokens_first(along("x", "cos", "sin")),
+    "rotary": _tokens_first(blocks.along("x", "cos", "sin")),
     "qk_norm_rotary": _tokens_first(
-        every(along("q", "k", "cos", "sin", outputs=2), sums("q_weight", "k_weight", over=["q", "k", "cos", "sin"]))
+        blocks.every(
+            blocks.along("q", "k", "cos", "sin", outputs=2),
+            blocks.sums("q_weight", "k_weight", over=["q", "k", "cos", "sin"]),
+        )
     ),
-    "embedding": _always(table_rows),
-    "cross_entropy": _always(along("logits", "target")),
-    "linear_cross_entropy": _always(along("x", "target")),
+    "embedding": _always(blocks.table_rows),
+    "cross_entropy": _always(blocks.along("logits", "target")),
+    "linear_cross_entropy": _always(blocks.along("x", "target")),
     "flash_attention": _attention,
     "scale_mask_softmax": _softmax,
-    "moe_router": _always(along("logits", outputs=2)),
-    "unpermute": _always(tokens_of_rows),
-    "grouped_linear": _always(groups),
-    "grouped_linear_wgrad": _always(groups),
-    "grouped_swiglu": _always(along("x", "probs")),
-    "adamw": _always(in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])),
-    "unscale_and_check": _always(every(in_place("grads"), overflow)),
+    "moe_router": _always(blocks.along("logits", outputs=2)),
+    "unpermute": _always(blocks.tokens_of_rows),
+    "grouped_linear": _always(blocks.groups),
+    "grouped_linear_wgrad": _always(blocks.groups),
+    "grouped_swiglu": _always(blocks.along("x", "probs")),
+    "adamw": _always(blocks.in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])),
+    "unscale_and_check": _always(blocks.every(blocks.in_place("grads"), blocks.overflow)),
 }
