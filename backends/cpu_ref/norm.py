@@ -22,7 +22,9 @@ def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tenso
     real, dy = stats.dtype, dy.contiguous()
     w, dx, dw = parameter(weight, real), empty_like(x), torch.empty(x.shape[-1], dtype=real)
     db = None if bias is None else torch.empty_like(dw)
-    mean, rstd = _addresses(stats)
+    mean, rstd = 0, stats.data_ptr() or address(stats)
+    if db is not None:  # stats is contiguous, so the reciprocal standard deviations follow the means
+        mean, rstd = rstd, rstd + stats.shape[1] * stats.element_size()
     lib().hal_norm_bwd(
         CODE[x.dtype],
         db is not None,
@@ -38,25 +40,21 @@ def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tenso
     return dx, dw.to(weight.dtype), db.to(bias.dtype)
 
 
-def _addresses(stats: Tensor) -> tuple[int, int]:
-    """The addresses of the means, 0 if there are none, and of the reciprocal deviations, which follow them."""
-    first = stats.data_ptr() or address(stats)
-    return (0, first) if stats.ndim == 1 else (first, first + stats.shape[1] * stats.element_size())
-
-
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
     """y like x, and residuals. With a bias, the norm is layer_norm and stats is [2, rows]: mean and 1 / standard
     deviation. Without one it is rms_norm, and stats is [rows]: 1 / root mean square."""
     real, x, rows = REAL[x.dtype], x.contiguous(), rows_of(x)
     w, b = parameter(weight, real), None if bias is None else parameter(bias, real)
     y, stats = empty_like(x), torch.empty(rows if b is None else (2, rows), dtype=real)
-    mean, rstd = _addresses(stats)
+    mean, rstd = 0, stats.data_ptr() or address(stats)
+    if b is not None:
+        mean, rstd = rstd, rstd + rows * stats.element_size()
     lib().hal_norm_fwd(
         CODE[x.dtype],
         b is not None,
         x.data_ptr() or address(x),
         w.data_ptr() or address(w),
-        address(b),
+        0 if b is None else b.data_ptr() or address(b),
         y.data_ptr() or address(y),
         mean,
         rstd,
@@ -67,9 +65,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     return y, (x, weight, bias, stats)
 
 
-@CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=refuses(ops.layer_norm), bwd=_backward)
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:
-    return _forward(x, weight, bias, eps)
+CpuRef.impl(ops.layer_norm, id="cpu_ref/c", why_not=refuses(ops.layer_norm), bwd=_backward)(_forward)
 
 
 @CpuRef.impl(ops.rms_norm, id="cpu_ref/c", why_not=refuses(ops.rms_norm), bwd=_backward)
