@@ -352,9 +352,10 @@ def _parts_of_linear_bias_activation(call: Call) -> Sequence[Op[Any, Any]]:
     tol={
         torch.float32: Tol(1e-5, 1e-5),  # the product's sums of up to 65 terms, through a slope of about 1
         # The product is rounded, then the result: 3u relative where both halves of a gated activation are, and
-        # u * 4 absolute where the bias cancels a product of up to ~4. The bias gradient sums rounded rows.
-        torch.bfloat16: Tol(2e-2, 1.6e-2),
-        torch.float16: Tol(2.5e-3, 2e-3),
+        # u * 8 absolute where the bias cancels a product of up to ~4, times the other half of up to ~2, which occurs
+        # among the millions of elements of production sizes. The bias gradient sums rounded rows.
+        torch.bfloat16: Tol(3.2e-2, 1.6e-2),
+        torch.float16: Tol(4e-3, 2e-3),
     },
     samples=_samples_linear_bias_activation,
     edge_cases=_edge_cases_linear_bias_activation,
