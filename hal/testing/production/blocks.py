@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.ops import alibi_bias
 from hal.ops.layouts import sizes, to_bnsd
 from hal.rng import Rng
 
@@ -299,6 +300,8 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     """flash_attention of a dense layout: some queries of a key/value head's group, and that head's keys and values.
 
     The blocks are calls of layout BNSD. A window is aligned with the last query, so it is shifted for earlier ones.
+    ALiBi becomes a bias, which has no alignment. The gradients of bias and sinks, sums over the whole call, are not
+    compared.
     """
     layout = arguments["layout"]
     batch, n, sq, _ = sizes(arguments["q"], layout, arguments["num_heads"])
@@ -306,6 +309,10 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     skv, group = arguments["k"].shape[layout.index("S")], n // kv_heads
     heads = {"q": n, "k": kv_heads, "v": kv_heads}
     before, after = arguments["pre_tokens"], arguments["next_tokens"]
+    offset = skv - sq
+    if arguments["top_left"]:
+        before, after = None if before is None else before + offset, None if after is None else after - offset
+        offset = 0
 
     def of_head(name: str, b: int, g: int, first: int = 0, length: int = skv) -> Pick:
         """[b, heads, tokens, d] of q (and the output) or of k and v, which belong to key/value head `g`."""
@@ -318,8 +325,21 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         return pick
 
     def part(b: int, g: int, first: int, length: int) -> Part:
+        own = slice(g * group, (g + 1) * group)
         picks = {"q": of_head("q", b, g, first, length), "k": of_head("k", b, g), "v": of_head("v", b, g)}
-        cut = cut_out(arguments, picks)
+        picks["sinks"] = lambda x: x[own]
+        picks["alibi_slopes"] = lambda x: x[..., own] if x.ndim == 1 else x[b : b + 1, own]
+
+        def of_bias(x: Tensor) -> Tensor:
+            x = x[(None,) * (4 - x.ndim)]
+            at = (slice(b, b + 1), own, slice(first, first + length))
+            return x[tuple(i if n > 1 else slice(None) for i, n in zip(at, x.shape))]
+
+        cut = cut_out(arguments, {**picks, "bias": of_bias})
+        slopes, cut["alibi_slopes"], cut["top_left"] = cut["alibi_slopes"], None, False
+        if slopes is not None:
+            alibi = alibi_bias(slopes, length, skv, first + offset)
+            cut["bias"] = alibi if cut["bias"] is None else alibi + cut["bias"]
         if arguments["rng"] is not None:
             cut["rng"] = _block_of_draw(arguments["rng"], (batch, n, sq, skv), (b, g * group, first, 0))
         queries_after = sq - (first + length)

@@ -184,14 +184,18 @@ def _scaled_products() -> list[Case]:
     ]
 
 
-def _attention(b: int, heads: int, kv: int, sq: int, skv: int, d: int, layout: str = "BNSD", **kw: Any) -> Sample:
-    def shape(n: int, s: int) -> tuple[int, ...]:
+def _attention(
+    b: int, heads: int, kv: int, sq: int, skv: int, d: int, layout: str = "BNSD", e: int = 0, **kw: Any
+) -> Sample:
+    """A call with heads of d channels, e of v (0: d)."""
+
+    def shape(n: int, s: int, d: int = d) -> tuple[int, ...]:
         return (b, n, s, d) if layout == "BNSD" else (s, b, n * d)
 
     if layout != "BNSD":
         kw |= {"num_heads": heads, "num_kv_heads": kv}
-    specs = [TensorSpec(shape(n, s)) for n, s in ((heads, sq), (kv, skv), (kv, skv))]
-    return Sample(tuple(specs), {"layout": layout, **kw})
+    q, k, v = TensorSpec(shape(heads, sq)), TensorSpec(shape(kv, skv)), TensorSpec(shape(kv, skv, e or d))
+    return Sample((q, k, v), {"layout": layout, **kw})
 
 
 def _packed(lengths: tuple[int, ...], heads: int, kv: int, d: int) -> Sample:
@@ -207,7 +211,41 @@ def _attentions() -> list[Case]:
     def case(name: str, sample: Sample, reduced: Sample | None, blocks: Blocks = attention) -> Case:
         return Case("flash_attention", name, sample, reduced, blocks)
 
+    def slopes(heads: int) -> TensorSpec:
+        values = tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads))
+        return TensorSpec((heads,), "values", values=values, dtype=torch.float32)
+
     return [
+        case(
+            "latent attention, 4096 tokens, heads of 192 and 128",  # DeepSeek-V3
+            _attention(1, 4, 4, 4096, 4096, 192, e=128, **causal),
+            _attention(1, 2, 2, 300, 300, 24, e=16, **causal),
+        ),
+        case(
+            "absorbed latent attention, one query, 16384 keys of 576 and 512 channels",
+            _attention(1, 16, 1, 1, 16384, 576, e=512),
+            _attention(1, 4, 1, 1, 600, 36, e=32),
+        ),
+        case(
+            "softcap, window of 4096, 8192 tokens, heads of 256",  # Gemma 2
+            _attention(1, 2, 1, 8192, 8192, 256, pre_tokens=4096, softcap=50.0, **causal),
+            _attention(1, 2, 1, 400, 400, 16, pre_tokens=130, softcap=5.0, **causal),
+        ),
+        case(
+            "sinks, window of 127, 8192 tokens, heads 8 over 1 of 64",  # gpt-oss
+            _attention(1, 8, 1, 8192, 8192, 64, pre_tokens=127, sinks=TensorSpec((8,)), **causal),
+            _attention(1, 4, 1, 400, 400, 16, pre_tokens=50, sinks=TensorSpec((4,)), **causal),
+        ),
+        case(
+            "ALiBi, 4096 tokens, heads of 128",  # BLOOM
+            _attention(1, 4, 4, 4096, 4096, 128, alibi_slopes=slopes(4), **causal),
+            _attention(1, 2, 2, 300, 300, 16, alibi_slopes=slopes(2), **causal),
+        ),
+        case(
+            "a bias of every head, 2048 tokens, heads of 64",  # T5
+            _attention(2, 4, 4, 2048, 2048, 64, scale=1.0, bias=TensorSpec((1, 4, 2048, 2048))),
+            _attention(2, 2, 2, 280, 280, 16, scale=1.0, bias=TensorSpec((1, 2, 280, 280))),
+        ),
         case(
             "causal, 4096 tokens, heads 8 over 2 of 128",
             _attention(1, 8, 2, 4096, 4096, 128, **causal),

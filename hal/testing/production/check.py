@@ -227,10 +227,11 @@ def _build(sample: Sample, dtype: torch.dtype, device: torch.device) -> tuple[tu
 def _fill(spec: TensorSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """As TensorSpec.build, contiguous and with values that repeat, so that no copy in float64 is made of all of it."""
     count = math.prod(spec.shape)
-    if device.type == "meta" and spec.dist != "values":
+    if device.type == "meta":
+        # The starts of packed sequences, which the reference reads, are the only explicit integers.
+        if spec.dist == "values" and not (spec.dtype or dtype).is_floating_point:
+            return spec.build(dtype, seed)
         return torch.empty(spec.shape, dtype=spec.dtype or dtype, device=device)
-    if device.type == "meta":  # the starts of packed sequences, which the reference reads
-        return spec.build(dtype, seed)
     if spec.dist == "values" or count <= _PERIOD:
         return spec.build(dtype, seed).to(device)
     pool = TensorSpec((_PERIOD,), spec.dist, spec.scale, spec.low, spec.high, spec.p, dtype=spec.dtype)
