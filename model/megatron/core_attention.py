@@ -32,7 +32,7 @@ class HalCoreAttention(MegatronModule):
     """softmax(q k^T) v. A key is visible if the config's `window_size` (pre, next; -1 = unbounded), the mask type and
     the mask, if there is one, allow it.
 
-    Raises HalError for features that flash_attention does not have (sink softmax, attention bias), and with context
+    Raises HalError for sink softmax and attention bias, which it does not pass to flash_attention, and with context
     parallelism for masks, packed sequences, and a cp_comm_type other than "p2p" and "a2a".
     """
 
