@@ -11,6 +11,7 @@ from .parallel_layout import ParallelLayout
 from .schema import Config
 
 _TP, _CP = "--tensor-model-parallel-size", "--context-parallel-size"
+_EP = "--expert-model-parallel-size"
 
 
 def device_problems(c: Config, plan: ParallelLayout, capabilities: Capabilities) -> Iterator[str]:
@@ -40,9 +41,18 @@ def _largest_tensors(c: Config, plan: ParallelLayout) -> Iterator[tuple[str, tup
     """(name, shape on one rank, what to change if it is too large) of the tensors that can be a step's largest."""
     tp, cp, b, s = plan.layout.tp, plan.layout.cp, c.micro_batch_size, c.seq_length
     vocabulary, heads = c.padded_vocab_size // tp, c.num_attention_heads // tp
-    inner = c.ffn_hidden_size // tp * (2 if c.swiglu or c.geglu else 1)
+    parts = 2 if c.swiglu or c.geglu else 1
+    inner = c.ffn_hidden_size // tp * parts
     qkv = (heads + 2 * c.num_query_groups // tp) * c.kv_channels
     smaller = f"lower --micro-batch-size, or raise {_TP} or {_CP}"
+    if c.num_experts is not None:
+        expert, ep = c.moe_ffn_hidden_size // plan.layout.etp * parts, plan.layout.ep
+        # With an even load; all-gather shows the tokens of all expert ranks to each of them.
+        tokens = s // cp // (tp if c.sequence_parallel else 1) * b * c.moe_router_topk * plan.layout.etp
+        if c.moe_token_dispatcher_type == "allgather":
+            tokens *= ep
+        yield "the experts' activations", (tokens, max(expert, c.hidden_size)), smaller
+        yield "the weights of the experts", (c.num_experts // ep, expert, c.hidden_size), f"raise {_EP}"
     yield "the logits", (s // cp, b, vocabulary), smaller
     yield "the MLP's activations", (s // cp, b, inner), smaller
     yield "queries, keys and values", (s // cp, b, qkv), smaller

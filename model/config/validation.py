@@ -265,7 +265,7 @@ def idle(c: Config) -> Iterator[str]:
         ("skip_bad_batches", c.rerun_mode != "disabled", "--rerun-mode validate_results"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
         (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),
-        ("moe_aux_loss_coeff", c.moe_router_load_balancing_type != ("none",), "a --moe-router-load-balancing-type"),
+        ("moe_aux_loss_coeff", "none" not in c.moe_router_load_balancing_type, "a --moe-router-load-balancing-type"),
         ("moe_router_bias_update_rate", c.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),
         ("moe_token_drop_policy", c.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
     ]

@@ -73,7 +73,7 @@ class Router(nn.Module):
         bias = torch.zeros(self.size, **floats) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.k, self.score_function = config.moe_router_topk, config.moe_router_score_function
-        self.sinkhorn = config.moe_router_load_balancing_type == ("sinkhorn",)
+        self.sinkhorn = "sinkhorn" in config.moe_router_load_balancing_type
         self.coefficients = coefficients(config)
         self.loss_scale = 1.0
         self.sums = torch.zeros(2 * self.size + len(LOSSES) + 1, **floats)

@@ -41,7 +41,13 @@ COMMON = {
 GPT2 = {**COMMON}
 LLAMA = {**COMMON, **LLAMA_OPTIONS, "ffn_hidden_size": 48, "num_query_groups": 4}
 
-MIXTRAL = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": ("0.05",)}
+MIXTRAL = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": ("0.05",),
+    "lr": 3e-3,  # rounding errors grow faster than in a dense model, since each decides a little about the next choice
+}
 DEEPSEEK = {
     **MIXTRAL,
     **DEEPSEEK_OPTIONS,

@@ -41,6 +41,7 @@ def test_a_missing_dtype_is_named_with_those_there_are():
         ({"seq_length": 2, "micro_batch_size": 1}, 1024 * 32, "the rows of the embedding table [1024, 32]", "--tensor"),
         ({"use_flash_attn": False, "seq_length": 512}, 2 * 4 * 512**2, "the attention scores", "--use-flash-attn"),
         ({"ffn_hidden_size": 4096, "swiglu": True}, 64 * 2 * 8192, "the MLP's activations", "--micro-batch-size"),
+        ({"num_experts": 64, "ffn_hidden_size": 512}, 64 * 512 * 32, "the experts [64, 512, 32]", "--expert-model"),
         ({"reset_attention_mask": True, "seq_length": 2048}, 2 * 2048**2, "the masks", "--seq-length"),
     ],
 )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import CP2, GPT2, LLAMA, PP2, TP2, ULYSSES, trainer
+from parallel_runs import CP2, DEEPSEEK, EP2, ETP1, GPT2, LLAMA, MIXTRAL, PP2, TP2, ULYSSES, trainer
 
 import hal
 from hal.mesh import Mesh
 from hal.model.checkpoint import reader
 from hal.model.config.command_line import build
 from hal.model.config.parallel_layout import make_parallel_layout
-from hal.model.config.validation import world_size
+from hal.model.config.validation import check_model, world_size
 from hal.model.inference.decoding import complete
 from hal.model.inference.engine import Engine
 from hal.model.inference.sampling import Sampling
@@ -25,7 +25,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 def engine(options: dict[str, Any]) -> Engine:
     hal.use("cpu_ref")
-    config = build(options)
+    config = build(options, check_model)
     config.set_vocabulary(121)
     layout = make_parallel_layout(config, world_size(config))
     mesh = Mesh(layout.layout, hal.backend(), timeout=60.0)
@@ -45,7 +45,7 @@ def _loaded(options: dict[str, Any], root: str) -> list[float]:
     return model.broadcast_from_last_stage(logits, torch.zeros(1, 121)).flatten().tolist()
 
 
-@pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("base", [GPT2, LLAMA, DEEPSEEK], ids=["tied", "untied", "experts"])
 def test_every_rank_loads_its_part_of_a_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
     """The last stage's copy of a tied weight is sharded, too, and stored under the first stage's name."""
     _save(base, str(tmp_path))
@@ -86,6 +86,8 @@ def on(world: int, function: Any, options: dict[str, Any]) -> Any:
 GENERATING = {
     "tp2-llama": (2, LLAMA, TP2),
     "pp2-gpt2": (2, GPT2, PP2),
+    "etp2-mixtral": (2, MIXTRAL, TP2),
+    "ep2-tp2-deepseek": (2, DEEPSEEK, {**TP2, **EP2, **ETP1}),
     "tp2-pp2-gpt2": (4, GPT2, {**TP2, **PP2}),
     "tp2-pp2-llama": (4, LLAMA, {**TP2, **PP2}),
 }
