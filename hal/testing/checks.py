@@ -66,6 +66,7 @@ def check_sample(subject: Subject, sample: Sample) -> Verdict:
     watched: _Watched = []
     verdict = _check_call(subject, sample, watched)
     if _not_freed(watched):
+        subject.backend.synchronize()  # work that still runs may hold memory
         gc.collect()  # only now, because it takes longer than most calls
     leaked = _not_freed(watched)
     if not leaked:

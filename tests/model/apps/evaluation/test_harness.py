@@ -89,7 +89,7 @@ def test_without_the_harness_the_error_says_what_to_install(monkeypatch, model):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(HalError, match="pip install lm_eval"):
+    with pytest.raises(HalError, match="pip install 'lm_eval'"):
         harness.language_model(model)
 
 
