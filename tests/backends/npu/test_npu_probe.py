@@ -141,4 +141,5 @@ def test_hal_doctor_finds_the_simulator_healthy(simulated: Npu) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split()[:2] for line in done.stdout.splitlines()]
     assert ["PASS", "device"] in lines and not [line for line in lines if line[:1] == ["FAIL"]], done.stdout
-    assert {line[1] for line in lines if line[:1] == ["ran"]} == set(hal.OPS) and ["PASS", "torch"] in lines
+    ran = {line[1] for line in lines if line[:1] == ["ran"]}
+    assert ran == set(hal.OPS) - {"scaled_linear"} and ["PASS", "torch"] in lines  # the device stores no float8
