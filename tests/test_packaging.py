@@ -50,6 +50,13 @@ def site(wheel, tmp_path_factory):
     return target
 
 
+def test_the_wheel_ships_every_file_of_the_packages(wheel):
+    folders = ("hal", "model", "ops", "backends", "benchmarks")
+    files = [Path(f) for f in run("git", "ls-files", *folders, cwd=ROOT).stdout.split() if not (ROOT / f).is_symlink()]
+    packaged = {n.split("/")[-1] for n in zipfile.ZipFile(wheel).namelist()}
+    assert len(files) > 300 and [str(f) for f in files if f.name not in packaged] == []
+
+
 def test_the_wheel_ships_only_hal(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"hal"}

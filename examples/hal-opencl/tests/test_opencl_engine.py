@@ -91,7 +91,7 @@ def test_a_temporary_lives_until_its_kernels_have_run(opencl):
 
 def test_an_error_inside_a_call_releases_its_buffers(use):
     backend = use()
-    with pytest.raises(ZeroDivisionError), memory.Call() as call:
+    with pytest.raises(ZeroDivisionError), memory.KernelCall() as call:
         call.scratch(1000)
         assert backend.memory_stats()["allocated"] == 4000
         raise ZeroDivisionError
@@ -99,7 +99,7 @@ def test_an_error_inside_a_call_releases_its_buffers(use):
 
 
 def test_no_memory_is_an_error_of_its_own(opencl):
-    with pytest.raises(engine.OutOfDeviceMemory, match="out of memory") as caught, memory.Call() as call:
+    with pytest.raises(engine.OutOfDeviceMemory, match="out of memory") as caught, memory.KernelCall() as call:
         call.scratch(1 << 48)
     assert isinstance(caught.value, hal.HalError)
     assert isinstance(caught.value, MemoryError)
@@ -108,7 +108,7 @@ def test_no_memory_is_an_error_of_its_own(opencl):
 
 def test_a_refused_launch_names_the_kernel(opencl, monkeypatch):
     monkeypatch.setattr(engine.engine(), "group", 1 << 20)
-    with pytest.raises(hal.HalError, match=r"running column_sum \(reduce.cl\): OpenCL reports"), memory.Call() as call:
+    with pytest.raises(hal.HalError, match=r"running column_sum \(reduce.cl\): OpenCL reports"), memory.KernelCall() as call:
         call.run("reduce", "column_sum", {"T": torch.float32}, (1,), None, None, 1, 1)
 
 

@@ -24,19 +24,25 @@ def gradients(function: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> dic
     return {"out": out, "lse": lse, **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout)))}
 
 
-def assert_equals_the_reference(*tensors: Tensor, **how: Any) -> None:
+def assert_equals_the_reference(*tensors: Tensor, ill_conditioned: bool = False, **how: Any) -> None:
+    """ill_conditioned: ten times the error of the reference in the tensors' own dtype is allowed, too."""
+
     def double(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     actual = gradients(ops.flash_attention, *tensors, **how)
     exact = gradients(ops.flash_attention.reference, *map(double, tensors), **{n: double(x) for n, x in how.items()})
-    tolerance = TOLERANCE[tensors[0].dtype]
+    rounded = gradients(ops.flash_attention.reference, *tensors, **how) if ill_conditioned else exact
     for name, expected in exact.items():
         finite = expected.isfinite()
         assert torch.equal(actual[name].isfinite(), finite), name
         if finite.any():
-            error = (actual[name].double() - expected)[finite].abs().max() / expected[finite].abs().max().clamp_min(1)
-            assert error < tolerance, (name, float(error))
+
+            def error(x: Tensor, expected: Tensor = expected, finite: Tensor = finite) -> float:
+                return float((x.double() - expected)[finite].abs().max() / expected[finite].abs().max().clamp_min(1))
+
+            allowed = max(TOLERANCE[tensors[0].dtype], 10 * error(rounded[name]))
+            assert error(actual[name]) < allowed, (name, error(actual[name]), allowed)
 
 
 def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -101,9 +107,12 @@ def test_a_transposed_bias_of_minus_infinity_hides_keys() -> None:
 @pytest.mark.parametrize("size", [0.01, 1.0, 300.0])
 def test_scores_of_any_size_are_capped(sq: int, size: float) -> None:
     q, k, v = made((1, 2, sq, 16), (1, 2, 60, 16), (1, 2, 60, 16))
+    # Scores of several hundred are sums with errors of 1e-4, which the derivative of tanh near 0 passes on, and depend
+    # on the order of the additions.
+    how: dict[str, Any] = {"layout": "BNSD", "ill_conditioned": size > 1}
     for softcap in (1.0, 30.0):
-        assert_equals_the_reference(q * size, k, v, layout="BNSD", softcap=softcap)
-        assert_equals_the_reference(q * size, k, v, layout="BNSD", softcap=softcap, scale=-0.2)
+        assert_equals_the_reference(q * size, k, v, softcap=softcap, **how)
+        assert_equals_the_reference(q * size, k, v, softcap=softcap, scale=-0.2, **how)
 
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 0.0, 30.0, 1e4, -math.inf])
