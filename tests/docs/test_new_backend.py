@@ -17,6 +17,7 @@ def files(root):
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_the_package_installs_and_passes_the_kit(fresh):
     result = fresh.run("hal new-backend my_chip")
     assert result.returncode == 0, result.stdout

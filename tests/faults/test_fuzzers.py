@@ -163,9 +163,7 @@ def test_a_parser_returns_or_refuses_in_one_line(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
     read, seeds = PARSERS[name]
 
-    @settings(
-        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(content=mutations(seeds(tmp_path)))
     def check(content):
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hal
@@ -53,13 +53,11 @@ def test_the_ranks_of_experts_are_megatrons() -> None:
     assert layout.group(0, "ep") == [0, 2] and layout.group(1, "etp", "ep") == [0, 1, 2, 3]
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
     assert [layout.rank(**layout.coordinates(r)) for r in range(layout.world)] == list(range(layout.world))
 
 
-@settings(deadline=None)
 @given(layouts(), st.sets(st.sampled_from(DIMS)), st.sampled_from([DIMS, EXPERT_DIMS]))
 def test_groups_partition_the_world(layout: Layout, numbers: set[str], known: tuple[str, ...]) -> None:
     dims = {known[DIMS.index(name)] for name in numbers}

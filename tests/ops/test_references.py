@@ -72,7 +72,7 @@ def test_gradcheck(op):
     assert checked >= 2
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_drawn_samples_are_valid(op, data):

@@ -138,7 +138,7 @@ def check_drawn(
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_call_equals_the_dense_oracle(data: st.DataObject) -> None:
     g, group, b = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
@@ -407,7 +407,7 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool,
 # Up to 8 queries use a separate code path (flash_attention_decode.h).
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_few_queries_equal_the_dense_oracle(data: st.DataObject) -> None:
     g, group, b = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4, 7])), data.draw(st.integers(1, 2))

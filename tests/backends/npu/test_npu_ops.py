@@ -54,7 +54,7 @@ def test_the_conformance_kit_passes(npu: Npu, name: str) -> None:
     assert declined <= EXPECTED_DECLINES
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_draw_is_the_definitions_whatever_block_it_is(npu: Npu, data: st.DataObject) -> None:
     full = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))

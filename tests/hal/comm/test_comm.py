@@ -55,7 +55,7 @@ def test_a_barrier_waits_for_the_device() -> None:
 
 
 @given(size=st.integers(1, 4), rows=st.integers(1, 3), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> None:
     """Properties that hold independently of the references' code: relations between the collectives."""
     values = st.lists(st.integers(-50, 50), min_size=rows * size, max_size=rows * size)

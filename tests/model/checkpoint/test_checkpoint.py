@@ -60,6 +60,7 @@ print(moments, sorted(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["foreground", "background"])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, where):
     done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save"), where], capture_output=True, text=True)

@@ -26,9 +26,7 @@ from hal.model.checkpoint import reader
 from hal.model.config.schema import Config
 from hal.model.gpt.model import GPT
 
-COMMON = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
+COMMON = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 GPT2 = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
 LLAMA = {**GPT2, **LLAMA_OPTIONS, "hidden_dropout": 0.0}
 WORD = "embedding.word_embeddings.weight"

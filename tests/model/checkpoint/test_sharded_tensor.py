@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +12,6 @@ from hal.model.checkpoint.sharded_tensor import local_shard
 from hal.model.parallel.tensor_sharding import Shard
 
 
-@settings(deadline=None)
 @given(
     tp=st.integers(1, 3),
     replicas=st.integers(1, 4),

@@ -26,9 +26,7 @@ from hal.model.data.preprocess.preprocess import Job, preprocess
 from hal.model.data.tokenizers.build import build_tokenizer
 from hal.model.data.tokenizers.tokenizer import NullTokenizer
 
-COMMON = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
+COMMON = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 HEADER = b"MMIDIDX\x00\x00"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.model.config.schema import Config, ConfigError
@@ -34,7 +34,6 @@ def in_pieces(ids, stop=(), tokenizer=BYTES):
 
 
 @given(st.text(), st.lists(st.text(min_size=1, max_size=3), max_size=3))
-@settings(deadline=None)
 def test_pieces_make_the_text_before_the_first_stop(text, stop):
     parts, stopped = in_pieces(BYTES.encode(text), stop)
     joined = "".join(parts)
@@ -47,7 +46,6 @@ def test_pieces_make_the_text_before_the_first_stop(text, stop):
 
 
 @given(st.binary())
-@settings(deadline=None)
 def test_bytes_that_are_no_text_come_through_as_replacements(content):
     parts, _ = in_pieces(list(content))
     assert "".join(parts).replace("\ufffd", "") == content.decode(errors="ignore")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hal
@@ -19,7 +19,6 @@ def test_balanced_rows_partition_the_sequence_and_the_causal_work(size: int, c: 
     assert len({int((r.positions() + 1).sum()) for r in ranks}) == 1, "all ranks have as many (query, key) pairs"
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 9), c=st.integers(1, 3), rank=st.integers(0, 8), batch=st.integers(1, 3))
 def test_a_part_draws_what_the_whole_would(size: int, c: int, rank: int, batch: int) -> None:
     rank %= size

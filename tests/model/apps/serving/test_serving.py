@@ -168,7 +168,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.dictionaries(st.sampled_from(sorted(Completion.model_fields)), JSON, max_size=4) | JSON | st.binary())
 def test_any_body_is_a_request_or_a_bad_one(content):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
