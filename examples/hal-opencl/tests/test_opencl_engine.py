@@ -108,7 +108,8 @@ def test_no_memory_is_an_error_of_its_own(opencl):
 
 def test_a_refused_launch_names_the_kernel(opencl, monkeypatch):
     monkeypatch.setattr(engine.engine(), "group", 1 << 20)
-    with pytest.raises(hal.HalError, match=r"running column_sum \(reduce.cl\): OpenCL reports"), memory.KernelCall() as call:
+    expected = r"running column_sum \(reduce.cl\): OpenCL reports"
+    with pytest.raises(hal.HalError, match=expected), memory.KernelCall() as call:
         call.run("reduce", "column_sum", {"T": torch.float32}, (1,), None, None, 1, 1)
 
 
