@@ -217,7 +217,6 @@ class _Call:
         if not self.blocks:
             return
         self.verifier.calls[op.name] += 1
-        self._outcome = outcome
         wrong = ""
         try:
             for number, block in enumerate(self.blocks):
@@ -233,9 +232,7 @@ class _Call:
         self.verifier.add(self.impl, self.judge, wrong, self)
         node = next((y.grad_fn for y in outcome.differentiable if y.grad_fn is not None), None)
         if not wrong and node is not None and node.name() == f"{op.name}[{self.impl.id}]Backward":
-            self._choices = [
-                self.judge.prescribed(block, outcome.outputs) if op.choice else {} for block in self.blocks
-            ]
+            self._choices = [self.judge.prescribed(block, outcome.outputs) for block in self.blocks]
             self._shapes = [y.detach() for y in outcome.differentiable]
             node.register_hook(self._on_backward)
 

@@ -1,6 +1,7 @@
 """Verifier: calls of a program in progress are compared with the reference, and wrong ones are kept."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -132,6 +133,17 @@ def test_a_wrong_gradient_is_found_however_small_it_is(corrupted, tmp_path):
     found = verified(lambda: (1e-9 * ops.layer_norm(x, weight, bias).sum()).backward(), folder=tmp_path).violations
     assert found and "the gradient of x, rows 32 to 39 of 40" in str(found[0])
     assert "the gradient of x" in replay(found[0].file)
+
+
+def test_the_results_of_a_verified_call_are_freed_with_it():
+    hal.use("cpu_ref")
+    x, weight = tensors((40, 16), (16,))
+    with Verifier(1.0, seed=3).watching():
+        y = ops.rms_norm(x, weight)
+    y.sum().backward()
+    freed = weakref.ref(y)
+    del y
+    assert freed() is None
 
 
 def test_a_write_in_place_that_is_lost_is_found(corrupted, tmp_path):
