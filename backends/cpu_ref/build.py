@@ -1,7 +1,8 @@
 """Compiles `kernels/*.c` into one extension module, once per machine, and loads it.
 
 Guarantees: nothing is compiled at import; the key of the cached file covers everything that determines its content
-(sources, compiler, flags, CPU, Python ABI); a file under its final name is always complete, even if processes crash or
+(sources, compiler, flags, CPU, Python ABI); a source file is compiled again only if it or a header that it includes has
+changed; a file under its final name is always complete, even if processes crash or
 build concurrently; and the module shares its OpenMP runtime with torch (which is therefore imported first).
 
 Each kernel family declares its functions in `kernels/<family>_api.h` in plain C, which cffi parses as well. Addresses
@@ -23,7 +24,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +77,8 @@ def find_compiler() -> list[str]:
 def ensure_built() -> Path:
     """The path of the compiled module for this machine; compiles it if it is not in the cache."""
     compiler, flags = find_compiler(), _wanted_flags()
-    target = backend_tools.cache_directory("cpu_ref") / f"{MODULE}-{_key(compiler, flags)}.so"
+    key = _key(compiler, flags, [*KERNELS.glob("*.c"), *KERNELS.glob("*.h"), Path(__file__)])
+    target = backend_tools.cache_directory("cpu_ref") / f"{MODULE}-{key}.so"
     return backend_tools.build_once(target, lambda work: _build(compiler, flags, work))
 
 
@@ -101,16 +103,30 @@ def _wanted_flags() -> list[str]:
     return [*flags, "-O3"]
 
 
-def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
+def _included(source: Path) -> set[Path]:
+    """A source file and the kernel files that it includes, directly or through others.
+
+    Every kernel file whose name is quoted counts, because headers are also included through macros (HAL_SELF).
+    """
+    files, added = {source}, [source]
+    while added:
+        quoted = {KERNELS / name for name in re.findall(r'"(\w+\.[ch])"', added.pop().read_text())}
+        new = {path for path in quoted - files if path.exists()}
+        files |= new
+        added += new
+    return files
+
+
+def _key(compiler: Sequence[str], flags: Sequence[str], files: Sequence[Path]) -> str:
+    """A digest of everything that determines the result of compiling these files, with what they include."""
     import cffi
 
     version = backend_tools.compiler_version(list(compiler))
     digest = hashlib.sha256()
     for part in (*compiler, version, *flags, cpu.identity(), str(sysconfig.get_config_var("SOABI")), cffi.__version__):
         digest.update(part.encode() + b"\0")
-    for path in sorted([*KERNELS.glob("*.c"), *KERNELS.glob("*.h")]):
+    for path in sorted({included for file in files for included in _included(file)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:24]
 
 
@@ -125,10 +141,6 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
             "Install them (Debian/Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)."
         )
     started = time.monotonic()
-    sources = _sources()
-    backend_tools.announce(
-        f"compiling cpu_ref kernels ({len(sources)} files, {compiler[0]}), once for this machine ..."
-    )
     ffi = cffi.FFI()
     ffi.cdef(_declarations())
     includes = "\n".join(f'#include "{path.name}"' for path in sorted(KERNELS.glob("*_api.h")))
@@ -138,20 +150,34 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
     # Not every compiler accepts -mprefer-vector-width.
     flags = [flag for flag in flags if not flag.startswith("-mprefer") or _accepts(compiler, flag, work)]
 
-    def compile_one(source: Path) -> str:
-        output = str(work / (source.stem + ".o"))
-        _run([*compiler, *flags, f"-I{KERNELS}", f"-I{include}", "-c", str(source), "-o", output])
-        return output
+    stored = backend_tools.cache_directory("cpu_ref") / "objects"
+    stored.mkdir(mode=0o700, exist_ok=True)
 
-    files = [*sources, work / f"{MODULE}.c"]
-    jobs = min(len(os.sched_getaffinity(0)), _JOBS)
-    if jobs > 1:
-        with ThreadPoolExecutor(jobs) as pool:
-            objects = list(pool.map(compile_one, files))
-    else:
-        objects = [compile_one(file) for file in files]
+    def compile_one(source: Path) -> Path:
+        part = work / (source.stem + ".o")
+        _run([*compiler, *flags, f"-I{KERNELS}", f"-I{include}", "-c", str(source), "-o", str(part)])
+        return part
+
+    objects = {source: stored / f"{source.stem}-{_key(compiler, flags, [source])}.o" for source in _sources()}
+    stale = [source for source, target in objects.items() if not backend_tools.intact(target)]
+    backend_tools.announce(
+        f"compiling cpu_ref kernels ({len(stale)} of {len(objects)} files, {compiler[0]}), once for this machine ..."
+    )
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _JOBS)) as pool:
+        glue = pool.submit(compile_one, work / f"{MODULE}.c")
+        # The files that include most take longest, and no processor should be left with one of them at the end.
+        pending = {
+            pool.submit(compile_one, source): source
+            for source in sorted(stale, key=lambda source: -sum(path.stat().st_size for path in _included(source)))
+        }
+        for count, done in enumerate(as_completed(pending), 1):
+            backend_tools.place(done.result(), objects[pending[done]])
+            seconds = time.monotonic() - started
+            text = f"compiled {count} of {len(stale)} files: {pending[done].name} ({seconds:.0f} s)"
+            backend_tools.announce(text, step=True)
     library = work / f"{MODULE}.so"
-    _run([*compiler, *flags, "-shared", *objects, "-o", str(library), "-lm"])
+    parts = [glue.result(), *objects.values()]
+    _run([*compiler, *flags, "-shared", *map(str, parts), "-o", str(library), "-lm"])
     # Flushed before the rename; otherwise a power failure could leave a file with its final name and incomplete
     # contents.
     with open(library, "rb") as handle:

@@ -20,6 +20,9 @@ from pathlib import Path
 from hal.errors import BackendUnavailable
 from hal.untrusted import who_can_replace
 
+_CLEAR = "\r\x1b[K"
+"""Moves a terminal's cursor to the start of the line and clears it."""
+
 _COMPILERS = {
     "C": ("CC", ("gcc", "clang", "cc"), "Debian/Ubuntu: apt install gcc; Fedora: dnf install gcc"),
     "C++": ("CXX", ("g++", "clang++", "c++"), "Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++"),
@@ -151,6 +154,12 @@ def run_compiler(command: list[str], what: str) -> None:
         )
 
 
-def announce(text: str) -> None:
-    """Prints a message about a slow step to stderr, because stdout is reserved for the output of the command."""
-    print(f"hal: {text}", file=sys.stderr, flush=True)
+def announce(text: str, *, step: bool = False) -> None:
+    """Prints a message about a slow step to stderr, because stdout is reserved for the output of the command.
+
+    step: the message is one of many about the same work; on a terminal, the next message takes its line.
+    """
+    terminal = sys.stderr.isatty()
+    print(
+        f"{_CLEAR if terminal else ''}hal: {text}", end="" if step and terminal else "\n", file=sys.stderr, flush=True
+    )

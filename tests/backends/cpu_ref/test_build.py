@@ -56,7 +56,7 @@ def test_processes_that_start_together_compile_once(kernels: Path) -> None:
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [out for out, _ in outputs] == ["42\n", "42\n"], outputs
     assert sum("compiling cpu_ref kernels" in err for _, err in outputs) == 1
-    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock"]
+    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock", "objects"]
 
 
 def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels: Path) -> None:
@@ -66,10 +66,10 @@ def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels
     crashed = start(kernels, CC=str(killer))
     crashed.communicate(timeout=120)
     assert crashed.returncode == -9
-    assert cached(kernels) == ["build", "lock"]
+    assert cached(kernels) == ["build", "lock", "objects"]
     after = start(kernels)
     assert after.communicate(timeout=120)[0] == "42\n"
-    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock"]
+    assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock", "objects"]
 
 
 def test_the_library_is_readable_by_its_owner_only_through_a_private_directory(kernels: Path) -> None:
@@ -88,11 +88,29 @@ def test_a_library_that_was_cut_off_is_compiled_again(kernels: Path, size: int) 
     assert out == "42\n" and "compiling cpu_ref kernels" in err
 
 
+def test_only_files_that_changed_are_compiled_again(kernels: Path) -> None:
+    """A header counts for the files that include it, also through a macro and through another header."""
+    (kernels / "answer.c").write_text('#define SELF "twice.h"\n#include SELF\n#include "answer_api.h"\n')
+    (kernels / "twice.h").write_text('#include "two.h"\nint hal_answer(int x) { return 2 * x + TWO; }\n')
+    (kernels / "two.h").write_text("#define TWO 2\n")
+    (kernels / "other.c").write_text("int hal_other;\n")
+
+    def compiled() -> tuple[str, list[str]]:
+        out, err = start(kernels).communicate(timeout=120)
+        return out, sorted(re.findall(r"files: (\w+\.c)", err))
+
+    assert compiled() == ("42\n", ["answer.c", "other.c"])
+    (kernels / "unused.h").write_text("")
+    assert compiled() == ("42\n", [])
+    (kernels / "two.h").write_text("#define TWO 3\n")
+    assert compiled() == ("43\n", ["answer.c"])
+
+
 def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gcc = build.find_compiler()
 
     def key(compiler: list[str] = gcc) -> str:
-        return build._key(compiler, build._wanted_flags())
+        return build._key(compiler, build._wanted_flags(), [*kernels.iterdir()])
 
     keys = [key()]
     assert key() == keys[0]
@@ -129,7 +147,7 @@ def test_a_compile_error_shows_the_compilers_message_and_leaves_nothing(kernels:
     (kernels / "answer.c").write_text("int hal_answer(int x) { return y; }\n")
     with pytest.raises(BackendUnavailable, match=r"(?s)answer\.c.*(.y. undeclared|undeclared identifier .y.)"):
         build.ensure_built()
-    assert cached(kernels) == ["lock"]
+    assert cached(kernels) == ["lock", "objects"]
 
 
 def test_a_cache_that_others_can_write_to_is_refused(
