@@ -2,6 +2,7 @@
 
     .ci/parts.py ci          what .ci/run runs
     .ci/parts.py nightly     tests that take too long for CI; writes docs/verified/nightly.md
+    .ci/parts.py test-slow   one part
 
 Stages run in order, quick ones first; the parts of a stage run in parallel. A failing part does not stop the others.
 The last line counts tests; a part that fails without a failed test counts as one failure.
@@ -159,7 +160,7 @@ The parts are targets of the Makefile; `nightly-tests` are the tests marked `nig
 
 def main(which: str) -> int:
     at, here, date = commit(), machine(), datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    results = run_stages(STAGES[which], lambda part: ["make", "--no-print-directory", part])
+    results = run_stages(STAGES.get(which, ((which,),)), lambda part: ["make", "--no-print-directory", part])
     if which == "nightly":
         PAGE.write_text(page(results, date, at, here))
         print(f"wrote {PAGE.relative_to(ROOT)}; commit it by hand")
