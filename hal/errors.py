@@ -1,8 +1,8 @@
 """Every error HAL raises on purpose.
 
-Each message says what was asked, what was found, and what to do next, and ends with its section of docs/errors.md. A
-caller that catches `HalError` catches all of them; the two that also are a standard exception (`ContractError`,
-`UnsupportedOp`) can be caught as that one.
+Each message says what was asked, what was found, and what to do next, and ends with the command that explains its kind
+of error (`hal explain`, which prints a section of docs/errors.md). A caller that catches `HalError` catches all of
+them; the two that also are a standard exception (`ContractError`, `UnsupportedOp`) can be caught as that one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_SEE = re.compile(r" \(see docs/errors\.md#\w+\)")
+_SEE = re.compile(r" \(hal explain \w+\)")
 
 
 class HalError(Exception):
@@ -19,7 +19,7 @@ class HalError(Exception):
     def __str__(self) -> str:
         kind = next(c for c in type(self).__mro__ if c.__module__ == __name__)
         # A message that quotes another HalError would otherwise end with two references.
-        return f"{_SEE.sub('', super().__str__())} (see docs/errors.md#{kind.__name__.lower()})"
+        return f"{_SEE.sub('', super().__str__())} (hal explain {kind.__name__})"
 
 
 class BackendNotFound(HalError):

@@ -6,6 +6,7 @@ line with a hint on stderr; anything else is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -28,6 +29,7 @@ COMMANDS = {
     "serve": "a trained model behind an OpenAI-style completions endpoint",
     "report": "runs side by side on one HTML page",
     "convert": "checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core",
+    "explain": "why an error occurs and what to do about it",
     "launch": "run a command on several processes or machines",
     "new-backend": "write an installable package that adds a backend",
     "completion": "write a shell script that completes commands, options, backends and ops",
@@ -53,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        print(f"hal: there is no command '{name}'; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean `hal {close[0]}`?" if close else ""
+        print(f"hal: there is no command '{name}'.{hint} The commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         return int(importlib.import_module(f"hal.cli.{name.replace('-', '_')}").main(rest))

@@ -56,7 +56,9 @@ def load(name: str) -> type[Backend]:
     """
     plugins = _plugins().get(name, [])
     if name not in IN_TREE and not plugins:
-        close = difflib.get_close_matches(name, backend_names(), n=1)
+        # A name that continues the given one ("cpu" -> "cpu_ref") is closer than one with the same letters ("npu").
+        close = [known for known in backend_names() if known.startswith(name)] if name else []
+        close = close or difflib.get_close_matches(name, backend_names(), n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise BackendNotFound(
             f"no backend is called '{name}'; available: {', '.join(backend_names())}.{hint} "

@@ -30,21 +30,19 @@ def test_the_page_has_a_section_for_every_error_and_no_other():
 @pytest.mark.parametrize("kind", TAXONOMY, ids=lambda c: c.__name__)
 def test_every_message_leads_to_its_section(kind):
     given = {hal.CollectiveTimeout: ("tp", 1, "all_reduce", 7, [0], 60.0), hal.DeviceError: ("text", ["linear"])}
-    assert str(kind(*given.get(kind, ("text",)))).endswith(f" (see docs/errors.md#{kind.__name__.lower()})")
+    assert str(kind(*given.get(kind, ("text",)))).endswith(f" (hal explain {kind.__name__})")
 
 
 def test_an_error_defined_elsewhere_leads_to_the_section_of_its_kind():
     class Mine(hal.ContractError):
         pass
 
-    assert str(Mine("text")) == "text (see docs/errors.md#contracterror)"
+    assert str(Mine("text")) == "text (hal explain ContractError)"
 
 
 def test_a_message_that_quotes_another_keeps_one_reference():
     inner = hal.ContractError("no softmax")
-    assert (
-        str(hal.PluginError(f"broken: {inner}, sadly")) == "broken: no softmax, sadly (see docs/errors.md#pluginerror)"
-    )
+    assert str(hal.PluginError(f"broken: {inner}, sadly")) == "broken: no softmax, sadly (hal explain PluginError)"
 
 
 def test_two_of_them_are_also_a_standard_exception():
@@ -56,7 +54,7 @@ def test_require_says_what_was_asked_found_and_to_do():
     hal.require(True, "toy", "nothing", "nothing")
     with pytest.raises(
         hal.ContractError,
-        match=r"^toy: expected an even size; found 3\. Pad it\. \(see docs/errors\.md#contracterror\)$",
+        match=r"^toy: expected an even size; found 3\. Pad it\. \(hal explain ContractError\)$",
     ):
         hal.require(False, "toy", "an even size", 3, "Pad it.")
 

@@ -71,6 +71,8 @@ def test_an_unknown_name_lists_the_names_and_a_near_miss(install):
     install(GOOD)
     with pytest.raises(hal.BackendNotFound, match=r"'acne'; available: cpu_ref, cuda, npu, acme\. Did you mean 'acme'"):
         registry.load("acne")
+    with pytest.raises(hal.BackendNotFound, match="Did you mean 'cpu_ref'"):
+        registry.load("cpu")
 
 
 @pytest.mark.parametrize(
