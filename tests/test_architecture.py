@@ -120,7 +120,8 @@ print(json.dumps(loaded))
 
 BELOW_HAL = ("hal.ops", "hal.model", "hal.backends", "hal.testing", "hal.cli")
 ABSENT = {
-    "hal": (*BELOW_HAL, "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
+    "hal": (*BELOW_HAL, "hal.core", "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
+    "hal.public": (*BELOW_HAL, "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
     "hal.ops": ("hal.backends", "hal.model", "torch_npu", "cupy", "cffi", "hypothesis", "pytest"),
     "hal.testing.kit": ("pytest",),  # `hal parity` needs hypothesis only
     "hal.testing.checks": ("pytest", "hypothesis"),  # `hal doctor` needs neither
@@ -269,7 +270,6 @@ MODEL_ORDER = (
     "training",
     "megatron",
     "apps",
-    "train",
 )
 """The folders and files in model/: none imports one that comes later."""
 
@@ -280,6 +280,7 @@ HAL_ORDER = (
     "rng",
     "comm",
     "core",
+    "public",
     "__init__",
     "backend_tools",
     "mesh",
@@ -287,8 +288,9 @@ HAL_ORDER = (
     "pages",
     "testing",
     "cli",
+    "__main__",
 )
-"""Likewise in hal/. `import hal` loads what comes before __init__; what comes after uses hal as others see it."""
+"""Likewise in hal/. What comes before `public` defines the public names of hal; what comes after __init__ uses them."""
 
 BENCH_ORDER = ("__init__", "harness", "peers", "parallel", "suites", "gpu")
 """Likewise in benchmarks/."""

@@ -132,7 +132,7 @@ def _training_rows(backend: str) -> Iterator[GpuRow]:
     with tempfile.TemporaryDirectory() as folder:
         text, run_dir = Path(folder) / "text.txt", Path(folder) / "run"
         text.write_text("".join(f"{i} squared is {i * i}. " for i in range(20000)))
-        command = [sys.executable, "-m", "hal.cli", "train", "--backend", backend, *TRAIN.split()]
+        command = [sys.executable, "-m", "hal", "train", "--backend", backend, *TRAIN.split()]
         subprocess.run([*command, "--text-file", str(text), "--run-dir", str(run_dir)], check=True, cwd=ROOT)
         losses = json.loads((run_dir / "run.json").read_text())["losses"]
     yield {"backend": backend, "losses": [loss for _, loss in losses]}

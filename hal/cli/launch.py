@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
     job.log_dir.mkdir(parents=True, exist_ok=True)
     with (job.log_dir / "launch.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hal.cli", "launch", "--join", "true", *argv_without_join(argv)],
+            [sys.executable, "-m", "hal", "launch", "--join", "true", *argv_without_join(argv)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -223,7 +223,7 @@ def _side_by_side(arguments: argparse.Namespace) -> int:
 
 def _command(name: str, arguments: argparse.Namespace) -> list[str]:
     """The command that runs the kit on one backend, in this environment."""
-    command = [sys.executable, "-m", "hal.cli", "parity", "--backend", name, "--seed", str(arguments.seed)]
+    command = [sys.executable, "-m", "hal", "parity", "--backend", name, "--seed", str(arguments.seed)]
     if takes_simulate(name) and arguments.simulate:
         command.append("--simulate")
     if arguments.max_examples is not None:

@@ -54,7 +54,7 @@ class Job:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", str(self.count)]
+        command = [sys.executable, "-m", "hal", "launch", "--nproc-per-node", str(self.count)]
         command += ["--log-dir", str(self.folder / "logs"), "train", *MODEL, *self.options]
         command += ["--save", str(self.save), "--load", str(self.save), "--run-dir", str(self.folder / "run")]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}

@@ -5,7 +5,7 @@ import sys
 
 
 def hal(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "hal.cli", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "hal", *arguments], capture_output=True, text=True, check=False)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ def losses(backend, where, iterations, *options):
     command = [
         sys.executable,
         "-m",
-        "hal.cli",
+        "hal",
         "train",
         "--backend",
         backend,

@@ -79,7 +79,7 @@ def test_a_failing_rank_ends_the_job_although_its_peer_waits_for_it(tmp_path: Pa
     """The peer would wait ten minutes for the collective; the job ends long before and names the failed rank."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    command = [sys.executable, "-m", "hal.cli", "launch", "--backend", "npu", "--simulate", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "hal", "launch", "--backend", "npu", "--simulate", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "rank 1 failed first" in done.stderr and "rank 1 gives up" in done.stderr
     assert "together" in done.stdout

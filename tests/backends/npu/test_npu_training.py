@@ -26,7 +26,7 @@ DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 
 def hal_command(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hal.cli", *words]
+    command = [sys.executable, "-m", "hal", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 

@@ -27,7 +27,7 @@ def module_of(command):
 @pytest.fixture(scope="module")
 def offered():
     """offered("hal", "parity", "--bac") -> what bash would offer for the last word."""
-    completion = subprocess.run([sys.executable, "-m", "hal.cli", "completion", "bash"], capture_output=True, text=True)
+    completion = subprocess.run([sys.executable, "-m", "hal", "completion", "bash"], capture_output=True, text=True)
     assert completion.returncode == 0, completion.stderr
 
     def ask(*words):

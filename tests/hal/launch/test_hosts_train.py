@@ -17,12 +17,12 @@ ACROSS = ["--pipeline-model-parallel-size", "2"]
 def by_hal(number: int) -> list[str]:
     """One process per host, selected from the hostfile by a filter; every host finds its own entry."""
     hosts = ["--hostfile", "hosts", "--include", "10.77.0.1:0@10.77.0.2:1", "--master-port", "29445"]
-    return ["-m", "hal.cli", "launch", "--backend", "cpu_ref", *hosts, "--log-dir", "logs", "train", *TRAIN, *ACROSS]
+    return ["-m", "hal", "launch", "--backend", "cpu_ref", *hosts, "--log-dir", "logs", "train", *TRAIN, *ACROSS]
 
 
 def by_torchrun(number: int) -> list[str]:
     where = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "10.77.0.1", "--master-port", "29446"]
-    command = ["-m", "hal.model.train", "--backend", "cpu_ref", *TRAIN, *ACROSS]
+    command = ["-m", "hal", "train", "--backend", "cpu_ref", *TRAIN, *ACROSS]
     return ["-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *command]
 
 
@@ -34,7 +34,7 @@ def test_two_hosts_train_as_one_process(two_hosts: tuple[str, str], launcher, tm
         folder.mkdir()
         (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
         (folder / "hosts").write_text("10.77.0.1 slots=2\n10.77.0.2 slots=2\n")
-    one = [sys.executable, "-m", "hal.cli", "train", "--backend", "cpu_ref", *TRAIN]
+    one = [sys.executable, "-m", "hal", "train", "--backend", "cpu_ref", *TRAIN]
     subprocess.run(one, cwd=folders[0], check=True, capture_output=True, timeout=180)
     nodes = [
         subprocess.Popen(

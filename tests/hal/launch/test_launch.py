@@ -45,7 +45,7 @@ def worker(tmp_path: Path) -> str:
 
 
 def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [*prefix, sys.executable, "-m", "hal.cli", "launch", *argv]
+    command = [*prefix, sys.executable, "-m", "hal", "launch", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
@@ -91,7 +91,7 @@ def test_the_rank_that_failed_first_is_explained_first(worker: str, how: str, co
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_workers_with_it(worker: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path), worker]
+    command = [sys.executable, "-m", "hal", "launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path), worker]
     launcher = subprocess.Popen([*command, "sleep", "600"], stdout=subprocess.DEVNULL)
     log = tmp_path / "worker_0.log"
     while not (log.exists() and "rank 0" in log.read_text()):
@@ -160,7 +160,7 @@ def test_torchrun_starts_the_same_workers(worker: str) -> None:
 def test_two_hosts_run_one_job(two_hosts: tuple[str, str], worker: str, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("10.77.0.1 slots=2\n10.77.0.2 slots=1\n")
-    command = [sys.executable, "-m", "hal.cli", "launch", "--hostfile", str(hostfile), "--master-port", "29444"]
+    command = [sys.executable, "-m", "hal", "launch", "--hostfile", str(hostfile), "--master-port", "29444"]
     nodes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *command, "--log-dir", str(tmp_path / name), worker, ""],

@@ -34,7 +34,7 @@ sys.exit(run.main(sys.argv[1:]))
 
 
 def start(*argv: str, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", "2", *argv]
+    command = [sys.executable, "-m", "hal", "launch", "--nproc-per-node", "2", *argv]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
@@ -175,7 +175,7 @@ def test_a_job_goes_on_with_fewer_nodes(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         words = ["--nnodes", "1:2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", "29631"]
         words += ["--max-restarts", "3", "--cluster-timeout", "60", "--log-dir", str(tmp_path / f"logs{rank}")]
-        command = [sys.executable, "-m", "hal.cli", "launch", "--nproc-per-node", "1", *words, *options]
+        command = [sys.executable, "-m", "hal", "launch", "--nproc-per-node", "1", *words, *options]
         nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     while not (tmp_path / "save" / "iter_0000006").exists():
         assert nodes[0].poll() is None, nodes[0].communicate()

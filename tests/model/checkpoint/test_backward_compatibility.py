@@ -147,7 +147,7 @@ def _write(name: str, folder: Path) -> None:
     # Relative paths, because the checkpoint holds the options of its run.
     where = f"--nproc-per-node {world} --exit-interval {SAVED} --save {name} --run-dir run_{name}"
     argv = f"{COMMON} {MODELS[name]} {layout} {where}".split()
-    subprocess.run([sys.executable, "-m", "hal.cli", "train", *argv], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-m", "hal", "train", *argv], cwd=folder, check=True)
     (folder / name / "lock").unlink()
     with (
         gzip.GzipFile(FIXTURES / f"{name}.tar.gz", "wb", mtime=0) as packed,

@@ -11,10 +11,9 @@ import pytest
 
 import hal
 from hal.model.config.command_line import parse
-from hal.model.train import main
+from hal.model.training.run import main
 
 ROOT = Path(__file__).parents[3]
-RUN = "import sys, hal.model.train; sys.exit(hal.model.train.main())"
 
 
 def arguments(text, folder):
@@ -35,7 +34,7 @@ def arguments(text, folder):
 @pytest.mark.slow
 def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, *arguments(text, tmp_path)]
+    command = [sys.executable, "-m", "hal", "train", *arguments(text, tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
     for line in process.stdout:
         if "iteration        5/" in line:
@@ -102,6 +101,7 @@ def test_the_example_is_a_valid_config():
 
 @pytest.mark.slow
 def test_importing_the_command_line_does_not_import_megatron():
-    code = "import sys, hal.model.train; print([m for m in sys.modules if m.startswith(('megatron', 'matplotlib'))])"
+    heavy = "[m for m in sys.modules if m.startswith(('megatron', 'matplotlib'))]"
+    code = f"import sys, hal.model.training.run; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def launch(backend, ranks, *arguments):
     name, options = backend
-    command = [sys.executable, "-m", "hal.cli", "launch", "--backend", name, *options, "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "hal", "launch", "--backend", name, *options, "--nproc-per-node", str(ranks)]
     result = subprocess.run(
         [*command, str(EXAMPLE), *map(str, arguments)],
         capture_output=True,

@@ -136,7 +136,7 @@ def test_launched_through_a_wrapper_the_last_rank_is_seen_and_without_routing_a_
         options = ["launch", "--backend", "cpu_ref", "--nproc-per-node", "2", *command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            [sys.executable, "-m", "hal.cli", *options], capture_output=True, text=True, timeout=120, env=environment
+            [sys.executable, "-m", "hal", *options], capture_output=True, text=True, timeout=120, env=environment
         )
 
     result = launch("-m", "package.module")
@@ -234,7 +234,7 @@ HAL = ("--spec", "hal.model.megatron", "gpt_layer_spec")
 
 
 def losses(ranks, *arguments, divisor=128, script=CHECKOUT / "pretrain_gpt.py"):
-    command = [sys.executable, "-m", "hal.cli", "launch", "--backend", "cpu_ref", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "hal", "launch", "--backend", "cpu_ref", "--nproc-per-node", str(ranks)]
     options = [*OPTIONS.split(), "--make-vocab-size-divisible-by", str(divisor), *map(str, arguments)]
     result = subprocess.run(
         [*command, str(script), *options],

@@ -57,7 +57,7 @@ def passed(processes, plugin, folder):
     report = folder / f"{plugin}.xml"
     tests = ["-p", plugin, "-p", "no:cacheprovider", "-o", "addopts=", "--continue-on-collection-errors", "-q"]
     tests += ["--tb=line", "-W", "ignore", *(f"tests/unit_tests/{part}" for part in PARTS[processes])]
-    launched = ["-m", "hal.cli", "launch", "--nproc-per-node", str(processes)]
+    launched = ["-m", "hal", "launch", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launched if processes > 1 else []), "-m", "pytest", *tests]
     path = [str(CHECKOUT), str(PLUGINS), str(Path(hal.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     inherited = {name: value for name, value in os.environ.items() if name != "HAL_BACKEND"}

@@ -81,7 +81,7 @@ def start() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
 def _train(text: str, folder: Path, *more: str) -> list[str]:
     options = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
     options += " --global-batch-size 4 --train-iters 40 --sample-tokens 0 --save-interval 2 --backend cpu_ref"
-    return [sys.executable, "-m", "hal.cli", "train", *options.split(), "--text-file", text, *more]
+    return [sys.executable, "-m", "hal", "train", *options.split(), "--text-file", text, *more]
 
 
 def _losses(folder: Path) -> dict[int, float]:

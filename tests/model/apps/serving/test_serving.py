@@ -334,7 +334,7 @@ def test_the_command_serves_on_any_layout_until_it_is_told_to_end(layout, tmp_pa
     config.set_vocabulary(257)
     tensors = {n: p.detach() for n, p in GPT(config, torch.device("cpu")).named_parameters()}
     hal_format.write(Weights(options, tensors, {"tokenizer_type": "ByteTokenizer"}), tmp_path / "tiny")
-    command = [sys.executable, "-m", "hal.cli", "serve", "--backend", "cpu_ref", "--load", str(tmp_path / "tiny")]
+    command = [sys.executable, "-m", "hal", "serve", "--backend", "cpu_ref", "--load", str(tmp_path / "tiny")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--port", "0", *layout], stdout=subprocess.PIPE, text=True, env=environment)
     try:

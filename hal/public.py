@@ -1,0 +1,94 @@
+"""The public names of `hal`, from the modules that define them. Importing this module imports torch, and no vendor
+package, no op and no model."""
+
+from .comm.contract import Comm, Message, SingleRankComm, Work
+from .comm.torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
+from .core.backend import API, Backend, Impl, Probe, address, by_metadata
+from .core.call import Call
+from .core.capabilities import Capabilities
+from .core.device_spec import DeviceSpec
+from .core.dispatch import (
+    Why,
+    activate,
+    activated,
+    backend,
+    device,
+    device_errors,
+    fallbacks,
+    local_device,
+    policy,
+    synchronize,
+    use,
+    why,
+)
+from .core.lower import Lowered, lower
+from .core.op import OPS, Choice, DtypeSpec, Op, Sample, TensorSpec, Tol, op, require
+from .core.registry import backend_names
+from .errors import (
+    BackendNotFound,
+    BackendUnavailable,
+    CollectiveFailed,
+    CollectiveTimeout,
+    ContractError,
+    DeviceError,
+    HalError,
+    PluginError,
+    UnsupportedOp,
+)
+from .rng import Rng, dropout_threshold
+
+__all__ = [
+    "API",
+    "GLOO",
+    "OPS",
+    "Backend",
+    "BackendNotFound",
+    "BackendUnavailable",
+    "Call",
+    "Capabilities",
+    "Choice",
+    "CollectiveFailed",
+    "CollectiveTimeout",
+    "Comm",
+    "ContractError",
+    "DeviceError",
+    "DeviceSpec",
+    "DtypeSpec",
+    "HalError",
+    "Impl",
+    "Lowered",
+    "Message",
+    "Op",
+    "PluginError",
+    "Probe",
+    "Rng",
+    "Sample",
+    "SingleRankComm",
+    "TensorSpec",
+    "Tol",
+    "TorchComm",
+    "Transport",
+    "UnsupportedOp",
+    "Why",
+    "Work",
+    "activate",
+    "activated",
+    "address",
+    "backend",
+    "backend_names",
+    "by_metadata",
+    "device",
+    "device_errors",
+    "dropout_threshold",
+    "engine_failure",
+    "fallbacks",
+    "local_device",
+    "lower",
+    "op",
+    "policy",
+    "require",
+    "synchronize",
+    "torch_comm",
+    "use",
+    "why",
+]
