@@ -173,8 +173,9 @@ def test_linear_compiled_for_avx2_keeps_its_sums_in_registers(tmp_path: Path) ->
     assert not messages, "\n".join(messages)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("f32", marks=pytest.mark.slow), pytest.param("f64", marks=pytest.mark.nightly)]
+)
 def test_attention_compiled_for_avx2_keeps_its_sums_in_registers(kind: str, tmp_path: Path) -> None:
     messages = faults(compiled(f"flash_attention_{kind}.c", tmp_path, *AVX2), 12)
     assert not messages, "\n".join(messages)
@@ -188,9 +189,11 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.parametrize("target", ["this processor", "AVX2"])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("this processor", marks=pytest.mark.slow), pytest.param("AVX2", marks=pytest.mark.nightly)],
+)
 def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> None:
     full, flags = (registers(), []) if target == "this processor" else (12, AVX2)
     kernels = tmp_path / "kernels"

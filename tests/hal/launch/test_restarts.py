@@ -91,11 +91,14 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "grace, asked, seconds, code",
-    [("2", (), "60", 143), ("60", (), "5", 0), (None, ("36",), "33", 0)],
-    ids=["too short", "given", "asked for by the workers"],
+    [
+        pytest.param("2", (), "60", 143, id="too short", marks=pytest.mark.slow),
+        pytest.param("60", (), "5", 0, id="given", marks=pytest.mark.slow),
+        # Longer than the default of 30 s, hence every night only.
+        pytest.param(None, ("36",), "33", 0, id="asked for by the workers", marks=pytest.mark.nightly),
+    ],
 )
 def test_workers_have_the_grace_to_stop(
     tmp_path: Path, grace: str | None, asked: tuple[str, ...], seconds: str, code: int

@@ -94,11 +94,13 @@ GENERATING = {
 QUICK = {"tp2-llama", "pp2-gpt2"}
 
 
-def cases(table: dict[str, Any]) -> list[Any]:
-    return [pytest.param(*v, id=k, marks=() if k in QUICK else pytest.mark.slow) for k, v in table.items()]
+def cases(table: dict[str, Any], slow: set[str]) -> list[Any]:
+    """The rows of the table as parameters; those that are neither quick nor slow run every night."""
+    marks = {**dict.fromkeys(QUICK, ()), **dict.fromkeys(slow, pytest.mark.slow)}
+    return [pytest.param(*v, id=k, marks=marks.get(k, pytest.mark.nightly)) for k, v in table.items()]
 
 
-@pytest.mark.parametrize("world, base, layout", cases(GENERATING))
+@pytest.mark.parametrize("world, base, layout", cases(GENERATING, {"ep2-tp2-deepseek", "tp2-pp2-llama"}))
 def test_a_seed_gives_the_same_text_on_every_layout(world: int, base: Any, layout: Any) -> None:
     got, want = on(world, texts, {**base, **layout}), on(1, texts, base)
     for greedy_or_drawn in (0, 1):
@@ -110,7 +112,7 @@ def test_a_seed_gives_the_same_text_on_every_layout(world: int, base: Any, layou
 SCORING = {**GENERATING, "cp2-llama": (2, LLAMA, CP2), "ulysses-gpt2": (2, GPT2, ULYSSES)}
 
 
-@pytest.mark.parametrize("world, base, layout", cases(SCORING))
+@pytest.mark.parametrize("world, base, layout", cases(SCORING, {"ep2-tp2-deepseek", "cp2-llama", "ulysses-gpt2"}))
 def test_scores_are_those_of_one_process(world: int, base: Any, layout: Any) -> None:
     got, want = (torch.tensor(on(*how)) for how in ((world, scores, {**base, **layout}), (1, scores, base)))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

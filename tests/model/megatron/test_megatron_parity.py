@@ -27,15 +27,14 @@ def test_a_window_is_the_same_window(world):
     assert max(errors["loss"], errors["grad"], errors["norm"]) <= WITHIN, errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt2", "local", tp=2, pp=2),
-        Case("llama", "hal", tp=2, pp=2, sequence=True),
-        Case("gpt2", "hal", tp=2, pp=2),
-        Case("llama", "hal", cp=2),
-        Case("gpt2", "hal", tp=2, cp=2, sequence=True, cp_comm_type="a2a"),
+        pytest.param(Case("gpt2", "local", tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(Case("llama", "hal", tp=2, pp=2, sequence=True), marks=pytest.mark.slow),
+        pytest.param(Case("gpt2", "hal", tp=2, pp=2), marks=pytest.mark.nightly),
+        pytest.param(Case("llama", "hal", cp=2), marks=pytest.mark.nightly),
+        pytest.param(Case("gpt2", "hal", tp=2, cp=2, sequence=True, cp_comm_type="a2a"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -92,7 +92,7 @@ def _compare(base: dict[str, Any], name: str, count: int = 10, losses: float = 1
 
 
 QUICK = {("deepseek", "ep2"), ("deepseek", "ep2-etp2")}
-SLOW = {("mixtral", "ep2-zero3"), ("mixtral", "ep2-zero-bubble"), ("deepseek", "ep2-tp2-cp2"), ("mixtral", "ep2-zero1")}
+SLOW = {("mixtral", "ep2-zero3"), ("mixtral", "ep2-zero-bubble"), ("deepseek", "ep2-tp2-cp2")}
 SLOW |= {("mixtral", "ep2-etp2-allgather"), ("dropping", "ep2-cp2"), ("mixtral", "ep2-full-recomputation")}
 
 

@@ -39,16 +39,14 @@ def _stops(options: dict[str, Any], folder: str) -> Any:
         return error.absent, "1" in str(error), error.seq > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, layout",
     [
-        (2, {"tensor_model_parallel_size": 2}),
-        (2, {"pipeline_model_parallel_size": 2}),
-        (3, {"zero_stage": 3, "global_batch_size": 9}),
-        (3, {"global_batch_size": 9}),
+        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp2", marks=pytest.mark.nightly),
+        pytest.param(3, {"zero_stage": 3, "global_batch_size": 9}, id="zero3", marks=pytest.mark.slow),
+        pytest.param(3, {"global_batch_size": 9}, id="dp3", marks=pytest.mark.nightly),
     ],
-    ids=["tp2", "pp2", "zero3", "dp3"],
 )
 def test_a_rank_that_stops_answering_is_named(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     options = {**GPT2, **layout}
@@ -110,8 +108,13 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     assert {n: v for n, v in resumed.items() if n > at} == {n: v for n, v in straight.items() if n > at}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("--tensor-model-parallel-size", marks=pytest.mark.nightly),
+        pytest.param("--pipeline-model-parallel-size", marks=pytest.mark.slow),
+    ],
+)
 def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
     text: str, tmp_path: Path, layout: str, start: Callable[..., Any]
 ) -> None:

@@ -48,9 +48,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [c if c == "tp2-documents" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+SLOW = {"pp2-zero-bubble", "dp2-zero3", "cp2-ring"}
+
+
+def _cases() -> list[Any]:
+    marks = {"tp2-documents": (), **dict.fromkeys(SLOW, pytest.mark.slow)}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.nightly)) for name in CASES]
+
+
+@pytest.mark.parametrize("name", _cases())
 def test_losses_and_gradients_are_bit_equal_when_the_logits_are_written_over(name: str) -> None:
     world, layout = CASES[name]
     options = {**GPT2, "hidden_dropout": 0.1, **layout}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -60,6 +60,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2": (8, {**TP2, **PP2}),
 }
 QUICK = {"tp2-sp", "pp2-interleaved", "dp2-zero3"}
+SHAPES = (("gpt2", GPT2), ("llama", LLAMA))
+NIGHTLY = pytest.mark.nightly
+
+
+def _one_shape_each(names: Iterable[str]) -> dict[str, str]:
+    """The shape in which CI runs a layout: the shapes alternate, and the other one runs every night."""
+    return {name: SHAPES[i % 2][0] for i, name in enumerate(names)}
 
 
 @functools.cache
@@ -73,13 +80,14 @@ def one_process(options: dict[str, Any], count: int = 10) -> list[Any]:
 
 def _cases() -> list[Any]:
     cases = []
-    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+    shape_in_ci = {**_one_shape_each(LAYOUTS), **dict.fromkeys(QUICK, "gpt2")}
+    for shape, base in SHAPES:
         for dropout in (False, True):
             for name, (world, layout) in LAYOUTS.items():
-                quick = name in QUICK and dropout and shape == "gpt2"
                 label = f"{shape}-{name}" + ("-dropout" if dropout else "")
                 # With dropout, the same code paths run and also generate masks; the remaining cases run every night.
-                marks = () if quick else pytest.mark.slow if dropout else pytest.mark.nightly
+                in_ci = dropout and shape == shape_in_ci[name]
+                marks = NIGHTLY if not in_ci else () if name in QUICK else pytest.mark.slow
                 cases.append(pytest.param(base | (DROPOUT if dropout else {}), world, layout, id=label, marks=marks))
     return cases
 
@@ -98,9 +106,10 @@ FUSED = ("tp2", "tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero2", "dp2-zero3", "c
 def _both_shapes(names: Sequence[str], quick: str) -> list[Any]:
     """(options of the model, ranks, options of the layout) of both model shapes; only "gpt2-" + quick is not slow."""
     cases = []
-    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+    shape_in_ci = {**_one_shape_each(names), quick: "gpt2"}
+    for shape, base in SHAPES:
         for name in names:
-            marks = () if (shape, name) == ("gpt2", quick) else pytest.mark.slow
+            marks = NIGHTLY if shape != shape_in_ci[name] else () if name == quick else pytest.mark.slow
             cases.append(pytest.param(base, *LAYOUTS[name], id=f"{shape}-{name}", marks=marks))
     return cases
 
@@ -135,12 +144,18 @@ def _evaluations(options: dict[str, Any]) -> list[float]:
     return [first, run.evaluate()]
 
 
-def _evaluated() -> list[Any]:
-    names = ("tp2-sp", "pp2", "pp2-interleaved", "pp2-zero-bubble", "dp2-zero3", "cp2-ring", "pp2-zero-bubble-zero2")
-    return [n if n == "pp2-zero-bubble" else pytest.param(n, marks=pytest.mark.slow) for n in names]
+def _marked(slow: Sequence[str], nightly: Sequence[str]) -> list[Any]:
+    """Names as parameters of slow and of nightly tests."""
+    return [pytest.param(n, marks=pytest.mark.slow) for n in slow] + [pytest.param(n, marks=NIGHTLY) for n in nightly]
 
 
-@pytest.mark.parametrize("name", _evaluated())
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp2-zero-bubble",
+        *_marked(["tp2-sp", "dp2-zero3", "cp2-ring"], ["pp2", "pp2-interleaved", "pp2-zero-bubble-zero2"]),
+    ],
+)
 def test_a_layout_evaluates_as_one_process(name: str) -> None:
     world, layout = LAYOUTS[name]
     base = {**GPT2, **DROPOUT, "eval_interval": 1, "eval_iters": 2}
@@ -172,17 +187,32 @@ def _with_dropout(name: str, count: int) -> list[Any]:
     return on(world, {**GPT2, **DROPOUT, **layout}, count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tp2-sp", "pp2", "pp2-zero-bubble", "dp2-zero3", "cp2-ring"])
-@pytest.mark.parametrize("how", ["full", "selective"])
+def _recomputed() -> list[Any]:
+    """Both kinds of recomputation on every layout, of which CI runs one each."""
+    in_ci = {
+        "tp2-sp": "full",
+        "pp2": "selective",
+        "pp2-zero-bubble": "full",
+        "dp2-zero3": "selective",
+        "cp2-ring": "full",
+    }
+    return [
+        pytest.param(name, how, marks=pytest.mark.slow if how == chosen else NIGHTLY)
+        for name, chosen in in_ci.items()
+        for how in ("full", "selective")
+    ]
+
+
+@pytest.mark.parametrize("name, how", _recomputed())
 def test_recomputation_changes_nothing_bit_for_bit(name: str, how: str) -> None:
     world, layout = LAYOUTS[name]
     again = RECOMPUTE if how == "full" else {"recompute_granularity": "selective"}
     assert on(world, {**GPT2, **DROPOUT, **layout, **again}, 4) == _with_dropout(name, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tp2", "pp2", "pp2-zero-bubble", "dp2-overlap", "dp2-zero3", "cp2-ring", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "name", _marked(["tp2", "pp2-zero-bubble", "dp2-zero3"], ["pp2", "dp2-overlap", "cp2-ring", "tp2-pp2"])
+)
 def test_bfloat16_within_its_own_tolerance(name: str) -> None:
     """Partial sums of a sharded matrix product are each rounded to 8 bits: 2^-8 relative, averaged by the losses."""
     world, layout = LAYOUTS[name]
@@ -190,8 +220,7 @@ def test_bfloat16_within_its_own_tolerance(name: str) -> None:
     close(on(world, {**base, **layout}), one_process(base), 2**-8, 2**-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp2", "dp2-zero2", "tp2-pp2", "pp2-zero-bubble"])
+@pytest.mark.parametrize("name", _marked(["dp2-zero2", "pp2-zero-bubble"], ["dp2", "tp2-pp2"]))
 def test_every_rank_skips_the_step_that_overflows(name: str) -> None:
     """The initial scale is a few powers of two too large, so the first steps are skipped on all ranks."""
     world, layout = LAYOUTS[name]
@@ -260,8 +289,13 @@ TOGETHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize(
+    "name",
+    _marked(
+        ["pp3-list-noop-selective", "tp2-sp-pp2-zero-bubble-recompute"],
+        ["tp2-sp-zero3-block", "cp2-pp2-interleaved-uniform"],
+    ),
+)
 def test_features_together_train_as_one_process(name: str) -> None:
     """The learning rate is smaller than in the table, because deep models amplify rounding differences."""
     world, base, layout = TOGETHER[name]

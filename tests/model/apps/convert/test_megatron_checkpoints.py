@@ -84,8 +84,13 @@ def _load_ours(options: dict[str, Any], root: str, tp: int, pp: int) -> list[Any
     return [answer, [n for n, p in model.named_parameters() if not torch.equal(p, loaded[n])]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(GPT2, id="gpt2", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
+    ],
+)
 def test_what_megatron_wrote_has_its_logits_here(options: dict[str, Any], tmp_path: Path, cpu_ref: Any) -> None:
     (logits,) = run_processes(1, _save_theirs, options, str(tmp_path))
     expected = torch.tensor(logits)[..., :VOCABULARY]
@@ -96,8 +101,15 @@ def test_what_megatron_wrote_has_its_logits_here(options: dict[str, Any], tmp_pa
         torch.testing.assert_close(hal_logits(tmp_path / f"{name}-here"), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options, tp, pp", [(GPT2, 1, 1), (LLAMA, 1, 1), (LLAMA, 2, 2), (GPT2, 2, 1)])
+@pytest.mark.parametrize(
+    "options, tp, pp",
+    [
+        pytest.param(GPT2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(LLAMA, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(LLAMA, 2, 2, marks=pytest.mark.slow),
+        pytest.param(GPT2, 2, 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_written_here_loads_in_megatron_core(
     options: dict[str, Any], tp: int, pp: int, tmp_path: Path, cpu_ref: Any
 ) -> None:

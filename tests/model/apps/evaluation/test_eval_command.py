@@ -48,16 +48,14 @@ def test_the_validation_loss_is_the_runs(run: Any, more: Any, tmp_path: Path, ca
     assert "validation results on valid | lm loss value: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--tensor-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-size", "2"],
-        [],
-        ["--context-parallel-size", "2"],
+        pytest.param(["--tensor-model-parallel-size", "2"], id="tp2", marks=pytest.mark.slow),
+        pytest.param(["--pipeline-model-parallel-size", "2"], id="pp2", marks=pytest.mark.nightly),
+        pytest.param([], id="dp2", marks=pytest.mark.nightly),
+        pytest.param(["--context-parallel-size", "2"], id="cp2", marks=pytest.mark.slow),
     ],
-    ids=["tp2", "pp2", "dp2", "cp2"],
 )
 def test_the_validation_loss_is_the_runs_on_two_ranks(run: Any, layout: Any, tmp_path: Path) -> None:
     save, loss = run(**RESET if layout != ["--context-parallel-size", "2"] else {})
