@@ -1,7 +1,7 @@
 """permute and unpermute (npu_moe_token_permute, npu_moe_token_unpermute and its gradient).
 
-The vendor's operators know no dropped assignments. permute gives them the largest index, so that they are sorted to the
-end, and zeroes their rows. unpermute gives them the rows that no other assignment has, with probability 0.
+The vendor's operators do not support dropped assignments. permute gives them the largest index, so that they are sorted
+to the end, and zeroes their rows. unpermute gives them the rows that no other assignment has, with probability 0.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ def _set(active: _Active | None) -> None:
     """Switches to another backend or policy; every op has to look its candidates up again."""
     global _active
     _active = active
+    # Calls of the backend before are not those that an error of this one is about.
     issued.forget()
     issued.after = None
     if active is not None and active.synchronous:
@@ -274,6 +275,8 @@ class _ActiveDispatcher:
     def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         active = _state()
         for impl in _candidates(op, active):
+            # A preferred implementation whose answer depends on more than metadata must be asked on every call, so
+            # none behind it can be remembered either.
             if not impl.by_metadata:
                 return None
             if not impl.refusals(call):
@@ -282,6 +285,7 @@ class _ActiveDispatcher:
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
         active, f = _state(), fragments(op.signature)
+        # Generated, because binding *args and **kwargs to a signature would take longer than all of dispatch may.
         source = (
             f"def ask({f.header}):\n"
             f"    _call = _Call({f.passed})\n"
@@ -304,6 +308,7 @@ install_dispatcher(_ActiveDispatcher())
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handles a call that no candidate accepts: runs the reference or raises, depending on the policy."""
+    # The reasons are collected again here, so that accepted calls do not pay for texts.
     report = why(op, *args, **kwargs)
     if active.fallback != "reference":
         raise UnsupportedOp(f"{report}\nWhat to do: change the call, or allow the slow path with fallback='reference'.")

@@ -98,6 +98,8 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
         return Verdict(not_storable, 0.0)
     arguments = _build(subject, sample)
     _watch(watched, arguments)
+    # First what the call must refuse, then the call and its backward pass, then what they left behind, and at the end
+    # repetitions. The comparison comes before the repetitions, because a wrong result is the better message.
     op.check(op.Call(**arguments))
     reasons = _ask(subject, sample, arguments)
     if not reasons and subject.impl.composed:
@@ -118,6 +120,8 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
         raise subject.fail(f"returned {sorted(outcome.outputs)}, the reference {sorted(native.outputs)}", sample)
     for name, y in native.outputs.items():
         _must_look_like(subject, sample, name, outcome.outputs[name], y)
+    # Of nearly equal scores rounding decides which is chosen. The rest is compared for the implementation's own choice,
+    # after that has been checked.
     if op.choice is not None and arguments[op.choice.parameter] is None:
         chosen = _right_choice(subject, sample, op.choice, outcome)
         oracle, native, dys = references(subject, sample, {op.choice.parameter: chosen})
@@ -136,6 +140,7 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
             second = again[name]
             if first is not None and second is not None and not subject.repeats(first, second):
                 raise subject.fail(f"the gradient of {name} differs in bits when backward runs twice", sample)
+        # Upstream gradients of real models are often views, of which a kernel must not read the base.
         third = _for_backward(subject, sample, arguments, outcome)
         outcome.gradients = _backward(subject, sample, third, [scattered(dy) for dy in dys_there])
         worst = max(worst, _compare(subject, sample, outcome, oracle, native, " (upstream gradient not contiguous)"))
@@ -145,6 +150,8 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
     repeated = _run(subject, sample, build(op, sample, dtype, subject.device), False, overwrite=True)
     for name, y in outcome.outputs.items():
         if not subject.repeats(y, repeated.outputs[name]):
+            # Within tolerance the bits differ only: an implementation that is not deterministic. Otherwise it computed
+            # from the overwritten arguments.
             off = measure(repeated.outputs[name], oracle.outputs[name], native.outputs[name], subject.tol, dtype)
             if off.tolerances <= subject.waiver:
                 raise subject.fail(f"{name} differs in bits in a second, equal call (without autograd)", sample)
@@ -253,6 +260,7 @@ def _ask(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> tupl
     if on_meta != reasons:
         raise subject.fail(f"why_not says {list(reasons)} of the call, but {list(on_meta)} on meta tensors", sample)
     if subject.impl.by_metadata:
+        # Such an answer is kept for all calls with equal shapes and dtypes, whatever their strides and seeds.
         others = map_tensors(to_meta(arguments), torch.Tensor.contiguous)
         for name, value in others.items():
             if isinstance(value, Rng):
@@ -336,6 +344,7 @@ def _run(
     """Executes the call. overwrite: whether its arguments are overwritten as soon as it has returned."""
     calls = subject.calls
     try:
+        # Copies are made before the device is synchronised, as a model's next operation would read the results.
         outcome = run(subject.op, subject.op, arguments, with_grad, wanted)
         if overwrite:
             _overwrite({n: x for n, x in arguments.items() if n not in subject.op.mutates})

@@ -91,6 +91,7 @@ def run(
     chosen = chosen_ops(names)
     effort = Effort(examples, seed, on_call=on_call)
     if quick:
+        # Equal shares, because a slow row would otherwise take the time of those behind it.
         rows = sum(len(backend.implementations(op)) * len(op.tol) for op in chosen)
         effort = replace(effort, seconds=QUICK_SECONDS / max(1, rows))
     for op in chosen:
@@ -204,6 +205,7 @@ def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterat
     composition of ops that the backend lacks, or the device stores the tensors of no call.
     """
     rows = [check_dtype(backend, impl, dtype, effort) for dtype in impl.op.tol]
+    # Not a fault of the backend: a composition whose parts it lacks, and an op whose dtypes its device does not store.
     excused = impl.composed and not all(map(backend.implementations, impl.op.parts))
     stored, samples = backend.capabilities().dtypes, impl.op.edge_cases()
     excused |= bool(samples) and all(not_stored(sample, stored) for sample in samples)
@@ -266,6 +268,7 @@ class _Tally:
 def _smallest(subject: Subject, failures: Sequence[Failure]) -> Failure:
     """The failure with the shortest call, whose sizes are reduced while it still fails."""
     failure = min(failures, key=lambda f: len(f.snippet()))
+    # A failure of a draw's order or of several ranks is not repeated by running its sample alone.
     if failure.sample is None or failure.check or failure.ranks:
         return failure
     found = [failure]
@@ -321,6 +324,7 @@ def _explore(subject: Subject, tally: _Tally, effort: Effort) -> None:
     )
     @given(subject.op.samples())
     def call(sample: Sample) -> None:
+        # Once a call has failed, the time limit no longer applies: hypothesis must still be able to shrink it.
         if tally.full and not last:
             return
         try:

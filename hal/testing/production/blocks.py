@@ -102,6 +102,7 @@ def cut_out(
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             part = value.detach()
+            # A part is cloned because in-place ops write to their arguments before the block is compared.
             parts[name] = picks[name](part).cpu().clone() if name in picks else part.cpu()
     if drawn is not None and arguments.get("rng") is not None:
         name, dim, start = drawn
@@ -125,6 +126,7 @@ def _starts(x: Tensor, dim: int, draw: random.Random, *, run: int = RUN, drawn: 
     last = max(0, count - run)
     limits = {limit // width for limit in _OFFSET_LIMITS}
     limits |= {limit // (width * x.element_size()) for limit in _OFFSET_LIMITS} | {_GRID_LIMIT}
+    # A block that straddles a limit has rows on both sides of it.
     at_limits = {limit - run // 2 for limit in limits}
     return sorted({0, last} | {at for at in at_limits if 0 < at < last} | {draw.randint(0, last) for _ in range(drawn)})
 
@@ -146,6 +148,7 @@ def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4, outputs: in
             pick = _narrow(dim, start, min(run, count - start))
             present = {name: pick for name in names if arguments[name] is not None}
 
+            # Defaults bind the loop's variables now; the part is made later, when the loop has moved on.
             def part(pick: Pick = pick, picks: Mapping[str, Pick] = present, start: int = start) -> Part:
                 return Part(cut_out(arguments, picks, (names[0], dim, start)), pick)
 
@@ -287,6 +290,7 @@ def table_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         "the last rows of the table": torch.arange(max(0, weight.shape[0] - RUN), weight.shape[0]),
     }
     for name, table in tables.items():
+        # A row's gradient is the sum over all ids that name it, so the part needs every one of them.
         positions = torch.isin(ids, table).nonzero().flatten()
         yield Block(
             name,
@@ -310,6 +314,7 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
     heads = {"q": n, "k": kv_heads, "v": kv_heads}
     before, after = arguments["pre_tokens"], arguments["next_tokens"]
     offset = skv - sq
+    # The reference aligns a window with the last query, so one that is aligned with the first is moved by the offset.
     if arguments["top_left"]:
         before, after = None if before is None else before + offset, None if after is None else after - offset
         offset = 0
@@ -342,11 +347,14 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
             cut["bias"] = alibi if cut["bias"] is None else alibi + cut["bias"]
         if arguments["rng"] is not None:
             cut["rng"] = _block_of_draw(arguments["rng"], (batch, n, sq, skv), (b, g * group, first, 0))
+        # The block's last query takes the place of the call's last one: with n queries after it, it sees n keys more to
+        # the left of the new alignment and n fewer to the right.
         queries_after = sq - (first + length)
         cut["pre_tokens"] = None if before is None else before + queries_after
         cut["next_tokens"] = None if after is None else after - queries_after
         return Part({**cut, "layout": "BNSD", "num_heads": None, "num_kv_heads": None}, picks["q"])
 
+    # The first and the last queries are compared in the first and the last head, where offsets are 0 and largest.
     ends = {0: (0, 0), max(0, sq - RUN): (batch - 1, kv_heads - 1)}
     inner = {draw.randint(0, max(0, sq - RUN)): (draw.randrange(batch), draw.randrange(kv_heads)) for _ in range(3)}
     for start, (b, g) in {**inner, **ends}.items():
@@ -421,6 +429,7 @@ def tokens_of_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]
         rows = functools.partial(_rows_of, table)
 
         def part(pick: Pick = pick, local: Tensor = local, rows: Pick = rows) -> Part:
+            # The part holds the rows in the order in which the tokens name them, so their numbers count upwards.
             numbers = torch.where(local >= 0, (local >= 0).flatten().cumsum(0).view(local.shape) - 1, -1)
             cut = cut_out(arguments, {"rows": rows, "probs": pick})
             return Part({**cut, "row_map": numbers}, pick)
