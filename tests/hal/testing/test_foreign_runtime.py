@@ -128,8 +128,7 @@ def losses(name, backend, world):
     return [loss for loss, _ in per_rank[0]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpt_trains_as_on_cpu_ref(site, name, world):
     actual, expected = (losses(name, backend, world) for backend in ("jax", "cpu_ref"))

@@ -172,7 +172,7 @@ def _sums(options: dict[str, Any]) -> int:
     return spy.counts().get("linear_wgrad", 0)
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2-sp", "dp2-overlap", "dp2-distributed-optimizer", "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "tp2-sp", *_marked(["dp2-overlap", "pp2"], ["dp2-distributed-optimizer"])])
 def test_where_products_add_to_the_gradients_of_the_microbatches_before(name: str) -> None:
     world, layout = LAYOUTS[name]
     microbatches = GPT2["global_batch_size"] // (2 if name.startswith("dp2") else 1)
@@ -237,7 +237,7 @@ def test_noop_layers_fill_a_place_in_the_pipeline() -> None:
     close(on(2, {**base, **PP2}), one_process(base), 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["pp2", "dp2-overlap", pytest.param("dp2-zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["pp2", *_marked(["dp2-overlap"], ["dp2-zero2"])])
 def test_a_growing_batch_trains_as_one_process(name: str) -> None:
     """One to four microbatches: fewer than stages at first, and a number that changes under overlapped reduction."""
     world, layout = LAYOUTS[name]
