@@ -137,29 +137,3 @@ def _harness(arguments: argparse.Namespace, model: Pretrained) -> int:
         if arguments.output_file is not None:
             write_text(arguments.output_file, json.dumps(results, indent=1, default=str) + "\n")
     return 0
-
-
-class _Progress:
-    """A progress bar if the output is a terminal."""
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True))
-            self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __call__(self, done: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
