@@ -45,7 +45,14 @@ def _loaded(options: dict[str, Any], root: str) -> list[float]:
     return model.broadcast_from_last_stage(logits, torch.zeros(1, 121)).flatten().tolist()
 
 
-@pytest.mark.parametrize("base", [GPT2, LLAMA, DEEPSEEK], ids=["tied", "untied", "experts"])
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(GPT2, id="tied"),
+        pytest.param(LLAMA, id="untied", marks=pytest.mark.nightly),
+        pytest.param(DEEPSEEK, id="experts", marks=pytest.mark.slow),
+    ],
+)
 def test_every_rank_loads_its_part_of_a_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
     """The last stage's copy of a tied weight is sharded, too, and stored under the first stage's name."""
     _save(base, str(tmp_path))
