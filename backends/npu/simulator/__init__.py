@@ -15,8 +15,20 @@ from hal import BackendUnavailable, HalError
 from . import build
 
 FAULTS = ("oom", "stream", "hccl_timeout", "slow_rank")
-SETTINGS = {"devices": 8, "memory_bytes": 61 << 30, "poison": 0, "hccl_timeout_ms": 0, "slow_rank_ms": 0}
-"""Setting -> default. memory_bytes is per device (0: the default), hccl_timeout_ms overrides HCCL_EXEC_TIMEOUT."""
+SETTINGS = {
+    "devices": 8,
+    "memory_bytes": 61 << 30,
+    "poison": 0,
+    "hccl_timeout_ms": 0,
+    "slow_rank_ms": 0,
+    "cores": 3,
+    "tile": 32,
+}
+"""Setting -> default. memory_bytes is per device (0: the default), hccl_timeout_ms overrides HCCL_EXEC_TIMEOUT.
+
+cores: among how many the rows of a sum are divided. tile: rows and columns of a tile of attention, and the summands of
+a product that are added at once. Both are smaller than those of a device (tiles of 128), so that small tensors, too,
+are divided and have an incomplete last part."""
 
 
 class Simulator:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.backends.npu import Npu
+from hal.backends.npu import Npu, simulator
 
 TRIANGLE = (2048, 2048)
 BAND: dict[str, Any] = {"sparse_mode": 4, "atten_mask": TRIANGLE}
@@ -227,8 +227,10 @@ def test_a_row_without_a_key_is_an_average_unless_asked_otherwise(npu: Npu) -> N
     assert torch.equal(uniform[:, :, 4:], zero[:, :, 4:])
 
 
-def test_mode_0_skips_whole_tiles_only(npu: Npu) -> None:
-    """A causal mask with pre=2048: row 2175 still sees 127 keys that lie outside the window, row 2176 sees none."""
+def test_mode_0_skips_whole_tiles_only(machine: simulator.Simulator) -> None:
+    """A causal mask with pre=2048 and the device's tiles: row 2175 still sees 127 keys that lie outside the window, row
+    2176 sees none."""
+    machine.set("tile", 128)
     size = 2304
     q, k = torch.zeros(1, 1, size, 1).npu(), torch.zeros(1, 1, size, 1).npu()  # every visible key has the same weight
     oldest = torch.zeros(1, 1, size, 1)

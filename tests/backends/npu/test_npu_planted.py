@@ -94,6 +94,27 @@ def test_a_causal_mask_from_the_other_corner(npu: Npu, plant: Callable[[str, obj
         check_all(npu, ops.flash_attention, "npu/fusion_attention")
 
 
+def test_tiles_that_mode_0_skips_although_the_window_sees_them(npu: Npu, plant: Callable[[str, object], None]) -> None:
+    """Mode 0 takes pre and next from the top left corner. With an exact mask, a window that is aligned at the bottom
+    right gives right results up to eight tiles of keys, which are 1,024 keys on a device and 256 here."""
+    right = fusion_call.plan
+
+    def mode_0(sq: int, sk: int, pre: int | None, next: int | None, masked: bool) -> Plan:
+        p = right(sq, sk, pre, next, masked)
+        if p.mode != 4 or masked:
+            return p
+        return Plan("full", 0, p.pre, p.next, dead_rows=True)
+
+    q, k = torch.randn(1, 1, 40, 8), torch.randn(1, 1, 300, 8)
+    here = {"layout": "BNSD", "pre_tokens": 20, "next_tokens": 5}
+    expected = ops.flash_attention.reference(q, k, k, **here)
+    for planted in (False, True):
+        if planted:
+            plant("plan", mode_0)
+        got = ops.flash_attention(q.npu(), k.npu(), k.npu(), **here).cpu()
+        assert torch.allclose(got, expected, atol=1e-4) != planted
+
+
 def test_rows_that_see_nothing_left_uniform(npu: Npu, plant: Callable[[str, object], None]) -> None:
     right = fusion_call.plan
     plant("plan", lambda *args: dataclasses.replace(right(*args), dead_rows=False))

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from hal import ops
 from hal.backends.npu import Npu, simulator
 from hal.backends.npu.simulator import generate
 
@@ -97,6 +98,47 @@ def test_generators_keep_and_restore_their_state(npu: Npu) -> None:
     torch.npu.set_rng_state(state)  # type: ignore[attr-defined]
     assert torch.equal(torch.rand(50, device="npu").cpu(), first)
     assert not torch.equal(torch.rand(50, device="npu").cpu(), first)
+
+
+@pytest.mark.parametrize("cores, expected", [(3, 3.0), (6, 0.0)])
+def test_cores_add_their_partial_sums(npu: Npu, machine: simulator.Simulator, cores: int, expected: float) -> None:
+    """In float32, 2^24 + 1 is 2^24: pairs add up to 2^24, 2 and 1 - 2^24, single summands to 0."""
+    machine.set("cores", cores)
+    x = torch.tensor([2.0**24, 1.0, 1.0, 1.0, 1.0, -(2.0**24)])
+    assert x.npu().sum().item() == expected
+    column = x[:, None].npu()
+    assert column.sum(0).item() == expected and column.t().sum(1).item() == expected
+    weight, bias = (torch.zeros(1).npu().requires_grad_() for _ in range(2))
+    torch.nn.functional.layer_norm(torch.ones(6, 1).npu(), (1,), weight, bias).backward(column)
+    assert bias.grad is not None and bias.grad.item() == expected
+
+
+def test_sums_over_cores_keep_shapes_and_dtypes(npu: Npu) -> None:
+    x = torch.randn(5, 4, 7)
+    for dim in (0, 1, (0, 2), (-1, 0), None):
+        for keep in (False, True):
+            there = x.npu().sum(dim, keepdim=keep).cpu()
+            assert torch.allclose(there, x.sum(dim, keepdim=keep), atol=1e-5) and there.shape == x.sum(dim, keep).shape
+    assert torch.ones(5, dtype=torch.bool).npu().sum().item() == 5
+    assert torch.zeros(0, 3).npu().sum(0).tolist() == [0.0, 0.0, 0.0]
+    many = torch.ones(4099, dtype=torch.bfloat16).npu()
+    assert many.sum().item() == 4096  # 4099 rounded once; partial sums rounded to 8 bits would lose more
+
+
+@pytest.mark.parametrize("tile", [1, 5, 32, 128])
+def test_attention_is_the_same_in_tiles_of_any_size(npu: Npu, machine: simulator.Simulator, tile: int) -> None:
+    machine.set("tile", tile)
+    q, k, v, dy = (torch.randn(1, 2, length, 8) for length in (37, 71, 71, 37))
+    here = {"layout": "BNSD", "pre_tokens": 20, "next_tokens": -3}  # some rows see no key
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = ops.flash_attention.reference(*leaves, **here)
+    expected.backward(dy)
+    there = [x.npu().requires_grad_() for x in (q, k, v)]
+    out = ops.flash_attention(*there, **here)
+    out.backward(dy.npu())
+    assert torch.allclose(out.cpu(), expected, atol=1e-5)
+    for x, y in zip(there, leaves):
+        assert x.grad is not None and y.grad is not None and torch.allclose(x.grad.cpu(), y.grad, atol=1e-5)
 
 
 def test_matrix_products_of_float64_are_refused(npu: Npu) -> None:

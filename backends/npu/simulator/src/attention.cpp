@@ -4,15 +4,18 @@
 // checks (mask shapes per sparse mode, pre/next without a valid block, prefix ranges, TND rows without a key) with
 // 561002. Phase two determines, per batch entry, which scores are computed (visited tiles) and which are masked:
 //   no mask             everything is visible; mode, pre and next are ignored
-//   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip entire tiles (rows of 128,
-//                       columns rounded up to 128), and nothing is skipped while Skv <= 1024
+//   mode 0, 1           the mask decides element by element; in mode 0 pre/next only skip entire tiles (rows and
+//                       columns rounded up to a tile), and nothing is skipped up to eight tiles of keys
 //   modes 2, 3, 4, 7, 8 the 2048 x 2048 mask is read along its diagonals, as the kernel does, so that wrong contents
-// have an                       effect
+//                       have an effect
 //   mode 5              the mask decides element by element, as in mode 1; the prefix is checked for its range only
-// (the                       caller's mask is to show: bottom-right causal or the first prefix[b] keys)
+//                       (the caller's mask is to show: bottom-right causal or the first prefix[b] keys)
 //   mode 6              bottom-right causal or the first prefix[b] keys, read through the 3072 x 2048 mask
 // A masked score is -FLT_MAX, so a row without a visible key averages V over the visited tiles. With inner_precise = 2,
 // or where the tiling detects such rows, their output is zero (with max = -FLT_MAX and sum = FLT_MAX).
+//
+// The device's tiles have 128 rows and columns. The setting "tile" makes them smaller by default, so that short
+// sequences, too, have tiles that are skipped, sums of earlier tiles that are rescaled, and an incomplete last tile.
 #include "attention.h"
 
 #include <cfloat>
@@ -23,7 +26,7 @@ namespace halsim::attention {
 namespace {
 
 constexpr int kTiling = 561002;  // ACLNN_ERR_INNER_TILING_ERROR
-constexpr int64_t kCompressed = 2048, kTileRows = 128, kTileColumns = 128, kSmallKeys = 1024;
+constexpr int64_t kCompressed = 2048;
 
 [[noreturn]] void refuse(int code, const std::string& text) { throw Refusal{code, "FlashAttentionScore: " + text}; }
 void require(bool fine, int code, const std::string& text) {
@@ -260,14 +263,15 @@ Visible visible(const Call& call, const Tensor& mask, int64_t b) {
     Tensor full = mask.dim() == 2 ? mask.unsqueeze(0) : mask.size(0) == 1 ? mask[0] : mask[b];
     result.masked = full.narrow(-2, 0, sq).narrow(-1, 0, sk).to(at::kBool);
   }
-  if (call.mode != 0 || sk <= kSmallKeys) return result;
+  const int64_t size = kernels::tile();
+  if (call.mode != 0 || sk <= 8 * size) return result;
   bool causal = call.pre >= call.max_q() && call.next == 0, all = call.pre >= call.max_q() && call.next >= call.max_k();
   if (all) return result;
-  Tensor tile = i.div(kTileRows, "floor") * kTileRows;
-  Tensor end = tile + kTileRows + (causal ? 0 : align_up(call.next, kTileColumns));
+  Tensor tile = i.div(size, "floor") * size;
+  Tensor end = tile + size + (causal ? 0 : align_up(call.next, size));
   result.skipped = j >= end;
   if (!causal) {
-    result.skipped = result.skipped.logical_or(j < tile - align_up(call.pre, kTileColumns));
+    result.skipped = result.skipped.logical_or(j < tile - align_up(call.pre, size));
     result.zero_dead_rows |= call.pre < -d || call.next < 0;
   }
   return result;
@@ -302,6 +306,31 @@ Block block(const Call& call, const Tensor& q, const Tensor& k, const Tensor& v,
   return out;
 }
 
+// Softmax and its product with v, before the division by the sum of the exponentials.
+struct Sums {
+  Tensor top, total, y;  // maximum [N, Sq, 1], sum of exp(score - maximum) [N, Sq, 1], product [N, Sq, Ev]
+};
+
+// Visits the keys tile by tile, as the kernel does: what earlier tiles gave is rescaled when the maximum grows. The
+// product takes its operands in `dtype` and accumulates in float. keep: dropout's factors [N, Sq, Sk], or undefined.
+Sums softmax_tiles(const Block& x, const Tensor& keep, at::ScalarType dtype) {
+  const int64_t heads = x.q.size(0), rows = x.q.size(1), keys = x.k.size(1), size = kernels::tile();
+  Sums sums{at::full({heads, rows, 1}, -INFINITY), at::zeros({heads, rows, 1}), at::zeros({heads, rows, x.v.size(-1)})};
+  for (int64_t begin = 0; begin < keys; begin += size) {
+    const int64_t count = std::min(size, keys - begin);
+    Tensor score = x.score.narrow(-1, begin, count);
+    Tensor top = at::maximum(sums.top, score.amax(-1, true));
+    // Rows that have skipped all keys so far have no maximum: their exponentials are 0, not exp(-inf + inf) = NaN.
+    Tensor from = top.masked_fill(top.eq(-INFINITY), 0);
+    Tensor e = (score - from).exp_(), earlier = (sums.top - from).exp_();
+    Tensor p = keep.defined() ? e * keep.narrow(-1, begin, count) : e;
+    sums.total = sums.total * earlier + e.sum(-1, true);
+    sums.y = sums.y * earlier + at::matmul(p.to(dtype).to(at::kFloat), x.v.narrow(1, begin, count));
+    sums.top = top;
+  }
+  return sums;
+}
+
 // The statistics of batch entry b as [N, Sq], from [B,N,Sq,8], from consecutive blocks [N, Sq_b, 8] for TND, or from
 // [T,N,8] when the layout of the input is requested.
 Tensor statistics(const Call& call, const Tensor& x, const std::string& softmax_layout, int64_t b) {
@@ -326,13 +355,8 @@ Work forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ps
     for (int64_t b = 0; b < call.batch; b++) {
       if (!call.sq[b] || !call.sk[b]) continue;
       Block x = block(call, q, k, v, pse, mask, scale, b);
-      Tensor top = std::get<0>(x.score.max(-1, true));
-      Tensor e = (x.score - top).exp_();
-      Tensor total = e.sum(-1, true);
-      Tensor keep_bits = dropout(call, drop, keep, b);
-      Tensor p = keep_bits.defined() ? e * keep_bits : e;
-      // The second product takes its operands in the input's dtype and accumulates in float.
-      Tensor y = at::matmul(p.to(q.scalar_type()).to(at::kFloat), x.v) / total;
+      auto [top, total, product] = softmax_tiles(x, dropout(call, drop, keep, b), q.scalar_type());
+      Tensor y = product / total;
       if (x.dead.defined()) {
         y = y.masked_fill(x.dead, 0);
         top = top.masked_fill(x.dead, -FLT_MAX);
@@ -377,9 +401,9 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
         part.add_(at::sum_to(ds * scale, part.sizes()));
       }
       auto by_group = [&](const Tensor& gradient) { return gradient.unflatten(0, {call.kv_heads, -1}).sum(1); };
-      write(entry(call, dq, b, call.heads, call.sq), at::matmul(ds, x.k) * scale);
-      write(entry(call, dk, b, call.kv_heads, call.sk), by_group(at::matmul(ds.transpose(-1, -2), x.q) * scale));
-      write(entry(call, dv, b, call.kv_heads, call.sk), by_group(at::matmul(pv.transpose(-1, -2), g)));
+      write(entry(call, dq, b, call.heads, call.sq), kernels::product(ds, x.k) * scale);
+      write(entry(call, dk, b, call.kv_heads, call.sk), by_group(kernels::product(ds.transpose(-1, -2), x.q) * scale));
+      write(entry(call, dv, b, call.kv_heads, call.sk), by_group(kernels::product(pv.transpose(-1, -2), g)));
     }
     write(dpse, bias);
   };

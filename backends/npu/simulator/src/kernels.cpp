@@ -46,6 +46,29 @@ Tensor rotate(const Tensor& x, int64_t mode) { return mode ? rotate_pairs(x) : r
 
 }  // namespace
 
+int64_t cores() { return std::max<int64_t>(1, setting("cores", 3)); }
+int64_t tile() { return std::max<int64_t>(1, setting("tile", 32)); }
+
+Tensor sum(const Tensor& x, const std::vector<int64_t>& dims, bool keep, at::ScalarType dtype) {
+  const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  if (dims.empty() || x.dim() == 0) return at::sum(x, dims, keep, wide);
+  const int64_t dim = dims[0], size = x.size(dim), block = std::max<int64_t>(1, (size + cores() - 1) / cores());
+  Tensor total = at::sum(x.narrow(dim, 0, std::min(block, size)), dims, keep, wide);
+  for (int64_t begin = block; begin < size; begin += block)
+    total = total + at::sum(x.narrow(dim, begin, std::min(block, size - begin)), dims, keep, wide);
+  return total;
+}
+
+Tensor product(const Tensor& a, const Tensor& b) {
+  const int64_t size = a.size(-1), step = tile();
+  Tensor total = at::matmul(a.narrow(-1, 0, std::min(step, size)), b.narrow(-2, 0, std::min(step, size)));
+  for (int64_t begin = step; begin < size; begin += step) {
+    const int64_t count = std::min(step, size - begin);
+    total = total + at::matmul(a.narrow(-1, begin, count), b.narrow(-2, begin, count));
+  }
+  return total;
+}
+
 std::optional<c10::string_view> rounding(int64_t mode) {
   if (mode == 0) return std::nullopt;
   return mode == 1 ? "trunc" : "floor";
@@ -145,7 +168,7 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector
   Tensor normal = (f32(x) - f32(mean)) * f32(rstd), g = f32(grad);
   Tensor gw = weight.defined() ? g * f32(weight) : g;
   Tensor dx = f32(rstd) * (gw - gw.mean(tail, true) - normal * (gw * normal).mean(tail, true));
-  auto over_rows = [&](const Tensor& t) { return t.reshape({-1, c10::multiply_integers(shape)}).sum(0).reshape(shape); };
+  auto over_rows = [&](const Tensor& t) { return sum(t.reshape({-1, c10::multiply_integers(shape)}), {0}, false, at::kFloat).reshape(shape); };
   return {wanted.at(0) ? dx : Tensor(), wanted.at(1) ? over_rows(g * normal) : Tensor(), wanted.at(2) ? over_rows(g) : Tensor()};
 }
 
@@ -165,8 +188,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x
   for (auto& d : tail) d -= gamma.dim();
   Tensor normal = f32(x) * rstd, g = f32(grad) * f32(gamma);
   Tensor dx = rstd * (g - normal * (g * normal).mean(tail, true));
-  Tensor dgamma = (f32(grad) * normal).reshape({-1, gamma.numel()}).sum(0).reshape(gamma.sizes());
-  return {dx, dgamma};
+  Tensor rows = (f32(grad) * normal).reshape({-1, gamma.numel()});
+  return {dx, sum(rows, {0}, false, at::kFloat).reshape(gamma.sizes())};
 }
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t mode) {
@@ -224,7 +247,11 @@ void foreach_three(const std::vector<Tensor>& x, const std::vector<Tensor>& a, c
     write(out.at(i), f(x[i], a.at(i), b.at(i), value.size() == 1 ? value[0] : value.at(i)));
 }
 void foreach_norm(const std::vector<Tensor>& x, const at::Scalar& p, const std::vector<Tensor>& out) {
-  for (size_t i = 0; i < x.size(); i++) write(out.at(i), at::linalg_vector_norm(f32(x[i]), p).reshape(out[i].sizes()));
+  for (size_t i = 0; i < x.size(); i++) {
+    Tensor norm = p.toDouble() == 2 ? sum(f32(x[i]).flatten().square(), {0}, false, at::kFloat).sqrt()
+                                    : at::linalg_vector_norm(f32(x[i]), p);
+    write(out.at(i), norm.reshape(out[i].sizes()));
+  }
 }
 void unscale(const std::vector<Tensor>& grads, const Tensor& found_inf, const Tensor& scale) {
   for (const Tensor& grad : grads) {

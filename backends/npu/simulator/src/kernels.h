@@ -4,6 +4,17 @@
 
 namespace halsim::kernels {
 
+// A device deals the rows of a sum to its cores and adds their partial sums, and visits the keys of attention and the
+// summands of a product in tiles. The settings "cores" and "tile" are smaller than any device's, so that small tensors,
+// too, are dealt and have an incomplete last block and tile.
+int64_t cores();
+int64_t tile();
+// The sum over `dims`, the first of which is dealt to the cores in contiguous blocks; 16-bit floats are added in float.
+// dtype: of the result, unless it is a 16-bit float.
+Tensor sum(const Tensor& x, const std::vector<int64_t>& dims, bool keep, at::ScalarType dtype);
+// a @ b of floats [..., n, k] and [..., k, m], with the sums over tiles of k added in order.
+Tensor product(const Tensor& a, const Tensor& b);
+
 // Ascend's rounding modes of DivMod: 0 true division, 1 trunc, 2 floor.
 std::optional<c10::string_view> rounding(int64_t mode);
 // Ascend takes an empty list for "all dimensions".

@@ -121,7 +121,7 @@ bool is_device_memory(const void* address, size_t bytes) {
 
 }  // namespace halsim
 
-// Called from Python: settings are devices, memory_bytes, poison, rank_delay_us, fault.<name> (n = fail on the n-th).
+// Called from Python: SETTINGS of simulator/__init__.py, and fault.<name> (n = fail on the n-th).
 extern "C" void halsim_set(const char* key, int64_t value) {
   std::lock_guard<std::mutex> lock(halsim::mutex);
   halsim::settings()[key] = value;
