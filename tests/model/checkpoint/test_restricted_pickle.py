@@ -36,10 +36,11 @@ def limited():
 
 
 def refused(read, pattern):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(HalError, match=pattern) as caught:
         read()
-    assert time.monotonic() - started < 30
+    # Work that grows with what a file claims: in processor time, which does not depend on the machine's load.
+    assert time.process_time() - started < 30
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
