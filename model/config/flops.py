@@ -34,8 +34,8 @@ def attention_weights(c: Config, tp: int = 1) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Training FLOPs per token: 6 per weight used in a product, and 6 per visible pair and channel of a query's and of a
-    value's head."""
+    """Training FLOPs per token: 6 per weight used in a product, and 6 per visible pair and channel of the heads of
+    queries and of values."""
     c = config
     matrices = 3 if c.swiglu or c.geglu else 2
     dense = c.hidden_size * c.ffn_hidden_size * matrices

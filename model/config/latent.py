@@ -9,17 +9,20 @@ if TYPE_CHECKING:
     from .schema import Config
 
 OPTIONS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"
-YARN = "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
-"""Names of the options that only latent attention, and only YaRN, reads."""
+YARN = "rotary_scaling_factor beta_fast beta_slow mscale mscale_all_dim"
+"""Names of the options that only latent attention reads, and of those that only YaRN reads."""
 
 
 def problems(c: Config) -> Iterator[str]:
     """Contradictions between the options of latent attention, rotary positions, and others."""
     if c.rope_type == "yarn":
         yield from _yarn(c)
+    length = c.original_max_position_embeddings
+    if c.use_rope_scaling and "original_max_position_embeddings" in c.given and length != 8192:
+        yield f"--original-max-position-embeddings {length}: Llama 3.1 has 8192, and so has --use-rope-scaling"
     if not c.multi_latent_attention:
         if c.rope_type == "yarn":
-            yield "--rope-type yarn is for --multi-latent-attention; rotary positions of other attention are plain (rope)"
+            yield "--rope-type yarn needs --multi-latent-attention; other attention has plain rotary positions (rope)"
         return
     if c.position_embedding_type != "rope":
         yield (
@@ -32,15 +35,15 @@ def problems(c: Config) -> Iterator[str]:
             f"--num-query-groups {c.num_query_groups}"
         )
     if c.qk_pos_emb_head_dim % 2:
-        yield f"--qk-pos-emb-head-dim {c.qk_pos_emb_head_dim}: rotary positions turn pairs of channels; give an even one"
+        yield f"--qk-pos-emb-head-dim {c.qk_pos_emb_head_dim} must be even: rotary positions turn pairs of channels"
     if c.rotary_interleaved:
         yield "--rotary-interleaved: latent attention always rotates channels (2i, 2i+1), as DeepSeek does; remove it"
     if c.use_rope_scaling:
         yield "--use-rope-scaling is for models without --multi-latent-attention; give --rope-type yarn and its options"
     if c.rope_type == "rope" and c.rotary_scaling_factor > 1.0 and c.mscale_all_dim:
         yield (
-            f"--mscale-all-dim {c.mscale_all_dim} scales attention for YaRN, but --rope-type is rope; remove it, or give "
-            "--rope-type yarn"
+            f"--mscale-all-dim {c.mscale_all_dim} scales attention for YaRN, but --rope-type is rope; remove it, or "
+            "give --rope-type yarn"
         )
 
 
@@ -53,7 +56,9 @@ def _yarn(c: Config) -> Iterator[str]:
 
 def readers(c: Config) -> Iterator[tuple[str, bool, str]]:
     """(names of options, whether the run reads them, what would read them)."""
-    yield f"{OPTIONS}", c.multi_latent_attention, "--multi-latent-attention"
-    yield YARN, c.rope_type == "yarn", "--multi-latent-attention with --rope-type yarn"
+    yield OPTIONS, c.multi_latent_attention, "--multi-latent-attention"
+    yarn = c.rope_type == "yarn"
+    yield YARN, yarn, "--multi-latent-attention with --rope-type yarn"
+    yield "original_max_position_embeddings", yarn or c.use_rope_scaling, "--rope-type yarn or --use-rope-scaling"
     yield "rotary_percent", c.rope_type == "rope", "--rope-type rope"
     yield "kv_channels add_qkv_bias", not c.multi_latent_attention, "attention without --multi-latent-attention"

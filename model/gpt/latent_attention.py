@@ -2,8 +2,8 @@
 are products of one small vector per token, which is all that generation has to remember.
 
 Parameter names and semantics are megatron-core 0.16.1's (megatron/core/transformer/multi_latent_attention.py).
-Shape letters: S sequence, B batch, N query heads of this rank, C channels of the latent (kv_lora_rank), K and E channels
-of a head's keys and values that are made of it (qk_head_dim, v_head_dim), P channels with rotary positions
+Shape letters: S sequence, B batch, N query heads of this rank, C channels of the latent (kv_lora_rank), K and E the
+channels of a head's keys and values that are made of it (qk_head_dim, v_head_dim), P channels with rotary positions
 (qk_pos_emb_head_dim), which all heads share in the keys.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class DownProjection(nn.Module):
-    """x [..., in] -> [..., out] without a bias. The weight [out, in] is replicated on all tensor-parallel ranks, because
-    every head reads the complete latent; with sequence parallelism each rank multiplies its own rows."""
+    """x [..., in] -> [..., out] without a bias. The weight [out, in] is replicated on all tensor-parallel ranks,
+    because every head reads the complete latent; with sequence parallelism each rank multiplies its own rows."""
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, std: float) -> None:
         super().__init__()
@@ -117,10 +117,10 @@ class LatentAttention(nn.Module):
         return self.linear_q_up_proj.forward(latent if self.q_layernorm is None else self.q_layernorm(latent))
 
     def _absorbed(self, q_SBNK: Tensor, q_SBNP: Tensor, keys: Tensor, cache: KeyValueCache) -> Tensor:
-        """Attention of the next tokens to all tokens, of which only keys [skv, b, 1, c+p] are stored -> [s, b, n*e].
+        """Attention of the next tokens to all tokens, of which only `keys` [skv, b, 1, c+p] are stored: [s, b, n*e].
 
-        A score q . (W_k latent) is (W_k^T q) . latent, and the sum of values W_v latent is W_v times the sum of latents.
-        So the queries are multiplied by W_k instead of the keys, and attention has one key of c+p channels for all
+        A score q . (W_k latent) is (W_k^T q) . latent, and a sum of values W_v latent is W_v times that of latents. So
+        the queries are multiplied by W_k instead of the keys, and attention has one key of c+p channels for all
         heads, whose first c channels are the value (arXiv 2405.04434, section 2.1.2).
         """
         s, b, n, _ = q_SBNK.shape

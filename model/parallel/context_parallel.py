@@ -84,7 +84,7 @@ class Ring:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    """q [c, b, n, d], k [c, b, g, d] and v [c, b, g, e] of two chunks -> (out [c, b, n, e], log-sum-exp [c, b, n, 1])."""
+    """q [c, b, n, d], k [c, b, g, d], v [c, b, g, e] of two chunks -> (out [c, b, n, e], log-sum-exp [c, b, n, 1])."""
     out, lse = ops.flash_attention(q, k, v, layout="SBND", return_lse=True, **how)
     return out, lse.permute(2, 0, 1)[..., None]
 

@@ -58,6 +58,7 @@ DEEPSEEK = {
 """Mixtures of experts, of which the second has the options of DeepSeek-V3 but for latent attention."""
 LATENT = {**DEEPSEEK, **LATENT_OPTIONS}
 """All of DeepSeek-V3's options: latent attention, and experts in all layers but the first."""
+LATENT_DENSE = {**LLAMA, **LATENT_OPTIONS, "lr": 1e-3}  # norms of small vectors amplify rounding errors as experts do
 
 
 @dataclass

@@ -111,8 +111,8 @@ def core_spec(config: Any) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class CoreAttention(DotProductAttention):
-        """Latent attention passes the head sizes to its core attention. Transformer Engine's takes them; megatron-core's
-        own does not, but computes with the sizes of its tensors, and only the size of the result is set beforehand.
+        """Latent attention passes the head sizes to its core attention. Transformer Engine's takes them; the local one
+        does not, but computes with the sizes of its tensors, and only the size of the result is set beforehand.
         (The base class of latent attention first builds one without sizes, which is replaced.)"""
 
         def __init__(self, *, k_channels: int = 0, v_channels: int = 0, **given: Any) -> None:

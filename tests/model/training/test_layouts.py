@@ -15,6 +15,7 @@ from parallel_runs import (
     DROPOUT,
     GPT2,
     INTERLEAVED,
+    LATENT_DENSE,
     LLAMA,
     PP2,
     PP4,
@@ -73,13 +74,14 @@ def one_process(options: dict[str, Any], count: int = 10) -> list[Any]:
 
 def _cases() -> list[Any]:
     cases = []
-    for shape, base in (("gpt2", GPT2), ("llama", LLAMA)):
+    for shape, base in (("gpt2", GPT2), ("llama", LLAMA), ("latent", LATENT_DENSE)):
         for dropout in (False, True):
             for name, (world, layout) in LAYOUTS.items():
                 quick = name in QUICK and dropout and shape == "gpt2"
                 label = f"{shape}-{name}" + ("-dropout" if dropout else "")
                 # With dropout, the same code paths run and also generate masks; the remaining cases run every night.
-                marks = () if quick else pytest.mark.slow if dropout else pytest.mark.nightly
+                slow = dropout and (shape != "latent" or name in ("tp2", "cp2-ring"))
+                marks = () if quick else pytest.mark.slow if slow else pytest.mark.nightly
                 cases.append(pytest.param(base | (DROPOUT if dropout else {}), world, layout, id=label, marks=marks))
     return cases
 
