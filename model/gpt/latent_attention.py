@@ -129,5 +129,5 @@ class LatentAttention(nn.Module):
         q_SBNC = (q_SBNK.flatten(0, 1).transpose(0, 1) @ key_NKC).transpose(0, 1).view(s, b, n, -1)
         q = torch.cat((q_SBNC, q_SBNP), -1)
         context = self.core_attention(q, keys, keys[..., : self.latent], None, cache, None)
-        context_NSBC = context.view(s * b, n, self.latent).transpose(0, 1)
+        context_NSBC = context.reshape(s * b, n, self.latent).transpose(0, 1)
         return (context_NSBC @ value_NEC.transpose(1, 2)).transpose(0, 1).reshape(s, b, -1)

@@ -60,6 +60,7 @@ CACHED_KINDS: dict[str, dict[str, Any]] = {
     "llama": ROPE_OPTIONS,
     "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
     "bnsd": {"shape_order": "BNSD"},
+    "latent": LATENT_OPTIONS,
 }
 """Kinds of models whose attention reads a key/value cache in different ways."""
 
