@@ -86,7 +86,8 @@ class LatentAttention(nn.Module):
         """mask: bool [b, 1, s, s] of full sequences, True = hidden in addition to what the window hides."""
         assert rotation is not None  # see config/latent.py
         q = self._queries(x)
-        q_SBNK, q_SBNP = q.view(*q.shape[:2], -1, self.key + self.position).split((self.key, self.position), -1)
+        q = q.view(*q.shape[:2], -1, self.key + self.position)
+        q_SBNK, q_SBNP = torch.split(q, [self.key, self.position], -1)
         latent, k = self.linear_kv_down_proj(x).split((self.latent, self.position), -1)
         latent_SBC = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent.contiguous())
         # Each rank's heads give a part of the gradient of the key's rotated channels, as of a column-parallel input.
@@ -125,9 +126,10 @@ class LatentAttention(nn.Module):
         """
         s, b, n, _ = q_SBNK.shape
         weight = self.linear_kv_up_proj.weight.view(n, self.key + self.value, self.latent)
-        key_NKC, value_NEC = weight.split((self.key, self.value), 1)
+        key_NKC, value_NEC = torch.split(weight, [self.key, self.value], 1)
         q_SBNC = (q_SBNK.flatten(0, 1).transpose(0, 1) @ key_NKC).transpose(0, 1).view(s, b, n, -1)
         q = torch.cat((q_SBNC, q_SBNP), -1)
         context = self.core_attention(q, keys, keys[..., : self.latent], None, cache, None)
         context_NSBC = context.reshape(s * b, n, self.latent).transpose(0, 1)
-        return (context_NSBC @ value_NEC.transpose(1, 2)).transpose(0, 1).reshape(s, b, -1)
+        out_NSBE: Tensor = context_NSBC @ value_NEC.transpose(1, 2)
+        return out_NSBE.transpose(0, 1).reshape(s, b, -1)
