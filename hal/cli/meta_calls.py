@@ -51,6 +51,7 @@ def add_call(parser: Parser) -> None:
         "num-attention-heads": (16, "query heads"),
         "num-query-groups": (None, "key/value heads; default as many as query heads"),
         "head-dim": (64, "size of a head"),
+        "v-head-dim": (None, "size of a head of the values; default head-dim"),
         "hidden-size": (None, "width; default heads x head size"),
         "ffn-hidden-size": (None, "width of the MLP; default 4 x hidden"),
         "vocab-size": (50304, "vocabulary"),
@@ -121,14 +122,16 @@ class _Sizes:
         self.b, self.s, self.n, self.d, self.v = (
             g.micro_batch_size, g.seq_length, g.num_attention_heads, g.head_dim, g.vocab_size,
         )  # fmt: skip
+        self.e = g.v_head_dim or self.d
         self.k = g.kv_length or self.s
         self.g = g.num_query_groups or self.n
         self.h = g.hidden_size or self.n * self.d
         self.f = g.ffn_hidden_size or 4 * self.h
         self.layout = g.layout
 
-    def shape(self, layout: str, length: int, heads: int) -> tuple[int, ...]:
-        sizes = {"S": length, "B": self.b, "N": heads, "D": self.d, "H": heads * self.d, "T": self.b * length}
+    def shape(self, layout: str, length: int, heads: int, head: int | None = None) -> tuple[int, ...]:
+        d = head or self.d
+        sizes = {"S": length, "B": self.b, "N": heads, "D": d, "H": heads * d, "T": self.b * length}
         unknown = [c for c in layout if c not in sizes]
         if unknown:
             raise HalError(f"--layout {layout}: use the letters of SBH, BSH, SBND, BSND, BNSD, TND")
@@ -140,13 +143,14 @@ Make = Callable[..., Tensor]
 
 def _attention(z: _Sizes, t: Make) -> dict[str, Any]:
     layout = z.layout or "SBH"
-    q, kv = t(*z.shape(layout, z.s, z.n)), t(*z.shape(layout, z.k, z.g))
+    q, k = t(*z.shape(layout, z.s, z.n)), t(*z.shape(layout, z.k, z.g))
+    v = t(*z.shape(layout, z.k, z.g, z.e))
     extra: dict[str, Any] = {}
     if layout in ("SBH", "BSH"):
         extra = {"num_heads": z.n, "num_kv_heads": z.g}
     if layout == "TND":
         extra = {f"cu_seqlens_{x}": t(z.b + 1, kind=torch.int32) for x in "qk"}
-    return {"q": q, "k": kv, "v": kv, "layout": layout, **extra}
+    return {"q": q, "k": k, "v": v, "layout": layout, **extra}
 
 
 def _rotary(z: _Sizes, t: Make) -> dict[str, Any]:

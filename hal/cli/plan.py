@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         if values.origins.get(name, "command line") != "command line":
             values.pop(name, None)
     config = build(values, check_model)
+    if config.multi_latent_attention:
+        raise ConfigError("hal plan has no formulas for latent attention yet; remove --multi-latent-attention")
     if config.num_experts is not None:
         raise ConfigError("hal plan has no formulas for experts yet; remove --num-experts to plan the dense model")
     set_vocabulary(config)

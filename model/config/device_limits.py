@@ -43,7 +43,8 @@ def _largest_tensors(c: Config, plan: ParallelLayout) -> Iterator[tuple[str, tup
     vocabulary, heads = c.padded_vocab_size // tp, c.num_attention_heads // tp
     parts = 2 if c.swiglu or c.geglu else 1
     inner = c.ffn_hidden_size // tp * parts
-    qkv = (heads + 2 * c.num_query_groups // tp) * c.kv_channels
+    qk, v = c.head_sizes
+    qkv = heads * qk + c.num_query_groups // tp * (qk + v)
     smaller = f"lower --micro-batch-size, or raise {_TP} or {_CP}"
     if c.num_experts is not None:
         expert, ep = c.moe_ffn_hidden_size // plan.layout.etp * parts, plan.layout.ep

@@ -22,11 +22,21 @@ def visible_pairs(length: int, pre: int | None, next_: int) -> int:
     return total
 
 
+def attention_weights(c: Config, tp: int = 1) -> int:
+    """Elements of the matrices of a layer's attention on one of `tp` tensor-parallel ranks."""
+    h, (qk, v), heads = c.hidden_size, c.head_sizes, c.num_attention_heads // tp
+    if not c.multi_latent_attention:
+        return h * (heads * (qk + v) + c.num_query_groups // tp * (qk + v))
+    q, kv = c.q_lora_rank, c.kv_lora_rank
+    queries = h * heads * qk if q is None else h * q + q * heads * qk
+    keys_and_values = h * (kv + c.qk_pos_emb_head_dim) + kv * heads * (c.qk_head_dim + v)
+    return queries + keys_and_values + heads * v * h
+
+
 def flops_per_token(config: Config) -> float:
-    """Training FLOPs per token: 6 per weight used in a product, plus 12 per visible pair and attention channel."""
+    """Training FLOPs per token: 6 per weight used in a product, and 6 per visible pair and channel of the heads of
+    queries and of values."""
     c = config
-    attention = c.num_attention_heads * c.kv_channels
-    qkv = c.hidden_size * (attention + 2 * c.num_query_groups * c.kv_channels)
     matrices = 3 if c.swiglu or c.geglu else 2
     dense = c.hidden_size * c.ffn_hidden_size * matrices
     used = c.moe_router_topk * c.moe_ffn_hidden_size + (c.moe_shared_expert_intermediate_size or 0)
@@ -34,6 +44,6 @@ def flops_per_token(config: Config) -> float:
     present = [n for n in range(c.num_layers) if str(n) not in c.noop_layers]
     mlps = sum(experts if c.has_experts(n) else dense for n in present)
     layers = len(present)
-    weights = layers * (qkv + attention * c.hidden_size) + mlps + c.hidden_size * c.padded_vocab_size
+    weights = layers * attention_weights(c) + mlps + c.hidden_size * c.padded_vocab_size
     pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
-    return 6.0 * weights + 12.0 * layers * attention * pairs
+    return 6.0 * (weights + layers * c.num_attention_heads * sum(c.head_sizes) * pairs)

@@ -236,6 +236,25 @@ class Config:
     shape_order: str = _opt(
         "SBH", "tensor layout passed to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD")
     )
+    multi_latent_attention: bool = _opt(
+        False, "keys and values of all heads are products of one small latent vector per token (DeepSeek-V2)"
+    )
+    q_lora_rank: int | None = _opt(None, "size of the latent of the queries; default: queries without a latent")
+    kv_lora_rank: int = _opt(32, "size of the latent of keys and values")
+    qk_head_dim: int = _opt(128, "channels of a latent query's or key's head without rotary positions")
+    qk_pos_emb_head_dim: int = _opt(64, "channels with rotary positions beside them; all heads share those of the key")
+    v_head_dim: int = _opt(128, "channels of a latent value's head")
+    rope_type: str = _derived(
+        lambda c: "yarn" if c.multi_latent_attention else "rope",
+        "rotary positions of latent attention: plain, or scaled by YaRN (the default there)",
+        choices=("rope", "yarn"),
+    )
+    rotary_scaling_factor: float = _opt(1.0, "YaRN: longest sequence, in original_max_position_embeddings")
+    original_max_position_embeddings: int = _opt(4096, "YaRN: longest sequence before the extension")
+    beta_fast: float = _opt(32.0, "YaRN: channels that turn more often within it keep their frequency")
+    beta_slow: float = _opt(1.0, "YaRN: channels that turn less often have it divided by rotary_scaling_factor")
+    mscale: float = _opt(1.0, "YaRN: coefficient of the factor of the rotated channels", ">= 0")
+    mscale_all_dim: float = _opt(0.0, "YaRN: coefficient of the factor of all channels", ">= 0")
     make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
     pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
 
@@ -481,6 +500,13 @@ class Config:
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` is a mixture of experts."""
         return self.num_experts is not None and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Channels of a head of the queries and keys, and of the values."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
+        return self.kv_channels, self.kv_channels
 
     @property
     def fuses_output_layer(self) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
-from . import experts
+from . import experts, latent
 from .parallel_layout import problems, ranks_of_replica
 from .sample_schedule import learning_rate_samples, valid_ramp
 from .schema import BOUNDS, Config, ConfigError, report
@@ -32,7 +32,7 @@ def check_given(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     """Raises ConfigError with the problems of the options of the model itself."""
-    _require(config, _bounds, _split, _shape, experts.problems)
+    _require(config, _bounds, _split, _shape, latent.problems, experts.problems)
 
 
 def evaluates(c: Config) -> bool:
@@ -112,7 +112,8 @@ def _split(c: Config) -> Iterator[str]:
 
 
 def _shape(c: Config) -> Iterator[str]:
-    if c.hidden_size % c.num_attention_heads and "kv_channels" not in c.given:
+    own_size = "kv_channels" in c.given or c.multi_latent_attention
+    if c.hidden_size % c.num_attention_heads and not own_size:
         yield (
             f"--hidden-size {c.hidden_size} is not divisible by --num-attention-heads {c.num_attention_heads}; "
             f"change one, or give the head size with --kv-channels"
@@ -129,8 +130,9 @@ def _shape(c: Config) -> Iterator[str]:
     activations = [name for name in ("swiglu", "geglu", "squared_relu") if getattr(c, name)]
     if len(activations) > 1:
         yield f"{' and '.join(map(_flag, activations))} contradict each other; give one"
-    if c.position_embedding_type == "rope" and int(c.kv_channels * c.rotary_percent) < 2:
-        yield f"rotary positions need at least two channels per head; the head size is {c.kv_channels}"
+    channels = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.kv_channels
+    if c.position_embedding_type == "rope" and int(channels * c.rotary_percent) < 2:
+        yield f"rotary positions need at least two channels per head; the head size is {channels}"
     if c.pre_tokens is not None and c.window[1] + c.pre_tokens < 0:
         yield f"--pre-tokens {c.pre_tokens} with --next-tokens {c.window[1]} leaves no key visible to any query"
 
@@ -199,6 +201,7 @@ _ALONE = (
     _bounds,
     _split,
     _shape,
+    latent.problems,
     experts.problems,
     experts.training_problems,
     _batch,
@@ -239,8 +242,13 @@ def idle(c: Config) -> Iterator[str]:
     wsd, ramp = c.lr_decay_style == "WSD", c.weight_decay_incr_style != "constant"
     rules = [
         ("rotary_base rotary_percent rotary_interleaved use_rope_scaling", rope, "--position-embedding-type rope"),
+        *latent.readers(c),
         ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
-        ("add_qkv_bias", c.disable_bias_linear, "--disable-bias-linear (biases are on, QKV's too)"),
+        (
+            "add_qkv_bias",
+            c.disable_bias_linear or c.multi_latent_attention,
+            "--disable-bias-linear (biases are on, QKV's too)",
+        ),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
         ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),

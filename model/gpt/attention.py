@@ -2,7 +2,7 @@
 
 The QKV layer's rows are grouped per key/value head as [its query heads, key, value], so a slice of groups is a slice of
 rows. Both paths give the same values, windows and dropout included. Shape letters: S sequence, B batch, N query heads,
-G key/value heads, D head size, R query rows of a group (N/G * S).
+G key/value heads, D head size, E head size of the values, R query rows of a group (N/G * S).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from hal import Rng, ops
@@ -35,22 +34,15 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str, layer: int) -> None:
         super().__init__()
-        self.heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        tp, h = init.parallel.tp, config.hidden_size
-        self.local_groups, self.per_group, self.head_size = groups // tp.size, self.heads // groups, d
-        self.first_head = tp.rank * self.local_groups * self.per_group
-        self.cp, self.cp_algorithm = init.parallel.cp, init.parallel.cp_algorithm
-        bias = not config.disable_bias_linear
+        heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        h, std, bias = config.hidden_size, config.init_method_std, not config.disable_bias_linear
+        self.local_groups, self.per_group, self.head_size = groups // init.parallel.tp.size, heads // groups, d
+        n_out = (heads + 2 * groups) * d
         self.linear_qkv = ColumnParallelLinear(
-            init,
-            f"{name}.linear_qkv",
-            h,
-            (self.heads + 2 * groups) * d,
-            std=config.init_method_std,
-            bias=bias or config.add_qkv_bias,
+            init, f"{name}.linear_qkv", h, n_out, std=std, bias=bias or config.add_qkv_bias
         )
         self.linear_proj = RowParallelLinear(
-            init, f"{name}.linear_proj", self.heads * d, h, std=output_std(config), bias=bias
+            init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=bias
         )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
@@ -58,9 +50,8 @@ class SelfAttention(nn.Module):
             kind, eps = config.normalization, config.norm_epsilon
             self.q_layernorm = Norm(init, f"{name}.q_layernorm", d, kind=kind, eps=eps)
             self.k_layernorm = Norm(init, f"{name}.k_layernorm", d, kind=kind, eps=eps)
-        self.layer, self.p = layer, config.attention_dropout
-        self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
-        self.recompute, self.interleaved = config.recompute_granularity == "selective", config.rotary_interleaved
+        self.layer, self.interleaved = layer, config.rotary_interleaved
+        self.core_attention = CoreAttention(config, init, layer)
 
     def forward(
         self,
@@ -81,19 +72,44 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
         if rotation is not None:
             q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
-        window: Window = self.window
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-            mask = cache.hidden(s)
-            window = (None, None) if mask is not None else window
-        context = recompute(self.core, q_SBND, k_SBGD, v_SBGD, dropout_rng, mask, window, on=self.recompute)
-        y: Tensor = self.linear_proj(context)
+        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, dropout_rng, cache, mask))
         return y
 
-    def core(
+
+class CoreAttention:
+    """softmax(scale q k^T) v of this rank's heads. The default of `scale` is 1/sqrt(D)."""
+
+    def __init__(self, config: Config, init: Init, layer: int, scale: float | None = None) -> None:
+        self.heads, self.layer, self.p = config.num_attention_heads, layer, config.attention_dropout
+        self.first_head = init.parallel.tp.rank * (self.heads // init.parallel.tp.size)
+        self.cp, self.cp_algorithm, self.scale = init.parallel.cp, init.parallel.cp_algorithm, scale
+        self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
+        self.recompute = config.recompute_granularity == "selective"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_rng: DropoutRng | None,
+        cache: KeyValueCache | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """q [s, b, n, d], k [skv, b, g, d], v [skv, b, g, e] -> [s, b, n*e]; with context parallelism s counts this
+        rank's rows. cache: k and v are its content; it says which of them are hidden. mask: see SelfAttention."""
+        window: Window = self.window
+        if cache is not None:
+            mask = cache.hidden(q.shape[0])
+            window = (None, None) if mask is not None else window
+        context: Tensor = recompute(self._attend, q, k, v, dropout_rng, mask, window, on=self.recompute)
+        return context
+
+    def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None, window: Window
     ) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]; with context parallelism s counts this rank's rows."""
+        """Like `__call__`, over the ranks that share the sequence."""
         if self.cp.size == 1:
             return self._whole(q, k, v, dropout_rng, self.first_head, mask, window)
         if self.cp_algorithm == "ulysses":
@@ -105,7 +121,7 @@ class SelfAttention(nn.Module):
             def draw(q_start: int, k_start: int) -> Rng:
                 return dropout_rng.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
 
-        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, mask))
+        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, mask, self.scale))
 
     def _whole(
         self,
@@ -117,9 +133,11 @@ class SelfAttention(nn.Module):
         mask: Tensor | None,
         window: Window,
     ) -> Tensor:
-        """Attention over full sequences: q [s, b, n, d], k and v [skv, b, g, d] -> [s, b, n*d]; the first head of q is
-        head `first_head` of the model."""
-        dropout = self._dropout(q, k, dropout_rng, first_head)
+        """Attention over full sequences; the first head of q is head `first_head` of the model."""
+        dropout: dict[str, Any] = {}
+        if dropout_rng is not None and self.p > 0.0:
+            rng = dropout_rng.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
+            dropout = {"dropout_p": self.p, "rng": rng}
         attend = self._flash if self.flash else self._softmax
         return attend(q, k, v, mask, window, dropout)
 
@@ -136,6 +154,7 @@ class SelfAttention(nn.Module):
             pre_tokens=pre,
             next_tokens=next_,
             mask=mask,
+            scale=self.scale,
             **dropout,
         )
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
@@ -149,24 +168,17 @@ class SelfAttention(nn.Module):
         g = k.shape[2]
         # [b, g, (n/g)*s, d], so that the query heads of a group share its keys without copying them.
         q_BGRD = q.view(s, b, g, n // g, d).permute(1, 2, 3, 0, 4).reshape(b, g, n // g * s, d)
-        k_BGDS, v_BGSD = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
+        k_BGDS, v_BGSE = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
         scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
         pre, next_ = window
         causal = next_ == 0
         band = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
         mask = band if mask is None else mask if band is None else mask | band
-        probabilities = ops.scale_mask_softmax(scores, mask, 1.0 / math.sqrt(d), causal)
+        probabilities = ops.scale_mask_softmax(scores, mask, self.scale or 1.0 / math.sqrt(d), causal)
         if dropout:
             probabilities = ops.dropout(probabilities, dropout["dropout_p"], dropout["rng"])
-        context = probabilities.view(b, g, n // g * s, -1) @ v_BGSD
-        return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
-
-    def _dropout(self, q: Tensor, k: Tensor, dropout_rng: DropoutRng | None, first_head: int) -> dict[str, Any]:
-        """The dropout arguments of flash_attention for q [s, b, n, d] and k [skv, b, g, d]."""
-        if dropout_rng is None or self.p == 0.0:
-            return {}
-        rng = dropout_rng.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
-        return {"dropout_p": self.p, "rng": rng}
+        context = probabilities.view(b, g, n // g * s, -1) @ v_BGSE
+        return context.view(b, n, s, -1).permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 def output_std(config: Config) -> float:
@@ -195,28 +207,3 @@ def _restore(x: Tensor, layout: str) -> Tensor:
     if layout.endswith("H"):
         return x if layout == "SBH" else x.transpose(0, 1)
     return x.permute(_TO_SBND[layout]).flatten(2)
-
-
-def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), float32 [length, r/2]: the angles of rotary positions 0..length-1.
-
-    Source: Su et al., "RoFormer", arXiv 2104.09864, with the base, the rotated share and a scaling as options.
-    """
-    r = int(config.kv_channels * config.rotary_percent) // 2 * 2
-    # float64 on the host, because in float32 the angles of late positions would have few bits after the point.
-    frequency = config.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
-    if config.use_rope_scaling:
-        frequency = _llama3_frequencies(frequency, config.rope_scaling_factor)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    return angle.cos().to(device, torch.float32), angle.sin().to(device, torch.float32)
-
-
-def _llama3_frequencies(frequency: Tensor, factor: float) -> Tensor:
-    """Llama 3.1's scaling of rotary frequencies [r/2] for sequences longer than the 8192 tokens of its pre-training.
-
-    Waves longer than 8192 tokens become `factor` times longer, those shorter than 8192 / 4 stay, and those between are
-    interpolated (Meta's llama-models, apply_scaling; Megatron's --use-rope-scaling has the same constants).
-    """
-    turns = 8192 * frequency / (2 * math.pi)  # of a wave in 8192 tokens
-    share = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
-    return frequency * (share + (1.0 - share) / factor)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hal import ContractError
 
+from ..config.rotary import rotation
 from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel
-from .attention import rotation
 
 SHORTEST = 64
 """The least number of keys that attention over a bucketed cache reads; shorter buckets would save little time."""
@@ -53,25 +53,28 @@ class KeyValueCache:
             )
         self.bucketed, self._longest = bucketed, config.seq_length
         self.capacity, self.length = bucket(capacity, SHORTEST, self._longest) if bucketed else capacity, 0
-        shape = (self.capacity, batch, config.num_query_groups // parallel.tp.size, config.kv_channels)
+        heads = [(config.num_query_groups // parallel.tp.size, config.kv_channels)] * 2  # keys and values
+        if config.multi_latent_attention:  # one vector per token, which all heads and ranks share
+            heads = [(1, config.kv_lora_rank + config.qk_pos_emb_head_dim)]
         # Zeros, because a hidden value has the weight 0, and 0 times the NaN that fresh memory may hold is NaN.
-        self._kv = {
-            n: tuple(torch.zeros(shape, dtype=config.params_dtype, device=device) for _ in range(2)) for n in layers
+        self.tensors = {
+            n: [torch.zeros(self.capacity, batch, *x, dtype=config.params_dtype, device=device) for x in heads]
+            for n in layers
         }
         self._window, self._device = config.window, device
         self._hidden: tuple[tuple[int, int], Tensor] | None = None
         self._angles = rotation(config, self.capacity, device) if config.position_embedding_type == "rope" else None
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [s, b, g, d] of the next s tokens; returns all so far, [length + s, b, g, d].
+    def append(self, layer: int, *new: Tensor) -> list[Tensor]:
+        """Stores keys and values (or latents) [s, b, g, d] of the next s tokens; returns all, [length + s, b, g, d].
 
         If `hidden` has a mask for these tokens, the result has one row per column of it.
         """
-        end = self.length + k.shape[0]
-        keys, values = self._kv[layer]
-        keys[self.length : end], values[self.length : end] = k, v
+        end = self.length + new[0].shape[0]
+        for stored, x in zip(self.tensors[layer], new, strict=True):
+            stored[self.length : end] = x
         end = self._rows(end)
-        return keys[:end], values[:end]
+        return [stored[:end] for stored in self.tensors[layer]]
 
     def hidden(self, count: int) -> Tensor | None:
         """Which keys each of the next `count` tokens does not see, bool [1, 1, count, keys], for attention without a

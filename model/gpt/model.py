@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from hal import ops
 
+from ..config.rotary import rotation
 from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel, Shard
 from . import document_mask
 from .activation_checkpointing import recompute
-from .attention import SelfAttention, rotation
+from .attention import SelfAttention
 from .dropout_rng import DropoutRng
+from .latent_attention import LatentAttention
 from .layers import Init, Norm, VocabParallelEmbedding, column_linear
 from .mlp import MLP
 from .moe import MoE
@@ -100,7 +102,8 @@ class TransformerLayer(nn.Module):
 
         self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
         self.input_layernorm = norm("input_layernorm")
-        self.self_attention = SelfAttention(config, init, f"{name}.self_attention", layer)
+        attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention = attention(config, init, f"{name}.self_attention", layer)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         experts = config.has_experts(layer)
         self.mlp: MLP | MoE = MoE(config, init, f"{name}.mlp", layer) if experts else MLP(config, init, f"{name}.mlp")

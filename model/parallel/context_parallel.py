@@ -23,11 +23,12 @@ mappings = ops.mappings
 def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all exchanges give each rank all rows of a share of the heads.
 
-    attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over full sequences. Returns [s/ranks, b, n*d].
+    attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over full sequences. Returns [s/ranks, b, n*d]. The
+    heads of v, and so those of the result, may have another size than those of q and k.
     """
     q, k, v = (mappings.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
-    s, b, n, d = q.shape
-    out = attend(q, k, v).view(s, b, n, d)
+    s, b, n, _ = q.shape
+    out = attend(q, k, v).view(s, b, n, v.shape[-1])
     return mappings.all_to_all_in_region(out, comm, split=0, concatenate=2).flatten(2)
 
 
@@ -36,7 +37,8 @@ class Ring:
     """The parameters of a ring attention besides q, k and v.
 
     window: (pre_tokens, next_tokens) over the full sequence. draw(q_start, k_start) gives the dropout stream of a block
-    of probabilities; p is its probability. mask: bool [b, 1, s, s] of the full sequence, True = hidden.
+    of probabilities; p is its probability. mask: bool [b, 1, s, s] of the full sequence, True = hidden. scale: of the
+    scores; default 1/sqrt(head size).
     """
 
     comm: Comm
@@ -44,6 +46,7 @@ class Ring:
     p: float = 0.0
     draw: Callable[[int, int], Rng] | None = None
     mask: Tensor | None = None
+    scale: float | None = None
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """Numbers of the two chunks of the sequence that `rank` holds (see SequenceShard.zigzag)."""
@@ -62,6 +65,7 @@ class Ring:
                     continue
                 # An edge outside the block has no effect on it.
                 window: dict[str, Any] = {
+                    "scale": self.scale,
                     "pre_tokens": None if pre is None or distance + c - 1 <= pre else pre - distance,
                     "next_tokens": None if next_ is None or distance - c + 1 + next_ >= 0 else next_ + distance,
                 }
@@ -80,7 +84,7 @@ class Ring:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    """q [c, b, n, d], k and v [c, b, g, d] of two chunks -> (out [c, b, n, d], log-sum-exp [c, b, n, 1])."""
+    """q [c, b, n, d], k [c, b, g, d], v [c, b, g, e] of two chunks -> (out [c, b, n, e], log-sum-exp [c, b, n, 1])."""
     out, lse = ops.flash_attention(q, k, v, layout="SBND", return_lse=True, **how)
     return out, lse.permute(2, 0, 1)[..., None]
 
@@ -92,7 +96,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank
-        out = torch.zeros_like(q, dtype=torch.float32)
+        out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
         kv = [k.contiguous(), v.contiguous()]
         for step in range(size):
@@ -147,7 +151,7 @@ def _block_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of one block of keys, given the full row's output, log-sum-exp and output gradient.
 
-    block: q [c, b, n, d], k and v [c, b, g, d]. rest: out and dout [c, b, n, d], log-sum-exp [c, b, n, 1].
+    block: q [c, b, n, d], k [c, b, g, d] and v [c, b, g, e]. rest: out and dout [c, b, n, e], log-sum-exp [c, b, n, 1].
 
     Let w be the block's share of the row, P the softmax within the block and O_b its output. Then dv is the value
     gradient of the block for the output gradient w dO. The gradient of the scores is wP (dP - rowsum(dO O)), but the
@@ -164,12 +168,12 @@ def _block_gradients(
         g = w * (dout.float() * (part.detach().float() - out.float())).sum(-1, keepdim=True)
         values = block[1].detach().requires_grad_()
         keys_seen, _ = _attend(block[0].detach(), block[1].detach(), values, **window)
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = window["scale"] or 1.0 / math.sqrt(q.shape[-1])
         (dk_rest,) = torch.autograd.grad(keys_seen, values, (scale * g * block[0]).to(q.dtype))
     return dq + scale * g * keys_seen.detach(), dk + dk_rest, dv
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """q [2c, b, n, d], k and v [2c, b, g, d]: the rank's two chunks -> [2c, b, n*d]."""
+    """q [2c, b, n, d], k [2c, b, g, d], v [2c, b, g, e]: the rank's two chunks -> [2c, b, n*e]."""
     out: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
     return out.flatten(2)

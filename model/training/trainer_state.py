@@ -166,6 +166,7 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
         "normalization",
         "swiglu",
         "geglu",
+        "multi_latent_attention",
     ]
     names += ["qk_layernorm", "disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
     return {
@@ -195,6 +196,7 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": o["norm_epsilon"],
         **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
         "rope_scaling": o["rope_scaling_factor"] if rope and o["use_rope_scaling"] else None,
+        **{name: o[name] if o["rope_type"] == "yarn" else None for name in _YARN},
         "squared_relu": o["squared_relu"],
         "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
         "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
@@ -203,6 +205,14 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 _ROUTING = (
     "moe_router_topk",
     "moe_router_score_function",

@@ -33,6 +33,21 @@ DEEPSEEK_OPTIONS: dict[str, Any] = {
 }
 """Experts in groups beside a shared one, chosen by sigmoids with a bias that balances them."""
 
+LATENT_OPTIONS: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_layernorm": True,
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale_all_dim": 0.7,
+}
+"""Latent attention with YaRN, every size different."""
+
 ROPE_OPTIONS: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -45,6 +60,7 @@ CACHED_KINDS: dict[str, dict[str, Any]] = {
     "llama": ROPE_OPTIONS,
     "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
     "bnsd": {"shape_order": "BNSD"},
+    "latent": LATENT_OPTIONS,
 }
 """Kinds of models whose attention reads a key/value cache in different ways."""
 

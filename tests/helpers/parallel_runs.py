@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_options import DEEPSEEK_OPTIONS, LLAMA_OPTIONS
+from model_options import DEEPSEEK_OPTIONS, LATENT_OPTIONS, LLAMA_OPTIONS
 from torch import Tensor
 
 import hal
@@ -56,6 +56,9 @@ DEEPSEEK = {
     "moe_z_loss_coeff": 0.01,
 }
 """Mixtures of experts, of which the second has the options of DeepSeek-V3 but for latent attention."""
+LATENT = {**DEEPSEEK, **LATENT_OPTIONS}
+"""All of DeepSeek-V3's options: latent attention, and experts in all layers but the first."""
+LATENT_DENSE = {**LLAMA, **LATENT_OPTIONS, "lr": 1e-3}  # norms of small vectors amplify rounding errors as experts do
 
 
 @dataclass

@@ -70,10 +70,10 @@ def write(weights: Weights, target: Target) -> None:
     folder = target.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder} is not empty; give a new folder")
-    if target.format != "hal" and weights.options.get("num_experts"):
-        raise ConversionError(
-            f"a mixture of experts cannot be written as {FORMATS[target.format]} yet; --format hal copies it"
-        )
+    kinds = {"num_experts": "a mixture of experts", "multi_latent_attention": "latent attention"}
+    for option, kind in kinds.items():
+        if target.format != "hal" and weights.options.get(option):
+            raise ConversionError(f"{kind} cannot be written as {FORMATS[target.format]} yet; --saver hal copies it")
     if target.dtype is not None:
         weights.tensors = {n: t.to(DTYPES[target.dtype]) for n, t in weights.tensors.items()}
     if target.format == "huggingface":

@@ -246,11 +246,17 @@ def _layout(reading: Reading, key: str, text: str, stages: int) -> None:
 
 def _rotary(reading: Reading) -> None:
     kind, key = take(reading, "rope_scaling")
-    fixed = {"low": 1.0, "high": 4.0, "length": 8192.0}
-    if key and kind != "llama3":
-        raise reading.refuse(key, f"{kind!r}: rotary positions are plain or scaled as in Llama 3.1 (llama3)")
-    if key:
+    fixed = {"low": 1.0, "high": 4.0}
+    if key and kind not in ("llama3", "yarn"):
+        raise reading.refuse(key, f"{kind!r}: rotary positions are plain, or scaled by llama3 (Llama 3.1) or yarn")
+    if key and kind == "llama3":
         reading.set("use_rope_scaling", True, key)
+    elif key:
+        reading.set("rope_type", "yarn", key)
+        factor = reading.either("rope_scaling_factor")  # one name for the factors of both kinds in MindSpeed
+        if factor is not None:
+            reading.set("rotary_scaling_factor", factor, key)
+            reading.superseded.add("rope_scaling_factor")
     for name, usual in fixed.items():
         value, other = take(reading, f"llama3_{name}")
         if other and number_of(value, other) != usual:

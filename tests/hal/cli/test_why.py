@@ -92,7 +92,10 @@ def test_every_op_has_a_valid_default_call_on_meta_tensors(op):
 def test_attention_in_every_layout(layout):
     options = ("--layout", layout, "--micro-batch-size", "2", "--seq-length", "8", "--kv-length", "16",
                "--num-attention-heads", "4", "--num-query-groups", "2", "--head-dim", "32")  # fmt: skip
+    latent = arguments(hal.ops.flash_attention, *options, "--v-head-dim", "16")
+    assert latent["k"].numel() == 2 * latent["v"].numel() == 2 * 16 * 2 * 32
     bound = arguments(hal.ops.flash_attention, *options)
+    assert bound["v"].shape == bound["k"].shape
     assert bound["q"].numel() == 2 * 8 * 4 * 32
     assert bound["k"].numel() == 2 * 16 * 2 * 32
 

@@ -203,6 +203,9 @@ def same_model(saved, ours, *, weights_only=False):
         ({}, {"pre_tokens": 32}, None, None),
         ({}, {"next_tokens": -1}, "next-tokens", False),
         ({}, {"next_tokens": 1}, None, None),
+        ({"multi_latent_attention": True}, {}, "multi-latent-attention", True),
+        ({"multi_latent_attention": True}, {"multi_latent_attention": True, "mscale": 2.0}, "mscale", False),
+        ({"mscale": 2.0}, {}, None, None),
     ],
 )
 def test_models_that_weights_do_not_tell_apart(saved, ours, name, of_weights):

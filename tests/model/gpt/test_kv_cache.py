@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_options import CACHED_KINDS, ROPE_OPTIONS, sizes
+from model_options import CACHED_KINDS, LATENT_OPTIONS, ROPE_OPTIONS, sizes
 
 import hal
 from hal.model.config.schema import Config
@@ -15,6 +15,8 @@ KINDS = {
     **CACHED_KINDS,
     "llama-interleaved-no-flash-attn": {**ROPE_OPTIONS, "rotary_interleaved": True, "use_flash_attn": False},
     "window": {**ROPE_OPTIONS, "pre_tokens": 3},
+    "latent-no-flash-attn": {**LATENT_OPTIONS, "use_flash_attn": False, "q_lora_rank": None},
+    "latent-window": {**LATENT_OPTIONS, "pre_tokens": 3, "shape_order": "BSND"},
     "sandwich": {**ROPE_OPTIONS, "use_sandwich_norm": True},
 }
 

@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import CP2, DEEPSEEK, EP2, ETP1, GPT2, LLAMA, MIXTRAL, PP2, TP2, ULYSSES, trainer
+from parallel_runs import (
+    CP2,
+    DEEPSEEK,
+    EP2,
+    ETP1,
+    GPT2,
+    LATENT,
+    LATENT_DENSE,
+    LLAMA,
+    MIXTRAL,
+    PP2,
+    TP2,
+    ULYSSES,
+    trainer,
+)
 
 import hal
 from hal.mesh import Mesh
@@ -95,6 +109,7 @@ GENERATING = {
     "pp2-gpt2": (2, GPT2, PP2),
     "etp2-mixtral": (2, MIXTRAL, TP2),
     "ep2-tp2-deepseek": (2, DEEPSEEK, {**TP2, **EP2, **ETP1}),
+    "tp2-pp2-latent": (4, LATENT, {**TP2, **PP2}),
     "tp2-pp2-gpt2": (4, GPT2, {**TP2, **PP2}),
     "tp2-pp2-llama": (4, LLAMA, {**TP2, **PP2}),
 }
@@ -116,7 +131,12 @@ def test_a_seed_gives_the_same_text_on_every_layout(world: int, base: Any, layou
             assert [p for _, p in tokens] == pytest.approx([p for _, p in tokens_one], abs=2e-4)
 
 
-SCORING = {**GENERATING, "cp2-llama": (2, LLAMA, CP2), "ulysses-gpt2": (2, GPT2, ULYSSES)}
+SCORING = {
+    **GENERATING,
+    "cp2-latent": (2, LATENT_DENSE, CP2),
+    "cp2-llama": (2, LLAMA, CP2),
+    "ulysses-gpt2": (2, GPT2, ULYSSES),
+}
 
 
 @pytest.mark.parametrize("world, base, layout", cases(SCORING, {"ep2-tp2-deepseek", "cp2-llama", "ulysses-gpt2"}))

@@ -82,7 +82,10 @@ def test_text_is_the_same_with_few_shapes(static, kind, cached):
         == few
     )
     weights = static.shapes.pop("linear")
-    assert len(weights) <= 4 * few + 1  # four layers with different weights, and the logits of one token
+    # Layers and norms with different weights, and the logits of one token. Latents add three layers and two norms.
+    layers, norms = (7, 3) if "latent" in kind else (4, 1)
+    assert len(weights) <= layers * few + 1
+    assert len(static.shapes.pop("layer_norm", ())) <= norms * few
     assert len(static.shapes.pop("rotary", ())) <= 2 * few  # queries and keys
     assert all(len(shapes) <= few for shapes in static.shapes.values())
 

@@ -1,4 +1,5 @@
-"""HAL's trainer and megatron-core's GPTModel train a mixture of experts identically: losses and norms of 20 steps."""
+"""HAL's trainer and megatron-core's GPTModel train mixtures of experts and latent attention identically: losses and
+norms of 20 steps."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import parallel_runs
 import pytest
 import torch
+from model_options import LATENT_OPTIONS
 from parallel_runs import Tokens, trainer
 
 COMMON = {
@@ -26,27 +28,37 @@ DEEPSEEK = {
     "moe_aux_loss_coeff": ("0.05", "0.02"),
     "moe_router_dtype": "fp32",
 }
+DENSE = {**parallel_runs.LLAMA, **COMMON, "moe_z_loss_coeff": None, **LATENT_OPTIONS}
+PLAIN = {"q_lora_rank": None, "qk_layernorm": False, "rope_type": "rope", "rotary_scaling_factor": 1.0}
 GELU = {"swiglu": False, "gelu_approximate": "none", "moe_router_topk": 1, "moe_router_pre_softmax": True}
 # Not --moe-token-drop-policy position: megatron-core takes the top k of zeros and ones, of which torch returns any.
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
+    "deepseek-latent": {**DEEPSEEK, **LATENT_OPTIONS},
+    "latent": DENSE,
+    "latent-plain": {**DENSE, **PLAIN, "mscale_all_dim": 0.0, "rotary_base": 1000.0},
     "gelu-top1": {**MIXTRAL, **GELU},
     "global": {**MIXTRAL, "moe_router_load_balancing_type": ("global_aux_loss",)},
     "dropping": {**MIXTRAL, "moe_expert_capacity_factor": 0.8},
     "padded": {**MIXTRAL, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "sinkhorn": {**MIXTRAL, "moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": ("0.0",)},
 }
-QUICK = {"mixtral", "deepseek", "dropping"}
+QUICK = {"mixtral", "deepseek", "deepseek-latent", "dropping"}
+LATENT_FIELDS = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base
+    rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"""
 
 
 def core_config(c: Any, dispatcher: str) -> Any:
     """megatron-core's configuration of the same model."""
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     kinds, coefficients = list(c.moe_router_load_balancing_type), [float(v) for v in c.moe_aux_loss_coeff]
-    return TransformerConfig(
+    latent = {name: getattr(c, name) for name in LATENT_FIELDS.split()} if c.multi_latent_attention else {}
+    fields = dict(
+        **latent,
+        qk_layernorm=c.qk_layernorm,
         num_layers=c.num_layers,
         hidden_size=c.hidden_size,
         num_attention_heads=c.num_attention_heads,
@@ -88,6 +100,30 @@ def core_config(c: Any, dispatcher: str) -> Any:
         moe_token_drop_policy=c.moe_token_drop_policy,
         moe_token_dispatcher_type=dispatcher,
     )
+    if c.num_experts is None:
+        fields = {name: value for name, value in fields.items() if not name.startswith("moe_")}
+    return (MLATransformerConfig if latent else TransformerConfig)(**fields)
+
+
+def core_spec(config: Any) -> Any:
+    """megatron-core's own layers, without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class CoreAttention(DotProductAttention):
+        """Latent attention passes the head sizes to its core attention. Transformer Engine's takes them; the local one
+        does not, but computes with the sizes of its tensors, and only the size of the result is set beforehand.
+        (The base class of latent attention first builds one without sizes, which is replaced.)"""
+
+        def __init__(self, *, k_channels: int = 0, v_channels: int = 0, **given: Any) -> None:
+            super().__init__(**given)
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    return spec
 
 
 def core_names(model: Any) -> dict[str, torch.Tensor]:
@@ -105,7 +141,6 @@ def core_names(model: Any) -> dict[str, torch.Tensor]:
 def core_losses(run: Any, dispatcher: str, steps: int) -> tuple[list[float], list[float], list[torch.Tensor]]:
     """(losses, gradient norms, expert biases at the end) of megatron-core, from the same weights on the same data."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -114,7 +149,7 @@ def core_losses(run: Any, dispatcher: str, steps: int) -> tuple[list[float], lis
     config = core_config(c, dispatcher)
     inner = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        core_spec(config),
         c.padded_vocab_size,
         c.seq_length,
         share_embeddings_and_output_weights=False,
@@ -175,6 +210,7 @@ def _cases() -> list[Any]:
 def test_losses_of_20_steps(name: str, dispatcher: str, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -182,6 +218,7 @@ def test_losses_of_20_steps(name: str, dispatcher: str, world: None, monkeypatch
 
     # Transformer Engine is not installed, and megatron-core's router looks its product up without a check.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # it takes an absent package for an installed one
     # Its all-to-all copies sizes to the host on a stream of its own, for which a CPU has no counterpart.
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", contextlib.nullcontext())
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, point, sizes: sizes)
@@ -200,4 +237,7 @@ def test_losses_of_20_steps(name: str, dispatcher: str, world: None, monkeypatch
     for bias, right in zip(mine, biases):
         assert torch.equal(bias, right) and bias.any()
     report = results[-1].experts
-    assert report is not None and (report.dropped > 0.01) == (name in ("dropping", "padded"))
+    if report is None:
+        assert run.config.num_experts is None
+    else:
+        assert (report.dropped > 0.01) == (name in ("dropping", "padded"))

@@ -15,6 +15,7 @@ from parallel_runs import (
     EP2,
     ETP1,
     INTERLEAVED,
+    LATENT,
     MIXTRAL,
     PP2,
     RECOMPUTE,
@@ -35,6 +36,7 @@ DROPPING = {**MIXTRAL, "micro_batch_size": 2, "moe_expert_capacity_factor": 0.5}
 SHAPES = {
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
+    "latent": LATENT,
     "dropping": DROPPING,
     "dropping-by-position": {**DROPPING, "moe_token_drop_policy": "position"},
     "padded": {**DROPPING, "moe_pad_expert_input_to_capacity": True},
@@ -98,11 +100,12 @@ SLOW |= {
     ("mixtral", "ep2-etp2-allgather"),
     ("dropping", "ep2-cp2"),
     ("mixtral", "ep2-full-recomputation"),
+    ("latent", "ep2-zero-bubble"),
 }
 
 
 def _cases() -> list[Any]:
-    pairs = [(shape, name) for shape in ("mixtral", "deepseek") for name in LAYOUTS]
+    pairs = [(shape, name) for shape in ("mixtral", "deepseek", "latent") for name in LAYOUTS]
     pairs += [(s, n) for s in ("dropping", "dropping-by-position") for n in ("ep2", "ep2-cp2", "ep2-etp2")]
     pairs += [("padded", n) for n in ("ep2", "ep2-etp2", "ep2-allgather")]
     pairs += [("sinkhorn", n) for n in ("ep2", "ep2-tp2")] + [("geglu", "ep2-etp2")]

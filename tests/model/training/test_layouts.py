@@ -15,6 +15,7 @@ from parallel_runs import (
     DROPOUT,
     GPT2,
     INTERLEAVED,
+    LATENT_DENSE,
     LLAMA,
     PP2,
     PP4,
@@ -81,13 +82,13 @@ def one_process(options: dict[str, Any], count: int = 10) -> list[Any]:
 def _cases() -> list[Any]:
     cases = []
     shape_in_ci = {**_one_shape_each(LAYOUTS), **dict.fromkeys(QUICK, "gpt2")}
-    for shape, base in SHAPES:
+    for shape, base in (*SHAPES, ("latent", LATENT_DENSE)):
         for dropout in (False, True):
             for name, (world, layout) in LAYOUTS.items():
                 label = f"{shape}-{name}" + ("-dropout" if dropout else "")
                 # With dropout, the same code paths run and also generate masks; the remaining cases run every night.
-                in_ci = dropout and shape == shape_in_ci[name]
-                marks = NIGHTLY if not in_ci else () if name in QUICK else pytest.mark.slow
+                in_ci = dropout and (shape == shape_in_ci[name] or (shape, name) == ("latent", "tp2"))
+                marks = NIGHTLY if not in_ci else () if name in QUICK and shape != "latent" else pytest.mark.slow
                 cases.append(pytest.param(base | (DROPOUT if dropout else {}), world, layout, id=label, marks=marks))
     return cases
 

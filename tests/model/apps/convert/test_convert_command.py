@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from model_options import LATENT_OPTIONS
 from models import GPT2, LLAMA, hal_logits, random_weights, same
 
+from hal import HalError
 from hal.cli.convert import main
 from hal.model.apps.convert import convert, hal_format
 
@@ -31,6 +33,17 @@ def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cp
     assert torch.equal(hal_logits(here), hal_logits(back))
     # The files of a converted model are complete and private, like those of any other checkpoint.
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("saver", ["huggingface", "megatron", "megatron-core"])
+def test_latent_attention_is_copied_and_not_written_as_what_it_is_not(saver: str, tmp_path: Path, cpu_ref: Any) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    hal_format.write(random_weights({**LLAMA, **LATENT_OPTIONS, "num_query_groups": 4}), here)
+    with pytest.raises(HalError, match="latent attention cannot be written as"):
+        main(["--load", str(here), "--save", str(there), "--saver", saver])
+    assert not there.exists()
+    assert main(["--load", str(here), "--save", str(there), "--saver", "hal"]) == 0
+    assert torch.equal(hal_logits(here), hal_logits(there))
 
 
 def test_precision_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_reasons_point_to_options_that_exist():
             "--rope-scaling-type llama3 --position-embedding-type rope",
             "--use-rope-scaling --position-embedding-type rope",
         ),
+        (
+            "--multi-head-latent-attention --qk-nope-head-dim 16 --qk-rope-head-dim 8 --rope-scaling-type yarn "
+            "--rope-scaling-factor 40 --rope-scaling-mscale-all-dim 1 --rope-scaling-beta-fast 16 "
+            "--rope-scaling-original-max-position-embeddings 512 --position-embedding-type rope",
+            "--multi-latent-attention --qk-head-dim 16 --qk-pos-emb-head-dim 8 --rotary-scaling-factor 40 "
+            "--mscale-all-dim 1 --beta-fast 16 --original-max-position-embeddings 512 --position-embedding-type rope",
+        ),
     ],
 )
 def test_a_translation_is_the_same_as_hals_own_options(theirs, ours):
