@@ -96,12 +96,12 @@ def test_two_ranks(kind: str) -> None:
     options = TWO_RANKS[kind]
     config, plan = plan_of(options, 2)
     shape = Shape.of(config, plan)
-    results = run_processes(2, _measured, options)
+    results = run_processes(2, _measured, options, timeout=240.0)
     for state, _, _, _ in results:
         assert state == states(shape, 0)
     kept, peak, sent, rows = (sum(values) / 2 for values in zip(*((k, p, *s) for _, k, p, s in results)))
     if not plan.zero:
-        assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.002)
+        assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.005)
     assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.06)
     assert sent == pytest.approx(traffic(shape).experts, rel=0.08 if plan.layout.ep > 1 else 1e-9)
     assert sent > 0 or plan.layout.ep * plan.layout.etp == 1
