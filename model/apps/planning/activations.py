@@ -7,6 +7,8 @@ recomputed from the seed, and no matrix of scores with flash attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .shape import Shape
 
 STATISTIC = 4
@@ -97,10 +99,15 @@ def stage_bytes(shape: Shape, stage: int) -> int:
     stored, chunks = _recomputed(shape, stage)
     # The first layer of a later stage reads the pipeline's buffer, so its input is not counted here.
     received = 0 if shape.first(stage) else min(1, len(stored) + chunks) * shape.hidden_bytes
-    kept = sum(layer_bytes(shape, n) for n in stored) + chunks * shape.hidden_bytes - received
+    kept = _of_layers(shape, stored) + chunks * shape.hidden_bytes - received
     if shape.first(stage):
         kept += token_bytes(shape)
     return kept + (head_bytes(shape) if shape.last(stage) else shape.hidden_bytes)
+
+
+def _of_layers(shape: Shape, layers: Sequence[int]) -> int:
+    """Bytes kept by several layers."""
+    return sum(count * layer_bytes(shape, layer) for layer, count in shape.kinds(layers))
 
 
 def _recomputed(shape: Shape, stage: int) -> tuple[tuple[int, ...], int]:
@@ -125,8 +132,8 @@ def recomputed_at_once(shape: Shape, stage: int) -> int:
     if c.recompute_method == "uniform":
         chunks = [layers[start : start + count] for start in range(0, len(layers), count)]
     else:
-        chunks = [(layer,) for layer in layers[:count]]
-    return max(sum(layer_bytes(shape, n) for n in chunk) for chunk in chunks)
+        chunks = [(layer,) for layer, _ in shape.kinds(layers[:count])]
+    return max(_of_layers(shape, chunk) for chunk in chunks)
 
 
 def token_bytes(shape: Shape) -> int:

@@ -142,7 +142,7 @@ def _working(shape: Shape, stage: int) -> float:
     # Results of all-reduce and all-gather are allocated in addition to their inputs.
     moved = h * (5 if c.sequence_parallel else 3 if shape.tp > 1 else 1)
     layers = [0.0]
-    for n in shape.plan.layers[stage]:
+    for n, _ in shape.kinds(shape.plan.layers[stage]):
         experts, inner = shape.experts_of(n), shape.gate * shape.ffn
         if experts is None:
             gradients, largest = float(rows * (inner + shape.ffn + moved)), h * inner

@@ -5,6 +5,7 @@ Counts equal those of the model that the trainer builds (gpt/model.py); all tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hal.mesh import Layout
@@ -72,6 +73,16 @@ class Shape:
         """Whether a stage holds the final norm and the output layer."""
         return stage == self.plan.stages - 1
 
+    def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(a layer, the number of layers like it), for the dense ones among `layers` and those with experts."""
+        if not layers:
+            return []
+        if self.experts is None:
+            return [(layers[0], len(layers))]
+        of_experts = [n for n in layers if self.config.has_experts(n)]
+        dense = [n for n in layers if not self.config.has_experts(n)] if len(of_experts) < len(layers) else []
+        return [(kind[0], len(kind)) for kind in (dense, of_experts) if kind]
+
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer; None if it is dense."""
         return self.experts if self.config.has_experts(layer) else None
@@ -116,12 +127,13 @@ class Shape:
     def parameters(self, pp_rank: int) -> int:
         """Parameters that a pipeline rank holds, before any sharding over data-parallel ranks."""
         ends = sum(self.end_parameters(s) for s in self.plan.stages_of(pp_rank))
-        return ends + sum(self.layer_parameters(layer) for layer in self.layers_of(pp_rank))
+        return ends + sum(count * self.layer_parameters(layer) for layer, count in self.kinds(self.layers_of(pp_rank)))
 
     def expert_parameters(self, pp_rank: int) -> int:
         """Those of its experts, which have fewer replicas than the others."""
-        held = [self.experts_of(layer) for layer in self.layers_of(pp_rank)]
-        return sum(experts.parameters() for experts in held if experts is not None)
+        if self.experts is None:
+            return 0
+        return self.experts.parameters() * sum(map(self.config.has_experts, self.layers_of(pp_rank)))
 
     def shard(self, pp_rank: int) -> float:
         """Parameters of a pipeline rank of which ZeRO's optimizer keeps the state on one of its ranks."""

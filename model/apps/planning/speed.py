@@ -99,8 +99,10 @@ class _Links:
 def _microbatch(shape: Shape, device: DeviceSpec, peak: float, rank: int) -> float:
     """Compute time of pipeline rank `rank` for both passes of one microbatch, in seconds."""
     stages = shape.plan.stages_of(rank)
-    per_layer = [_layer(shape, layer) for layer in shape.layers_of(rank)]
-    flops, moved = sum(f for f, _ in per_layer), sum(m for _, m in per_layer)
+    flops, moved = 0.0, 0.0
+    for layer, count in shape.kinds(shape.layers_of(rank)):
+        of_layer = _layer(shape, layer)
+        flops, moved = flops + count * of_layer[0], moved + count * of_layer[1]
     if any(shape.last(s) for s in stages):
         logits = shape.rows * shape.config.micro_batch_size * shape.vocabulary
         flops += 3 * 2 * logits * shape.config.hidden_size

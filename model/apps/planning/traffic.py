@@ -48,7 +48,10 @@ def traffic(shape: Shape) -> Traffic:
 
 def _of_layers(shape: Shape, per_layer: Callable[[int], float]) -> float:
     """The sum of a quantity over the layers of the pipeline rank where it is largest."""
-    return max(sum(map(per_layer, shape.layers_of(rank))) for rank in range(shape.plan.layout.pp))
+    return max(
+        sum(count * per_layer(layer) for layer, count in shape.kinds(shape.layers_of(rank)))
+        for rank in range(shape.plan.layout.pp)
+    )
 
 
 def _parallel_pairs(shape: Shape, layer: int) -> int:
