@@ -12,7 +12,7 @@ from hal.mesh import Layout
 
 from ...config.parallel_layout import ParallelLayout
 from ...config.schema import Config
-from .experts import Experts
+from .expert_layer import Experts
 
 
 @dataclass(frozen=True)
