@@ -79,12 +79,12 @@ def _unpermute_bwd(
     residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """drows [n, h] and dprobs [t, k] from dy [t, h], as far as `needs` requires them."""
-    rows, row_map, probs = residuals
-    real = REAL[rows.dtype]
+    rows, count, row_map, probs = residuals
+    real, shape = REAL[dy.dtype], (count, dy.shape[1])
     drows, dprobs, weights = None, None, None
     if needs[0]:
-        drows = empty(rows.shape, rows.dtype)
-        if int((row_map >= 0).sum()) < len(rows):  # rows of no assignment
+        drows = empty(shape, dy.dtype)
+        if int((row_map >= 0).sum()) < count:  # rows of no assignment
             drows.zero_()
     if probs is not None:
         weights = parameter(probs, real)
@@ -92,10 +92,10 @@ def _unpermute_bwd(
     if dy.numel():
         dy = dy.contiguous()
         lib().hal_moe_gather_bwd(
-            CODE[rows.dtype],
+            CODE[dy.dtype],
             *addresses(rows, row_map, weights, dy, drows, dprobs),
             *row_map.shape,
-            *rows.shape,
+            *shape,
         )
     return drows, None if dprobs is None else dprobs.to(probs.dtype)
 
@@ -103,9 +103,10 @@ def _unpermute_bwd(
 @CpuRef.impl(ops.unpermute, id="cpu_ref/c", why_not=refuses(ops.unpermute), bwd=_unpermute_bwd)
 def unpermute(
     rows: Tensor, row_map: Tensor, *, probs: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
+) -> tuple[Tensor, tuple[Tensor | None, int, Tensor, Tensor | None]]:
     rows, row_map = rows.contiguous(), row_map.contiguous()
     if not lib().hal_moe_map_fits(row_map.data_ptr() or address(row_map), row_map.numel(), len(rows)):
         raise ContractError(f"unpermute: expected a row_map of {len(rows)} rows; found {int(row_map.max())} in it")
     weights = None if probs is None else parameter(probs, REAL[rows.dtype])
-    return _gather(rows, row_map, weights), (rows, row_map, probs)
+    # Only the gradient of probs reads the rows, so without probs they are not kept for the backward pass.
+    return _gather(rows, row_map, weights), (None if probs is None else rows, len(rows), row_map, probs)

@@ -103,6 +103,7 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("optimizer between steps", "*", "formula", 0.99),
     Goal("activations of a microbatch", "*", "formula", 0.99),
     Goal("peak of a step", "*", "formula", 0.94),
+    Goal("bytes sent to experts in a step", "*", "formula", 0.999),
     Goal("bubble", "*", "formula", 0.999),
     Goal("training step", "f32 *", "eager", 2.0, "default", holds=_avx512),
     Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),

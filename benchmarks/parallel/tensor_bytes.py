@@ -5,15 +5,19 @@ Every rank of a layout calls these functions; nothing is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hal import Comm, Message, Work
 from hal.model.apps.planning.schedules import Action, bubble
 from hal.model.config.schema import Config
 from hal.model.gpt.dropout_rng import DropoutRng
+from hal.model.gpt.moe import Experts
 from hal.model.training.optimizer import local
 from hal.model.training.pipeline import Pipeline
 
@@ -66,6 +70,37 @@ def peak_bytes(options: Mapping[str, Any]) -> int:
         live.peak = live.now()
         trainer.step()
         return live.peak
+
+
+class CountingComm(Comm):
+    """`comm`, which counts the bytes that this rank sends through it: those of messages, and of collectives that are
+    rings (Patarasuk and Yuan, 2009)."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.name, self.rank, self.size = comm, comm.name, comm.rank, comm.size
+        self.sent = 0.0
+
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
+        share = {"all_gather": self.size - 1, "reduce_scatter": (self.size - 1) / self.size}
+        self.sent += share[collective] * x.nbytes
+        return self.comm.start(collective, x, op=op, source=source)
+
+    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        self.sent += sum(message.tensor.nbytes for message in sends)
+        return self.comm.exchange_start(sends, receives)
+
+
+def sent_to_experts(options: Mapping[str, Any]) -> tuple[float, float]:
+    """(bytes that this rank sends to the experts of other ranks and back in a step, rows that its own multiply)."""
+    trainer = trainer_of(config_of(options))
+    experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
+    comm = CountingComm(trainer.model.parallel.experts)
+    rows = [0]
+    for module in experts:
+        module.parallel = replace(module.parallel, experts=comm)
+        module.linear_fc1.register_forward_pre_hook(lambda _, given: rows.append(int(given[1].sum())))
+    trainer.forward_backward()
+    return comm.sent, float(sum(rows))
 
 
 def recorded_order(options: Mapping[str, Any]) -> list[Action]:

@@ -13,6 +13,7 @@ from hal.model.apps.planning.activations import stage_bytes
 from hal.model.apps.planning.memory import rank_memory, states
 from hal.model.apps.planning.schedules import bubble_formula
 from hal.model.apps.planning.shape import Shape
+from hal.model.apps.planning.traffic import traffic
 from hal.model.config.parallel_layout import ParallelLayout, make_parallel_layout
 from hal.model.config.schema import Config
 
@@ -41,6 +42,25 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 48,
+    "moe_aux_loss_coeff": ("0.01",),
+}
+DEEPSEEK: dict[str, Any] = {
+    **MIXTRAL,
+    "moe_layer_freq": "[0]+[1]*3",
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_z_loss_coeff": 0.01,
+    "moe_shared_expert_intermediate_size": 32,
+}
+PADDED: dict[str, Any] = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+"""Every expert has the same number of rows, so that sizes do not depend on the routing."""
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 TP4: dict[str, Any] = {"tensor_model_parallel_size": 4}
 SP: dict[str, Any] = {"sequence_parallel": True}
@@ -60,6 +80,8 @@ STATES: list[tuple[str, int, Options]] = [
     ("DP 4 distributed optimizer", 4, {"use_distributed_optimizer": True}),
     ("DP 4 ZeRO 2", 4, {"zero_stage": 2}),
     ("DP 4 ZeRO 3", 4, {"zero_stage": 3}),
+    ("Mixtral EP 2", 2, {**MIXTRAL, **EP2}),
+    ("Mixtral EP 2 DP 4 distributed optimizer", 4, {**MIXTRAL, **EP2, "use_distributed_optimizer": True}),
 ]
 ACTIVATIONS: list[tuple[str, int, Options]] = [
     ("GPT TP 1", 1, GPT),
@@ -78,6 +100,11 @@ ACTIVATIONS: list[tuple[str, int, Options]] = [
     ("Llama TP 1", 1, LLAMA),
     ("Llama TP 2 + SP", 2, {**LLAMA, **TP2, **SP}),
     ("Llama groups 2", 1, {**LLAMA, "num_query_groups": 2}),
+    ("Mixtral", 1, MIXTRAL),
+    ("Mixtral padded EP 2", 2, {**MIXTRAL, **PADDED, **EP2}),
+    ("Mixtral TP 2 + SP ETP 2", 2, {**MIXTRAL, **TP2, **SP}),
+    ("DeepSeek", 1, DEEPSEEK),
+    ("DeepSeek padded EP 2 CP 2", 2, {**DEEPSEEK, **PADDED, **EP2, **CP2}),
 ]
 PEAKS: list[tuple[str, int, Options]] = [
     ("one process", 1, {}),
@@ -94,6 +121,15 @@ PEAKS: list[tuple[str, int, Options]] = [
     ("PP 2 zero bubble", 2, {**PP2, **ZBV}),
     ("PP 2 DP 2 ZeRO 1", 4, {**PP2, "zero_stage": 1}),
     ("TP 2 + SP PP 2 recompute all", 4, {**PP2, **TP2, **SP, **UNIFORM}),
+    ("Mixtral", 1, MIXTRAL),
+    ("Mixtral padded EP 2", 2, {**MIXTRAL, **PADDED, **EP2}),
+    ("DeepSeek padded EP 2 ZeRO 1", 2, {**DEEPSEEK, **PADDED, **EP2, "zero_stage": 1}),
+]
+TRAFFIC: list[tuple[str, int, Options]] = [
+    ("Mixtral padded EP 2", 2, {**MIXTRAL, **PADDED, **EP2}),
+    ("Mixtral EP 2 all-gather", 2, {**MIXTRAL, **EP2, "moe_token_dispatcher_type": "allgather"}),
+    ("DeepSeek padded EP 4", 4, {**DEEPSEEK, **PADDED, "expert_model_parallel_size": 4}),
+    ("DeepSeek padded EP 2 ETP 2", 4, {**DEEPSEEK, **PADDED, **TP2, **SP, **EP2}),
 ]
 BUBBLES: list[tuple[str, int, Options]] = [
     *(("PP 2 1F1B", 2, {**PP2, "global_batch_size": m}) for m in (2, 8)),
@@ -109,7 +145,7 @@ BUBBLES: list[tuple[str, int, Options]] = [
 
 
 def cases() -> list[Case]:
-    """State, activations, the peak of a step, and bubbles."""
+    """State, activations, the peak of a step, traffic to experts, and bubbles."""
     state = [
         _bytes(f"{kind} between steps", name, world, {**GPT, **options}, _state(kind), _state_formula(kind))
         for kind in ("weights", "gradients", "optimizer")
@@ -123,11 +159,15 @@ def cases() -> list[Case]:
         _bytes("peak of a step", name, world, {**GPT, **options}, tensor_bytes.peak_bytes, _peak)
         for name, world, options in PEAKS
     ]
+    exchanges = [
+        _bytes("bytes sent to experts in a step", name, world, options, _sent, _sent_formula)
+        for name, world, options in TRAFFIC
+    ]
     # The embedding is untied. With a tied weight only the first and the last stage create a process group, after which
     # the ranks of a worker that continues with another layout would number their groups differently.
     untied = {"untie_embeddings_and_output_weights": True}
     bubbles = [_bubble(name, world, {**GPT, **untied, **options}) for name, world, options in BUBBLES]
-    return [*state, *activations, *peaks, *bubbles]
+    return [*state, *activations, *peaks, *exchanges, *bubbles]
 
 
 def plan_of(options: Options, world: int) -> tuple[Config, ParallelLayout]:
@@ -175,6 +215,14 @@ def _state_formula(kind: str) -> Callable[[Config, ParallelLayout], float]:
 
 def _activations(config: Config, plan: ParallelLayout) -> float:
     return stage_bytes(Shape.of(config, plan), 0)
+
+
+def _sent(options: Options) -> float:
+    return tensor_bytes.sent_to_experts(options)[0]
+
+
+def _sent_formula(config: Config, plan: ParallelLayout) -> float:
+    return traffic(Shape.of(config, plan)).experts
 
 
 def _peak(config: Config, plan: ParallelLayout) -> float:

@@ -129,7 +129,7 @@ def unpermute_from(
     gather(rows [n, h], row_map [t, k], probs [t, k]): the sum of each token's rows times probs, [t, h], in the dtype of
         rows. probs is float32, or None for a call without them; -1 in row_map names no row.
     gradients(rows, row_map, probs, dy [t, h]): drows [n, h] like rows, zero in rows that row_map does not name, and
-        dprobs [t, k] float32, None without probs.
+        dprobs [t, k] float32, None without probs, in which case the values of rows are undefined.
 
     All tensors that the functions take are contiguous.
     """
@@ -137,10 +137,14 @@ def unpermute_from(
     def unpermute(rows: Tensor, row_map: Tensor, *, probs: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
         rows, row_map = rows.contiguous(), row_map.contiguous()
         factors = None if probs is None else probs.detach().float().contiguous()
-        return gather(rows, row_map, factors), (rows, row_map, factors, None if probs is None else probs.dtype)
+        # Only the gradient of probs reads the rows, so without probs they are not kept for the backward pass.
+        kept = len(rows) if probs is None else rows
+        return gather(rows, row_map, factors), (kept, row_map, factors, None if probs is None else probs.dtype)
 
     def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, row_map, factors, dtype = residuals
+        if factors is None:
+            rows = dy.new_empty((rows, dy.shape[1]))
         drows, dprobs = gradients(rows, row_map, factors, dy.contiguous())
         return drows, None if dprobs is None else dprobs.to(dtype)
 

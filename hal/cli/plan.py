@@ -13,12 +13,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hal.core.device_spec import DeviceSpec
 from hal.core.registry import load, make
 from hal.errors import HalError
 
 from .arguments import Parser, add_backend, require_writable
+
+if TYPE_CHECKING:
+    from hal.model.config.schema import Config
 
 _UNITS = {
     "memory": ("--device-memory", "GiB", 2.0**30),
@@ -27,13 +31,16 @@ _UNITS = {
     "network": ("--network", "GB/s", 1e9),
 }
 
+_IMBALANCE = 1.2
+"""Rows of the busiest device over the mean that is planned for by default. Trained routers with balancing losses stay
+below it when a device has several experts; docs/scaling.md."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1 if no layout fits."""
     from hal.model.apps.planning import plan_report
     from hal.model.apps.planning.search import require_some, search, set_vocabulary
     from hal.model.config.command_line import build, read
-    from hal.model.config.schema import ConfigError
     from hal.model.config.validation import check_model
 
     command = parser()
@@ -55,17 +62,17 @@ def main(argv: Sequence[str]) -> int:
     config = build(values, check_model)
     if config.multi_latent_attention:
         raise ConfigError("hal plan has no formulas for latent attention yet; remove --multi-latent-attention")
-    if config.num_experts is not None:
-        raise ConfigError("hal plan has no formulas for experts yet; remove --num-experts to plan the dense model")
+    imbalance = _imbalance(arguments.expert_imbalance, config)
     set_vocabulary(config)
     limit = device.memory * (1.0 - arguments.headroom)
     capabilities = make(arguments.backend).capabilities()
-    result = search(config, arguments.devices, device, limit, capabilities)
+    result = search(config, arguments.devices, device, limit, capabilities, imbalance)
     require_some(result, arguments.devices)
-    shown = plan_report.text(result, config, arguments.devices, device, limit, arguments.top)
+    shown = plan_report.text(result, config, arguments.devices, device, limit, arguments.top, imbalance)
     print(shown, file=sys.stderr if arguments.json == "-" else sys.stdout)
     if arguments.json:
-        content = json.dumps(plan_report.record(result, config, arguments.devices, device, limit), indent=1) + "\n"
+        record = plan_report.record(result, config, arguments.devices, device, limit, imbalance)
+        content = json.dumps(record, indent=1) + "\n"
         sys.stdout.write(content) if arguments.json == "-" else Path(arguments.json).write_text(content)
     return 0 if result.fits else 1
 
@@ -93,9 +100,26 @@ def parser() -> Parser:
         metavar="FRACTION",
         help="fraction of memory reserved for other uses (default 0.1)",
     )
+    add(
+        "--expert-imbalance",
+        type=float,
+        metavar="FACTOR",
+        help=f"rows of the experts on the device that has the most, in multiples of the mean (default {_IMBALANCE})",
+    )
     add("--top", type=int, default=20, metavar="N", help="number of layouts to show (default 20)")
     add("--json", metavar="FILE", help="also write all layouts to FILE; - is the standard output")
     return command
+
+
+def _imbalance(given: float | None, config: Config) -> float:
+    """The imbalance to plan for. Raises HalError for a value that cannot be, or for a model without experts."""
+    if given is None:
+        return _IMBALANCE
+    if config.num_experts is None:
+        raise HalError("--expert-imbalance has no effect without --num-experts")
+    if not 1.0 <= given <= config.num_experts:
+        raise HalError(f"--expert-imbalance is a factor from 1 to the {config.num_experts} experts, got {given:g}")
+    return given
 
 
 def _device(arguments: argparse.Namespace) -> DeviceSpec:

@@ -8,17 +8,18 @@ Shapes: t tokens of this rank, h channels, e experts in the model and l on this 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hal import Comm, Message, ops
+from hal import ops
 
 from ..config.experts import coefficients
 from ..config.schema import Config
+from ..parallel.expert_exchange import Exchange, Route, start_exchange
 from ..parallel.tensor_sharding import Shard
 from .attention import output_std
 from .layers import Init, linear
@@ -47,9 +48,14 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         probs, indices, capacity = self.router(tokens, x.shape[1])
-        shared = None if self.shared_experts is None else self.shared_experts(x)
-        y: Tensor = self.experts(tokens, probs, indices, capacity).view(x.shape)
-        return y if shared is None else y + shared
+        shared: list[Tensor] = []
+
+        def meanwhile() -> None:
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(x))
+
+        y: Tensor = self.experts(tokens, probs, indices, capacity, meanwhile).view(x.shape)
+        return y + shared[0] if shared else y
 
 
 class Router(nn.Module):
@@ -260,9 +266,14 @@ class Experts(nn.Module):
         if init.parallel.experts.size == 1:
             self.dispatch = self._local
 
-    def forward(self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None) -> Tensor:
-        """The weighted sum of each token's experts, [t, h]. capacity: rows of every expert, or None."""
-        return self.dispatch(x, probs, indices, capacity)
+    def forward(
+        self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None, meanwhile: Callable[[], None]
+    ) -> Tensor:
+        """The weighted sum of each token's experts, [t, h].
+
+        capacity: rows of every expert, or None. meanwhile: what to compute while tokens are on their way.
+        """
+        return self.dispatch(x, probs, indices, capacity, meanwhile)
 
     def _mlp(self, rows: Tensor, probs: Tensor, sizes: Tensor) -> Tensor:
         """The experts of rows [n, h], which are grouped by expert, times their probabilities [n]."""
@@ -278,13 +289,19 @@ class Experts(nn.Module):
         out: Tensor = self.linear_fc2(y, sizes)
         return out
 
-    def _local(self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None) -> Tensor:
+    def _local(
+        self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None, meanwhile: Callable[[], None]
+    ) -> Tensor:
         """All experts are on this rank."""
+        meanwhile()
         rows, row_map, sizes, weights = ops.permute(x, indices, self.size, probs=probs, capacity=capacity)
         return ops.unpermute(self._mlp(rows, weights, sizes), row_map)
 
-    def _all_gather(self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None) -> Tensor:
+    def _all_gather(
+        self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None, meanwhile: Callable[[], None]
+    ) -> Tensor:
         """Every rank gets all tokens and computes those of its experts; nothing waits for the device."""
+        meanwhile()
         comm = self.parallel.experts
         x, probs = (mappings.all_gather_to_region(y, comm) for y in (x, probs))
         local = comm.all_gather(indices) - self.parallel.ep.rank * self.local
@@ -292,8 +309,11 @@ class Experts(nn.Module):
         rows, row_map, sizes, weights = ops.permute(x, local, self.local, probs=probs)
         return mappings.reduce_scatter_from_region(ops.unpermute(self._mlp(rows, weights, sizes), row_map), comm)
 
-    def _all_to_all(self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None) -> Tensor:
-        """Every token goes to the ranks of its experts, and the results come back."""
+    def _all_to_all(
+        self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None, meanwhile: Callable[[], None]
+    ) -> Tensor:
+        """Every token goes to the ranks of its experts, and the results come back. In the backward pass `meanwhile` is
+        computed while the gradients of the rows come back."""
         rows, row_map, sizes, weights = ops.permute(x, indices, self.size, probs=probs, capacity=capacity)
         comm, ep, etp, length = self.parallel.experts, self.parallel.ep, self.parallel.etp, len(rows)
         if capacity is None:
@@ -303,73 +323,15 @@ class Experts(nn.Module):
             of_ranks = torch.full((comm.size, self.size), capacity)
         received = of_ranks[:, ep.rank * self.local : (ep.rank + 1) * self.local]
         sent = of_ranks[comm.rank].view(ep.size, self.local).sum(1).tolist()
-        route = _Route(comm, etp.size, sent, received.sum(1).tolist())
-        rows, weights = _spread(rows, route), _spread(weights, route)
+        route = Route(comm, etp.size, sent, received.sum(1).tolist())
+        spread = [start_exchange(rows, Exchange(route)), start_exchange(weights, Exchange(route))]
+        meanwhile()
+        rows, weights = (finish() for finish in spread)
         # Received rows are ordered by rank, then by expert; a second permutation orders them by expert.
         expert = torch.arange(self.local).repeat(comm.size).repeat_interleave(received.flatten()).to(x.device)
         rows, back, sizes, weights = ops.permute(rows, expert[:, None], self.local, probs=weights[:, None])
         y = ops.unpermute(self._mlp(rows, weights, sizes), back)
-        return ops.unpermute(_collect(y, route, length), row_map)
-
-
-class _Route:
-    """The lengths of the messages of one exchange of rows.
-
-    sent: rows for each expert-parallel rank, which go to every one of its `copies` expert-tensor-parallel ranks.
-    received: rows from each rank of comm.
-    """
-
-    def __init__(self, comm: Comm, copies: int, sent: list[int], received: list[int]) -> None:
-        self.comm, self.copies, self.sent, self.received = comm, copies, sent, received
-
-    def exchange(self, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Sends parts[r] to rank r; returns what arrives from each rank, of `counts` rows."""
-        own, x = self.comm.rank, parts[0]
-        peers = [r for r in range(self.comm.size) if r != own]
-        sends = [Message(r, parts[r]) for r in peers if len(parts[r])]
-        receives = [Message(r, x.new_empty(counts[r], *x.shape[1:])) for r in peers if counts[r]]
-        arrived = {m.peer: tensor for m, tensor in zip(receives, self.comm.exchange(sends, receives))}
-        arrived[own] = parts[own]
-        return [arrived[r] if r in arrived else x.new_empty(0, *x.shape[1:]) for r in range(self.comm.size)]
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Rows ordered by expert -> the rows for this rank's experts, in the order of the ranks they come from."""
-        parts = torch.split(x[: sum(self.sent)], self.sent)
-        return torch.cat(self.exchange([part for part in parts for _ in range(self.copies)], self.received))
-
-    def collect(self, y: Tensor, length: int) -> Tensor:
-        """The reverse: results for the rows that `spread` returned -> the sums for the rows it was given, and zeros up
-        to `length` rows."""
-        counts = [count for count in self.sent for _ in range(self.copies)]
-        arrived = self.exchange(torch.split(y, self.received), counts)
-        sums = [sum(arrived[i + 1 : i + self.copies], arrived[i]) for i in range(0, len(arrived), self.copies)]
-        rest = y.new_zeros(length - sum(self.sent), *y.shape[1:])
-        return torch.cat([*sums, rest])
-
-
-class _Exchange(torch.autograd.Function):
-    """`_Route.spread` or, with a length, `_Route.collect`; each is the gradient of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route: _Route, length: int | None) -> Tensor:
-        ctx.route, ctx.rows, ctx.spreads = route, len(x), length is None
-        return route.spread(x) if length is None else route.collect(x, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = ctx.route.collect(dy.contiguous(), ctx.rows) if ctx.spreads else ctx.route.spread(dy.contiguous())
-        return dx, None, None
-
-
-def _spread(x: Tensor, route: _Route) -> Tensor:
-    y: Tensor = _Exchange.apply(x, route, None)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _collect(x: Tensor, route: _Route, length: int) -> Tensor:
-    y: Tensor = _Exchange.apply(x, route, length)  # type: ignore[no-untyped-call]
-    return y
+        return ops.unpermute(start_exchange(y, Exchange(route, length))(), row_map)
 
 
 def routers(model: nn.Module) -> dict[int, Router]:

@@ -15,9 +15,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+import hal
 from hal import Comm, HalError, Rng, ops
 
 from ..parallel.context_parallel import Ring, ring_attention, ulysses
@@ -30,11 +31,15 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 class HalCoreAttention(MegatronModule):
     """softmax(q k^T) v. A key is visible if the config's `window_size` (pre, next; -1 = unbounded), the mask type and
-    the mask, if there is one, allow it.
+    the mask, if there is one, allow it. attention_bias, [sq, sk] or [b or 1, n or 1, sq, sk], is added to the scaled
+    scores. softmax_type "off-by-one" and "learnable" add one key with the value 0, whose score for every query of a
+    head is 0 or the parameter `softmax_offset` [n of this rank].
 
-    Raises HalError for sink softmax and attention bias, which it does not pass to flash_attention, and with context
-    parallelism for masks, packed sequences, and a cp_comm_type other than "p2p" and "a2a".
+    Raises HalError with context parallelism for masks, biases, these softmax types, packed sequences, and a
+    cp_comm_type other than "p2p" and "a2a"; for biases of packed sequences; and for other softmax types.
     """
+
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -48,8 +53,7 @@ class HalCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise HalError(f"HAL's attention has no softmax_type={config.softmax_type!r}; use 'vanilla'")
+        self._make_offset()
         self.mask_type, self.scale = attn_mask_type, softmax_scale
         self.p = config.attention_dropout if attention_dropout is None else attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -57,6 +61,8 @@ class HalCoreAttention(MegatronModule):
         self.window = (None if pre < 0 else pre, None if next_ < 0 else next_)
         self.cp: Comm | None = None
         if config.context_parallel_size > 1:
+            if self.softmax_offset is not None:
+                raise HalError(f"context parallelism does not support softmax_type={config.softmax_type!r}")
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
             self.cp = comm_of(groups.cp)
             self.exchange_heads = cp_comm_type == "a2a"
@@ -64,6 +70,26 @@ class HalCoreAttention(MegatronModule):
                 raise HalError(f"context parallelism with cp_comm_type={cp_comm_type!r}: HAL has 'p2p' and 'a2a'")
             if softmax_scale is not None and not self.exchange_heads:
                 raise HalError("context parallelism in a ring does not support softmax_scale; use cp_comm_type 'a2a'")
+
+    def _make_offset(self) -> None:
+        kind, tp = self.config.softmax_type, self.config.tensor_model_parallel_size
+        shape, how = self.config.num_attention_heads // tp, {"device": hal.device(), "dtype": self.config.params_dtype}
+        if kind == "vanilla":
+            self.softmax_offset = None
+        elif kind == "off-by-one":
+            self.softmax_offset = torch.zeros(shape, **how)
+        elif kind == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(shape, **how))
+            if self.config.perform_initialization:
+                self.config.init_method(self.softmax_offset)
+        else:
+            raise HalError(f"HAL's attention has no softmax_type={kind!r}; use 'vanilla', 'off-by-one' or 'learnable'")
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """The learnable offset, split over the tensor-parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {} if metadata is None else {"dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -75,8 +101,8 @@ class HalCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        if attention_bias is not None:
-            raise HalError("HAL's attention does not support attention_bias")
+        if attention_bias is not None and (packed_seq_params is not None or self.cp is not None):
+            raise HalError("HAL's attention has no attention_bias for packed sequences or context parallelism")
         mask_type = self.mask_type if attn_mask_type is None else attn_mask_type
         pre, next_ = self.window
         if mask_type in _CAUSAL:
@@ -91,7 +117,7 @@ class HalCoreAttention(MegatronModule):
                     "is visible. Pass none (Megatron-LM: --no-create-attention-mask-in-dataloader)."
                 )
             return self._context_parallel(query, key, value, window)
-        return self._whole(query, key, value, window, attention_mask, self._stream())
+        return self._whole(query, key, value, window, attention_mask, self._stream(), attention_bias)
 
     def _stream(self) -> Rng | None:
         """The random stream of this call's dropout, which differs between tensor-parallel ranks."""
@@ -108,9 +134,10 @@ class HalCoreAttention(MegatronModule):
         window: tuple[int | None, int | None],
         mask: Tensor | None,
         rng: Rng | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n*d]."""
-        return self._attend(q, k, v, window, rng, layout="SBND", mask=mask).flatten(2)
+        return self._attend(q, k, v, window, rng, layout="SBND", mask=mask, bias=bias).flatten(2)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], packed: Any) -> Tensor:
         """q [t, n, d], k and v [t, g, d] of concatenated documents -> [t, n*d]."""
@@ -134,6 +161,8 @@ class HalCoreAttention(MegatronModule):
     ) -> Tensor:
         if rng is not None:
             more |= {"dropout_p": self.p, "rng": rng}
+        if self.softmax_offset is not None:
+            more["sinks"] = self.softmax_offset
         pre, next_ = window
         out = ops.flash_attention(q, k, v, layout=layout, pre_tokens=pre, next_tokens=next_, scale=self.scale, **more)
         assert isinstance(out, Tensor)  # a pair only with return_lse

@@ -7,24 +7,37 @@ recomputed from the seed, and no matrix of scores with flash attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .shape import Shape
 
 STATISTIC = 4
 """Bytes of a statistic of a norm or a softmax, which is float32 in any model."""
 
 
-def layer_bytes(shape: Shape) -> int:
+def layer_bytes(shape: Shape, layer: int) -> int:
     """Bytes kept by one layer without recomputation."""
     c, hidden = shape.config, shape.hidden_bytes
     norm = hidden + _statistics(shape)
-    mlp = shape.rows * c.micro_batch_size * (shape.gate + 1) * shape.ffn * shape.element
-    if c.squared_relu:  # the sum with the bias, and its relu
-        mlp += shape.rows * c.micro_batch_size * shape.ffn * shape.element
+    experts = shape.experts_of(layer)
     extra: float = 2 * norm if c.use_sandwich_norm else 0
     if c.qk_layernorm:  # contiguous copies of queries and keys, and the statistics of their norms
         per_row = shape.rows * c.micro_batch_size
         extra += per_row * (shape.heads + shape.groups) * (shape.element + STATISTIC / c.kv_channels)
-    return int(2 * (norm + hidden) + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
+    if experts is None:
+        mlp: float = hidden + _mlp(shape)
+    else:
+        mlp = hidden * experts.keeps_input() + experts.activations()
+    return int(2 * norm + hidden + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
+
+
+def _mlp(shape: Shape) -> int:
+    """Activations inside a dense MLP."""
+    c = shape.config
+    mlp = shape.rows * c.micro_batch_size * (shape.gate + 1) * shape.ffn * shape.element
+    if c.squared_relu:  # the sum with the bias, and its relu
+        mlp += shape.rows * c.micro_batch_size * shape.ffn * shape.element
+    return mlp
 
 
 def _statistics(shape: Shape) -> int:
@@ -83,36 +96,44 @@ def stage_bytes(shape: Shape, stage: int) -> int:
 
     The input of a stage is counted as a pipeline buffer (memory.py); its output stays until the backward pass.
     """
-    layers = len(shape.plan.layers[stage])
-    stored, chunks = _recomputed(shape, layers)
+    stored, chunks = _recomputed(shape, stage)
     # The first layer of a later stage reads the pipeline's buffer, so its input is not counted here.
-    received = 0 if shape.first(stage) else min(1, stored + chunks) * shape.hidden_bytes
-    kept = stored * layer_bytes(shape) + chunks * shape.hidden_bytes - received
+    received = 0 if shape.first(stage) else min(1, len(stored) + chunks) * shape.hidden_bytes
+    kept = _of_layers(shape, stored) + chunks * shape.hidden_bytes - received
     if shape.first(stage):
         kept += token_bytes(shape)
     return kept + (head_bytes(shape) if shape.last(stage) else shape.hidden_bytes)
 
 
-def _recomputed(shape: Shape, layers: int) -> tuple[int, int]:
-    """(layers that keep all their activations, chunks of layers that keep only their input)."""
-    c = shape.config
+def _of_layers(shape: Shape, layers: Sequence[int]) -> int:
+    """Bytes kept by several layers."""
+    return sum(count * layer_bytes(shape, layer) for layer, count in shape.kinds(layers))
+
+
+def _recomputed(shape: Shape, stage: int) -> tuple[tuple[int, ...], int]:
+    """(layers that keep all their activations, the number of chunks of layers that keep only their input)."""
+    c, layers = shape.config, shape.plan.layers[stage]
     if c.recompute_granularity != "full":
         return layers, 0
     count = c.recompute_num_layers or 1
     if c.recompute_method == "uniform":
-        return 0, -(-layers // count)
-    return max(0, layers - count), min(layers, count)
+        return (), -(-len(layers) // count)
+    return layers[count:], min(len(layers), count)
 
 
 def recomputed_at_once(shape: Shape, stage: int) -> int:
     """Bytes of activations that the backward pass recomputes at a time: one chunk of layers, or one attention."""
-    c, layers = shape.config, len(shape.plan.layers[stage])
+    c, layers = shape.config, shape.plan.layers[stage]
     if c.recompute_granularity is None or not layers:
         return 0
     if c.recompute_granularity == "selective":
         return _mixed(shape) + _context(shape) + _scores(shape)
-    count = min(layers, c.recompute_num_layers or 1) if c.recompute_method == "uniform" else 1
-    return count * layer_bytes(shape)
+    count = c.recompute_num_layers or 1
+    if c.recompute_method == "uniform":
+        chunks = [layers[start : start + count] for start in range(0, len(layers), count)]
+    else:
+        chunks = [(layer,) for layer, _ in shape.kinds(layers[:count])]
+    return max(_of_layers(shape, chunk) for chunk in chunks)
 
 
 def token_bytes(shape: Shape) -> int:

@@ -43,11 +43,12 @@ class Memory(Bytes):
     working: float
 
 
-def memory(c: Config, plan: ParallelLayout) -> Memory:
-    """The memory of the pipeline rank that needs the most."""
-    shape, pp = Shape.of(c, plan), plan.layout.pp
+def memory(c: Config, plan: ParallelLayout, imbalance: float = 1.0) -> Memory:
+    """The memory of the pipeline rank that needs the most. imbalance: as in Shape.of."""
+    shape, pp = Shape.of(c, plan, imbalance), plan.layout.pp
     # With equal stages, the ranks between the second and the last have fewer microbatches in flight than the second.
-    ranks = range(pp) if c.num_layer_list else sorted({0, min(1, pp - 1), pp - 1})
+    unequal = c.num_layer_list or (c.num_experts is not None and c.moe_layer_freq != "1")
+    ranks = range(pp) if unequal else sorted({0, min(1, pp - 1), pp - 1})
     return max((rank_memory(shape, rank) for rank in ranks), key=lambda m: m.total)
 
 
@@ -79,7 +80,7 @@ def states(shape: Shape, rank: int) -> dict[str, float]:
         alone = shape.plan.layout.world == 1 and shape.plan.microbatches == 1 and not shape.config.fp16
         gradient = shape.element if alone else GRADIENT  # a single microbatch's gradient is not summed in float32
         return {"weights": shape.element * count, "gradients": gradient * count, "optimizer": optimizer}
-    shard = count / (shape.plan.layout.dp * shape.plan.layout.cp)
+    shard = shape.shard(rank)
     return {"weights": MASTER * shard, "gradients": GRADIENT * shard, "optimizer": MOMENTS * shard}
 
 
@@ -91,13 +92,14 @@ def _in_a_step(shape: Shape, rank: int) -> tuple[float, float, float]:
     if plan.zero == 0:
         parts = states(shape, rank)
         return parts["weights"], parts["gradients"], parts["optimizer"]
-    shard = count / (plan.layout.dp * plan.layout.cp)
+    shard = shape.shard(rank)
     gathered: float = count
     if plan.zero == 3:
         # Embedding and head stay gathered during a pass; of the layers, only the current and the prefetched one are.
         stages = plan.stages_of(rank)
-        layers = min(2, max(len(plan.layers[s]) for s in stages))
-        gathered = layers * shape.layer_parameters() + sum(shape.end_parameters(s) for s in stages)
+        sizes = [[shape.layer_parameters(layer) for layer in plan.layers[s]] for s in stages]
+        pairs = [sum(pair) for of_stage in sizes for pair in zip(of_stage, [*of_stage[1:], 0])]
+        gathered = max(pairs, default=0) + sum(shape.end_parameters(s) for s in stages)
     weights = element * gathered + (0 if low else MASTER * shard)
     # Gradients are summed unsharded, unless every microbatch is reduced. A pipeline reduces after the last microbatch.
     whole = plan.microbatches > 1 and (plan.zero == 1 or plan.layout.pp > 1)
@@ -136,14 +138,21 @@ def _working(shape: Shape, stage: int) -> float:
     """Temporary memory of one layer's backward pass: gradients of its widest activations, the gradient of the largest
     weight before it is accumulated (unless linear layers accumulate in place), and recomputed activations."""
     c, in_place = shape.config, sums_in_place(shape.config, shape.plan)
-    rows = shape.rows * c.micro_batch_size * shape.element
-    h, inner = c.hidden_size, shape.gate * shape.ffn
+    rows, h = shape.rows * c.micro_batch_size * shape.element, c.hidden_size
     # Results of all-reduce and all-gather are allocated in addition to their inputs.
     moved = h * (5 if c.sequence_parallel else 3 if shape.tp > 1 else 1)
-    weight = 0.0 if in_place else h * inner * shape.element
-    if shape.plan.zero >= 2:  # one layer's gradients unsharded, and their send buffer
-        weight = shape.layer_parameters() * (shape.element + GRADIENT)
-    layer = rows * (inner + shape.ffn + moved) + recomputed_at_once(shape, stage) + weight
+    layers = [0.0]
+    for n, _ in shape.kinds(shape.plan.layers[stage]):
+        experts, inner = shape.experts_of(n), shape.gate * shape.ffn
+        if experts is None:
+            gradients, largest = float(rows * (inner + shape.ffn + moved)), h * inner
+        else:
+            gradients, largest = rows * moved + experts.working(), experts.local * h * shape.gate * experts.ffn
+        weight = 0.0 if in_place else largest * shape.element
+        if shape.plan.zero >= 2:  # one layer's gradients unsharded, and their send buffer
+            weight = shape.layer_parameters(n) * (shape.element + GRADIENT)
+        layers.append(gradients + weight)
+    layer = max(layers) + recomputed_at_once(shape, stage)
     if not shape.last(stage):
         return float(layer)
     # The layers' backward pass starts after the head has freed its activations. The loss writes its gradient into the

@@ -17,12 +17,20 @@ from .traffic import Traffic
 _SHOWN = {"activations": "act.", "gradients": "grads", "optimizer": "optim."}
 
 
-def text(result: SearchResult, config: Config, devices: int, device: DeviceSpec, limit: float, top: int) -> str:
-    """The layouts that fit, fastest first (the best of each TP, CP, PP and DP), and the excess memory of others."""
+def text(
+    result: SearchResult,
+    config: Config,
+    devices: int,
+    device: DeviceSpec,
+    limit: float,
+    top: int,
+    imbalance: float = 1.0,
+) -> str:
+    """The layouts that fit, fastest first (the best of each division of the ranks), and the excess memory of others."""
     count = _parameters(result)
     lines = [
-        f"{count / 1e9:.2f} billion parameters, {config.params_dtype}, {config.global_batch_size} sequences of "
-        f"{config.seq_length} per step",
+        f"{count / 1e9:.2f} billion parameters{_experts(config, imbalance)}, {config.params_dtype}, "
+        f"{config.global_batch_size} sequences of {config.seq_length} per step",
         f"{devices} x {device.name}, {device.per_node} per machine; {gib(limit):.1f} of {gib(device.memory):.1f} GiB "
         f"for tensors ({device.source})",
         f"{len(result.fits)} layouts fit, {len(result.too_large)} do not, {result.refused.total()} more are not legal",
@@ -30,8 +38,9 @@ def text(result: SearchResult, config: Config, devices: int, device: DeviceSpec,
     best = best_of_each(result.fits)
     if best:
         shown = best[:top]
-        lines += ["", "The fastest of each TP x CP x PP x DP; GiB per device, GiB sent per device and step:", ""]
-        lines += _columns([_HEAD, *map(_cells, shown)])
+        divisions = "TP x CP x PP x DP" + (" x EP x ETP" if config.num_experts else "")
+        lines += ["", f"The fastest of each {divisions}; GiB per device, GiB sent per device and step:", ""]
+        lines += _columns([_head(config), *map(_cells, shown)])
         if len(best) > len(shown):
             lines.append(f"and {len(best) - len(shown)} more; --top shows them")
         lines += ["", f"the first as options of hal train: {flags(best[0])}"]
@@ -44,10 +53,13 @@ def text(result: SearchResult, config: Config, devices: int, device: DeviceSpec,
     return "\n".join(lines)
 
 
-def record(result: SearchResult, config: Config, devices: int, device: DeviceSpec, limit: float) -> dict[str, Any]:
+def record(
+    result: SearchResult, config: Config, devices: int, device: DeviceSpec, limit: float, imbalance: float = 1.0
+) -> dict[str, Any]:
     """The complete result: all layouts that fit, and the 100 with the smallest excess."""
     return {
         "parameters": _parameters(result),
+        **({"expert_imbalance": imbalance} if config.num_experts else {}),
         "devices": devices,
         "accelerator": {**asdict(device), "flops": dict(device.flops)},
         "limit_bytes": limit,
@@ -80,9 +92,9 @@ def flags(option: Option) -> str:
     """The layout as options of `hal train`."""
     c = option.config
     names = (
-        "tensor_model_parallel_size sequence_parallel context_parallel_size pipeline_model_parallel_size "
-        "pipeline_schedule num_layers_per_virtual_pipeline_stage zero_stage use_distributed_optimizer "
-        "overlap_grad_reduce recompute_granularity recompute_method recompute_num_layers"
+        "tensor_model_parallel_size sequence_parallel context_parallel_size expert_model_parallel_size "
+        "pipeline_model_parallel_size pipeline_schedule num_layers_per_virtual_pipeline_stage zero_stage "
+        "use_distributed_optimizer overlap_grad_reduce recompute_granularity recompute_method recompute_num_layers"
     )
     default = Config()
     words = [f"--micro-batch-size {c.micro_batch_size}"]
@@ -90,28 +102,37 @@ def flags(option: Option) -> str:
         value = getattr(c, option_name)
         if value != getattr(default, option_name):
             words.append(f"--{option_name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    if c.num_experts is not None and c.expert_tensor_parallel_size != c.tensor_model_parallel_size:
+        words.append(f"--expert-tensor-parallel-size {c.expert_tensor_parallel_size}")
     return " ".join(words)
 
 
-_HEAD = (
-    *("TP", "CP", "PP", "VPP", "DP", "ZeRO", "recompute", "micro"),
-    *(_SHOWN.get(f.name, f.name) for f in fields(Memory)),
-    *("total", "bubble"),
-    *(f.name for f in fields(Traffic)),
-    *("s/step", "tokens/s", "MFU"),
-)
+def _head(c: Config) -> tuple[str, ...]:
+    return (
+        *("TP", "CP", "PP", "VPP", "DP", *(("EP", "ETP") if c.num_experts else ()), "ZeRO", "recompute", "micro"),
+        *(_SHOWN.get(f.name, f.name) for f in fields(Memory)),
+        *("total", "bubble"),
+        *_traffic(c),
+        *("s/step", "tokens/s", "MFU"),
+    )
+
+
+def _traffic(c: Config) -> list[str]:
+    """The kinds of traffic that a layout of this model can have."""
+    return [f.name for f in fields(Traffic) if f.name != "experts" or c.num_experts]
 
 
 def _cells(o: Option) -> tuple[str, ...]:
     assert o.traffic is not None and o.estimate is not None
     layout, e = o.plan.layout, o.estimate
     chunks = "V" if o.plan.schedule == "zbv" else str(o.plan.stages // layout.pp)
+    experts = (layout.ep, layout.etp) if o.config.num_experts else ()
     return (
-        *map(str, (layout.tp, layout.cp, layout.pp, chunks, layout.dp, o.plan.zero)),
+        *map(str, (layout.tp, layout.cp, layout.pp, chunks, layout.dp, *experts, o.plan.zero)),
         *(recomputation(o.config), str(o.config.micro_batch_size)),
         *(f"{gib(getattr(o.memory, f.name)):.1f}" for f in fields(Memory)),
         *(f"{gib(o.memory.total):.1f}", f"{e.bubble:.1%}"),
-        *(f"{gib(getattr(o.traffic, f.name)):.1f}" for f in fields(Traffic)),
+        *(f"{gib(getattr(o.traffic, kind)):.1f}" for kind in _traffic(o.config)),
         *(f"{e.seconds:.2f}", f"{e.tokens_per_second:.3g}", f"{e.mfu:.1%}"),
     )
 
@@ -139,6 +160,15 @@ def _row(o: Option) -> dict[str, Any]:
         row["traffic_bytes_per_step"] = {**asdict(o.traffic), "total": o.traffic.total}
         row["estimate"] = asdict(o.estimate)
     return row
+
+
+def _experts(c: Config, imbalance: float) -> str:
+    """What the first line says of the experts, of which the devices with the most rows determine memory and time."""
+    if c.num_experts is None:
+        return ""
+    return (
+        f" ({c.num_experts} experts, {c.moe_router_topk} per token, at most {imbalance:g} x the mean rows per device)"
+    )
 
 
 def _parameters(result: SearchResult) -> int:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from hal import Capabilities, DeviceSpec
@@ -49,8 +50,18 @@ class SearchResult:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(config: Config, devices: int, device: DeviceSpec, limit: float, capabilities: Capabilities) -> SearchResult:
-    """All layouts of `config` on `devices`. A layout fits if it needs at most `limit` bytes per device."""
+def search(
+    config: Config,
+    devices: int,
+    device: DeviceSpec,
+    limit: float,
+    capabilities: Capabilities,
+    imbalance: float = 1.0,
+) -> SearchResult:
+    """All layouts of `config` on `devices`. A layout fits if it needs at most `limit` bytes per device.
+
+    imbalance: rows of the experts on the rank that has the most, in multiples of the mean.
+    """
     result = SearchResult()
     for candidate in candidates(config, devices, device.per_node):
         problem = next(problems(candidate, devices), None)
@@ -61,11 +72,11 @@ def search(config: Config, devices: int, device: DeviceSpec, limit: float, capab
         if beyond := list(device_problems(candidate, plan, capabilities)):
             result.refused.update(beyond)
             continue
-        needed = memory(candidate, plan)
+        needed = memory(candidate, plan, imbalance)
         if needed.total > limit:
             result.too_large.append(Option(candidate, plan, needed))
             continue
-        shape = Shape.of(candidate, plan)
+        shape = Shape.of(candidate, plan, imbalance)
         result.fits.append(Option(candidate, plan, needed, traffic(shape), estimate(shape, device)))
     result.fits.sort(key=_seconds)
     result.too_large.sort(key=lambda o: o.memory.total)
@@ -78,7 +89,7 @@ def _seconds(option: Option) -> float:
 
 
 def best_of_each(options: Sequence[Option]) -> list[Option]:
-    """The first option of each combination of TP, CP, PP and DP."""
+    """The first option of each combination of TP, CP, PP, DP, EP and ETP."""
     first: dict[Layout, Option] = {}
     for option in options:
         first.setdefault(option.plan.layout, option)
@@ -96,21 +107,25 @@ def candidates(config: Config, devices: int, per_node: int) -> Iterator[Config]:
         for cp in _choices(c, "context_parallel_size", _divisors(devices // tp, c.seq_length // SHORTEST_CONTEXT)):
             for pp in _choices(c, "pipeline_model_parallel_size", _divisors(devices // (tp * cp), c.num_layers)):
                 dp = max(1, devices // (tp * cp * pp))
-                for schedule in _schedules(c, pp):
-                    for micro in _choices(c, "micro_batch_size", MICRO_BATCHES):
-                        for zero in _zero(c, dp * cp):
-                            for recompute in _recomputation(c, pp, schedule):
-                                yield _with(
-                                    c,
-                                    tensor_model_parallel_size=tp,
-                                    sequence_parallel=tp > 1,
-                                    context_parallel_size=cp,
-                                    pipeline_model_parallel_size=pp,
-                                    micro_batch_size=micro,
-                                    **schedule,
-                                    **zero,
-                                    **recompute,
-                                )
+                for schedule, micro, zero, experts in product(
+                    _schedules(c, pp),
+                    _choices(c, "micro_batch_size", MICRO_BATCHES),
+                    _zero(c, dp * cp),
+                    _experts(c, tp, tp * cp * dp),
+                ):
+                    for recompute in _recomputation(c, pp, schedule):
+                        yield _with(
+                            c,
+                            tensor_model_parallel_size=tp,
+                            sequence_parallel=tp > 1,
+                            context_parallel_size=cp,
+                            pipeline_model_parallel_size=pp,
+                            micro_batch_size=micro,
+                            **schedule,
+                            **zero,
+                            **recompute,
+                            **experts,
+                        )
 
 
 def _with(config: Config, **values: Any) -> Config:
@@ -142,6 +157,19 @@ def _zero(c: Config, replicas: int) -> list[dict[str, Any]]:
     if replicas == 1 or c.given.intersection(("zero_stage", "use_distributed_optimizer", "overlap_grad_reduce")):
         return [{}]
     return [{"overlap_grad_reduce": True}, *({"zero_stage": stage} for stage in range(4))]
+
+
+def _experts(c: Config, tp: int, ranks: int) -> list[dict[str, Any]]:
+    """Expert parallelism over a pipeline stage's `ranks`, of whole experts or of those sharded like dense layers."""
+    if c.num_experts is None:
+        return [{}]
+    sharded = _choices(c, "expert_tensor_parallel_size", sorted({1, tp}))
+    return [
+        {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+        for etp in sharded
+        for ep in _choices(c, "expert_model_parallel_size", _divisors(c.num_experts, ranks // etp))
+        if ranks % (ep * etp) == 0
+    ]
 
 
 def _recomputation(c: Config, pp: int, schedule: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,18 +5,21 @@ Counts equal those of the model that the trainer builds (gpt/model.py); all tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hal.mesh import Layout
 
 from ...config.parallel_layout import ParallelLayout
 from ...config.schema import Config
+from .expert_layer import Experts
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a config on one rank of a layout. rows: positions of a sequence in attention; hidden_rows: between
-    the layers. heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation."""
+    the layers. heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation.
+    experts: of a layer that has some."""
 
     config: Config
     plan: ParallelLayout
@@ -28,22 +31,28 @@ class Shape:
     ffn: int
     vocabulary: int
     element: int
+    experts: Experts | None = None
 
     @staticmethod
-    def of(c: Config, plan: ParallelLayout) -> Shape:
-        """The sizes on any tensor-parallel rank of `plan`."""
+    def of(c: Config, plan: ParallelLayout, imbalance: float = 1.0) -> Shape:
+        """The sizes on any tensor-parallel rank of `plan`.
+
+        imbalance: rows of the experts on the rank that has the most, in multiples of the mean.
+        """
         tp, rows = plan.layout.tp, c.seq_length // plan.layout.cp
+        hidden_rows, gate = rows // tp if c.sequence_parallel else rows, 2 if c.swiglu or c.geglu else 1
         return Shape(
             config=c,
             plan=plan,
             tp=tp,
             rows=rows,
-            hidden_rows=rows // tp if c.sequence_parallel else rows,
+            hidden_rows=hidden_rows,
             heads=c.num_attention_heads * c.kv_channels // tp,
             groups=c.num_query_groups * c.kv_channels // tp,
             ffn=c.ffn_hidden_size // tp,
             vocabulary=c.padded_vocab_size // tp,
             element=c.params_dtype.itemsize,
+            experts=Experts.of(c, plan.layout, hidden_rows, rows, gate, imbalance),
         )
 
     @property
@@ -64,14 +73,34 @@ class Shape:
         """Whether a stage holds the final norm and the output layer."""
         return stage == self.plan.stages - 1
 
-    def layer_parameters(self) -> int:
+    def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(a layer, the number of layers like it), for the dense ones among `layers` and those with experts."""
+        if not layers:
+            return []
+        if self.experts is None:
+            return [(layers[0], len(layers))]
+        of_experts = [n for n in layers if self.config.has_experts(n)]
+        dense = [n for n in layers if not self.config.has_experts(n)] if len(of_experts) < len(layers) else []
+        return [(kind[0], len(kind)) for kind in (dense, of_experts) if kind]
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer; None if it is dense."""
+        return self.experts if self.config.has_experts(layer) else None
+
+    def layer_parameters(self, layer: int) -> int:
         """Parameters of one layer."""
+        experts = self.experts_of(layer)
+        return self._dense_parameters(experts) + (0 if experts is None else experts.parameters())
+
+    def _dense_parameters(self, experts: Experts | None) -> int:
+        """Parameters of a layer other than the weights of its experts."""
         c, h = self.config, self.config.hidden_size
         norms = (4 if c.use_sandwich_norm else 2) * self._norm()
         if c.qk_layernorm:
             norms += 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1)
         qkv, inner = self.heads + 2 * self.groups, self.gate * self.ffn
-        weights = h * (qkv + self.heads + inner + self.ffn)
+        mlp = h * (inner + self.ffn) if experts is None else experts.replicated_parameters()
+        weights = h * (qkv + self.heads) + mlp
         # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.
         biases = 0 if c.disable_bias_linear else qkv + inner + 2 * h
         if c.disable_bias_linear and c.add_qkv_bias:
@@ -91,11 +120,25 @@ class Shape:
             count += self._norm() + (table if own_table else 0)
         return count
 
+    def layers_of(self, pp_rank: int) -> list[int]:
+        """The layers of a pipeline rank."""
+        return [layer for stage in self.plan.stages_of(pp_rank) for layer in self.plan.layers[stage]]
+
     def parameters(self, pp_rank: int) -> int:
         """Parameters that a pipeline rank holds, before any sharding over data-parallel ranks."""
-        stages = self.plan.stages_of(pp_rank)
-        layers = sum(len(self.plan.layers[s]) for s in stages)
-        return layers * self.layer_parameters() + sum(self.end_parameters(s) for s in stages)
+        ends = sum(self.end_parameters(s) for s in self.plan.stages_of(pp_rank))
+        return ends + sum(count * self.layer_parameters(layer) for layer, count in self.kinds(self.layers_of(pp_rank)))
+
+    def expert_parameters(self, pp_rank: int) -> int:
+        """Those of its experts, which have fewer replicas than the others."""
+        if self.experts is None:
+            return 0
+        return self.experts.parameters() * sum(map(self.config.has_experts, self.layers_of(pp_rank)))
+
+    def shard(self, pp_rank: int) -> float:
+        """Parameters of a pipeline rank of which ZeRO's optimizer keeps the state on one of its ranks."""
+        layout, experts = self.plan.layout, self.expert_parameters(pp_rank)
+        return (self.parameters(pp_rank) - experts) / (layout.dp * layout.cp) + experts / layout.edp
 
     def _norm(self) -> int:
         return self.config.hidden_size * (2 if self.config.normalization == "LayerNorm" else 1)
@@ -106,5 +149,6 @@ def total_parameters(c: Config) -> int:
     noop = {int(n) for n in c.noop_layers}
     layers = tuple(n for n in range(c.num_layers) if n not in noop)
     whole = replace(c, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
+    whole.expert_model_parallel_size = whole.expert_tensor_parallel_size = 1
     whole.padded_vocab_size = c.padded_vocab_size
     return Shape.of(whole, ParallelLayout(Layout(), "none", (layers,), 1, 0)).parameters(0)

@@ -25,12 +25,14 @@ the moments and a 16-bit copy of the weight."""
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step and its parts. mfu: model FLOP/s / peak; bubble: idle time / working time."""
+    """Seconds of one step and its parts. experts: the exchange of their rows. mfu: model FLOP/s / peak; bubble: idle
+    time / working time."""
 
     seconds: float
     compute: float
     tensor: float
     context: float
+    experts: float
     pipeline: float
     data: float
     optimizer: float
@@ -50,6 +52,7 @@ def estimate(shape: Shape, device: DeviceSpec) -> Estimate:
     sent, links = traffic(shape), _Links(device)
     tensor = (sent.tensor - gathered_again(shape)) / links.rate(1, layout.tp)
     context = sent.context / links.rate(layout.tp, layout.cp)
+    experts = sent.experts / links.rate(1, layout.etp * layout.ep)
     # Pipeline neighbours communicate in pairs, and so do the first and the last stage for a tied weight.
     pair = links.rate(layout.world // layout.pp, 2)
     pipeline, tied = sent.pipeline / pair, sent.tied / pair
@@ -59,12 +62,12 @@ def estimate(shape: Shape, device: DeviceSpec) -> Estimate:
         # The traffic overlaps with the last microbatch's passes, or with those of all microbatches if each is reduced.
         hidden = compute if plan.zero >= 2 and layout.pp == 1 else compute / count
     data = max(0.0, data - hidden)
-    shard = layout.dp * layout.cp if plan.zero else 1
-    optimizer = OPTIMIZER * shape.parameters(0) / shard / (MEMORY * device.memory_bandwidth)
-    seconds = (compute + tensor + context + pipeline) * (1 + bubble) + data + optimizer
+    updated = shape.shard(0) if plan.zero else shape.parameters(0)
+    optimizer = OPTIMIZER * updated / (MEMORY * device.memory_bandwidth)
+    seconds = (compute + tensor + context + experts + pipeline) * (1 + bubble) + data + optimizer
     tokens = c.global_batch_size * c.seq_length / seconds
     mfu = tokens * flops_per_token(c) / (layout.world * peak)
-    return Estimate(seconds, compute, tensor, context, pipeline, data, optimizer, bubble, tokens, mfu)
+    return Estimate(seconds, compute, tensor, context, experts, pipeline, data, optimizer, bubble, tokens, mfu)
 
 
 def peak_flops(shape: Shape, device: DeviceSpec) -> float:
@@ -96,9 +99,10 @@ class _Links:
 def _microbatch(shape: Shape, device: DeviceSpec, peak: float, rank: int) -> float:
     """Compute time of pipeline rank `rank` for both passes of one microbatch, in seconds."""
     stages = shape.plan.stages_of(rank)
-    layers = sum(len(shape.plan.layers[s]) for s in stages)
-    flops, moved = _layer(shape)
-    flops, moved = layers * flops, layers * moved
+    flops, moved = 0.0, 0.0
+    for layer, count in shape.kinds(shape.layers_of(rank)):
+        of_layer = _layer(shape, layer)
+        flops, moved = flops + count * of_layer[0], moved + count * of_layer[1]
     if any(shape.last(s) for s in stages):
         logits = shape.rows * shape.config.micro_batch_size * shape.vocabulary
         flops += 3 * 2 * logits * shape.config.hidden_size
@@ -106,16 +110,22 @@ def _microbatch(shape: Shape, device: DeviceSpec, peak: float, rank: int) -> flo
     return flops / (PRODUCTS * peak) + moved / (MEMORY * device.memory_bandwidth)
 
 
-def _layer(shape: Shape) -> tuple[float, float]:
+def _layer(shape: Shape, layer: int) -> tuple[float, float]:
     """(FLOP of products, bytes moved by other operations) of a layer and microbatch, with recomputation."""
-    c = shape.config
+    c, experts = shape.config, shape.experts_of(layer)
     tokens = shape.rows * c.micro_batch_size
     qkv, inner = shape.heads + 2 * shape.groups, shape.gate * shape.ffn
-    products = 2.0 * tokens * c.hidden_size * (qkv + shape.heads + inner + shape.ffn)
+    products = 2.0 * tokens * c.hidden_size * (qkv + shape.heads)
+    if experts is None:
+        products += 2.0 * tokens * c.hidden_size * (inner + shape.ffn)
+        moved: float = tokens * shape.element * (inner + shape.ffn)
+    else:
+        products += experts.products()
+        moved = experts.moved()
     pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
     scores = 4.0 * tokens * shape.heads * pairs
     # Two norms and two additions of hidden states; copies or rotations of q, k and v; the activation.
-    moved = 10 * shape.hidden_bytes + tokens * shape.element * (2 * qkv + inner + shape.ffn)
+    moved += 10 * shape.hidden_bytes + tokens * shape.element * 2 * qkv
     inside = 0.0
     if not c.use_flash_attn:
         scores *= c.seq_length / pairs  # masked pairs are multiplied too

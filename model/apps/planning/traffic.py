@@ -7,6 +7,7 @@ Rajbhandari et al., arXiv 1910.02054, section 7 (data); parallel/context_paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .memory import GRADIENT, Bytes
@@ -15,51 +16,74 @@ from .shape import Shape
 
 @dataclass(frozen=True)
 class Traffic(Bytes):
-    """Bytes sent by the busiest device in one step. tied: gradients of a tied weight between the ends of a pipeline."""
+    """Bytes sent by the busiest device in one step. tied: gradients of a tied weight between the ends of a pipeline.
+    experts: rows sent to experts on other ranks, and their results."""
 
     tensor: float
     context: float
     pipeline: float
     data: float
     tied: float
+    experts: float = 0.0
 
 
 def traffic(shape: Shape) -> Traffic:
     """The traffic of the busiest rank."""
     c, plan = shape.config, shape.plan
-    ranks = range(plan.layout.pp)
-    layers = max(sum(len(plan.layers[s]) for s in plan.stages_of(r)) for r in ranks)
+    layers = _of_layers(shape, lambda layer: 1.0)
     forwards = 2 if c.recompute_granularity == "full" else 1
     count = plan.microbatches
     tied = plan.layout.pp > 1 and not c.untie_embeddings_and_output_weights and plan.rank_of(plan.stages - 1) != 0
     table = shape.vocabulary * c.hidden_size
+    pairs = _of_layers(shape, lambda layer: _parallel_pairs(shape, layer))
     return Traffic(
-        tensor=count * (layers * (forwards + 1) * tensor_per_pass(shape) + _tensor_ends(shape)) + gathered_again(shape),
+        tensor=count * ((forwards + 1) * pairs * _pair(shape) + _tensor_ends(shape)) + gathered_again(shape),
         context=count * layers * (forwards * context_forward(shape) + context_backward(shape)),
         pipeline=2.0 * count * _hops(shape) * shape.hidden_bytes,
         data=_data(shape),
         tied=float(GRADIENT * table) if tied else 0.0,
+        experts=count * _of_layers(shape, lambda layer: _experts(shape, layer, forwards)),
     )
 
 
-def tensor_per_pass(shape: Shape) -> float:
-    """One layer's forward (or backward) pass of one microbatch: two all-reduces of the hidden state, or with sequence
-    parallelism two gathers and two reduce-scatters, which send the same number of bytes."""
+def _of_layers(shape: Shape, per_layer: Callable[[int], float]) -> float:
+    """The sum of a quantity over the layers of the pipeline rank where it is largest."""
+    return max(
+        sum(count * per_layer(layer) for layer, count in shape.kinds(shape.layers_of(rank)))
+        for rank in range(shape.plan.layout.pp)
+    )
+
+
+def _parallel_pairs(shape: Shape, layer: int) -> int:
+    """Pairs of a column- and a row-parallel linear layer: attention, and a dense MLP or a shared expert. Tokens reach
+    experts on other tensor-parallel ranks through the dispatcher."""
+    experts = shape.experts_of(layer)
+    return 1 if experts is not None and not experts.shared else 2
+
+
+def _experts(shape: Shape, layer: int, forwards: int) -> float:
+    experts = shape.experts_of(layer)
+    return 0.0 if experts is None else forwards * experts.sent_forward() + experts.sent_backward()
+
+
+def _pair(shape: Shape) -> float:
+    """A forward (or backward) pass of one microbatch through such a pair: an all-reduce of the hidden state, or with
+    sequence parallelism a gather and a reduce-scatter, which send the same number of bytes."""
     whole = shape.rows * shape.config.micro_batch_size * shape.config.hidden_size * shape.element
-    return 2 * 2 * (shape.tp - 1) / shape.tp * whole
+    return 2 * (shape.tp - 1) / shape.tp * whole
 
 
 def gathered_again(shape: Shape) -> float:
     """With sequence parallelism, the backward pass gathers the inputs of column-parallel layers again for the weight
-    gradients, twice per layer. This overlaps with the computation of the input gradients."""
-    plan = shape.plan
-    layers = max(sum(len(plan.layers[s]) for s in plan.stages_of(r)) for r in range(plan.layout.pp))
-    return plan.microbatches * layers * tensor_per_pass(shape) / 2 if shape.config.sequence_parallel else 0.0
+    gradients. This overlaps with the computation of the input gradients."""
+    if not shape.config.sequence_parallel:
+        return 0.0
+    return shape.plan.microbatches * _of_layers(shape, lambda layer: _parallel_pairs(shape, layer)) * _pair(shape) / 2
 
 
 def _tensor_ends(shape: Shape) -> float:
     """One all-reduce each in the embedding's forward and the output layer's backward pass."""
-    return tensor_per_pass(shape)
+    return 2 * _pair(shape)
 
 
 def context_forward(shape: Shape) -> float:
@@ -88,11 +112,16 @@ def _hops(shape: Shape) -> int:
 
 def _data(shape: Shape) -> float:
     plan = shape.plan
-    n = plan.layout.dp * plan.layout.cp
-    count = max(shape.parameters(r) for r in {0, plan.layout.pp - 1})
-    share = (n - 1) / n
+
+    def sent(rank: int) -> float:
+        """The gradients (and gathered weights) of experts and of everything else, each among their own replicas."""
+        experts, layout = shape.expert_parameters(rank), plan.layout
+        parts = ((shape.parameters(rank) - experts, layout.dp * layout.cp), (experts, layout.edp))
+        return sum((n - 1) / n * count for count, n in parts)
+
+    count = max(sent(r) for r in {0, plan.layout.pp - 1})
     if plan.zero == 0:
-        return 2 * share * GRADIENT * count
+        return 2 * GRADIENT * count
     reductions = plan.microbatches if plan.zero >= 2 and plan.layout.pp == 1 else 1
     gathers = 2 * plan.microbatches if plan.zero == 3 else 1
-    return share * count * (GRADIENT * reductions + shape.element * gathers)
+    return count * (GRADIENT * reductions + shape.element * gathers)

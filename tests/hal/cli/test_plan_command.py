@@ -39,6 +39,28 @@ def test_llama_70b_on_a_thousand_devices(capsys, tmp_path) -> None:
     assert all(row["missing_bytes"] > 0 for row in record["too_large"])
 
 
+def test_a_mixture_of_experts(capsys) -> None:
+    model = [*SMALL, "--disable-bias-linear", "--swiglu", "--num-experts", "8", "--micro-batch-size", "1"]
+    argv = ["plan", *model, "--devices", "8", "--backend", "cuda", "--device-memory", "24", "--json", "-"]
+    fixed = ["--pipeline-model-parallel-size", "1", "--recompute-granularity", "full"]
+
+    def plan(*options: str) -> tuple[dict, str]:
+        assert main([*argv, *fixed, *options]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    record, text = plan()
+    assert "8 experts, 2 per token, at most 1.2 x the mean rows per device" in text and "EP  ETP" in text
+    assert {(row["ep"], row["etp"]) for row in record["fits"]} >= {(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)}
+    for row in record["fits"]:
+        assert (row["traffic_bytes_per_step"]["experts"] > 0) == (row["ep"] * row["etp"] > 1)
+        assert f"--expert-model-parallel-size {row['ep']}" in row["options"] or row["ep"] == 1
+        assert ("--expert-tensor-parallel-size" in row["options"]) == (row["etp"] != row["tp"])
+    one = {row["options"]: row["memory_bytes"]["total"] for row in plan("--expert-imbalance", "1")[0]["fits"]}
+    two = {row["options"]: row["memory_bytes"]["total"] for row in plan("--expert-imbalance", "2")[0]["fits"]}
+    assert all(two[options] >= one[options] for options in two) and any(two[o] > one[o] for o in two)
+
+
 def test_json_on_the_standard_output_is_nothing_but_json(capsys) -> None:
     assert main(["plan", *SMALL, "--devices", "4", "--backend", "npu", "--json", "-"]) == 0
     out, err = capsys.readouterr()
@@ -74,6 +96,7 @@ def test_figures_of_the_device_can_be_given(capsys) -> None:
         ),
         (["--devices", "8", "--backend", "cuda", "--device-flops", "inf"], "--device-flops must be above 0 and finite"),
         (["--devices", "8", "--backend", "cuda", "--devices-per-node", "0"], "--devices-per-node must be above 0"),
+        (["--devices", "8", "--backend", "cuda", "--expert-imbalance", "2"], "no effect without --num-experts"),
         (["--devices", "8", "--backend", "cuda", "--top", "0"], "--top must be 1 or more"),
         (["--devices", "8", "--backend", "cuda", "--simulate"], "--simulate has no effect"),
         (["--devices", "8", "--backend", "cuda", "--hiden-size", "8"], "Did you mean --hidden-size?"),

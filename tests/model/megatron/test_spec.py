@@ -120,11 +120,47 @@ def test_dropout_follows_megatron_cores_generator(routed):
     torch.testing.assert_close(module(*qkv(), None), attention()(*qkv(), None))
 
 
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_softmax_offsets_are_megatron_cores_with_their_gradients(kind, routed):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    theirs = DotProductAttention(config(softmax_type=kind), 1, AttnMaskType.causal, "self")
+    ours, offsets = attention(softmax_type=kind), torch.tensor([-1.0, 0.5, 2.0, 0.0])
+    names = [[name for name, _ in module.named_parameters()] for module in (theirs, ours)]
+    assert names[0] == names[1] == (["softmax_offset"] if kind == "learnable" else [])
+    assert ours.sharded_state_dict("x.").keys() == {f"x.{name}" for name in names[0]}
+    results = []
+    for module, mask in ((theirs, torch.ones(6, 6, dtype=torch.bool).triu(1)[None, None]), (ours, None)):
+        if kind == "learnable":
+            module.softmax_offset.data.copy_(offsets)
+        inputs = [*qkv(), *module.parameters()]
+        out = module(*inputs[:3], mask)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(loss, inputs)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    assert not torch.allclose(results[1][0], attention()(*qkv(), None), atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (1, 4, 6, 6), (2, 1, 6, 6)])
+def test_a_bias_is_added_to_the_scaled_scores(shape, routed):
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    q, k, v = qkv()
+    scores = torch.einsum("ibnd,jbnd->bnij", q, k) / 2 + bias
+    probs = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    want = torch.einsum("bnij,jbnd->ibnd", probs, v).flatten(2)
+    torch.testing.assert_close(attention()(q, k, v, None, attention_bias=bias), want)
+
+
 def test_what_attention_lacks_is_refused(routed):
-    with pytest.raises(HalError, match="attention_bias"):
-        attention()(*qkv(), None, attention_bias=torch.zeros(1))
-    with pytest.raises(HalError, match="softmax_type='learnable'"):
-        attention(softmax_type="learnable")
+    q, k, v = (x[:, 0] for x in qkv())
+    cu = torch.tensor([0, 2, 6])
+    packed = types.SimpleNamespace(cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=None)
+    with pytest.raises(HalError, match="no attention_bias for packed sequences"):
+        attention()(q, k, v, None, attention_bias=torch.zeros(6, 6), packed_seq_params=packed)
+    with pytest.raises(HalError, match="softmax_type='softmax-two'"):
+        attention(softmax_type="softmax-two")
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ from parallel_runs import (
     ZBV,
     trainer,
 )
+from torch import Tensor
 
 import hal
+from hal import Comm, Work
+from hal.model.gpt.moe import MoE
 from hal.model.training.expert_load import ExpertReport
 from hal.testing import Spy
 from hal.testing.processes import run_processes
@@ -165,3 +169,39 @@ def _sums(options: dict[str, Any]) -> dict[str, int]:
 def test_products_add_to_the_gradients_of_the_microbatches_before() -> None:
     counts = _sums(MIXTRAL)
     assert counts["grouped_linear_wgrad"] == 2 * MIXTRAL["num_layers"] * (MIXTRAL["global_batch_size"] - 1)
+
+
+def _events(options: dict[str, Any], layer: int) -> list[str]:
+    """What one expert layer starts, waits for and computes, in a forward and a backward pass of one microbatch."""
+    events: list[str] = []
+
+    class Recorded(Comm):
+        def __init__(self, comm: Comm) -> None:
+            self.comm, self.name, self.rank, self.size = comm, comm.name, comm.rank, comm.size
+
+        def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
+            return self.comm.start(collective, x, op=op, source=source)
+
+        def exchange_start(self, sends: Any, receives: Any) -> Any:
+            events.append("start")
+            finish = self.comm.exchange_start(sends, receives)
+            return lambda: (events.append("wait"), finish())[1]
+
+    run = trainer(options)
+    moe = next(m for m in run.model.modules() if isinstance(m, MoE) and m.layer == layer)
+    moe.experts.parallel = replace(moe.experts.parallel, experts=Recorded(moe.experts.parallel.experts))
+    assert moe.shared_experts is not None
+    moe.shared_experts.register_forward_hook(lambda *_: events.append("shared expert"))
+    moe.shared_experts.register_full_backward_hook(lambda *_: events.append("shared expert, backward"))
+    moe.experts.linear_fc1.register_forward_hook(lambda *_: events.append("experts"))
+    run.forward_backward()
+    return events
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_tokens_are_on_their_way_while_the_shared_expert_computes(recompute: bool) -> None:
+    options = {**DEEPSEEK, **EP2, "global_batch_size": 2, **(RECOMPUTE if recompute else {})}
+    forward = ["start", "start", "shared expert", "wait", "wait", "experts", "start", "wait"]
+    backward = ["start", "wait", "start", "start", "shared expert, backward", "wait", "wait"]
+    want = [*forward, *(forward if recompute else []), *backward]
+    assert run_processes(2, _events, options, 2, timeout=240.0) == [want, want]

@@ -175,7 +175,7 @@ def test_recomputation_brings_one_chunk_of_layers_back() -> None:
     for method, count, layers in (("uniform", 2, 2), ("block", 2, 1)):
         options = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
         shape = shape_of(4, **PP2, **options)
-        assert rank_memory(shape, 0).working == without + layers * layer_bytes(shape)
+        assert rank_memory(shape, 0).working == without + layers * layer_bytes(shape, 0)
 
 
 def test_the_head_and_the_layers_do_not_work_at_once() -> None:

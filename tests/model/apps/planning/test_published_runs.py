@@ -3,6 +3,9 @@
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv
 2104.04473, table 1. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
 2205.05198, tables 3 and 5. Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1. All on A100 80 GB, but ZeRO.
+Mixtures of experts, all on H100 80 GB: README.md of megatron/core/transformer/moe in Megatron-LM (throughput of
+Mixtral 8x7B with Megatron-Core 0.9, "reference best parallel mapping"); best_practice/Qwen3/readme.md of
+yanring/Megatron-MoE-ModelZoo.
 """
 
 from __future__ import annotations
@@ -10,16 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from model_options import sizes
+from model_options import LLAMA_OPTIONS, sizes
 
 from hal.core.registry import load
 from hal.model.apps.planning.memory import memory
 from hal.model.apps.planning.shape import Shape, total_parameters
 from hal.model.apps.planning.speed import Estimate, estimate
+from hal.model.config.flops import flops_per_token
 from hal.model.config.parallel_layout import make_parallel_layout
 from hal.model.config.schema import Config
 
-A100 = next(a for a in load("cuda").device_specs if a.name == "a100")
+A100, H100 = (next(a for a in load("cuda").device_specs if a.name == name) for name in ("a100", "h100"))
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SELECTIVE = {"recompute_granularity": "selective"}
 
@@ -103,3 +107,90 @@ def test_zeros_figure(zero, gigabytes) -> None:
     if zero == 3:
         two_layers_and_the_table = 2 * 2 * 12 * 4096**2 + 2 * 51200 * 4096
         assert estimate.weights == pytest.approx(two_layers_and_the_table, rel=0.05)
+
+
+MIXTRAL: dict[str, Any] = {
+    **sizes(32, 4096, 32, 4096),
+    **LLAMA_OPTIONS,
+    "ffn_hidden_size": 14336,
+    "num_query_groups": 8,
+    "num_experts": 8,
+    "global_batch_size": 256,
+}
+MIXTRAL_22B: dict[str, Any] = {**MIXTRAL, **sizes(56, 6144, 48, 4096), "ffn_hidden_size": 16384}
+QWEN3: dict[str, Any] = {
+    **MIXTRAL,
+    **sizes(94, 4096, 64, 4096),
+    "ffn_hidden_size": 12288,
+    "kv_channels": 128,
+    "num_query_groups": 4,
+    "qk_layernorm": True,
+    "num_experts": 128,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 1536,
+    "moe_router_dtype": "fp32",
+    "global_batch_size": 2048,
+}
+VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1, "use_distributed_optimizer": True}
+
+
+def of_experts(model: dict[str, Any], vocabulary: int, tp: int, pp: int, ep: int, etp: int, **options: Any) -> Config:
+    config = Config(
+        **{**model, **options},
+        bf16=True,
+        micro_batch_size=1,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    config.set_vocabulary(vocabulary)
+    return config
+
+
+def seconds(config: Config, gpus: int) -> float:
+    return estimate(Shape.of(config, make_parallel_layout(config, gpus)), H100).seconds
+
+
+def teraflops(config: Config, gpus: int, seconds: float) -> float:
+    """Model teraFLOP/s per GPU as Megatron counts them, with the masked pairs of causal attention."""
+    assert config.global_batch_size
+    attention = 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length
+    visible = attention * (config.seq_length + 1) / (2 * config.seq_length)
+    per_token = flops_per_token(config) + attention - visible
+    return per_token * config.global_batch_size * config.seq_length / seconds / gpus / 1e12
+
+
+@pytest.mark.parametrize(
+    "model, vocabulary, billions", [(MIXTRAL, 32000, 46.70), (MIXTRAL_22B, 32000, 140.62), (QWEN3, 151936, 235.09)]
+)
+def test_parameters_of_published_mixtures(model: dict[str, Any], vocabulary: int, billions: float) -> None:
+    assert total_parameters(of_experts(model, vocabulary, 1, 1, 1, 1)) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_mixtral_8x7b() -> None:
+    """The published 468 TFLOP/s, with the same README's mapping. Like those of dense models on H100, the estimated
+    utilisation is about 5 points too high."""
+    config = of_experts(MIXTRAL, 32000, 1, 4, 8, 1, **VIRTUAL)
+    found = teraflops(config, 64, seconds(config, 64))
+    assert 468 < found < 468 * 1.2
+
+
+@pytest.mark.parametrize("model, gpus, tp, pp, ep, etp", [(MIXTRAL, 64, 1, 4, 8, 1), (MIXTRAL_22B, 128, 4, 8, 2, 4)])
+def test_reference_mappings_fit_the_devices_they_were_used_on(model, gpus, tp, pp, ep, etp) -> None:
+    config = of_experts(model, 32000, tp, pp, ep, etp, **VIRTUAL)
+    assert 0.5 * H100.memory < memory(config, make_parallel_layout(config, gpus)).total < 0.9 * H100.memory
+
+
+# TP, PP, EP, layers of the first and the last stage and of those between, seconds per step.
+QWEN3_RUNS = [(2, 32, 8, 0, 1, 24.2), (2, 8, 32, 2, 3, 19.7)]
+
+
+@pytest.mark.parametrize("tp, pp, ep, ends, between, published", QWEN3_RUNS)
+def test_small_experts_take_longer_than_estimated(tp, pp, ep, ends, between, published) -> None:
+    """Products of experts of 1,536 channels reach less than the 72 % of the peak that the estimate assumes."""
+    stages = 3 * pp if between == 1 else 4 * pp
+    layers = tuple(map(str, (ends, *[between] * (stages - 2), ends)))
+    config = of_experts(QWEN3, 151936, tp, pp, ep, 1, num_layer_list=layers, use_distributed_optimizer=True)
+    assert published / 1.6 < seconds(config, 256) < published

@@ -44,6 +44,22 @@ def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
         assert memory(again, plan) == option.memory
 
 
+def test_experts_that_are_offered_are_what_the_trainer_runs(monkeypatch) -> None:
+    model = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --global-batch-size 64 --bf16 --swiglu "
+        "--disable-bias-linear --num-experts 8 --moe-layer-freq [0]+[1]*7 --zero-stage 1"
+    )
+    _, result = run_search(8, model)
+    assert {(o.plan.layout.ep, o.plan.layout.etp) for o in result.fits} >= {(1, 1), (8, 1), (2, 2), (1, 4)}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for option in best_of_each(result.fits):
+        again = build(read(shlex.split(f"{model} --data-path tokens {plan_report.flags(option)}"), {}))
+        set_vocabulary(again)
+        plan = make_parallel_layout(again, 8)
+        assert plan == option.plan
+        assert memory(again, plan) == option.memory
+
+
 def test_they_come_in_order_and_within_the_limit() -> None:
     _, result = run_search(64, limit=60e9)
     seconds = [o.estimate.seconds for o in result.fits]
