@@ -142,8 +142,9 @@ class Job:
 
     def _damage(self, kind: str, draw: random.Random) -> int:
         """Changes files of the newest checkpoint; the result is that of `strike`."""
-        complete = reader.iterations(self.save)
-        newest = complete[-1]
+        # Not one that was renamed when the job was killed, and that the tracker file does not name yet.
+        newest = reader.newest(self.save) or 0
+        complete = [n for n in reader.iterations(self.save) if n <= newest]
         files = sorted(p for p in reader.folder_of(self.save, newest).rglob("*") if p.is_file() and p.stat().st_size)
         if kind == "lose the tracker":
             (self.save / reader.LATEST).unlink(missing_ok=True)
