@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from .errors import ContractError
 
 _U64 = 1 << 64
+_MAX_ELEMENTS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Rng:
     def indexing(self, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """`(index0, strides)`: element index of coordinate c of a draw of `shape` is index0 + sum(strides * c).
 
-        The last stride is always 1. Raises ContractError if `shape` does not fit the block.
+        The last stride is always 1. Raises ContractError if `shape` does not fit the block, or the draw is too large.
         """
         full = tuple(shape) if self.full_shape is None else self.full_shape
         start = (0,) * len(full) if self.start is None else self.start
@@ -73,6 +74,9 @@ class Rng:
                 f"a draw of shape {tuple(shape)} at {start} does not fit the block's draw of shape {full}"
             )
         strides = tuple(math.prod(full[d + 1 :]) for d in range(len(full)))
+        # Backends compute the index of an element in 64-bit integers.
+        if full and max(*full, *strides, full[0] * strides[0]) > _MAX_ELEMENTS:
+            raise ContractError(f"a draw has at most 2**62 elements, not the shape {full}")
         return sum(i * s for i, s in zip(start, strides)), strides
 
     def state(self) -> tuple[int, int]:

@@ -133,12 +133,18 @@ def draw_shape(q: Tensor, k: Tensor, layout: str, num_heads: int | None = None) 
     return (n, sq, skv) if layout == "TND" else (b, n, sq, skv)
 
 
+_FAR = 1 << 40
+"""A window's edge that lies beyond every sequence."""
+
+
 def band_mask(
     sq: int, skv: int, pre: int | None, next: int | None, device: torch.device | None = None
 ) -> Tensor | None:
     """bool [sq, skv], True = outside the window `i + d - pre <= j <= i + d + next`, d = skv - sq; None = all inside."""
     if pre is None and next is None:
         return None
+    # Positions are 64-bit integers, to which an edge near 2**63 cannot be added.
+    pre, next = (None if edge is None else max(-_FAR, min(edge, _FAR)) for edge in (pre, next))
     i = torch.arange(sq, device=device)[:, None] + (skv - sq)
     j = torch.arange(skv, device=device)
     outside = torch.zeros(sq, skv, dtype=torch.bool, device=device)

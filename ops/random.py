@@ -6,6 +6,7 @@ dropout compares integers, so there is no rounding in which backends could diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,10 @@ def require_probability(op: str, p: float, rng: Rng | None) -> None:
 
 
 def _check_uniform(call: Call) -> None:
-    require(all(n >= 0 for n in call.shape), "philox_uniform", "a shape without negative sizes", tuple(call.shape))
+    shape, op = tuple(call.shape), "philox_uniform"
+    require(all(n >= 0 for n in shape), op, "a shape without negative sizes", shape)
+    # torch counts bytes and strides in 64-bit integers, those of empty tensors as if their sizes of 0 were 1.
+    require(math.prod(max(n, 1) for n in shape) < 1 << 61, op, "a shape of less than 2**61 elements", shape)
     call.rng.indexing(call.shape)
 
 

@@ -32,6 +32,7 @@ def parser() -> Parser:
     add("--model-name", metavar="NAME", help="name that clients use (default: the folder of --load)")
     add("--max-batch-size", type=int, default=8, metavar="N", help="at most N = prompts x n per request (default 8)")
     add("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait; more get 429 (default 16)")
+    add("--max-per-client", type=int, metavar="N", help="of them from one address (default: all; more get 429)")
     add("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="largest request (default 1 MiB)")
     load.add_arguments(command_parser)
     return command_parser
@@ -43,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
     command_parser = parser()
     arguments = command_parser.parse_args(argv)
-    for name, least in (("port", 0), ("max_batch_size", 1), ("max_waiting", 0), ("max_body_bytes", 1)):
-        if getattr(arguments, name) < least:
+    bounds = {"port": 0, "max_batch_size": 1, "max_waiting": 0, "max_per_client": 1, "max_body_bytes": 1}
+    for name, least in bounds.items():
+        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             command_parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if arguments.port > 65535:
         command_parser.error("--port must be at most 65535")
@@ -64,6 +66,7 @@ def _serve(arguments: argparse.Namespace, model: Pretrained, listener: socket.so
         import uvicorn
 
         from hal.model.apps.serving.app import LOOPBACK, Limits, build_app
+        from hal.model.apps.serving.connections import server_config
     except ImportError as error:
         raise HalError(f"serving needs fastapi and uvicorn ({error}): pip install 'torch-hal[serve]'") from None
     from hal.model.apps.serving.worker import Worker, follow
@@ -75,7 +78,7 @@ def _serve(arguments: argparse.Namespace, model: Pretrained, listener: socket.so
         return 0
     worker = Worker(model, arguments.max_waiting)
     name = arguments.model_name or os.path.basename(os.path.normpath(arguments.load))
-    limits = Limits(arguments.max_body_bytes, arguments.max_batch_size)
+    limits = Limits(arguments.max_body_bytes, arguments.max_batch_size, per_client=arguments.max_per_client)
     key, loopback = os.environ.get(KEY) or None, arguments.host in LOOPBACK
     if not loopback and key is None:
         print(f"hal serve: anyone who reaches {arguments.host} can use this model; see ${KEY}", file=sys.stderr)
@@ -90,16 +93,7 @@ def _serve(arguments: argparse.Namespace, model: Pretrained, listener: socket.so
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"serving {name} at http://{host}:{port}/v1 (Ctrl-C ends)", flush=True)
 
-    settings = uvicorn.Config(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        log_level="warning",
-        server_header=False,
-        limit_concurrency=arguments.max_waiting + 16,
-        timeout_keep_alive=15,
-        timeout_graceful_shutdown=10,
-    )
+    settings = server_config(app, host=arguments.host, port=arguments.port, seconds=limits.seconds)
     server = Server(settings)
     assert listener is not None
     with contextlib.suppress(KeyboardInterrupt):

@@ -143,7 +143,7 @@ def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
     """The implementations that may run the op, in order of preference; a pinned op has one."""
     pin = active.pins.get(op.name)
     if pin == "reference":
-        return (Impl(op, "reference", op.reference, accept, op.reference, None, {}),)
+        return (Impl(op, "reference", op.reference, accept, op.reference, None, {}, by_metadata=True),)
     impls = active.backend.implementations(op)
     if active.fallback == "reference":
         # The parts that the backend lacks run their references, and the others their implementations.

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import ContractError
 from ..rng import Rng
 from .op import Op
+from .refused_tensors import refuse_tangents
 from .signature import Parameter
 
 
@@ -143,6 +145,8 @@ class Lowered:
             forward.register_autograd(self._gradients, setup_context=self._save)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(self.op, None, self.op.signature.bind(*args, **kwargs).arguments)
         result = self.torch_op(*self.flatten(*args, **kwargs))
         if self.op.schema.returns != "tensors":
             return result

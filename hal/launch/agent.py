@@ -283,7 +283,9 @@ def _scratch() -> Iterator[Path]:
                 handle = os.open(stale, os.O_RDONLY)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if time.time() - stale.stat().st_mtime > 1:  # else its launcher may not have locked it yet
+                    # A newer one may belong to a launcher that has not locked it yet. One from the future is not new:
+                    # the clock has been set back.
+                    if abs(time.time() - stale.stat().st_mtime) > 1:
                         shutil.rmtree(stale, ignore_errors=True)
                 finally:
                     os.close(handle)

@@ -17,6 +17,8 @@ from hal.untrusted import parse_integer, shown
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
 _MOST_SLOTS = 4096
 """Most slots of a host; above the number of devices or cores of any machine."""
+_MOST_SLOTS_TOGETHER = 1 << 20
+"""Most slots of a job, which bound the memory that a hostfile can take."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Host:
 def parse_hostfile(text: str) -> list[Host]:
     """The hosts of a hostfile, in order. Raises ContractError for an unreadable line, a repeated or an empty host."""
     hosts: dict[str, Host] = {}
+    total = 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#")[0].strip()
         if not line:
@@ -41,6 +44,9 @@ def parse_hostfile(text: str) -> list[Host]:
         count = parse_integer(match[2], 0, _MOST_SLOTS, f"hostfile line {number}: slots", ContractError)
         if count == 0 or name in hosts:
             raise ContractError(f"hostfile line {number}: host {name} {'has no slots' if not count else 'is repeated'}")
+        total += count
+        if total > _MOST_SLOTS_TOGETHER:
+            raise ContractError(f"hostfile line {number}: more than {_MOST_SLOTS_TOGETHER} slots on all hosts together")
         hosts[name] = Host(name, tuple(range(count)))
     if not hosts:
         raise ContractError("the hostfile names no host; write one 'name slots=COUNT' per line")

@@ -17,6 +17,7 @@ import torch
 from hal.core.backend import Backend
 from hal.core.registry import backend_names, probed
 from hal.errors import ContractError
+from hal.untrusted import one_line, shown
 
 from .parity_rows import NO_IMPLEMENTATION, STATUSES, Row
 
@@ -131,13 +132,16 @@ def read(path: str | Path) -> list[Row]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         known = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in item.items() if k in known}) for item in content]
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise ContractError(f"{path} does not hold rows of `hal parity --json`: {error}; write it anew") from None
+        for row in rows:
+            if row.worst_error_in_tolerances is not None:
+                row.worst_error_in_tolerances = float(row.worst_error_in_tolerances)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ContractError(
+            f"{path} does not hold rows of `hal parity --json`: {one_line(error)}; write it anew"
+        ) from None
     for row in rows:
         if row.status not in STATUSES:
-            raise ContractError(f"{path}: unknown status {row.status!r}; known are {', '.join(STATUSES)}")
-        if row.worst_error_in_tolerances is not None:
-            row.worst_error_in_tolerances = float(row.worst_error_in_tolerances)
+            raise ContractError(f"{path}: unknown status {shown(row.status)}; known are {', '.join(STATUSES)}")
     return rows
 
 

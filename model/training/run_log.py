@@ -19,6 +19,7 @@ from typing import Any
 
 import hal
 from hal import HalError
+from hal.untrusted import one_line
 
 from ..common.atomic_files import make_folder, write_bytes, write_text
 from ..common.progress_bar import ProgressBar
@@ -285,8 +286,10 @@ class RunLog:
             later = ("step_seconds", "expert_imbalance", "router_entropy", "expert_loads")  # not in every record
             for name in (*rows, *(name for name in later if name in record)):
                 setattr(self, name, [row for row in record[name] if row[0] <= start])
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise HalError(f"{path} is not a run's record ({error}); remove it or use another --run-dir") from None
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise HalError(
+                f"{path} is not a run's record ({one_line(error)}); remove it or use another --run-dir"
+            ) from None
 
 
 def _finite(value: float | None) -> float | None:

@@ -19,18 +19,25 @@ from hypothesis import strategies as st
 
 from hal import HalError
 from hal.launch.hosts import parse_hostfile, select
+from hal.model.apps.convert import safetensors_files
+from hal.model.apps.evaluation.tasks import _text as task_text
+from hal.model.apps.html_report.record import read_runs
 from hal.model.checkpoint import reader
 from hal.model.checkpoint.safe_unpickle import stored_tensors
 from hal.model.checkpoint.torch_archive import load_state
 from hal.model.checkpoint.writer import save
-from hal.model.config.command_line import parse
+from hal.model.config.command_line import parse, read_config
 from hal.model.config.formats import strict_yaml
 from hal.model.config.schema import Config, ConfigError
 from hal.model.data.gpt_dataset import parse_blend
 from hal.model.data.indexed_dataset import read_index
 from hal.model.data.megatron_datasets import indexed_dataset
+from hal.model.data.preprocess.encode import Encoder, Encoding
+from hal.model.data.preprocess.sources import Raw, Reader
 from hal.model.data.tokenizers.build import build_tokenizer
 from hal.model.inference.text_generation import read_prompts
+from hal.model.training.run_log import RunLog
+from hal.testing.support import read as read_rows
 from hal.untrusted import parse_integer, parse_json
 
 EXAMPLES = int(os.environ.get("HAL_FUZZ_EXAMPLES", "1000"))
@@ -101,6 +108,44 @@ def tokenizer(kind, option):
     return run
 
 
+def config(folder, content):
+    (folder / "c.yaml").write_bytes(content)
+    reading = read_config(str(folder / "c.yaml"))
+    if reading.problems:
+        raise reading.problems[0]
+
+
+def documents(folder, content):
+    (folder / "d.jsonl").write_bytes(content)
+    tokenizer = {"tokenizer_type": "ByteTokenizer"}
+    encode = Encoder(Encoding(tokenizer, ("text",), None, keep_newlines=False, append_eod=True))
+    raws = [raw for raw in Reader(folder / "d.jsonl", "json", "file") if isinstance(raw, Raw)]
+    broken = encode(raws).broken
+    assert all("\n" not in b.reason and len(b.reason) < 3000 for b in broken)
+
+
+def hugging_face(name):
+    def run(folder, content):
+        (folder / name).write_bytes(content)
+        (safetensors_files.read_config if name == "config.json" else safetensors_files.read_tensors)(folder)
+        (folder / name).unlink()
+
+    return run
+
+
+def run_record(folder, content):
+    (folder / "run.json").write_bytes(content)
+    log = object.__new__(RunLog)
+    log.folder = folder
+    log._continue(5)
+
+
+def safetensors_file():
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
+DEEP = b"[" * 100_000
 PLAIN = {
     "version": "1.0",
     "added_tokens": [],
@@ -137,6 +182,46 @@ PARSERS = {
     "words": (tokenizer("WhitespaceTokenizer", "vocab_file"), lambda f: [WORDS]),
     "word pieces": (tokenizer("BertWordPieceCase", "vocab_file"), lambda f: [b"[UNK]\na\n##b\ntext\n"]),
     "tokenizer.json": (tokenizer("HuggingFaceTokenizer", "tokenizer_model"), lambda f: [json.dumps(PLAIN).encode()]),
+    "configuration of MindSpeed": (
+        config,
+        lambda f: [
+            b"training_config: {seed: 1}\nmodel_config: {num_layers: 2, num_layer_list: '[1, 1]'}\n"
+            b"parallel_config: {pipeline_model_parallel_size: 2}\n",
+            b"model_config: {num_layers: 2, num_layer_list: '" + DEEP + b"'}\n",
+        ],
+    ),
+    "configuration of MindFormers": (
+        config,
+        lambda f: [
+            b"runner_config: {epochs: 1, batch_size: 2}\nmodel: {model_config: {hidden_size: 8, num_layers: 1}}\n",
+            b"parallel: {data_parallel: 1}\nmodel_config: {llm: {num_layers: 2}}\n",
+        ],
+    ),
+    "options in YAML": (config, lambda f: [b"num_layers: 2\nlr: 1e-3\nsplit: [9, 1, 0]\n"]),
+    "documents": (documents, lambda f: [b'{"text": "a"}\n{"text": "b", "c": [1, {}]}\n', DEEP]),
+    "config.json": (hugging_face("config.json"), lambda f: [b'{"model_type": "llama", "hidden_size": 8}', DEEP]),
+    "safetensors": (hugging_face("model.safetensors"), lambda f: [safetensors_file()]),
+    "index of safetensors": (
+        hugging_face("model.safetensors.index.json"),
+        lambda f: [b'{"weight_map": {"a": "b.safetensors"}}', DEEP],
+    ),
+    "evaluated texts": (text_of(lambda t: task_text(t, "line 1")), lambda f: [b'{"text": "a"}', DEEP]),
+    "record of a run": (
+        run_record,
+        lambda f: [b'{"losses": [[1, 2.0], [7, 1.0]], "grad_norms": [[1, 1.0]], "evaluations": []}', DEEP],
+    ),
+    "records to report": (
+        file_of("run.json", lambda path: read_runs([path.parent])),
+        lambda f: [b'{"losses": [[1, 2.0]], "grad_norms": [[1, 1.0]], "config": {}, "tokens_per_second": 1.0}', DEEP],
+    ),
+    "rows of parity": (
+        file_of("p.json", read_rows),
+        lambda f: [
+            b'[{"op": "a", "dtype": "b", "backend": "c", "simulated": false, "status": "pass", "samples": 1,'
+            b' "worst_error_in_tolerances": "x", "reasons": []}]',
+            DEEP,
+        ],
+    ),
     "prompts": (file_of("a.jsonl", read_prompts), lambda f: [b'{"prompt": "a"}\n{"text": "b"}\n']),
     "integer": (text_of(lambda t: parse_integer(t, -5, 10**18, "it")), lambda f: [b"12", b"-3", b"9" * 30]),
     "json": (text_of(lambda t: parse_json(t, "it")), lambda f: [b'{"a": [1, 2.5e3, null, "x"]}', b"[" * 3000]),

@@ -26,11 +26,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """body: maximum bytes of a request. batch: choices computed at once. seconds: timeout for receiving a request."""
+    """body: maximum bytes of a request. batch: choices computed at once. seconds: timeout for receiving the head of a
+    request, and its body. per_client: requests of one address that may run or wait (None: as many as of all)."""
 
     body: int = 1 << 20
     batch: int = 8
     seconds: float = 30.0
+    per_client: int | None = None
 
 
 def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None, loopback: bool) -> FastAPI:
@@ -49,7 +51,9 @@ def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None,
 
     @app.exception_handler(BadRequest)
     async def refused(request: Request, error: BadRequest) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
+        # The queue is served in order, so that its length says when there is room.
+        wait = {"Retry-After": str(worker.seconds_to_wait)} if error.status == 429 else None
+        return JSONResponse(error.body(), error.status, wait)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
@@ -88,6 +92,13 @@ def build_app(worker: Worker, name: str, limits: Limits, *, api_key: str | None,
 
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         job = Job(prompts, asked.samples, asked.count, asked.sampling, seed, asked.stops, asked.logprobs or 0, emit)
+        job.client = request.client.host if request.client else ""
+        if limits.per_client is not None and worker.unfinished(job.client) >= limits.per_client:
+            raise BadRequest(
+                f"{limits.per_client} requests of yours are waiting, the most of one address; try again later",
+                None,
+                429,
+            )
         if not worker.submit(job):
             raise BadRequest("too many requests are waiting; try again later", None, 429)
         echo = [model.tokenizer.decode(p) if asked.echo else "" for p in prompts for _ in range(asked.samples)]

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import sys
 import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,7 +42,8 @@ class Piece:
 @dataclass
 class Job:
     """prompts: token ids; each prompt gets `samples` choices. emit is called on the worker's thread with every Piece,
-    then with None or with the exception that ended the job. cancelled: to be set when the client has disconnected."""
+    then with None or with the exception that ended the job. cancelled: to be set when the client has disconnected.
+    client: the address that it came from."""
 
     prompts: list[list[int]]
     samples: int
@@ -50,6 +54,7 @@ class Job:
     logprobs: int
     emit: Callable[[Piece | Exception | None], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
+    client: str = ""
 
     def described(self) -> str:
         """The job as text for the other ranks."""
@@ -70,6 +75,9 @@ class Worker:
         self.model = model
         self._jobs: queue.Queue[Job | None] = queue.Queue(waiting + 1)
         self._thread = threading.Thread(target=self._run, name="hal-serve", daemon=True)
+        self._unfinished: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._seconds = 0.0  # of the last job
         mesh = model.engine.mesh
         self._world: Comm | None = None if mesh.world.size == 1 else mesh.world
         # The other ranks wait in a collective, which has a timeout. An idle leader sends _IDLE before it expires.
@@ -81,11 +89,22 @@ class Worker:
 
     def submit(self, job: Job) -> bool:
         """Adds a job to the queue; returns False if the queue is full."""
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            return False
+        with self._lock:
+            try:
+                self._jobs.put_nowait(job)
+            except queue.Full:
+                return False
+            self._unfinished[job.client] += 1
         return True
+
+    def unfinished(self, client: str) -> int:
+        """The number of jobs of a client that run or wait."""
+        return self._unfinished[client]
+
+    @property
+    def seconds_to_wait(self) -> int:
+        """About when the jobs that wait now will have run, in whole seconds, at least 1."""
+        return max(1, math.ceil(self._seconds * self.waiting))
 
     @property
     def waiting(self) -> int:
@@ -107,6 +126,7 @@ class Worker:
             self._tell("" if job is None else job.described())
             if job is None:
                 return
+            began = time.monotonic()
             try:
                 run(self.model, job)
                 job.emit(None)
@@ -116,6 +136,11 @@ class Worker:
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 job.emit(error)
+            finally:
+                self._seconds = time.monotonic() - began
+                with self._lock:
+                    self._unfinished[job.client] -= 1
+                    self._unfinished += Counter()  # drops the clients without jobs
 
     def _tell(self, text: str) -> None:
         if self._world is not None:

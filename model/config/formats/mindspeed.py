@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hal.untrusted import shown
+
 from .rules import Reading, Rule, int_of, load_rules, take
 
 SECTIONS = ("training_config", "parallel_config", "model_config", "dataset_config", "optimizer_config")
@@ -123,12 +125,12 @@ def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
-            raise reading.refuse(key, f"lists of numbers; found {given!r}") from None
+        except (ValueError, RecursionError):
+            raise reading.refuse(key, f"lists of numbers; found {shown(given)}") from None
     nested = isinstance(given, list) and bool(given) and all(isinstance(row, list) for row in given)
     rows = given if nested else [given]
     if not all(isinstance(row, list) and row and all(type(n) is int and n >= 0 for n in row) for row in rows):
-        raise reading.refuse(key, f"lists of numbers of layers; found {given!r}")
+        raise reading.refuse(key, f"lists of numbers of layers; found {shown(given)}")
     counts = [n for row in rows for n in row]
     total, declared = sum(counts), reading.values.get("num_layers")
     if declared is not None and declared != total:

@@ -92,6 +92,8 @@ class Encoder:
             return dict.fromkeys(self.encoding.keys, text)
         try:
             fields = json.loads(text)
+        except RecursionError:
+            raise ValueError("not valid JSON: it is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"not valid JSON: {error}") from None
         if not isinstance(fields, dict):

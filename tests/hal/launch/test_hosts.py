@@ -138,3 +138,8 @@ def test_options_of_other_launchers() -> None:
 def test_only_the_launchers_own_join_is_taken_out() -> None:
     assert argv_without_join(["--join", "false", "x.py", "a"]) == ["x.py", "a"]
     assert argv_without_join(["--log-dir", "d", "--join=false", "x.py"]) == ["--log-dir", "d", "x.py"]
+
+
+def test_all_slots_of_a_hostfile_together_are_bounded() -> None:
+    with pytest.raises(hal.ContractError, match="line 257: more than 1048576 slots"):
+        parse_hostfile("\n".join(f"h{n} slots=4096" for n in range(300)))

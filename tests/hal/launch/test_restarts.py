@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+
+from hal.launch import agent
 
 TRAIN = ["train", "--backend", "cpu_ref", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"]
 TRAIN += ["--seq-length", "16", "--micro-batch-size", "2", "--tensor-model-parallel-size", "2", "--sample-tokens", "0"]
@@ -158,6 +161,16 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path) -> N
     (tmp_path / "say.py").write_text("print('said')\n")
     assert start("--log-dir", str(tmp_path / "logs"), str(tmp_path / "say.py"), env=environment).wait(60) == 0
     assert list(temporary.glob("hal-agent-*")) == []
+
+
+def test_leftovers_are_removed_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, age in (("old", 60), ("future", -3600), ("new", 0)):
+        (tmp_path / f"hal-agent-{name}").mkdir()
+        os.utime(tmp_path / f"hal-agent-{name}", (time.time() - age,) * 2)
+    with agent._scratch() as scratch:
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["hal-agent-new", scratch.name])
+    assert [p.name for p in tmp_path.iterdir()] == ["hal-agent-new"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ limits."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -34,6 +35,7 @@ pytest.importorskip("fastapi", reason="needs fastapi (extra: serve)")
 
 from hal.model.apps.serving import worker as worker_module  # noqa: E402
 from hal.model.apps.serving.app import Limits, build_app  # noqa: E402
+from hal.model.apps.serving.connections import server_config  # noqa: E402
 from hal.model.apps.serving.protocol import BadRequest, Completion, parse  # noqa: E402
 from hal.model.apps.serving.worker import Worker  # noqa: E402
 
@@ -52,7 +54,7 @@ def serve(model):
 
     def start(*, waiting=4, limits=Limits(), api_key=None, loopback=True):
         app = build_app(Worker(model, waiting), "tiny", limits, api_key=api_key, loopback=loopback)
-        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+        server = uvicorn.Server(server_config(app, host="127.0.0.1", port=0, seconds=limits.seconds, connections=200))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
@@ -241,6 +243,96 @@ def test_a_full_line_refuses_and_a_client_that_leaves_frees_it(serve, monkeypatc
     assert post(port, None, path="/health")[1]["waiting"] == 0
     connections[1].close()
     until(lambda: jobs[1].cancelled.is_set())
+
+
+def raw_post(port, body):
+    """(status, headers, content) of a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("POST", "/v1/completions", json.dumps(body).encode())
+    response = connection.getresponse()
+    content = json.loads(response.read())
+    connection.close()
+    return response.status, response.headers, content
+
+
+@pytest.mark.slow
+def test_a_hundred_parallel_clients_are_served_or_told_when_to_return(serve):
+    port, results = serve(waiting=16), []
+
+    def ask(number):
+        results.append(raw_post(port, {"prompt": "a", "max_tokens": 8, "seed": number}))
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(100)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(120)
+    served = [content for status, _, content in results if status == 200]
+    refused = [(headers, content) for status, headers, content in results if status == 429]
+    assert len(served) + len(refused) == 100
+    assert len(served) >= 17  # the running one, and all that may wait
+    assert all(content["choices"][0]["finish_reason"] for content in served)
+    for headers, content in refused:
+        assert int(headers["Retry-After"]) >= 1 and "try again later" in content["error"]["message"]
+    assert post(port, {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_client_that_returns_as_told_is_served(serve):
+    """No starvation: everyone who asks again gets an answer, while others keep the server busy."""
+    port, answered = serve(waiting=1), []
+
+    def ask():
+        while raw_post(port, {"prompt": "a", "max_tokens": 2})[0] == 429:
+            time.sleep(0.05)
+        answered.append(True)
+
+    clients = [threading.Thread(target=ask) for _ in range(12)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(120)
+    assert len(answered) == 12
+
+
+def test_idle_connections_deny_nobody_and_are_closed(serve):
+    port = serve(limits=Limits(seconds=1.0))
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for n, connection in enumerate(idle):
+        connection.sendall(b"P"[: n % 2])
+    assert post(port, {"prompt": "a", "max_tokens": 2})[0] == 200
+    # A client that has been served once has no more time for the head of its next request.
+    kept = socket.create_connection(("127.0.0.1", port))
+    kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+    kept.sendall(b"G")
+    for connection in (*idle, kept):
+        connection.settimeout(60)
+        while connection.recv(4096):
+            pass
+        connection.close()
+
+
+def test_an_address_has_a_limit_of_connections_and_of_requests(serve, monkeypatch):
+    port = serve(waiting=4, limits=Limits(per_client=2))
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(201)]
+    idle[-1].settimeout(60)
+    with contextlib.suppress(ConnectionResetError):
+        assert idle[-1].recv(1) == b""
+    for connection in idle:
+        connection.close()
+    release, run = threading.Event(), worker_module.run
+    monkeypatch.setattr(worker_module, "run", lambda model, job: (release.wait(60), run(model, job)))
+    results = []
+    waiting = [threading.Thread(target=lambda: results.append(raw_post(port, {"prompt": "a"})[0])) for _ in range(2)]
+    for client in waiting:
+        client.start()
+    until(lambda: post(port, None, path="/health")[1]["waiting"] == 1)
+    status, headers, content = raw_post(port, {"prompt": "a"})
+    assert status == 429 and "2 requests of yours" in content["error"]["message"] and headers["Retry-After"]
+    release.set()
+    for client in waiting:
+        client.join(60)
+    assert results == [200, 200] and raw_post(port, {"prompt": "a"})[0] == 200
 
 
 def test_a_model_that_fails_is_a_servers_error_and_the_next_request_works(serve, monkeypatch, capsys):
