@@ -26,7 +26,7 @@ LAUNCHES = {
     "torchrun --nproc_per_node 2 --nnodes=1 pretrain_gpt.py": 2,
     "python -m torch.distributed.launch --nproc_per_node=2 --master_port 6000 ../pretrain_gpt2.py": 2,
     "python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py": 2,
-    "deepspeed --num_nodes 2 --num_gpus 4 --hostfile hosts pretrain_gpt.py": 8,
+    "export DLWS_NUM_WORKER=2; deepspeed --num_nodes ${DLWS_NUM_WORKER} --num_gpus 4 --hostfile h pretrain_gpt.py": 8,
     "msrun --worker_num=4 --local_worker_num=4 --master_port 8848 --join=True pretrain_gpt.py": 4,
     "srun -l --ntasks 8 sh -c 'python -u /code/pretrain_gpt.py $OPTIONS'": None,
     "eval exec python3 pretrain_gpt.py": None,
