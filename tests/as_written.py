@@ -1,6 +1,6 @@
 """Runs the real launch scripts and configurations of other trainers through HAL's options and prints a table.
 
-    python tests/as_written.py SOURCES
+    python tests/as_written.py SOURCES >docs/verified/as-written.md
 
 SOURCES holds checkouts of Megatron-LM, MindSpeed-LLM, MindSpeed-Core-MS, MindFormers or DeepSpeed's examples, one per
 folder; a folder NAME@REVISION holds the files of that revision. Shell scripts are executed as by `hal config import`,
@@ -32,6 +32,12 @@ from hal.model.config.schema import ConfigError
 UTILITIES = (
     "bash sh dirname realpath basename mkdir cat tee date hostname seq sed awk grep echo pwd wc env true ls head cut tr"
 )
+
+HEADING = """# As written
+
+Launch scripts and configurations of other trainers, through HAL's options (`make as-written SOURCES=DIR`). "resolved":
+`hal config show` gives a configuration (data files aside); "explained": one report of all problems; "wrong": an error
+without an explanation. A script may start several trainings, and has a row for each."""
 
 
 @contextlib.contextmanager
@@ -133,20 +139,22 @@ def result_of(command: Command) -> tuple[str, str]:
 
 
 def main(sources: Path) -> int:
-    """Prints the table and the counts; 1 if an error is not an explanation."""
+    """Prints the counts and the table as Markdown; 1 if an error is not an explanation."""
     counts: dict[str, Counter[str]] = {}
-    print("| checkout | commit | file | result | |\n|---|---|---|---|---|")
+    rows = []
     for checkout in sorted(path for path in sources.iterdir() if path.is_dir()):
         head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = head.stdout[:9] if head.returncode == 0 else ""
-        counts[checkout.name] = Counter()
+        name = f"{checkout.name} {head.stdout[:9] if head.returncode == 0 else ''}".strip()
+        counts[name] = Counter()
         for file, result, detail in results(checkout):
-            counts[checkout.name][result] += 1
-            shown = detail.replace("|", "\\|").replace("\n", " ")[:300]
-            print(f"| {checkout.name} | {commit} | {file.relative_to(checkout)} | {result} | {shown} |")
-    print()
+            counts[name][result] += 1
+            shown = re.sub(r"\S*(hal-import-\w+/work/|tmp\w+/work/)", "", detail.replace(f"{checkout}/", ""))
+            shown = shown.replace("|", "\\|").replace("\n", " ")[:240]
+            rows.append(f"| {name} | {file.relative_to(checkout)} | {result} | {shown} |")
+    print(f"{HEADING}\n\n| checkout | resolved | explained | wrong |\n|---|---|---|---|")
     for name, count in counts.items():
-        print(f"{name}: " + ", ".join(f"{n} {result}" for result, n in sorted(count.items())))
+        print(f"| {name} | {count['resolved']} | {count['explained']} | {count['wrong']} |")
+    print("\n| checkout | file | result | |\n|---|---|---|---|", *rows, sep="\n")
     return int(any(count["wrong"] for count in counts.values()))
 
 
