@@ -108,8 +108,9 @@ lint: $(READY)  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-as-written: $(READY)  ## real files of other trainers, from checkouts in SOURCES=DIR, through the options; prints a table
-	$(BIN)/python tests/as_written.py $(SOURCES)
+as-written: $(READY)  ## real files of other trainers, from checkouts in SOURCES=DIR, through the options; writes docs/verified/
+	$(BIN)/python tests/as_written.py $(SOURCES) >docs/verified/as-written.md.new; \
+	  code=$$?; mv docs/verified/as-written.md.new docs/verified/as-written.md; exit $$code
 
 check: lint test  ## the checks that every change must pass
 

@@ -1,19 +1,18 @@
 """Runs the real launch scripts and configurations of other trainers through HAL's options and prints a table.
 
-    python tests/as_written.py SOURCES
+    python tests/as_written.py SOURCES >docs/verified/as-written.md
 
 SOURCES holds checkouts of Megatron-LM, MindSpeed-LLM, MindSpeed-Core-MS, MindFormers or DeepSpeed's examples, one per
-folder. Shell scripts are executed with bash in an empty folder, where torchrun, python, deepspeed, msrun, sbatch and
-srun are replaced by recorders of their arguments and nothing but a few text utilities is in PATH; placeholders such as
-<path> and "your path" are filled in. Of each recorded command, YAML file or JSON file, the options are resolved as by
-`hal config show`. Files that name no data, vocabulary or length get none: missing ones are no problem here.
+folder; a folder NAME@REVISION holds the files of that revision. Shell scripts are executed as by `hal config import`,
+in an empty folder and with only a few text utilities in PATH; placeholders such as <path> and "your path" are filled
+in. Of each recorded command, YAML file or JSON file, the options are resolved as by `hal config show`. Files that name
+no data, vocabulary or length get none: missing ones are no problem here.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,34 +25,29 @@ from typing import Any
 
 import yaml
 
-from hal.model.config.command_line import build, read
+from hal.model.config.imported import resolved
+from hal.model.config.launch_script import Command, recorded
 from hal.model.config.schema import ConfigError
-from hal.model.config.validation import check_given
 
-LAUNCHERS = ("torchrun", "python", "python3", "deepspeed", "msrun", "accelerate", "mpirun", "sbatch", "srun")
-UTILITIES = "dirname realpath basename mkdir cat tee date hostname seq sed awk grep echo pwd wc env true ls head cut tr"
-RECORDER = """#!{python}
-import json, os, subprocess, sys
-name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-scripts = [w for w in words if w.endswith(".sh")]
-if name == "sbatch" and scripts:  # the script of a job
-    sys.exit(subprocess.call(["/bin/bash", *words[words.index(scripts[0]):]]))
-if name == "srun" and "-c" in words:  # a command of a job
-    sys.exit(subprocess.call(["/bin/bash", "-c", words[-1]]))
-with open(os.environ["RECORD"], "a") as file:
-    file.write(json.dumps([name, *words]) + "\\n")
-"""
+UTILITIES = (
+    "bash sh dirname realpath basename mkdir cat tee date hostname seq sed awk grep echo pwd wc env true ls head cut tr"
+)
+
+HEADING = """# As written
+
+Launch scripts and configurations of other trainers, through HAL's options (`make as-written SOURCES=DIR`). "resolved":
+`hal config show` gives a configuration (data files aside); "explained": one report of all problems; "wrong": an error
+without an explanation. A script may start several trainings, and has a row for each."""
 
 
-def recorded(script: Path) -> list[list[str]]:
-    """The commands that a launch script would start. Raises subprocess.TimeoutExpired after 30 seconds."""
+@contextlib.contextmanager
+def commands_of(script: Path) -> Iterator[list[Command]]:
+    """The commands that a launch script would start, with its placeholders filled in and an argument for each $1 to $9
+    that it reads. Raises ConfigError if it does not end."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tools, work, record = folder / "tools", folder / "work", folder / "record"
-        tools.mkdir(), work.mkdir(), record.touch()
-        for launcher in LAUNCHERS:
-            (tools / launcher).write_text(RECORDER.format(python=sys.executable))
-            (tools / launcher).chmod(0o755)
+        folder = Path(name).resolve()
+        tools, work = folder / "tools", folder / "work"
+        tools.mkdir(), work.mkdir()
         for utility in UTILITIES.split():
             found = shutil.which(utility)
             if found:
@@ -61,38 +55,42 @@ def recorded(script: Path) -> list[list[str]]:
         for file in script.parent.iterdir():
             if file.is_file() and file.suffix in (".sh", ".json"):
                 (work / file.name).write_text(_filled(file.read_text(errors="replace")))
-        (work / "pretrain_gpt.py").touch()
-        environment = {"PATH": str(tools), "RECORD": str(record), "HOME": str(folder), "PWD": str(work)}
-        arguments = [f"/path/{n}" for n in range(6)]
-        command = ["/bin/bash", script.name, *arguments]
-        subprocess.run(command, cwd=work, env=environment, capture_output=True, timeout=30, check=False)
-        commands = [json.loads(line) for line in record.read_text().splitlines()]
-        for words in commands:  # files that lie beside the script
-            words[:] = [word.replace(str(work), str(script.parent)) for word in words]
-        return commands
+        arguments = [f"/path/{n}" for n in range(_arguments(script))]
+        with (
+            contextlib.chdir(work),
+            recorded(
+                Path(script.name), arguments, environment={"PATH": str(tools), "HOME": name}, timeout=30
+            ) as commands,
+        ):
+            yield commands
+
+
+def _arguments(script: Path) -> int:
+    """How many arguments a script reads by position, outside of its functions' own."""
+    text = script.read_text(errors="replace")
+    return max((int(n) for n in re.findall(r"\$\{?([1-9])", text)), default=0)
 
 
 def _filled(text: str) -> str:
-    text = re.sub(r"""=(["'])your [^"']*\1""", r"=\1/path\1", text)
+    text = re.sub(r"""=(["'])your [^"'\n]*\1""", r"=\1/path\1", text)
+    text = re.sub(r"(?m)^(\s*)(\w+)=your [^\n#]*$", r"\1\2=/path", text)
     return re.sub(r'<[^<>\n]*>[^\s"]*', "/path", text)
 
 
-def command_lines(sources: Path) -> Iterator[tuple[Path, list[str], int | None]]:
-    """(file, options, processes if known) of all commands and configurations below a folder."""
+def results(sources: Path) -> Iterator[tuple[Path, str, str]]:
+    """(file, result, detail) of all commands and configurations below a folder; `result` as `result_of` gives it."""
     for script in sorted(sources.rglob("*.sh")):
         text = script.read_text(errors="replace")
         if "pretrain_gpt" not in text and "sc21" not in str(script):
             continue
-        try:
-            commands = recorded(script)
-        except subprocess.TimeoutExpired:
-            continue
-        for words in commands:
-            at = next((i for i, word in enumerate(words) if re.search(r"pretrain_gpt\w*\.py$", word)), None)
-            if at is not None:
-                yield script, words[at + 1 :], _processes(words[:at])
+        with contextlib.suppress(ConfigError), commands_of(script) as commands:
+            for command in commands:
+                if command.trains_gpt:
+                    yield script, *result_of(command)
     for file in sorted(sources.rglob("*.yaml")):
-        yield from _yaml(file)
+        options = _yaml(file)
+        if options is not None:
+            yield file, *result_of(options)
     for file in sorted(sources.rglob("*.json")):
         keys = {"train_batch_size", "zero_optimization", "train_micro_batch_size_per_gpu"}
         try:
@@ -100,17 +98,19 @@ def command_lines(sources: Path) -> Iterator[tuple[Path, list[str], int | None]]
         except ValueError:
             continue
         if isinstance(content, dict) and keys & set(content):
-            yield file, ["--deepspeed-config", str(file)], None
+            yield file, *result_of(Command("", "", ("--deepspeed-config", str(file)), None, 1))
 
 
-def _yaml(file: Path) -> Iterator[tuple[Path, list[str], int | None]]:
+def _yaml(file: Path) -> Command | None:
+    """The command of a functional test of Megatron-LM, or of a configuration of MindFormers or MindSpeed-Core-MS."""
     text = file.read_text(errors="replace")
     if re.search("^MODEL_ARGS:", text, re.MULTILINE) and "/gpt/" in str(file):
         given = (yaml.safe_load(text) or {}).get("MODEL_ARGS")
         if given:
-            yield file, _model_args(given), 8
+            return Command("", "", tuple(_model_args(given)), 8, 1)
     elif re.search("^(training_config|parallel_config|runner_config):", text, re.MULTILINE):
-        yield file, ["--config", str(file), "--train-iters", "10"], None
+        return Command("", "", ("--config", str(file), "--train-iters", "10"), None, 1)
+    return None
 
 
 def _model_args(given: dict[str, Any]) -> list[str]:
@@ -125,48 +125,36 @@ def _model_args(given: dict[str, Any]) -> list[str]:
     return words
 
 
-def _processes(launcher: list[str]) -> int | None:
-    words = " ".join(launcher).replace("=", " ").replace("_", "-").split()
-    numbers = {name: int(value) for name, value in itertools.pairwise(words) if value.isdecimal()}
-    local = next((numbers[n] for n in ("--nproc-per-node", "--num-gpus") if n in numbers), None)
-    nodes = numbers.get("--nnodes", numbers.get("--num-nodes", 1))
-    return numbers.get("--worker-num", None if local is None else local * nodes)
-
-
-def resolve(words: list[str], processes: int | None) -> tuple[str, str]:
+def result_of(command: Command) -> tuple[str, str]:
     """("resolved", number of noted options), ("explained", the problems), or ("wrong", an error of another kind)."""
-    os.environ.pop("WORLD_SIZE", None)
-    if processes:
-        os.environ["WORLD_SIZE"] = str(processes)
     try:
-        config = build(read(words, {}, showing=True), check_given)
-        return "resolved", f"{len(config.noted) + len(config.notes)} noted"
+        config, refused = resolved(command)
     except ConfigError as error:
-        if processes and "is not divisible by tp" in str(error):  # the number of processes is not the file's
-            return resolve(words, None)
         return "explained", "; ".join(problem.text for problem in error.problems)
     except Exception as error:
         return "wrong", repr(error)
-    finally:
-        os.environ.pop("WORLD_SIZE", None)
+    if refused:
+        return "explained", "; ".join(line.removeprefix("# ") for line in refused[1:])
+    return "resolved", f"{len(config.noted) + len(config.notes)} noted"
 
 
 def main(sources: Path) -> int:
-    """Prints the table and the counts; 1 if an error is not an explanation."""
+    """Prints the counts and the table as Markdown; 1 if an error is not an explanation."""
     counts: dict[str, Counter[str]] = {}
-    print("| checkout | commit | file | result | |\n|---|---|---|---|---|")
+    rows = []
     for checkout in sorted(path for path in sources.iterdir() if path.is_dir()):
         head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = head.stdout[:9] if head.returncode == 0 else ""
-        counts[checkout.name] = Counter()
-        for file, words, processes in command_lines(checkout):
-            result, detail = resolve(words, processes)
-            counts[checkout.name][result] += 1
-            shown = detail.replace("|", "\\|").replace("\n", " ")[:300]
-            print(f"| {checkout.name} | {commit} | {file.relative_to(checkout)} | {result} | {shown} |")
-    print()
+        name = f"{checkout.name} {head.stdout[:9] if head.returncode == 0 else ''}".strip()
+        counts[name] = Counter()
+        for file, result, detail in results(checkout):
+            counts[name][result] += 1
+            shown = re.sub(r"\S*(hal-import-\w+/work/|tmp\w+/work/)", "", detail.replace(f"{checkout}/", ""))
+            shown = shown.replace("|", "\\|").replace("\n", " ")[:240]
+            rows.append(f"| {name} | {file.relative_to(checkout)} | {result} | {shown} |")
+    print(f"{HEADING}\n\n| checkout | resolved | explained | wrong |\n|---|---|---|---|")
     for name, count in counts.items():
-        print(f"{name}: " + ", ".join(f"{n} {result}" for result, n in sorted(count.items())))
+        print(f"| {name} | {count['resolved']} | {count['explained']} | {count['wrong']} |")
+    print("\n| checkout | file | result | |\n|---|---|---|---|", *rows, sep="\n")
     return int(any(count["wrong"] for count in counts.values()))
 
 

@@ -1,4 +1,4 @@
-"""Runs Megatron-LM's scripts under `hal launch` on HAL; a script is one of them if it imports `megatron.training`.
+"""Runs scripts of megatron-core and Megatron-LM under `hal launch` on HAL: those that import `megatron.core`.
 
 From that import on, however it happens (in the script, with -m, through runpy or another module), the script runs on
 the backend that was given to the launcher.
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-TRAINING = "megatron.training"
+CORE, TRAINING = "megatron.core", "megatron.training"
 
 
 def mark_path(folder: Path) -> Path:
@@ -26,48 +26,34 @@ def mark_path(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def routed_when_imported(mark: Path) -> Iterator[None]:
-    """A context for a launched script: on import of `megatron.training`, enters `running_script` and creates `mark`.
-
-    `hal.model.megatron.scripts.running_script` routes megatron-core to the backend (HAL_BACKEND) until the context
-    ends. Without a chosen backend nothing happens.
+    """A context for a launched script. When it imports `megatron.core`, that is routed to the backend (HAL_BACKEND), by
+    `hal.model.megatron.scripts.running_core`, until the context ends; when it imports `megatron.training`, which
+    creates `mark`, `running_training` is entered as well. Without a chosen backend nothing happens.
     """
     if "HAL_BACKEND" not in os.environ:
         yield
         return
     with contextlib.ExitStack() as stack:
-        finder = _Once(stack, mark)
+        finder = _Routing(stack, mark)
         sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
-            finder.retire()
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
 
 
-def hint() -> str:
-    """Advice for a failed script that used megatron-core without routing it to the backend; else ""."""
-    unrouted = "megatron.core" in sys.modules and "hal.model.megatron.cuda_patches" not in sys.modules
-    if "HAL_BACKEND" not in os.environ or not unrouted:
-        return ""
-    return (
-        "hal launch: this script uses megatron.core but neither megatron.training nor hal.model.megatron's "
-        "hal_device(), so that megatron-core uses an NVIDIA device; see docs/megatron.md\n"
-    )
-
-
-class _Once(MetaPathFinder):
-    """Finds `megatron.training` with the other finders, and loads it inside `running_script`, once."""
+class _Routing(MetaPathFinder):
+    """Finds the packages with the other finders, and enters their contexts once they have been imported."""
 
     def __init__(self, stack: contextlib.ExitStack, mark: Path) -> None:
         self.stack, self.mark = stack, mark
-
-    def retire(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.awaited = {CORE, TRAINING}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != TRAINING:
+        if name not in self.awaited:
             return None
         specs = (other.find_spec(name, path, target) for other in sys.meta_path if other is not self)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -76,10 +62,23 @@ class _Once(MetaPathFinder):
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            scripts = importlib.import_module("hal.model.megatron.scripts")
-            self.stack.enter_context(scripts.running_script(sys.argv, lambda: load(module)))
-            self.mark.touch()
-            self.retire()  # only now: a script may look for the module without loading it, or retry a failed import
+            if name == TRAINING:
+                importlib.import_module(CORE)
+                self._enter(CORE)  # if it had been imported before this script ran
+            load(module)
+            # Only now: a script may look for the module without loading it, or retry a failed import.
+            self._enter(name)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def _enter(self, name: str) -> None:
+        if name not in self.awaited:
+            return
+        self.awaited.discard(name)
+        scripts = importlib.import_module("hal.model.megatron.scripts")
+        if name == CORE:
+            self.stack.enter_context(scripts.running_core(sys.argv))
+        else:
+            self.stack.enter_context(scripts.running_training())
+            self.mark.touch()

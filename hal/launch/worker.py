@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hal.errors import CollectiveTimeout, HalError
 
-from .megatron import hint, mark_path, routed_when_imported
+from .megatron import mark_path, routed_when_imported
 from .rendezvous import attempt, use_file_store
 
 FOLDER = "HAL_WORKER_FOLDER"
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         text = "" if isinstance(stop.code, int) or stop.code is None else str(stop.code)
     except BaseException as error:
         wrong_input = isinstance(error, (HalError, OSError)) and not isinstance(error, CollectiveTimeout)
-        code, text = 2 if wrong_input else 1, traceback.format_exc() + hint()
+        code, text = 2 if wrong_input else 1, traceback.format_exc()
     if code:
         failure = {"rank": rank, "time": time.time(), "code": code, "text": text}
         temporary = failure_path(folder, rank).with_suffix(".tmp")

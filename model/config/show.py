@@ -15,14 +15,21 @@ from .schema import Config
 from .validation import lacking, missing_processes, world_size
 
 
-def describe(config: Config, groups: dict[str, str]) -> Iterator[str]:
-    """The lines of the text. groups: titles by the first option of each group."""
+def describe(config: Config, groups: dict[str, str], *, defaults: bool = True) -> Iterator[str]:
+    """The lines of the text. groups: titles by the first option of each group; defaults: whether options that the user
+    did not give are listed."""
     options = [f for f in fields(config) if f.init]
     width = max(len(f.name) for f in options) + 32
+    title = ""
     for option in options:
         name, value = option.name, getattr(config, option.name)
         if name in groups:
-            yield f"\n# {groups[name]}" if option is not options[0] else f"# {groups[name]}"
+            title = f"\n# {groups[name]}" if option is not options[0] else f"# {groups[name]}"
+        if not defaults and name not in config.given:
+            continue
+        if title:
+            yield title
+            title = ""
         if name in config.given:
             line, origin = f"{name.replace('_', '-')}: {_text(value)}", config.origins.get(name, "given")
         else:

@@ -36,8 +36,10 @@ def check_model(config: Config) -> None:
 
 
 def evaluates(c: Config) -> bool:
-    """Whether the run evaluates at all."""
-    return c.eval_interval is not None and c.eval_iters > 0
+    """Whether the run evaluates at all. As in Megatron, a split without validation data means that it does not."""
+    proportions = split_proportions(c.split)
+    none = len(proportions) == 3 and proportions[1] == 0 and not c.train_data_path
+    return c.eval_interval is not None and c.eval_iters > 0 and not none
 
 
 def lacking(c: Config) -> Iterator[str]:
@@ -107,8 +109,6 @@ def _split(c: Config) -> Iterator[str]:
     proportions = split_proportions(c.split)
     if len(proportions) != 3 or not all(0 <= p < math.inf for p in proportions) or proportions[0] <= 0:
         yield f"--split must be three proportions such as 969,30,1, the first above 0; found {c.split!r}"
-    elif evaluates(c) and proportions[1] == 0 and not c.train_data_path:
-        yield f"--eval-interval needs validation data, but --split {c.split} has none"
 
 
 def _shape(c: Config) -> Iterator[str]:
@@ -258,6 +258,7 @@ def idle(c: Config) -> Iterator[str]:
         ("decoupled_min_lr", c.decoupled_lr is not None, "--decoupled-lr"),
         ("weight_decay", not ramp, "--weight-decay-incr-style constant"),
         ("rope_scaling_factor", c.use_rope_scaling, "--use-rope-scaling"),
+        ("eval_interval", evaluates(c) or not c.eval_iters, "--split with validation data"),
         ("loss_scale", c.fp16, "--fp16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),

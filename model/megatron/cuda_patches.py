@@ -1,8 +1,9 @@
 """hal_device(): patches torch so that unmodified megatron-core runs on the active HAL backend.
 
-Only while the `with` block runs, the torch names in `CORE` (all that megatron-core's dense GPT training and
-checkpointing use of an NVIDIA device) act on the active backend. If someone else has already replaced one of them, the
-error names the replacement and nothing is patched. On an NVIDIA device nothing is patched.
+Only while the `with` block runs, the torch names in `CORE` (those of an NVIDIA device in megatron-core's GPT training
+and checkpointing) and in `device_patches.DEVICE` (all others by which programs mean that device) act on the active
+backend. If someone else has already replaced one of them, the error names the replacement and nothing is patched. On an
+NVIDIA device nothing is patched.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ import typing_extensions
 import hal
 from hal import HalError
 
+from .device_patches import DEVICE, Make
 from .device_proxy import DEVICE_TYPE, DeviceProxy
 from .guards import guarded
-
-Make = Callable[[DeviceProxy, Any], Any]
-"""(proxy, torch's own object) -> its replacement."""
 
 CORE: Mapping[str, Make] = {
     "torch.cuda.current_device": lambda proxy, own: proxy.current,
@@ -60,6 +59,10 @@ def _gather_flat(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(output_tensor, input_tensor.flatten() if flat else input_tensor, *args, **kwargs)
 
     return gather
+
+
+NAMES: Mapping[str, Make] = {**DEVICE, **CORE}
+"""All names that `hal_device` routes."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ _entering = threading.RLock()
 
 
 @contextlib.contextmanager
-def hal_device(names: Mapping[str, Make] = CORE) -> Iterator[None]:
+def hal_device(names: Mapping[str, Make] = NAMES) -> Iterator[None]:
     """Redirects `names` to the active backend (`hal.use`), process-wide, while a `with` block runs.
 
     Blocks may nest and overlap, in one or several threads: an inner block may add names, and all patches stay until the

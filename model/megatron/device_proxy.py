@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,28 @@ class DeviceProxy:
 
         return make
 
+    def convert(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Tensor.to, to this device if the NVIDIA device is requested."""
+
+        @functools.wraps(own)
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args and self.is_requested(args[0]):
+                args = (self.current(), *args[1:])
+            elif self.is_requested(kwargs.get("device")):
+                kwargs["device"] = self.current()
+            return own(tensor, *args, **kwargs)
+
+        return to
+
+    def to_empty(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Module.to_empty, on this device if the NVIDIA device is requested."""
+
+        @functools.wraps(own)
+        def to_empty(module: torch.nn.Module, *, device: Any, recurse: bool = True) -> Any:
+            return own(module, device=self.current() if self.is_requested(device) else device, recurse=recurse)
+
+        return to_empty
+
     def move_tensor(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def to_here(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
             return tensor.to(self.current(), non_blocking=non_blocking, **kwargs)
@@ -119,6 +142,15 @@ class DeviceProxy:
         """The device's Stream class; on the host, one that executes work immediately."""
         return _HostStream if self.host else self.module.Stream
 
+    @property
+    def event_type(self) -> Any:
+        """The device's Event class; on the host, one that takes the time when it is recorded."""
+        return _HostEvent if self.host else self.module.Event
+
+    def set_stream(self, stream: Any) -> None:
+        if not self.host:
+            self.module.set_stream(stream)
+
     def current_stream(self, device: Any = None) -> Any:
         return _HostStream() if self.host else self.module.current_stream()
 
@@ -135,8 +167,44 @@ class _HostStream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: _HostEvent | None = None) -> _HostEvent:
+        event = _HostEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         pass
+
+
+class _HostEvent:
+    """An event of a device that executes synchronously: it has happened when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        """Milliseconds from this event to `end`. Raises RuntimeError unless both were recorded."""
+        if self.time is None or end.time is None:
+            raise RuntimeError("both events must be recorded before the time between them is known")
+        return (end.time - self.time) * 1e3
 
 
 class _Generators:

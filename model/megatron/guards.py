@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hal import HalError
+from hal import HalError, ops
 
 from ..common.optional_packages import optional_package
 
@@ -47,6 +47,7 @@ def guarded() -> Iterator[None]:
         **{(owner, name): _checked(getattr(owner, name), check) for (owner, name), check in checks.items()},
         (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
+        **_experts(),
     }
     with replaced(replacements):
         yield
@@ -66,6 +67,33 @@ def replaced(replacements: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def _experts() -> dict[tuple[Any, str], Any]:
+    """What megatron-core's mixture of experts takes from NVIDIA's libraries, if these are not installed.
+
+    Its router reads a name that it defines with Transformer Engine only, and has a formula of its own where that is
+    None. The product per expert of the package grouped_gemm is HAL's op.
+    """
+    utilities, grouped = core("transformer.moe.moe_utils"), core("transformer.moe.grouped_gemm_util")
+    replacements: dict[tuple[Any, str], Any] = {}
+    if not hasattr(utilities, "te_general_gemm"):
+        replacements[utilities, "te_general_gemm"] = None
+    if grouped.ops is None:
+        replacements |= {(grouped, "grouped_gemm"): GroupedProduct, (grouped, "ops"): GroupedProduct}
+    return replacements
+
+
+class GroupedProduct:
+    """Replaces the package grouped_gemm, by HAL's op."""
+
+    @staticmethod
+    def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
+        """a_i b_i for every group a_i of rows. a [n, k]; b [groups, k, m], or [groups, m, k] with trans_b; batch_sizes
+        [groups] int64, on any device, as megatron-core keeps it on the host."""
+        weight = b if trans_b else b.transpose(1, 2)
+        product: torch.Tensor = ops.grouped_linear(a, weight, batch_sizes.to(a.device))
+        return product
 
 
 _ABSENT = object()

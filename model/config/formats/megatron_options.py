@@ -99,7 +99,7 @@ def _set(reading: Reading, row: ForeignOption, typed: str, words: Sequence[str])
 
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several options."""
-    for step in (_recomputation, _gelu, _attention, _pipeline, _rotary, _batch):
+    for step in (_recomputation, _gelu, _attention, _pipeline, _rotary, _batch, _tokens):
         with collecting(reading.problems):
             step(reading)
     reading.drop_deferred()
@@ -267,3 +267,21 @@ def _batch(reading: Reading) -> None:
     count, key = take(reading, "accumulation")
     if key:
         reading.set(MICROBATCHES, _integers(reading, key, count, 1)[0], key)
+
+
+def _tokens(reading: Reading) -> None:
+    """Megatron-DeepSpeed's schedules in tokens, which are sequences times their length. Training ends with the first of
+    --train-tokens and --train-samples."""
+    length = int(reading.either("seq_length") or 0)
+    for name in ("train", "lr_decay", "lr_warmup"):
+        tokens, key = take(reading, f"{name}_tokens")
+        if not key:
+            continue
+        count = _integers(reading, key, tokens, 1)[0]
+        samples, rest = divmod(count, max(1, length))
+        if rest:
+            raise reading.refuse(key, f"{count} tokens are not whole sequences of --seq-length {length}")
+        samples = min(samples, reading.either("train_samples") or samples) if name == "train" else samples
+        if reading.values.pop(f"{name}_samples", None) is None and f"{name}_samples" in reading.base:
+            reading.superseded.add(f"{name}_samples")
+        reading.set(f"{name}_samples", samples, key)

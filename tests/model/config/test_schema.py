@@ -91,7 +91,6 @@ def test_aliases_and_derived_values():
         ("--tokenizer-type NullTokenizer --vocab-size 5", "cannot read text"),
         ("--pin linear", "OP=IMPLEMENTATION"),
         ("--split 1,2", "three proportions"),
-        ("--split 1,0,0 --eval-interval 5", "has none"),
         ("--pre-tokens -1", "no key visible"),
         ("--vocab-file x", "GPT2BPETokenizer"),
     ],

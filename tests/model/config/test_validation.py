@@ -6,6 +6,7 @@ import pytest
 
 from hal.model.config.command_line import parse
 from hal.model.config.schema import ConfigError
+from hal.model.config.validation import evaluates
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,8 @@ from hal.model.config.schema import ConfigError
 def test_options_that_contradict_each_other(line, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse(line.split(), {})
+
+
+def test_a_split_without_validation_data_does_not_evaluate():
+    config = parse(["--split", "100,0,0", "--eval-interval", "5", "--eval-iters", "2", "--mock-data"], {})
+    assert not evaluates(config) and any("--eval-interval" in note for note in config.notes)

@@ -1,6 +1,6 @@
 """Every reference to an NVIDIA device in megatron-core's source, and how HAL handles it.
 
-The whole installed package is read, except `OUT_OF_REACH`. Each name must be routed (`CORE`) or listed in `HARMLESS`
+The whole installed package is read, except `OUT_OF_REACH`. Each name must be routed (`NAMES`) or listed in `HARMLESS`
 for the file that uses it. Names that are neither, and entries that no longer occur, are reported as complaints.
 """
 
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from hal.model.megatron import CORE
+from hal.model.megatron.cuda_patches import NAMES
 
 _STREAMS = "more than one instance of the distributed optimizer: refused by torch, which has no such stream"
 _A2A = "overlap of mixture of experts' exchange with the computation"
@@ -47,7 +48,6 @@ OUT_OF_REACH = {
     "transformer/custom_layers": "Triton kernels that do not depend on the batch",
     "transformer/experimental_attention_variant": "sparse attention",
     "transformer/fsdp_dtensor_checkpoint.py": "Megatron's FSDP",
-    "transformer/moe": "mixture of experts, which needs Transformer Engine",
 }
 """Files and folders of megatron-core that a GPT on HAL does not use, and their purpose."""
 
@@ -97,6 +97,8 @@ HARMLESS = {
         "torch.cuda.CUDAGraph": _GRAPHS,
         "torch.cuda._lazy_init": "CUDA graphs; never touched, for torch.compile believes it",
     },
+    "transformer/moe/token_dispatcher.py": {"torch.device": "an argument of Tensor.to, which is routed"},
+    "transformer/moe/moe_utils.py": {".is_cuda": "copies of counts to the host, which are made elsewhere without it"},
     "transformer/mlp.py": {
         "torch.cuda.OutOfMemoryError": "an exception that every torch has",
         "torch.cuda.empty_cache": "after that exception; without an NVIDIA device nothing happens",
@@ -141,7 +143,7 @@ def complaints(core: Path) -> list[str]:
         "tests/model/megatron/source_names.py why a GPT does not need it"
         for where, names in uses.items()
         for name, at in names.items()
-        if name not in CORE and name not in HARMLESS.get(where, {})
+        if name not in NAMES and name not in HARMLESS.get(where, {})
     ]
     lines += [
         f"{where} no longer uses {name}: drop it from HARMLESS"

@@ -17,7 +17,7 @@ from small_models import LENGTH, chunks, config
 import hal
 from hal import HalError
 from hal.model.megatron import CORE, hal_device
-from hal.model.megatron.scripts import SCRIPTS
+from hal.model.megatron.cuda_patches import NAMES
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA device")
 
@@ -29,7 +29,7 @@ def owner_of(path):
 
 def snapshot():
     attributes = {}
-    for path in (*CORE, "torch.cuda._lazy_init", "torch.cuda.device_count"):
+    for path in (*NAMES, "torch.cuda._lazy_init"):
         owner, name = owner_of(path)
         attributes[path] = (getattr(owner, name), name in vars(owner))
     return attributes
@@ -49,7 +49,7 @@ def test_what_needs_a_name_breaks_without_it(name, world):
         NEEDED_BY[name]()
 
 
-def test_names_are_torchs_own_before_and_after_and_two_are_never_touched(cpu_ref):
+def test_names_are_torchs_own_before_and_after_and_one_is_never_touched(cpu_ref):
     import megatron.core.tensor_parallel.random as core_random
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -60,7 +60,69 @@ def test_names_are_torchs_own_before_and_after_and_two_are_never_touched(cpu_ref
         assert ShardedTensor.init_data.__defaults__ != default
     assert snapshot() == before
     assert (core_random._lazy_call, ShardedTensor.init_data.__defaults__) == (copied, default)
-    assert {n for n in before if during[n][0] is not before[n][0]} == set(CORE)
+    assert {n for n in before if during[n][0] is not before[n][0]} == set(NAMES)
+
+
+WAYS = {
+    "Tensor.to": lambda: torch.ones(1).to("cuda").device,
+    "Tensor.to with a dtype": lambda: torch.ones(1).to(torch.device("cuda", 0), torch.float64).device,
+    "Tensor.to by keyword": lambda: torch.ones(1).to(device="cuda:0").device,
+    "Module.to": lambda: torch.nn.Linear(2, 2).to(torch.device("cuda")).weight.device,
+    "Module.to_empty": lambda: torch.nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight.device,
+    "Module.cuda": lambda: torch.nn.Linear(2, 2).cuda(0).weight.device,
+    "a factory": lambda: torch.randint(0, 5, (3,), device="cuda").device,
+    "a factory like": lambda: torch.full_like(torch.ones(2), 3, device="cuda").device,
+    "a factory of a module": lambda: torch.nn.Linear(2, 2, device="cuda").weight.device,
+    "new_tensor": lambda: torch.ones(2).new_tensor([1.0], device="cuda").device,
+    "counted devices": lambda: torch.zeros(1, device=f"cuda:{torch.cuda.device_count() - 1}").device,
+    "if available": lambda: torch.zeros(1, device="cuda" if torch.cuda.is_available() else "meta").device,
+    "set_device": lambda: torch.cuda.set_device("cuda:0") or torch.zeros(1).cuda().device,
+}
+
+
+@without_cuda
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_naming_the_device_reaches_the_backends(way, cpu_ref):
+    with hal_device():
+        assert WAYS[way]().type == "cpu"
+    if way != "if available":
+        with pytest.raises((AssertionError, RuntimeError, AttributeError)):
+            WAYS[way]()
+
+
+def test_questions_about_the_device_are_answered_to_scripts_and_truthfully_to_torch(cpu_ref, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with hal_device():
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 3
+        assert torch.cuda.get_device_capability() == (10, 0) and torch.cuda.get_device_name() == "cpu_ref"
+        asked = {"__name__": "torch._inductor.anything", "torch": torch}
+        exec("answers = torch.cuda.is_available(), torch.cuda.device_count()", asked)
+    assert asked["answers"] == (torch.cuda.is_available(), torch.cuda.device_count())
+
+
+def test_events_and_streams_of_a_synchronous_device(cpu_ref):
+    with hal_device():
+        stream = torch.cuda.Stream()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with pytest.raises(RuntimeError, match="must be recorded"):
+            start.elapsed_time(end)
+        start.record()
+        torch.cuda.current_stream().wait_event(stream.record_event(end))
+        assert end.query() and stream.query() and start.elapsed_time(end) >= 0
+        assert isinstance(stream.record_event(), torch.cuda.Event)
+
+
+def test_compiled_code_still_compiles_for_the_device_that_is_there(cpu_ref):
+    with hal_device():
+        double = torch.compile(lambda x: torch.zeros(3, device="cuda") + 2 * x, backend="eager")
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_split_sizes_may_be_tensors_as_for_nccl(world):
+    with hal_device():
+        out, sizes = torch.empty(3), torch.tensor([3])
+        torch.distributed.all_to_all_single(out, torch.arange(3.0), sizes, sizes)
+    assert out.tolist() == [0, 1, 2]
 
 
 def test_names_are_restored_after_an_error(cpu_ref):
@@ -113,7 +175,7 @@ def test_a_patch_that_looks_like_torchs_own_is_refused_too(name, patch, whose, c
 
 
 def test_everything_that_is_routed_is_recognised_as_torchs(cpu_ref):
-    with hal_device({**CORE, **SCRIPTS}):
+    with hal_device():
         assert torch.zeros(1, device="cuda").device.type == "cpu"
 
 
@@ -143,9 +205,9 @@ def test_inside_itself_it_changes_nothing(cpu_ref):
 
 def test_an_inner_block_adds_the_names_that_are_missing(cpu_ref):
     own = torch.nn.Module.cuda
-    with hal_device():
+    with hal_device(CORE):
         assert torch.nn.Module.cuda is own
-        with hal_device({**CORE, **SCRIPTS}):
+        with hal_device():
             assert torch.nn.Module.cuda is not own
     assert torch.nn.Module.cuda is own
 

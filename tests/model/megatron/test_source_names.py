@@ -98,20 +98,22 @@ def test_a_new_name_is_a_complaint_that_says_where_and_what_to_do(small):
 
 
 def test_a_name_that_is_harmless_in_one_file_is_not_in_another(small, monkeypatch):
-    (small / "fresh.py").write_text("import torch\ntorch.cuda.Event()")
-    monkeypatch.setattr(source_names, "HARMLESS", {"used.py": {}, "fresh.py": {"torch.cuda.Event": "a reason"}})
+    (small / "fresh.py").write_text("import torch\ntorch.cuda.nvtx.range_push()")
+    monkeypatch.setattr(
+        source_names, "HARMLESS", {"used.py": {}, "fresh.py": {"torch.cuda.nvtx.range_push": "a reason"}}
+    )
     assert complaints(small) == []
-    (small / "other.py").write_text("import torch\ntorch.cuda.Event()")
-    assert [c.partition(",")[0] for c in complaints(small)] == ["other.py:2 uses torch.cuda.Event"]
+    (small / "other.py").write_text("import torch\ntorch.cuda.nvtx.range_push()")
+    assert [c.partition(",")[0] for c in complaints(small)] == ["other.py:2 uses torch.cuda.nvtx.range_push"]
 
 
 def test_what_is_gone_is_a_complaint(small, monkeypatch):
-    monkeypatch.setattr(source_names, "HARMLESS", {"used.py": {"torch.cuda.Event": "a reason"}})
+    monkeypatch.setattr(source_names, "HARMLESS", {"used.py": {"torch.cuda.nvtx.range_push": "a reason"}})
     monkeypatch.setattr(source_names, "OUT_OF_REACH", {"far": "a reason", "further": "another"})
     text = (small / "used.py").read_text()
     (small / "used.py").write_text(text.replace("torch.cuda.manual_seed()\n", ""))
     assert complaints(small) == [
-        "used.py no longer uses torch.cuda.Event: drop it from HARMLESS",
+        "used.py no longer uses torch.cuda.nvtx.range_push: drop it from HARMLESS",
         "further is gone: drop it from OUT_OF_REACH",
         "torch.cuda.manual_seed is no longer used: drop it from CORE",
     ]

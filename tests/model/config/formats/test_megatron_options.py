@@ -52,6 +52,12 @@ def test_reasons_point_to_options_that_exist():
     "theirs, ours",
     [
         ("--batch-size 8", "--micro-batch-size 8"),
+        (
+            "--seq-length 8 --train-samples 9000 --train-tokens 80 --lr-decay-tokens 40 --lr-warmup-tokens 16",
+            "--seq-length 8 --train-samples 10 --lr-decay-samples 5 --lr-warmup-samples 2",
+        ),
+        ("--seq-length 8 --train-samples 5 --train-tokens 80", "--seq-length 8 --train-samples 5"),
+        ("--sparse-mode 4 --pre-tokens 3", "--pre-tokens 3"),
         ("--batch_size=8", "--micro-batch-size 8"),
         ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
         ("--recompute-activations", "--recompute-granularity selective"),
