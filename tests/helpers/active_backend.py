@@ -25,9 +25,7 @@ def cpu_ref() -> Iterator[hal.Backend]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def simulated_npu() -> hal.Backend | None:
-    """The npu backend on its simulator, loaded before any backward pass (torch makes its queues then), or None."""
+def _simulated() -> hal.Backend | None:
     if importlib.util.find_spec("torch_npu") is None:
         return None
     from hal.backends.npu import Npu
@@ -38,3 +36,13 @@ def simulated_npu() -> hal.Backend | None:
     os.environ.clear()  # variables that it sets for child processes must not reach other tests
     os.environ.update(before)
     return backend
+
+
+# When this is imported, not in a fixture: transformers imports torch_npu, which needs the simulator's libraries.
+_NPU = _simulated()
+
+
+@pytest.fixture
+def simulated_npu() -> hal.Backend | None:
+    """The npu backend on its simulator, or None where torch_npu is not installed."""
+    return _NPU
