@@ -88,6 +88,12 @@ def test_the_backend_tools_name_no_device_no_backend_and_no_model():
     report(check_tree(ROOT / "hal" / "backend_tools", rule, package="hal.backend_tools"))
 
 
+@pytest.mark.parametrize("folder", ["nn", "integrations"])
+def test_layers_and_integrations_name_no_device_no_backend_and_no_model(folder):
+    rule = Rule(forbidden=(*DEVICE_FREE.forbidden, "hal.model"), devices=True, dynamic=True)
+    report(check_tree(ROOT / "hal" / folder, rule, package=f"hal.{folder}"))
+
+
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
     rule = Rule(
         forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends", "hal.backend_tools")
@@ -118,11 +124,12 @@ for module in sys.argv[1:]:
 print(json.dumps(loaded))
 """
 
-BELOW_HAL = ("hal.ops", "hal.model", "hal.backends", "hal.testing", "hal.cli")
+BELOW_HAL = ("hal.ops", "hal.model", "hal.backends", "hal.testing", "hal.cli", "hal.nn", "hal.integrations")
 ABSENT = {
     "hal": (*BELOW_HAL, "hal.core", "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
     "hal.public": (*BELOW_HAL, "torch_npu", "cupy", "cffi", "hypothesis", "pytest", "megatron"),
     "hal.ops": ("hal.backends", "hal.model", "torch_npu", "cupy", "cffi", "hypothesis", "pytest"),
+    "hal.nn": ("hal.backends", "hal.model", "hal.integrations", "transformers", "torch_npu", "cupy", "cffi", "pytest"),
     "hal.testing.kit": ("pytest",),  # `hal parity` needs hypothesis only
     "hal.testing.checks": ("pytest", "hypothesis"),  # `hal doctor` needs neither
     "hal.cli.doctor": ("pytest", "hypothesis", "hal.model"),
@@ -283,6 +290,8 @@ HAL_ORDER = (
     "public",
     "__init__",
     "backend_tools",
+    "nn",
+    "integrations",
     "mesh",
     "launch",
     "pages",

@@ -26,7 +26,6 @@ COMMANDS = {
     "train": "train a GPT",
     "generate": "continue prompts with a trained model",
     "eval": "cloze accuracy, perplexity and validation loss of a trained model",
-    "serve": "a trained model behind an OpenAI-style completions endpoint",
     "report": "runs side by side on one HTML page",
     "convert": "checkpoints between HAL, Hugging Face, Megatron-LM and megatron-core",
     "explain": "why an error occurs and what to do about it",

@@ -41,6 +41,7 @@ def parser() -> Parser:
         metavar="N",
         help="vocabulary size of --load without padding, if it does not contain it",
     )
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template of the result (huggingface)")
     add("--dtype", choices=convert.DTYPES, help="precision of the result (default: that of --load)")
     group = command.add_argument_group("tokenizer of the result (hal)", argument_default=argparse.SUPPRESS)
     add_options(group, TOKENIZER)
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     ignored = {
         "megatron": ("target_tensor_parallel_size", "target_pipeline_parallel_size"),
         "hal": tuple(tokenizer),
+        "huggingface": ("chat_template",),
     }
     for saver, names in ignored.items():
         for name in names:
@@ -80,9 +82,12 @@ def main(argv: Sequence[str]) -> int:
         arguments.make_vocab_size_divisible_by or 128,
         arguments.dtype,
         tokenizer,
+        arguments.chat_template,
     )
-    convert.write(weights, target)
+    notes = convert.write(weights, target)
     count = sum(t.numel() for t in weights.tensors.values())
     dtype = str(weights.dtype).removeprefix("torch.")
     print(f"{loader} -> {arguments.saver}: {count:,} parameters in {dtype}, {weights.vocabulary} ids: {arguments.save}")
+    for note in notes:
+        print(f"note: {note}")
     return 0

@@ -1,1 +1,1 @@
-"""Applications of a model: planning, evaluation, conversion, reports and serving."""
+"""Applications of a model: planning, evaluation, conversion and reports."""

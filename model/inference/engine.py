@@ -1,4 +1,4 @@
-"""A model distributed over ranks for forward passes only, as used by generation, evaluation and serving.
+"""A model distributed over ranks for forward passes only, as used by generation and evaluation.
 
 Tensor-parallel ranks share layers, pipeline ranks hold stages, and context-parallel ranks share sequences. Results
 equal those of a single process up to rounding. Every rank of the world must make the same calls.
@@ -28,7 +28,7 @@ NOT_FINITE = ": the weights hold NaN or infinite values, or --dtype is too narro
 
 
 class NotFinite(HalError):
-    """The model's results are infinite or NaN. Raised on every rank, so that all of them can serve the next request."""
+    """The model's results are infinite or NaN. Raised on every rank, so that all of them can take the next request."""
 
 
 class Engine:

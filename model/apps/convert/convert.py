@@ -26,7 +26,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Target:
     """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: divisor
     of the padded vocabulary size (not for huggingface, which has no padding). dtype: None keeps the source's.
-    tokenizer: options to store in the checkpoint (hal only) instead of the source's."""
+    tokenizer: options to store in the checkpoint (hal only) instead of the source's. chat_template: a Jinja file
+    (huggingface only)."""
 
     format: str
     folder: Path
@@ -35,6 +36,7 @@ class Target:
     divisible_by: int = 128
     dtype: str | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
+    chat_template: Path | None = None
 
 
 def detect(folder: Path) -> str:
@@ -65,8 +67,11 @@ def read(folder: Path, format: str, *, vocabulary: int | None = None) -> Weights
     return weights
 
 
-def write(weights: Weights, target: Target) -> None:
-    """Writes the model. Raises ConversionError if the format cannot express it, ConfigError if the folder has files."""
+def write(weights: Weights, target: Target) -> list[str]:
+    """Writes the model; returns notes about what of the tokenizer the format could not hold.
+
+    Raises ConversionError if the format cannot express the model, ConfigError if the folder has files.
+    """
     folder = target.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder} is not empty; give a new folder")
@@ -77,11 +82,12 @@ def write(weights: Weights, target: Target) -> None:
     if target.dtype is not None:
         weights.tensors = {n: t.to(DTYPES[target.dtype]) for n, t in weights.tensors.items()}
     if target.format == "huggingface":
-        huggingface.write(weights, folder)
-    elif target.format == "megatron":
+        return huggingface.write(weights, folder, target.chat_template)
+    if target.format == "megatron":
         megatron_ranks.write(weights, folder, tp=target.tp, pp=target.pp, divisible_by=target.divisible_by)
     elif target.format == "megatron-core":
         megatron_distributed.write(weights, folder, divisible_by=target.divisible_by)
     else:
         weights.tokenizer = target.tokenizer or weights.tokenizer
         hal_format.write(weights, folder, divisible_by=target.divisible_by)
+    return []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.schema import Config
+from .hf_tokenizer import tokenizer_of
 from .weights import Weights, require
 
 
@@ -66,7 +67,8 @@ def unless(supported: bool, option: str) -> list[str]:
 
 
 def ends(weights: Weights) -> dict[str, int | None]:
-    """config.json's ids of the first and last token of a text, for tokenizers whose last id ends documents."""
-    if weights.tokenizer.get("tokenizer_type") in (None, "ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"):
-        return {"bos_token_id": weights.vocabulary - 1, "eos_token_id": weights.vocabulary - 1}
-    return {"bos_token_id": None, "eos_token_id": None}
+    """config.json's ids of the first and last token of a text: that which ends documents, if the tokenizer is known."""
+    tokenizer = tokenizer_of(weights)
+    end = weights.vocabulary - 1 if isinstance(tokenizer, str) else tokenizer.eod
+    unknown = isinstance(tokenizer, str) and bool(weights.tokenizer)
+    return {"bos_token_id": None, "eos_token_id": None} if unknown else {"bos_token_id": end, "eos_token_id": end}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import gpt2, llama
+from . import gpt2, hf_tokenizer, llama
 from .hf_config import Fields
 from .safetensors_files import read_config, read_tensors
 from .safetensors_files import write as write_files
@@ -39,8 +39,11 @@ def read(folder: Path) -> Weights:
     return weights
 
 
-def write(weights: Weights, folder: Path) -> None:
-    """Writes a folder for transformers' from_pretrained. Raises ConversionError if no supported model fits."""
+def write(weights: Weights, folder: Path, chat_template: Path | None = None) -> list[str]:
+    """Writes a folder for transformers' from_pretrained: model, tokenizer, generation settings, chat template.
+
+    Returns notes about what could not be expressed (hf_tokenizer). Raises ConversionError if no supported model fits.
+    """
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=1)
     reasons = {kind: model.reasons_against(config) for kind, model in _MODELS.items()}
@@ -50,7 +53,10 @@ def write(weights: Weights, folder: Path) -> None:
         raise ConversionError(f"Hugging Face models cannot express this one: {details}")
     fields, tensors = _MODELS[kind].write(config, weights)
     fields["dtype"] = fields["torch_dtype"] = str(weights.dtype).removeprefix("torch.")
-    write_files(folder, fields, tensors)
+    notes: list[str] = []
+    with write_files(folder, fields, tensors) as new:
+        notes += hf_tokenizer.write(weights, new, chat_template)
+    return notes
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes a model to a new folder, atomically."""
+@contextmanager
+def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Path]:
+    """Writes a model to a new folder, atomically: it appears with what the caller adds to the yielded one."""
     library = _library()
     with publish_folder(folder) as new:
         write_text(new / "config.json", json.dumps(config, indent=2) + "\n")
         contiguous = {name: t.contiguous() for name, t in tensors.items()}
         library.torch.save_file(contiguous, new / _ONE, metadata={"format": "pt"})
+        yield new
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

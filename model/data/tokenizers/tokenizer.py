@@ -40,6 +40,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
 
+    def pipeline(self) -> str | None:
+        """The content of a tokenizer.json that gives the same ids, or None where such a file cannot express it."""
+        return None
+
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that identify the tokenizer."""
@@ -64,6 +68,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def pipeline(self) -> str:
+        return byte_pipeline("<|endoftext|>", self.eod)
 
 
 class NullTokenizer(Tokenizer):
@@ -107,6 +114,31 @@ class WhitespaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(self._words.get(i, "<unk>") for i in ids)
+
+    def pipeline(self) -> str:
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import models, pre_tokenizers
+
+        pipeline = Pipeline(models.WordLevel(self._ids, unk_token="<unk>"))
+        pipeline.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        pipeline.add_special_tokens(["<|endoftext|>"])
+        return str(pipeline.to_str(pretty=True))
+
+
+def byte_pipeline(end: str, eod: int) -> str:
+    """A tokenizer.json whose ids 0..255 are the bytes of a text, and whose special token `end` has the id eod."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Pipeline
+
+    # ByteLevel stands for each byte by a printable character: itself where it is printable, else one from 256 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    pipeline = Pipeline(models.BPE({**{c: b for b, c in characters.items()}, end: eod}, merges=[]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    return str(pipeline.to_str(pretty=True))
 
 
 def read_file(path: str) -> bytes:

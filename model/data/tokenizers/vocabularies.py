@@ -34,6 +34,14 @@ class _LibraryTokenizer(Tokenizer):
         with contained("the tokenizer cannot decode ids", ConfigError):
             return str(self._pipeline.decode(list(ids)))
 
+    def pipeline(self) -> str:
+        from tokenizers import Tokenizer as Pipeline
+
+        copy = Pipeline.from_str(self._pipeline.to_str())
+        # A special token has an id of its own in the vocabulary; being added, it is also found in a text.
+        copy.add_special_tokens([copy.id_to_token(self.eod)])
+        return str(copy.to_str(pretty=True))
+
 
 class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from a vocab.json and a merges.txt; <|endoftext|> ends a document."""
@@ -184,6 +192,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     def encode(self, text: str) -> list[int]:
         with _text_errors():
             return list(self._pipeline.encode(text, add_special_tokens=False).ids)
+
+    def pipeline(self) -> str:
+        return self.content.decode()
 
 
 def _eos_token(path: Path) -> str | None:

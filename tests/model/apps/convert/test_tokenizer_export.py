@@ -1,0 +1,125 @@
+"""An exported folder holds everything that turns text into ids: AutoTokenizer gives the ids that HAL gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import GPT2, random_weights
+
+from hal.cli.convert import main
+from hal.model.apps.convert import hal_format, huggingface
+from hal.model.apps.convert.weights import Weights
+from hal.model.data.tokenizers.build import build_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="exports are held against transformers (extra: test)")
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers (extra: train)")
+pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
+
+TEXTS = ["the cat sat", "  Two  spaces,\n\ta tab; ünïcode 日本 \x00\x7f", "it's 12,345.67 isn't it?", "", "zzz"]
+CORPUS = ["the cat sat on the mat", "it's the cat's mat, isn't it?", "two cats, 12 mats"] * 4
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def byte(folder: Path) -> dict[str, Any]:
+    return {"tokenizer_type": "ByteTokenizer"}
+
+
+def gpt2(folder: Path) -> dict[str, Any]:
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(CORPUS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    made.save_model(str(folder))
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return {"tokenizer_type": "GPT2BPETokenizer", **files}
+
+
+def wordpiece(folder: Path) -> dict[str, Any]:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz,'12?", "##at", "the", "##s"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    return {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(folder / "vocab.txt")}
+
+
+def whitespace(folder: Path) -> dict[str, Any]:
+    words = ["<unk>", "<|endoftext|>", "the", "cat", "sat", "it's"]
+    (folder / "words.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    return {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(folder / "words.json")}
+
+
+def hugging_face(folder: Path) -> dict[str, Any]:
+    gpt2(folder)
+    made = tokenizers.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    made.add_special_tokens(["<|endoftext|>", "<|user|>"])
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 77}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "max_new_tokens": 7}))
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")}
+
+
+def with_tokenizer(options: dict[str, Any]) -> tuple[Weights, Any]:
+    """Random weights with one row per id of a tokenizer, and the tokenizer."""
+    size = random_weights(GPT2).config(make_vocab_size_divisible_by=1, **options)
+    tokenizer = build_tokenizer(size)
+    weights = random_weights(GPT2, vocabulary=tokenizer.vocab_size)
+    weights.tokenizer = options
+    return weights, tokenizer
+
+
+@pytest.mark.parametrize("make", [byte, gpt2, wordpiece, whitespace, hugging_face])
+def test_auto_tokenizer_gives_hals_ids(make: Any, tmp_path: Path, capsys: Any) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    weights, ours = with_tokenizer(make(files))
+    hal_format.write(weights, tmp_path / "ours")
+    assert main(["--load", str(tmp_path / "ours"), "--save", str(tmp_path / "theirs"), "--saver", "huggingface"]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
+    assert theirs.eos_token_id == ours.eod and len(theirs) == ours.vocab_size
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "theirs")
+    assert config.eos_token_id == ours.eod
+    if make is hugging_face:
+        assert config.max_new_tokens == 7 and theirs.model_max_length == 77
+        assert theirs.apply_chat_template(MESSAGES, tokenize=False) == "<|user|>hi"
+        assert "note" not in capsys.readouterr().out
+    else:
+        rendered = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        assert rendered == "user: hi\nassistant:"
+        assert "note: the chat template is a plain one" in capsys.readouterr().out
+    # HAL reads the folder back with the same ids.
+    again = huggingface.read(tmp_path / "theirs")
+    back = build_tokenizer(again.config(make_vocab_size_divisible_by=1))
+    assert all(back.encode(text) == ours.encode(text) for text in TEXTS) and back.eod == ours.eod
+
+
+def test_a_chat_template_can_be_given(tmp_path: Path, capsys: Any) -> None:
+    weights, _ = with_tokenizer(byte(tmp_path))
+    hal_format.write(weights, tmp_path / "ours")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    export = ["--load", str(tmp_path / "ours"), "--saver", "huggingface", "--save", str(tmp_path / "theirs")]
+    assert main([*export, "--chat-template", str(tmp_path / "chat.jinja")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs.apply_chat_template(MESSAGES, tokenize=False) == "[hi]"
+    assert "note" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--load", "x", "--saver", "hal", "--save", "y", "--chat-template", "chat.jinja"])
+    assert "is for --saver huggingface" in capsys.readouterr().err
+
+
+def test_what_cannot_be_expressed_is_said(tmp_path: Path, capsys: Any) -> None:
+    weights = random_weights(GPT2)
+    weights.tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
+    (note,) = huggingface.write(weights, tmp_path / "null")
+    assert "tokenizer.json cannot express NullTokenizer" in note
+    assert not (tmp_path / "null" / "tokenizer_config.json").exists()
+    weights.tokenizer = {**gpt2(tmp_path), "merge_file": str(tmp_path / "gone.txt")}
+    (note,) = huggingface.write(weights, tmp_path / "gone")
+    assert "gone.txt does not exist" in note and "before AutoTokenizer is used" in note
+    weights.tokenizer = {"tokenizer_type": "ByteTokenizer"}
+    (note,) = huggingface.write(weights, tmp_path / "small")
+    assert "257 ids, the embedding only 101" in note
