@@ -131,6 +131,8 @@ class RotaryEmbedding(torch.nn.Module):
     (GPT-J), else p with p + dim/2 (Llama). It has no parameters and an empty state dict.
     """
 
+    inv_freq: Tensor
+
     def __init__(self, dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
         super().__init__()
         if dim <= 0 or dim % 2:

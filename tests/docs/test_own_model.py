@@ -55,3 +55,13 @@ def test_nanogpts_blocks_train_as_before(fresh):
 def test_a_frameworks_program_runs(page, fresh):
     said = run(page, fresh)
     assert "by hal." in said, said
+
+
+@pytest.mark.nightly
+def test_zero_1_on_two_ranks_trains_as_one_process(fresh):
+    losses = []
+    for ranks in (1, 2):
+        said = run("deepspeed", fresh, f"hal launch --nproc-per-node {ranks}")
+        losses.append([float(x) for x in re.findall(r"^(?:\S+ )?(\d\.\d{6})$", said, re.MULTILINE)])
+        assert len(losses[-1]) == 5, said
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5) and losses[0][-1] < losses[0][0] - 0.1

@@ -25,7 +25,8 @@ def main(argv: list[str]) -> None:
             raise hal.HalError(f"no backend was chosen; give --backend, one of {', '.join(hal.backend_names())}")
         if theirs[:1] == ["serve"] and "--attn-implementation" in theirs:
             raise hal.HalError("--attn-implementation would be ignored: models that this command loads run on HAL's")
-        hal.use(own.backend, **({"simulate": True} if own.simulate else {}))
+        options: dict[str, Any] = {"simulate": True} if own.simulate else {}
+        hal.use(own.backend, **options)
         from transformers.cli.serving.model_manager import ModelManager
         from transformers.cli.transformers import app
 
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
         convert(model)
         return model
 
-    ModelManager._load_model = load_converted
+    ModelManager._load_model = load_converted  # type: ignore[method-assign]
     if theirs[:1] == ["serve"] and "--device" not in theirs:
         theirs += ["--device", str(hal.local_device())]
     app(theirs, prog_name="python -m hal.integrations.transformers")

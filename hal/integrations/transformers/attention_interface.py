@@ -55,9 +55,9 @@ def attention(
         "rng": fresh_rng() if dropout else None,
     }
     if cu[0] is not None and cu[1] is not None:
-        flat = (t.flatten(0, 1) for t in (q, k, v))
+        fq, fk, fv = (t.flatten(0, 1) for t in (q, k, v))
         lengths = {"cu_seqlens_q": cu[0].int(), "cu_seqlens_k": cu[1].int()}
-        out = ops.flash_attention(*flat, layout="TND", **lengths, **shared)
+        out = ops.flash_attention(fq, fk, fv, layout="TND", **lengths, **shared)
         return out.unflatten(0, (batch, length)), None  # type: ignore[union-attr]
     boolean = attention_mask is not None and attention_mask.dtype == torch.bool
     bias = position_bias if attention_mask is None or boolean else attention_mask + (position_bias or 0)

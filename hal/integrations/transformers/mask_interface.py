@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
 
 _WINDOWS = {"causal_mask_function", "sliding_window_overlay"}
 _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
@@ -37,7 +38,7 @@ def mask(
     parts = _parts(mask_function)
     names = {part.__qualname__.split(".")[0] for part in parts}
     tokens = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    traced = tokens is not None and masking_utils.is_tracing(tokens)
+    traced = tokens is not None and is_tracing(tokens)
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     causal = allow_is_causal_skip and aligned and names <= _WINDOWS
     both = allow_is_bidirectional_skip and names == {"bidirectional_mask_function"}
