@@ -184,25 +184,21 @@ def _kept(lowered: Lowered, flat: Sequence[Any]) -> list[int]:
     return numbers + sorted(position + i for i in op.kept if isinstance(i, int))
 
 
-_TRIED = 6
-"""The edge cases per implementation that show which tensors it saves."""
-
-
 def _used(lowered: Lowered, impl: Impl) -> set[str | int]:
     """The parameters and results (by index) that the residuals of an implementation share memory with."""
-    op, used, tried = lowered.op, set[str | int](), 0
+    op, used, given = lowered.op, set[str | int](), set[str]()
     for sample in op.edge_cases():
         args, kwargs = sample.build(torch.float32, dispatch.device())
         call = op.Call(*args, **kwargs)
-        if not sample.grad or impl.refusals(call):
+        names = {name for name in op.schema.parameters if getattr(call, name) is not None}
+        # One sample for every parameter that a call may give; more would be many for attention.
+        if not sample.grad or names <= given or impl.refusals(call):
             continue
+        given |= names
         flat = lowered.flatten(*args, **kwargs)
         owners = [name for name in op.schema.parameters for _ in range(lowered.tensors_of(name, flat))]
-        needs = [getattr(call, name) is not None for name in op.grads]
+        needs = [name in names for name in op.grads]
         used |= {owners[i] if i < len(owners) else i - len(owners) for i in lowered.residual_sources(impl, flat, needs)}
-        tried += 1
-        if tried == _TRIED:
-            break
     return used
 
 

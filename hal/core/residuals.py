@@ -92,7 +92,7 @@ class _Shelf:
             return saved.tensor
         base, stride = self.available[saved.source], self.strides[saved.source]
         if base.stride() != stride:
-            base = torch.empty_strided(base.shape, stride, dtype=base.dtype, device=base.device).copy_(base)
+            base = _laid_out(base, stride)
         return base.as_strided(saved.size, saved.stride, base.storage_offset() + saved.offset)
 
 
@@ -129,7 +129,7 @@ class Record:
                 saved.size, saved.stride = t.shape, t.stride()
                 saved.offset = int(t.storage_offset() - base.storage_offset())
             else:
-                saved.tensor = t.clone()
+                saved.tensor = _laid_out(t, t.stride())
 
     def backward(self, available: Mapping[int, Tensor], upstream: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """The gradient of each differentiated argument. upstream: one gradient per differentiable result, or None."""
@@ -146,6 +146,16 @@ class Record:
         finally:
             self.shelf.available = {}
         return dict(zip(self.inputs, grads))
+
+
+def _laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
+    """A copy of t with exactly these strides, which an implementation may have noted for its backward."""
+    distinct = t
+    for dim, step in enumerate(stride):
+        if step == 0 and t.shape[dim] > 1:
+            distinct = distinct.narrow(dim, 0, 1)
+    copy = torch.empty_strided(distinct.shape, stride, dtype=t.dtype, device=t.device).copy_(distinct)
+    return copy.as_strided(t.shape, stride)
 
 
 def record(

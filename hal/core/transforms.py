@@ -6,13 +6,14 @@ forward-mode levels are inactive, and one that the first tensor is a plain one. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _TorchDispatchModeKey as _Mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
@@ -46,13 +47,22 @@ class _Router:
         # Of a list, which may be long, the first tensor stands for all.
         firsts = [v[0] if isinstance(v, (list, tuple)) and v else v for v in (*args, *kwargs.values())]
         given = [t for t in firsts if isinstance(t, Tensor)]
-        if any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in given):
-            return lower(op)
+        for t in given:
+            if isinstance(t, FakeTensor):  # its mode has ended, or it would have been found there
+                return functools.partial(_in_mode, t.fake_mode, lower(op))
+            if isinstance(t, FunctionalTensor):
+                return lower(op)
         # A real tensor among those that only describe one is on the wrong device.
         return lower(op) if given and all(t.is_meta for t in given) else None
 
     def lowered(self, op: Op[Any, Any]) -> Lowered:
         return lower(op)
+
+
+def _in_mode(mode: FakeTensorMode, lowered: Lowered, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs a lowered op on fake tensors. Inside of their mode, the tensors that it makes itself are fake, too."""
+    with mode:
+        return lowered(*args, **kwargs)
 
 
 install_router(_Router())
