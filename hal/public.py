@@ -3,6 +3,7 @@ package, no op and no model."""
 
 from .comm.contract import Comm, Message, SingleRankComm, Work
 from .comm.torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
+from .core import transforms as _transforms  # noqa: F401  routes calls that are traced or transformed
 from .core.backend import API, Backend, Impl, Probe, address, by_metadata
 from .core.call import Call
 from .core.capabilities import Capabilities
@@ -24,6 +25,7 @@ from .core.dispatch import (
 from .core.lower import Lowered, lower
 from .core.op import OPS, Choice, DtypeSpec, Op, Sample, TensorSpec, Tol, op, require
 from .core.registry import backend_names
+from .core.tensor_rng import TensorRng
 from .errors import (
     BackendNotFound,
     BackendUnavailable,
@@ -64,6 +66,7 @@ __all__ = [
     "Rng",
     "Sample",
     "SingleRankComm",
+    "TensorRng",
     "TensorSpec",
     "Tol",
     "TorchComm",

@@ -391,6 +391,20 @@ def _samples() -> SearchStrategy[Sample]:
     return call()
 
 
+def _shapes(call: Call) -> Tensor | tuple[Tensor, Tensor]:
+    """The lengths of packed sequences are values, and for large shapes a matrix of fake scores costs time."""
+    q, v, layout = call.q, call.v, call.layout
+    b, n, sq, _ = sizes(q, layout, call.num_heads)
+    if layout in ("SBH", "BSH"):
+        width = n * (v.shape[-1] // (call.num_kv_heads or n))
+    else:
+        width = v.shape[-1]
+    out = q.new_empty((*q.shape[:-1], width))
+    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((n, sq) if layout == "TND" else (b, n, sq), dtype=dtype)
+    return (out, lse) if call.return_lse else out
+
+
 @hal.op(
     check=_check,
     tol={
@@ -404,6 +418,7 @@ def _samples() -> SearchStrategy[Sample]:
     edge_cases=_edge_cases,
     grads=("q", "k", "v", "bias", "sinks"),
     nondiff_outputs=(1,),
+    shapes=_shapes,
     # 2: v may have another head size than k, which no parameter tells an implementation.
     version=2,
 )

@@ -113,6 +113,12 @@ def _follows(selection: Tensor, indices: Tensor, slack: float) -> Tensor:
     return (inside & near & ~skipped.any(-1)).all(-1) & (taken <= 1).all(-1).all(-1)
 
 
+def _router_shapes(call: Call) -> tuple[Tensor, Tensor]:
+    """Sinkhorn's algorithm ends when the values say so."""
+    shape = (call.logits.shape[0], call.topk)
+    return call.logits.new_empty(shape), call.logits.new_empty(shape, dtype=torch.int64)
+
+
 def _right_choice(call: Call, indices: Tensor) -> Tensor:
     """Whether the router may choose these experts, for every token. The scores of a backend are rounded to float32."""
     groups, slack = call.num_groups, 1e-2 if call.score_function == "sinkhorn" else 1e-5
@@ -229,6 +235,7 @@ def _samples_router() -> SearchStrategy[Sample]:
     grads=("logits",),
     nondiff_outputs=(1,),
     choice=Choice(output=1, parameter="indices", right=_right_choice),
+    shapes=_router_shapes,
 )
 def moe_router(
     logits: Tensor,

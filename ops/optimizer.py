@@ -32,7 +32,8 @@ def _check_adamw(call: Call) -> None:
         triples = (tuple(t.dtype for t in triple) for triple in zip(params, exp_avgs, exp_avg_sqs))
         dtypes = next(triple for triple in triples if set(triple) != {torch.float32})
         require(False, "adamw", "float32 params, exp_avgs and exp_avg_sqs", dtypes)
-    require(isinstance(step, int) and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
+    integer = isinstance(step, (int, torch.SymInt))
+    require(integer and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
     require(0 <= call.beta1 < 1 and 0 <= call.beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (call.beta1, call.beta2))
     require(call.eps >= 0 and call.lr >= 0, "adamw", "eps >= 0 and lr >= 0", (call.eps, call.lr))
 

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.apps.planning import plan_report
     from hal.model.apps.planning.search import require_some, search, set_vocabulary
     from hal.model.config.command_line import build, read
+    from hal.model.config.schema import ConfigError
     from hal.model.config.validation import check_model
 
     command = parser()

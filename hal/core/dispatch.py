@@ -170,6 +170,21 @@ def backend() -> Backend:
     return _state().backend
 
 
+def chosen_backend() -> Backend | None:
+    """The active backend, or None if none was chosen yet."""
+    return None if _active is None else _active.backend
+
+
+def runs_reference(op: Op[Any, Any]) -> bool:
+    """Whether a pin makes every call of the op run its reference."""
+    return _state().pins.get(op.name) == "reference"
+
+
+def candidates(op: Op[Any, Any]) -> tuple[Impl, ...]:
+    """The implementations that may run the op under the active backend and policy, in order of preference."""
+    return _candidates(op, _state())
+
+
 def device(index: int = 0) -> torch.device:
     """The torch.device number `index` of the active backend."""
     return _state().backend.device(index)

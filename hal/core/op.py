@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, T
 import torch
 
 from ..errors import ContractError, HalError
+from . import op_call, torch_arguments
 from .adapters import passing_known, require_same_signature, require_takes_call
 from .call import Call, call_class
-from .refused_tensors import arguments_source, refuse_shared_memory, refuse_tangents
-from .signature import Fragments, Kind, Schema, define, fragments
+from .signature import Schema
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -156,7 +156,30 @@ class Dispatcher(Protocol):
         """A function with the op's signature that calls every candidate's why_not and runs the first that accepts."""
 
 
+class Router(Protocol):
+    """Decides where calls go that are traced or transformed. hal.core.transforms implements it."""
+
+    def transformed(self, op: Op[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+        """What runs a call while a dispatch mode, functorch or a forward-mode level is active; None: as in eager code.
+
+        Raises UnsupportedOp for a dual tensor.
+        """
+
+    def unreal(self, op: Op[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+        """What runs a call whose tensors have no elements (fake, meta), or that torch.jit.trace records; else None."""
+
+    def lowered(self, op: Op[Any, Any]) -> Any:
+        """`hal.lower(op)`."""
+
+
 _dispatcher: Dispatcher
+_router: Router
+
+
+def install_router(router: Router) -> None:
+    """Sets the router of all ops; hal.core.transforms calls this once, when it is imported."""
+    global _router
+    _router = router
 
 
 def install_dispatcher(dispatcher: Dispatcher) -> None:
@@ -169,7 +192,7 @@ class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
     memo: ClassVar[dict[tuple[Any, ...], Callable[..., Any]]]
-    """The function that runs a call, by the call's metadata (see `_memo_key`). Each op has its own class and memo."""
+    """The function that runs a call, by the call's metadata (see op_call.py). Each op has its own class and memo."""
 
     def __init__(
         self,
@@ -189,6 +212,7 @@ class Op(Generic[P, R]):
         parts_of: Callable[[Call], Sequence[Op[Any, Any]]] | None,
         version: int,
         choice: Choice | None,
+        shapes: Callable[[Call], Any] | None,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
@@ -203,7 +227,9 @@ class Op(Generic[P, R]):
         self.mutates = tuple(mutates)
         self.nondiff_outputs = tuple(nondiff_outputs)
         self.hints = tuple(hints)
-        self.choice = choice
+        self.choice, self.shapes = choice, shapes
+        self.kept: frozenset[str | int] | None = None
+        """The parameters and results that a graph keeps for the backward pass; None until gradients.py needs them."""
         self.parts, self.version = tuple(parts), version
         self.parts_of = parts_of or (lambda call: self.parts)
         self._candidates: Callable[..., Any] | None = None
@@ -253,6 +279,8 @@ class Op(Generic[P, R]):
 
         key None: an argument of the wrong type (a list in place of a tensor) has no metadata; the call is refused here.
         """
+        if (unreal := _router.unreal(self, *args, **kwargs)) is not None:
+            return unreal
         call = self.verify(*args, **kwargs)
         _dispatcher.admit(self, call)
         run = _dispatcher.by_metadata(self, call) or self.candidates()
@@ -265,8 +293,14 @@ class Op(Generic[P, R]):
 
     def resolve_unremembered(self, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Verifies a call of an op that has no metadata key, and returns what runs it."""
+        if (unreal := _router.unreal(self, *args, **kwargs)) is not None:
+            return unreal
         _dispatcher.admit(self, self.verify(*args, **kwargs))
         return self.candidates()
+
+    def transformed(self, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+        """What runs a call under a mode or a transform, see `Router.transformed`."""
+        return _router.transformed(self, *args, **kwargs)
 
     def candidates(self) -> Callable[..., Any]:
         """The dispatcher's function that checks every candidate on every call, created once per backend and policy."""
@@ -277,7 +311,7 @@ class Op(Generic[P, R]):
     def forget(self) -> None:
         """Drops all remembered answers, because the backend, its implementations or the policy have changed."""
         self.memo.clear()
-        self._candidates = None
+        self._candidates = self.kept = None
 
     def __repr__(self) -> str:
         return f"<hal op {self.name}{self.signature}>"
@@ -293,96 +327,28 @@ def _type_name(value: object) -> str:
 
 _MEMO_LIMIT = 4096
 
-_METADATA: dict[Kind, str] = {
-    "tensor": "{0}.shape, {0}.dtype, {0}.is_cpu",
-    "rng": "{0}.full_shape, {0}.start",
-    "comm": "{0}.size",
-    "plain": "{0}",
-}
-"""By kind of parameter: what a check, or a why_not marked with `by_metadata`, may depend on, as source text."""
 
-
-def _memo_key(schema: Schema) -> str | None:
-    """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
-
-    None for an op on lists of tensors: reading the metadata of hundreds of tensors would cost as much as the check.
-    """
-    elements = []
-    for p in schema.parameters.values():
-        if p.kind == "tensors":
-            return None
-        metadata = _METADATA[p.kind].format(p.name)
-        # A value of a plain type is its own metadata, None included.
-        elements.append(
-            f"{p.name} if {p.name} is None else ({metadata})" if p.optional and p.kind != "plain" else metadata
-        )
-    return ", ".join(elements)
-
-
-def _call_source(f: Fragments, key: str | None, written: Sequence[str]) -> str:
-    """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
-
-    This is the entire overhead compared with a direct call (about 0.5 us), hence one function without a loop.
-    written: the parameters that are tensors and written in place.
-    """
-    end = (
-        f"    if _forward_ad._current_level >= 0:\n        _refuse_tangents(_self, _run, {arguments_source(f.names)})\n"
-    )
-    if written:
-        read = [name for name in f.names if name not in written]
-        end += f"    _refuse_shared(_self.name, {arguments_source(written)}, {arguments_source(read)})\n"
-    end += f"    return _run({f.passed})\n"
-    if key is None:
-        return f"def __call__(_self, {f.header}):\n    _run = _self.resolve_unremembered({f.passed})\n{end}"
-    return (
-        f"def __call__(_self, {f.header}):\n"
-        f"    _key = None\n"
-        f"    try:\n"
-        f"        _key = ({key},)\n"
-        f"        _run = _memo[_key]\n"
-        # KeyError: new metadata. AttributeError: not a tensor where one should be. TypeError: a list, which cannot be
-        # hashed, among the plain values. The call is resolved outside of the handler, so that its errors stand alone.
-        f"    except (KeyError, AttributeError, TypeError):\n"
-        f"        _run = None\n"
-        f"    if _run is None:\n"
-        f"        _run = _self.resolve(_key, {f.passed})\n"
-        f"{end}"
-    )
-
-
-def _op_class(signature: inspect.Signature, schema: Schema, name: str, mutates: Sequence[str]) -> type[Op[Any, Any]]:
+def _op_class(
+    signature: inspect.Signature,
+    schema: Schema,
+    name: str,
+    arguments: Sequence[torch_arguments.Argument],
+    mutates: Sequence[str],
+) -> type[Op[Any, Any]]:
     """A subclass of Op for one op, whose generated __call__ has the signature of the reference.
 
     A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those and under which
     tensors are in host memory; so is the choice among implementations whose why_not is `by_metadata`. Any other why_not
     is asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
+
+    torch.compile traces another function in place of __call__, which calls the op's torch op.
     """
     memo: dict[tuple[Any, ...], Callable[..., Any]] = {}
-    f = fragments(signature)
-    written = [p.name for p in schema.parameters.values() if p.name in mutates and p.kind == "tensor"]
-    source = _call_source(f, _memo_key(schema), written)
-    scope = {
-        "_memo": memo,
-        "_forward_ad": torch.autograd.forward_ad,
-        "_refuse_tangents": refuse_tangents,
-        "_refuse_shared": refuse_shared_memory,
-        **f.scope,
-    }
-    call = _disable_compile(define("__call__", source, scope, f"dispatch of {name}"))
+    call = op_call.eager(signature, schema, memo, name, mutates)
+    call._torchdynamo_inline = op_call.traced(  # type: ignore[attr-defined]
+        signature, schema, arguments, name, lower=lambda: _router.lowered(OPS[name]), run=lambda: OPS[name]
+    )
     return type("Op", (Op,), {"__call__": call, "__module__": __name__, "memo": memo})
-
-
-def _disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Excludes `call` and everything it calls from torch.compile, which cannot trace kernels: the graph breaks here.
-
-    Has the effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
-    """
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = "HAL's ops break the graph; hal.lower(op) is a torch op for use inside of one"  # type: ignore[attr-defined]
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
-    return call
 
 
 def _find_op(name: str) -> Op[Any, Any]:
@@ -404,6 +370,7 @@ def op(
     parts_of: Callable[[Call], Sequence[Op[Any, Any]]] | None = None,
     version: int = 1,
     choice: Choice | None = None,
+    shapes: Callable[[Call], Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declares an op; decorates its reference function.
 
@@ -423,11 +390,15 @@ def op(
     version: raised when the op's meaning or required parameters change. Implementations written for another version
         stay registered and refuse every call.
     choice: the output in which close values may be exchanged, if there is one.
+    shapes: for a reference that looks at elements of tensors, so that it cannot run on fake ones: called with a `Call`
+        of fake tensors, returns tensors with the shapes and dtypes of the result (`torch.empty` makes them).
     """
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
         schema = Schema.of(reference)
-        defined: Op[P, R] = _op_class(inspect.signature(reference), schema, reference.__name__, mutates)(
+        signature, name = inspect.signature(reference), reference.__name__
+        arguments = torch_arguments.of(schema, signature, hints, mutates)
+        defined: Op[P, R] = _op_class(signature, schema, name, arguments, mutates)(
             reference,
             schema,
             check=check,
@@ -443,6 +414,7 @@ def op(
             parts_of=parts_of,
             version=version,
             choice=choice,
+            shapes=shapes,
         )
         if defined.name in OPS:
             raise HalError(

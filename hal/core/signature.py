@@ -24,6 +24,7 @@ from torch import Tensor
 from ..comm.contract import Comm
 from ..errors import HalError
 from ..rng import Rng
+from .tensor_rng import TensorRng
 
 Kind = Literal["tensor", "tensors", "rng", "comm", "plain"]
 
@@ -40,7 +41,7 @@ class _Type:
 
 _TYPES: dict[Any, _Type] = {
     Tensor: _Type("Tensor", "tensor", (Tensor,), "Tensor"),
-    Rng: _Type("Rng", "rng", (Rng,)),
+    Rng: _Type("Rng", "rng", (Rng, TensorRng)),
     Comm: _Type("Comm", "comm", (Comm,)),
     int: _Type("int", "plain", (int, numbers.Integral, torch.SymInt), "SymInt"),
     float: _Type("float", "plain", (float, int, numbers.Real, torch.SymFloat, torch.SymInt), "float"),

@@ -33,7 +33,9 @@ def test_the_schema_is_the_signature():
         "hal::layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor"
     )
     assert "Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] exp_avgs" in str(adamw.torch_op.default._schema)
-    assert "int? rng_seed, int? rng_offset" in str(hal.lower(ops.dropout).torch_op.default._schema)
+    assert "Tensor? rng, SymInt[]? rng_full, SymInt[]? rng_start" in str(
+        hal.lower(ops.dropout).torch_op.default._schema
+    )
 
 
 def test_lowering_twice_gives_the_same_op():
@@ -138,5 +140,8 @@ def test_every_kind_of_parameter_has_a_type_in_torch():
 def test_it_runs_the_active_backend():
     spy = hal.testing.Spy(Reference())
     with hal.activated(spy):
-        hal.lower(ops.swiglu)(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    assert spy.calls == [("swiglu", "reference")] * 2  # the backward calls the dispatcher again
+        x = torch.ones(2, 4, requires_grad=True)
+        hal.lower(ops.swiglu)(x)  # the first call also tries which tensors the implementation saves
+        spy.calls.clear()
+        hal.lower(ops.swiglu)(x).sum().backward()
+    assert spy.calls == [("swiglu", "reference")]  # the backward uses its residuals

@@ -1,4 +1,4 @@
-"""Calls that are refused for what the tensors are: tangents of forward-mode AD, shared memory, huge draws."""
+"""Calls that are refused for what the tensors are: shared memory, tangents of forward-mode AD, huge draws."""
 
 import pytest
 import torch

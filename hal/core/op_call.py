@@ -1,0 +1,150 @@
+"""The two functions behind `op(...)`: what eager code runs, and what torch.compile traces in its place.
+
+The eager one is source text, because its time is HAL's overhead: it looks the call's metadata up in the op's memo and
+runs what it finds. Whatever is not a plain eager call leaves it through `Op.transformed` or `Op.resolve`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad
+import torch.utils._python_dispatch
+
+from . import torch_arguments
+from .shared_memory import refuse_shared_memory
+from .signature import Fragments, Kind, Schema, define, fragments
+
+_METADATA: dict[Kind, str] = {
+    "tensor": "{0}.shape, {0}.dtype, {0}.is_cpu",
+    "rng": "{0}.full_shape, {0}.start",
+    "comm": "{0}.size",
+    "plain": "{0}",
+}
+"""By kind of parameter: what a check, or a why_not marked with `by_metadata`, may depend on, as source text."""
+
+
+def memo_key(schema: Schema) -> str | None:
+    """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
+
+    None for an op on lists of tensors: reading the metadata of hundreds of tensors would cost as much as the check.
+    """
+    elements: list[str] = []
+    for p in schema.parameters.values():
+        if p.kind == "tensors":
+            return None
+        metadata = _METADATA[p.kind].format(p.name)
+        # A value of a plain type is its own metadata, None included.
+        if p.kind == "tensor" and not p.optional and not any("type(" in e for e in elements):
+            # Fake tensors are of another type. They come together, so that one shows for all; likewise meta tensors.
+            elements.append(f"type({p.name}), {p.name}.is_meta")
+        elements.append(
+            f"{p.name} if {p.name} is None else ({metadata})" if p.optional and p.kind != "plain" else metadata
+        )
+    return ", ".join(elements)
+
+
+def source(f: Fragments, key: str | None, written: Sequence[str]) -> str:
+    """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
+
+    This is the entire overhead compared with a direct call (about 0.5 us), hence one function without a loop.
+    written: the parameters that are tensors and written in place.
+    """
+    end = f"    return _run({f.passed})\n"
+    if written:
+        read = [name for name in f.names if name not in written]
+        end = f"    _refuse_shared(_self.name, {_named(written)}, {_named(read)})\n{end}"
+    start = (
+        f"def __call__(_self, {f.header}):\n"
+        # All three are per thread but the first, which may say yes for a mode of another thread.
+        f"    if _modes._is_in_torch_dispatch_mode or _transforms() or _forward_ad._current_level >= 0:\n"
+        f"        _run = _self.transformed({f.passed})\n"
+        f"        if _run is not None:\n"
+        f"            return _run({f.passed})\n"
+    )
+    if key is None:
+        return start + f"    _run = _self.resolve_unremembered({f.passed})\n{end}"
+    return (
+        start + f"    _key = None\n"
+        f"    try:\n"
+        f"        _key = ({key},)\n"
+        f"        _run = _memo[_key]\n"
+        # KeyError: new metadata. AttributeError: not a tensor where one should be. TypeError: a list, which cannot be
+        # hashed, among the plain values. The call is resolved outside of the handler, so that its errors stand alone.
+        f"    except (KeyError, AttributeError, TypeError):\n"
+        f"        _run = None\n"
+        f"    if _run is None:\n"
+        f"        _run = _self.resolve(_key, {f.passed})\n"
+        f"{end}"
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Source text of a dictionary of the arguments with these names."""
+    return "{" + ", ".join(f"{name!r}: {name}" for name in names) + "}"
+
+
+def eager(
+    signature: inspect.Signature,
+    schema: Schema,
+    memo: dict[tuple[Any, ...], Callable[..., Any]],
+    name: str,
+    mutates: Sequence[str],
+) -> Callable[..., Any]:
+    """The __call__ of an op. torch.compile never looks into it, where an uncompiled frame calls it."""
+    f = fragments(signature)
+    states = {
+        "_modes": torch.utils._python_dispatch,
+        "_transforms": torch._C._are_functorch_transforms_active,
+        "_forward_ad": torch.autograd.forward_ad,
+        "_refuse_shared": refuse_shared_memory,
+    }
+    written = [p.name for p in schema.parameters.values() if p.name in mutates and p.kind == "tensor"]
+    call = define("__call__", source(f, memo_key(schema), written), {"_memo": memo, **states, **f.scope}, f"dispatch of {name}")
+    # The effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
+    return call
+
+
+def traced(
+    signature: inspect.Signature,
+    schema: Schema,
+    arguments: Sequence[torch_arguments.Argument],
+    name: str,
+    *,
+    lower: Callable[[], object],
+    run: Callable[[], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """The function that torch.compile traces in place of an op's __call__: a call of the op's torch op.
+
+    A communicator of several ranks breaks the graph, because torch's graphs have no place for one. lower: defines the
+    torch op. run: returns the op.
+    """
+
+    def defined() -> None:
+        lower()
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return run()(*args, **kwargs)
+
+    # The attributes are those that the decorators of torch.compiler set.
+    defined._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    outside._torchdynamo_disable_msg = f"{name} with a communicator of several ranks runs outside of graphs"  # type: ignore[attr-defined]
+    f = fragments(signature)
+    comms = [p.name for p in schema.parameters.values() if p.kind == "comm"]
+    several = "    return _result[0] if len(_result) == 1 else tuple(_result)\n"
+    text = (
+        f"def traced(_self, {f.header}):\n"
+        + "".join(f"    if {c} is not None and {c}.size > 1:\n        return _outside({f.passed})\n" for c in comms)
+        + "    _defined()\n"
+        + f"    _result = _ops.hal.{name}.default({torch_arguments.flattened(arguments)})\n"
+        + (several if schema.returns == "tensors" else "    return _result\n")
+    )
+    scope = {"_defined": defined, "_outside": outside, "_ops": torch.ops, **torch_arguments.SCOPE, **f.scope}
+    return define("traced", text, scope, f"trace of {name}")
