@@ -103,7 +103,9 @@ def eager(
         "_refuse_shared": refuse_shared_memory,
     }
     written = [p.name for p in schema.parameters.values() if p.name in mutates and p.kind == "tensor"]
-    call = define("__call__", source(f, memo_key(schema), written), {"_memo": memo, **states, **f.scope}, f"dispatch of {name}")
+    call = define(
+        "__call__", source(f, memo_key(schema), written), {"_memo": memo, **states, **f.scope}, f"dispatch of {name}"
+    )
     # The effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP

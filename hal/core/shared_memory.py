@@ -1,7 +1,7 @@
 """Refuses calls whose written tensors share memory with other arguments.
 
-A verdict on metadata is remembered; this one cannot be, so it is part of every call of an op that writes to a tensor, and
-costs about 2 us there.
+A verdict on metadata is remembered; this one cannot be, so it is part of every call of an op that writes to a tensor,
+and costs about 2 us there.
 """
 
 from __future__ import annotations
