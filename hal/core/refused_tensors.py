@@ -26,9 +26,10 @@ def refuse_tangents(op: Op[Any, Any], run: Any, arguments: Mapping[str, Any]) ->
     """
     if run is op.reference:
         return
+    unpack: Any = forward_ad.unpack_dual  # untyped
     for name, value in arguments.items():
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
                 raise UnsupportedOp(
                     f"{op.name}: {name} has a tangent, and implementations have no forward-mode derivatives (jvp, "
                     f"jacfwd). Use reverse mode (backward, torch.autograd.grad), or hal.ops.{op.name}.reference, which "
