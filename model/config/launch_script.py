@@ -178,8 +178,5 @@ def _command(words: Sequence[str]) -> Command:
     numbers = {name: int(value) for name, value in itertools.pairwise(given) if value.isdecimal()}
     local = next((numbers[n] for n in ("--nproc-per-node", "--num-gpus") if n in numbers), None)
     nodes = numbers.get("--nnodes", numbers.get("--num-nodes", 1))
-    if local is not None:
-        processes = local * nodes
-    else:
-        processes = numbers.get("--worker-num", numbers.get("-n"))
+    processes = numbers.get("--worker-num", numbers.get("-n")) if local is None else local * nodes
     return Command(words[0], words[at], tuple(words[at + 1 :]), processes, nodes)

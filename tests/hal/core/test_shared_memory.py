@@ -26,9 +26,9 @@ def cpu_ref():
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_tangent_is_refused_rather_than_dropped(call):
     x, tangent = torch.randn(4, 8), torch.randn(4, 8)
-    with pytest.raises(UnsupportedOp, match="has a tangent"), forward_ad.dual_level():
+    with pytest.raises(UnsupportedOp, match="have no forward-mode derivatives"), forward_ad.dual_level():
         call(forward_ad.make_dual(x, tangent))
-    with pytest.raises(UnsupportedOp, match="has a tangent"):
+    with pytest.raises(UnsupportedOp, match="have no forward-mode derivatives"):
         torch.func.jvp(call, (x,), (tangent,))
 
 
