@@ -9,6 +9,7 @@ form trees of bounded depth and size, dictionary keys are flat, and containers h
 from __future__ import annotations
 
 import pickletools
+import sys
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -74,6 +75,11 @@ _NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT"}
 _TEXTS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "UNICODE"}
 _SCALARS = _NUMBERS | _TEXTS | {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 _MARK = object()
+
+
+def has_own_hash(number: int) -> bool:
+    """Whether no other such integer has its hash; others can be chosen so that a dictionary takes quadratic time."""
+    return abs(number) < sys.hash_info.modulus
 
 
 def load(
@@ -255,6 +261,8 @@ class _Machine:
         """Hashing a nested tuple can take time exponential in its depth, or overflow the C stack."""
         for part in key if type(key) is tuple else (key,):
             if part is not None and not isinstance(part, (str, int, float, bytes, *self._keys)):
+                self._refuse(f"a key is {shown(part)}, which no checkpoint needs")
+            if isinstance(part, int) and not has_own_hash(part):
                 self._refuse(f"a key is {shown(part)}, which no checkpoint needs")
 
     def _push_global(self, module: Any, name: Any) -> None:

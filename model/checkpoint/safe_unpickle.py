@@ -46,6 +46,10 @@ def _record(cls: type) -> Global:
     return Global(make, build)
 
 
+def _is_offset(number: Any) -> bool:
+    return type(number) is int and restricted_pickle.has_own_hash(number)
+
+
 def _index_key() -> Global:
     make, fill, _ = _record(metadata.MetadataIndex)
     assert fill is not None
@@ -53,8 +57,8 @@ def _index_key() -> Global:
     def build(key: Any, state: Any) -> None:
         fill(key, state)
         offset = () if key.offset is None else key.offset
-        if not (isinstance(key.fqn, str) and isinstance(offset, tuple) and all(type(n) is int for n in offset)):
-            # Its hash depends on both; that of a nested tuple can take forever.
+        if not (isinstance(key.fqn, str) and isinstance(offset, tuple) and all(map(_is_offset, offset))):
+            # Its hash depends on both; that of a nested tuple can take forever, and large integers collide.
             raise InvalidPickle(f"the key of {shown(key.fqn)} has the offset {shown(key.offset)}")
 
     return Global(make, build)

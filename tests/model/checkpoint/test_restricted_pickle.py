@@ -149,3 +149,14 @@ def test_tensors_of_a_shape_beyond_their_storage_are_refused(tmp_path):
         members = {"data/0": struct.pack("<6f", *range(6))}
         (tmp_path / "a.pt").write_bytes(archive(pickled.replace(b"K\x06\x85", size), **members))
         refused(lambda: load_state(tmp_path / "a.pt"), "is larger than its storage")
+
+
+def test_integers_whose_hashes_collide_are_no_keys():
+    """A dictionary of n of them takes time proportional to n squared."""
+    multiple = pickle.dumps({k * (2**61 - 1): None for k in (1, 2)}, 4)
+    in_a_tuple = pickle.dumps({(k * (2**61 - 1), 0): None for k in (1, 2)}, 4)
+    for content in (multiple, in_a_tuple):
+        with pytest.raises(InvalidPickle, match="a key is"):
+            restricted_pickle.load(io.BytesIO(content), lambda module, name: INERT)
+    largest = {2**61 - 2: None, -(2**61) + 2: None}
+    assert restricted_pickle.load(io.BytesIO(pickle.dumps(largest, 4)), lambda module, name: INERT) == largest
