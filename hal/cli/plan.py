@@ -32,8 +32,8 @@ _UNITS = {
 }
 
 _IMBALANCE = 1.2
-"""Rows of the busiest device over the mean that is planned for by default. Trained routers with balancing losses stay
-below it when a device has several experts; docs/scaling.md."""
+"""Rows of the busiest device over the mean that is planned for by default: an assumption about routers that
+are trained with a balancing loss, not a measurement; docs/scaling.md."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -52,8 +52,10 @@ class _Router:
                 return functools.partial(_in_mode, t.fake_mode, lower(op))
             if isinstance(t, FunctionalTensor):
                 return lower(op)
-        # A real tensor among those that only describe one is on the wrong device.
-        return lower(op) if given and all(t.is_meta for t in given) else None
+        # A real tensor among those that only describe one is on the wrong device. Tensors of a subclass
+        # that is built on a meta tensor have values of their own.
+        described = given and all(t.is_meta and type(t) in (Tensor, torch.nn.Parameter) for t in given)
+        return lower(op) if described else None
 
     def lowered(self, op: Op[Any, Any]) -> Lowered:
         return lower(op)

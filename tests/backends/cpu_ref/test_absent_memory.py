@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hal
 from hal import ops
@@ -44,14 +43,11 @@ def test_storage_freed_before_the_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_tensors_that_only_describe_or_wrap_are_refused() -> None:
+def test_tensors_that_wrap_others_are_refused() -> None:
     CALLS["rms_norm"](torch.randn(16, 64))
-    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.randn(16, 64))
     nested = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)], layout=torch.jagged)
-    for x in (fake, nested):
-        with pytest.raises(hal.ContractError, match="has no memory"):
-            CALLS["rms_norm"](x)
+    with pytest.raises(hal.ContractError, match="has no memory"):
+        CALLS["rms_norm"](nested)
 
 
 def test_tensors_without_elements_need_no_memory() -> None:
