@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
+import simulated_npu as simulator
 import torch
 
 import hal
@@ -25,21 +25,8 @@ def cpu_ref() -> Iterator[hal.Backend]:
     os.environ.update(before)
 
 
-def _simulated() -> hal.Backend | None:
-    if importlib.util.find_spec("torch_npu") is None:
-        return None
-    from hal.backends.npu import Npu
-
-    before = dict(os.environ)
-    backend = Npu(simulate=True, poison=True)
-    backend.build()
-    os.environ.clear()  # variables that it sets for child processes must not reach other tests
-    os.environ.update(before)
-    return backend
-
-
 # When this is imported, not in a fixture: transformers imports torch_npu, which needs the simulator's libraries.
-_NPU = _simulated()
+_NPU = simulator.build()
 
 
 @pytest.fixture

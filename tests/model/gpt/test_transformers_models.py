@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_options import LATENT_OPTIONS
+from model_options import DEEPSEEK_OPTIONS, LATENT_OPTIONS
 from torch import Tensor
 
 from hal.model.apps.convert.qkv_layout import group_qkv
@@ -106,13 +106,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
         {
             **LATENT_OPTIONS,
+            **DEEPSEEK_OPTIONS,
             "moe_layer_freq": "[0,1,1]",
-            "moe_router_topk": 4,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_topk_scaling_factor": 2.5,
-            "moe_router_enable_expert_bias": True,
             "moe_ffn_hidden_size": 24,
             "moe_shared_expert_intermediate_size": 24,
         },
