@@ -117,7 +117,7 @@ def test_an_imported_script_trains_with_the_losses_of_hals_own_options(tmp_path)
     path = script(tmp_path, f"torchrun --nproc_per_node 1 pretrain_gpt.py {theirs}")
 
     def hal(*arguments):
-        command = [sys.executable, "-m", "hal.cli", *arguments]
+        command = [sys.executable, "-m", "hal", *arguments]
         subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
 
     hal("config", "import", "--output", "out.yaml", path.name)

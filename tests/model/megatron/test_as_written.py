@@ -15,16 +15,17 @@ BACKENDS = {"cpu_ref": (), "npu": ("--simulate",), "cuda": ("--simulate",)}
 
 
 def run(backend, ranks, script, folder, *arguments):
-    """The output of a script that ends by itself, without an error."""
+    """What all ranks of a script print that ends by itself, without an error."""
     if backend == "npu" and find_spec("torch_npu") is None:
         pytest.skip("torch_npu is not installed (extra: npu)")
-    command = [sys.executable, "-m", "hal.cli", "launch", "--backend", backend, *BACKENDS[backend]]
-    command += ["--nproc-per-node", str(ranks), str(script), *map(str, arguments)]
+    command = [sys.executable, "-m", "hal", "launch", "--backend", backend, *BACKENDS[backend]]
+    logs = folder / "logs"
+    command += ["--nproc-per-node", str(ranks), "--log-dir", str(logs), str(script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment["PYTHONPATH"] = os.environ.get("MEGATRON_LM", "")
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, env=environment)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout + result.stderr
+    return "".join(log.read_text() for log in sorted(logs.rglob("*.log")))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -102,7 +102,9 @@ def test_two_ranks(kind: str) -> None:
     kept, peak, sent, rows = (sum(values) / 2 for values in zip(*((k, p, *s) for _, k, p, s in results)))
     if not plan.zero:
         assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.005)
-    assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.06)
+    # With full recomputation the estimate is 12 % too high (ADR 0037), so the plan is on the safe side.
+    low = 0.85 if config.recompute_granularity == "full" else 0.94
+    assert low <= peak / rank_memory(shape, 0).total <= 1.06
     assert sent == pytest.approx(traffic(shape).experts, rel=0.08 if plan.layout.ep > 1 else 1e-9)
     assert sent > 0 or plan.layout.ep * plan.layout.etp == 1
     # The rank with the most rows sends back the most results.
