@@ -83,7 +83,7 @@ def _register() -> None:
     # Generated, so that it has every option of the op without a wrapper, which would be measured too.
     header = fragments(ops.flash_attention.signature)
     attention = define("attention", f"def attention({header.header}):\n    return q\n", header.scope, "idle attention")
-    Idle.impl(ops.flash_attention, id="idle")(attention)
+    Idle.impl(ops.flash_attention, id="idle", version=ops.flash_attention.version)(attention)
 
 
 def _direct(x, *rest, **options):  # type: ignore[no-untyped-def]
