@@ -11,6 +11,6 @@ RUN python -m pip install --no-cache-dir -c constraints.txt -e ".[${EXTRAS}]"
 # Files that a run writes are 0640 and 0750; the user is not root.
 RUN useradd --create-home hal && mkdir -p /work && chown hal /work
 USER hal
-WORKDIR /work
+WORKDIR /hal-run
 ENTRYPOINT ["hal"]
 CMD ["doctor"]

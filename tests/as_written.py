@@ -148,7 +148,7 @@ def main(sources: Path) -> int:
         counts[name] = Counter()
         for file, result, detail in results(checkout):
             counts[name][result] += 1
-            shown = re.sub(r"\S*(hal-import-\w+/work/|tmp\w+/work/)", "", detail.replace(f"{checkout}/", ""))
+            shown = re.sub(r"\S*(hal-import-\w+|tmp\w+)/\w+/", "", detail.replace(f"{checkout}/", ""))
             shown = shown.replace("|", "\\|").replace("\n", " ")[:240]
             rows.append(f"| {name} | {file.relative_to(checkout)} | {result} | {shown} |")
     print(f"{HEADING}\n\n| checkout | resolved | explained | wrong |\n|---|---|---|---|")

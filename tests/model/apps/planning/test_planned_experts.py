@@ -88,9 +88,13 @@ TWO_RANKS = {
 }
 
 
+TOO_HIGH = pytest.mark.xfail(strict=True, reason="the peak is estimated 12 % too high (ADR 0037)")
+MARKS = {"deepseek-ep2": [pytest.mark.slow], "ep2-recomputed": [pytest.mark.nightly, TOO_HIGH]}
+
+
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=pytest.mark.slow if k == "deepseek-ep2" else pytest.mark.nightly) for k in TWO_RANKS],
+    [pytest.param(k, marks=MARKS.get(k, [pytest.mark.nightly])) for k in TWO_RANKS],
 )
 def test_two_ranks(kind: str) -> None:
     options = TWO_RANKS[kind]
@@ -102,9 +106,7 @@ def test_two_ranks(kind: str) -> None:
     kept, peak, sent, rows = (sum(values) / 2 for values in zip(*((k, p, *s) for _, k, p, s in results)))
     if not plan.zero:
         assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.005)
-    # With full recomputation the estimate is 12 % too high (ADR 0037), so the plan is on the safe side.
-    low = 0.85 if config.recompute_granularity == "full" else 0.94
-    assert low <= peak / rank_memory(shape, 0).total <= 1.06
+    assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.06)
     assert sent == pytest.approx(traffic(shape).experts, rel=0.08 if plan.layout.ep > 1 else 1e-9)
     assert sent > 0 or plan.layout.ep * plan.layout.etp == 1
     # The rank with the most rows sends back the most results.
