@@ -283,7 +283,11 @@ class Op(Generic[P, R]):
             return unreal
         call = self.verify(*args, **kwargs)
         _dispatcher.admit(self, call)
-        run = _dispatcher.by_metadata(self, call) or self.candidates()
+        run = _dispatcher.by_metadata(self, call)
+        if run is None:
+            run = self.candidates()
+        elif (bound := op_call.Bound.of(self.signature, self.schema, run, call)) is not None:
+            run = bound
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         if key is not None:

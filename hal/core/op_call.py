@@ -6,6 +6,7 @@ runs what it finds. Whatever is not a plain eager call leaves it through `Op.tra
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch.utils._python_dispatch
 
 from . import torch_arguments
 from .shared_memory import refuse_shared_memory
-from .signature import Fragments, Kind, Schema, define, fragments
+from .signature import Kind, Schema, define, fragments
 
 _METADATA: dict[Kind, str] = {
     "tensor": "{0}.shape, {0}.dtype, {0}.is_cpu",
@@ -27,33 +28,72 @@ _METADATA: dict[Kind, str] = {
 """By kind of parameter: what a check, or a why_not marked with `by_metadata`, may depend on, as source text."""
 
 
+_MANY = 8
+"""Options from which on binding them once is faster than passing them by name on every call (about 20 ns each)."""
+
+
+def options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters."""
+    return {name: p for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+class Bound(functools.partial[Any]):
+    """An implementation with the plain options of one memo key: it is called with the other arguments only."""
+
+    @classmethod
+    def of(cls, signature: inspect.Signature, schema: Schema, run: Callable[..., Any], call: Any) -> Bound | None:
+        """`run` for all calls with the metadata of `call`; None if the op has few options or one holds a tensor.
+
+        Equal plain values have one memo key. So the implementation receives the value that the first call gave, which
+        may be the integer 1 where a later call gives 1.0.
+        """
+        named = options(signature)
+        given = {name: getattr(call, name) for name, p in named.items() if getattr(call, name) is not p.default}
+        if len(named) < _MANY or any(schema.parameters[name].kind != "plain" for name in given):
+            return None
+        return cls(run, **given)
+
+
 def memo_key(schema: Schema) -> str | None:
     """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
 
     None for an op on lists of tensors: reading the metadata of hundreds of tensors would cost as much as the check.
     """
     elements: list[str] = []
+    absent: dict[str, str] = {}
     for p in schema.parameters.values():
         if p.kind == "tensors":
             return None
         metadata = _METADATA[p.kind].format(p.name)
-        # A value of a plain type is its own metadata, None included.
         if p.kind == "tensor" and not p.optional and not any("type(" in e for e in elements):
-            # Fake tensors are of another type. They come together, so that one shows for all; likewise meta tensors.
-            elements.append(f"type({p.name}), {p.name}.is_meta")
-        elements.append(
-            f"{p.name} if {p.name} is None else ({metadata})" if p.optional and p.kind != "plain" else metadata
-        )
+            # Fake tensors are of another type. They come together, so that one shows for all; likewise meta tensors,
+            # for which tensors on the CPU, the most frequent on a machine without a device, are not asked.
+            metadata = f"type({p.name}), {p.name}.shape, {p.name}.dtype, {p.name}.is_cpu or ({p.name}.is_meta,)"
+        # A value of a plain type is its own metadata, None included.
+        if p.optional and p.kind != "plain":
+            absent[p.name] = f"{p.name} if {p.name} is None else ({metadata})"
+        else:
+            elements.append(metadata)
+    if len(absent) <= 2:
+        elements += absent.values()
+    else:
+        # Most calls have none of them, which one element of the key says faster than many.
+        none = " and ".join(f"{name} is None" for name in absent)
+        elements.append(f"None if {none} else ({', '.join(absent.values())},)")
     return ", ".join(elements)
 
 
-def source(f: Fragments, key: str | None, written: Sequence[str]) -> str:
+def source(signature: inspect.Signature, key: str | None, written: Sequence[str]) -> str:
     """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
 
     This is the entire overhead compared with a direct call (about 0.5 us), hence one function without a loop.
     written: the parameters that are tensors and written in place.
     """
+    f = fragments(signature)
     end = f"    return _run({f.passed})\n"
+    if len(options(signature)) >= _MANY:
+        others = ", ".join(name for name in f.names if name not in options(signature))
+        end = f"    if type(_run) is _Bound:\n        return _run({others})\n{end}"
     if written:
         read = [name for name in f.names if name not in written]
         end = f"    _refuse_shared(_self.name, {_named(written)}, {_named(read)})\n{end}"
@@ -101,10 +141,14 @@ def eager(
         "_transforms": torch._C._are_functorch_transforms_active,
         "_forward_ad": torch.autograd.forward_ad,
         "_refuse_shared": refuse_shared_memory,
+        "_Bound": Bound,
     }
     written = [p.name for p in schema.parameters.values() if p.name in mutates and p.kind == "tensor"]
     call = define(
-        "__call__", source(f, memo_key(schema), written), {"_memo": memo, **states, **f.scope}, f"dispatch of {name}"
+        "__call__",
+        source(signature, memo_key(schema), written),
+        {"_memo": memo, **states, **f.scope},
+        f"dispatch of {name}",
     )
     # The effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
     frames = torch._C._dynamo.eval_frame

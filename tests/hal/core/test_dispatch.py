@@ -10,6 +10,7 @@ import torch
 
 import hal
 from hal import ops
+from hal.core.signature import define, fragments
 
 
 @pytest.fixture
@@ -402,3 +403,27 @@ def test_a_synchronous_device_pays_nothing_and_its_errors_stay_as_they_are(toy, 
         hal.synchronize()
         with pytest.raises(RuntimeError, match="of the program"), hal.device_errors():
             raise RuntimeError("of the program")
+
+
+def test_an_op_with_many_options_passes_them_all_on(make_backend):
+    backend, received = make_backend(), []
+    header = fragments(ops.flash_attention.signature)
+    attention = define(
+        "attention",
+        f"def attention({header.header}):\n    _received.append(({', '.join(header.names)}))\n    return q\n",
+        {**header.scope, "_received": received},
+        "recording attention",
+    )
+    backend.impl(ops.flash_attention, id="a", version=ops.flash_attention.version)(attention)
+    q, options = torch.zeros(4, 2, 8), {"layout": "SBH", "num_heads": 2}
+    bias = torch.zeros(2, 4, 4)
+    calls = [{}, {}, {"next_tokens": 0}, {"next_tokens": 0}, {"scale": 0.5}, {"bias": bias}, {"bias": bias}, {}]
+    calls += [{"dropout_p": 0.1, "rng": hal.Rng(1, 0)}, {"dropout_p": 0.1, "rng": hal.Rng(2, 0)}]
+    with hal.activated(backend()):
+        for more in calls:
+            k = torch.ones(4, 2, 8)
+            ops.flash_attention(q, k, k, **options, **more)
+            expected = ops.flash_attention.Call(q, k, k, **options, **more)
+            got = dict(zip(header.names, received[-1]))
+            assert all(got[name] is getattr(expected, name) for name in header.names)
+    assert len(received) == len(calls)
