@@ -71,6 +71,7 @@ class Subject:
         self.waiver, self.waiver_reason = impl.waivers.get(dtype, (1.0, ""))
         self.calls = 0
         self.worst = 0.0
+        self.release_seconds = 2.0  # in which the memory of a finished call must be freed
         self.device = backend.device(0)
         capabilities = backend.capabilities()
         self.deterministic, self.stored = capabilities.deterministic, capabilities.dtypes

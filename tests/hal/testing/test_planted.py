@@ -151,6 +151,16 @@ def test_a_wrong_forward_is_caught_and_named(op, function, message):
     assert message in messages
 
 
+def test_memory_that_a_thread_frees_a_little_later_is_not_a_leak():
+    def keeps_its_input_for_a_moment(x, bias):
+        kept = [x.detach()]
+        threading.Timer(0.05, kept.clear).start()
+        return ops.swiglu.reference(x, bias)
+
+    report, messages = verdict(plant(ops.swiglu, keeps_its_input_for_a_moment), ops.swiglu, examples=1)
+    assert report.ok, messages
+
+
 def softmax_forward(x, mask, scale, causal):
     y = softmax.reference(x, mask, scale, causal)
     return y, (y, scale)
