@@ -61,7 +61,7 @@ faults: $(READY)  ## EVENTS faults on training jobs, chosen by the commit; print
 	$(BIN)/python tests/faults/schedule.py --events $(or $(EVENTS),200) --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 
 mutation: $(READY)  ## random mistakes in core files, nine tenths of which their tests must notice
-	$(BIN)/python tests/mutation.py --samples 60 --require 0.9
+	$(BIN)/python tests/mutation.py --samples 60 --require 0.9 --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 
 $(SIM)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SIM)

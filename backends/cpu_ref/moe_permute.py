@@ -27,8 +27,8 @@ def _plan(indices: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Ten
         capacity,
     )
     if filled < 0:
-        found = (int(indices.min()), int(indices.max()))
-        raise ContractError(f"permute: expected indices from -1 to {num_experts - 1}; found some from {found}")
+        id_range = (int(indices.min()), int(indices.max()))
+        raise ContractError(f"permute: expected indices from -1 to {num_experts - 1}; found some from {id_range}")
     return row_map, sizes, filled
 
 

@@ -194,14 +194,14 @@ def _attribute_docs(owner: Any) -> dict[str, str]:
         return {}
     if isinstance(owner, type) and body and isinstance(body[0], ast.ClassDef):
         body = body[0].body
-    found = {}
+    names = {}
     for statement, following in itertools.pairwise(body):
         text = following.value if isinstance(following, ast.Expr) else None
         if not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        found |= {t.id: inspect.cleandoc(text.value) for t in targets if isinstance(t, ast.Name)}
-    return found
+        names |= {t.id: inspect.cleandoc(text.value) for t in targets if isinstance(t, ast.Name)}
+    return names
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ KERNELS = PACKAGE / "kernels"
 SHARED = ("reduce",)
 """Kernel files that do not belong to an op."""
 HELPERS = {"attention": ("attention", "rows")}
-"""Kernel files of a module, where these are not only the file with its name."""
+"""Kernel files of modules that use others than the file of the same name."""
 
 
 def python_lines(path: Path) -> int:

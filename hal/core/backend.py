@@ -289,7 +289,7 @@ class Backend(ABC):
         """Registers the decorated function as an implementation of `op`; the first registered is preferred.
 
         The function has the reference's signature. It may lack parameters that have a default: calls that give them
-        another value are refused with that reason, except for `op.hints`, which it is not told. Without `bwd` it
+        another value are refused with that reason, except for `op.hints`, which are not passed to it. Without `bwd` it
         returns what the reference returns and, if the op has gradients, is differentiable by torch. With `bwd` it
         returns `(output, residuals)`; `bwd(residuals, *output_grads)` returns one gradient (or None) for each name in
         `op.grads` that the function takes, in that order. Residuals are a tuple of tensors and plain values. Forward

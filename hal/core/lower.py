@@ -155,7 +155,7 @@ class Lowered:
         outputs = [owned.take(y) for y in results]  # the same objects, unless they have to be copied
         arguments = gradients.tensors(flat)
         sources = dict(enumerate(arguments))
-        # A result that was copied is unknown to the graph; nobody but the residuals uses its memory.
+        # A result that was copied is unknown to the graph; only the residuals use its memory.
         sources |= {len(arguments) + i: y for i, y in enumerate(results) if y is outputs[i]}
         record.settle(sources, kept)
         return outputs, record

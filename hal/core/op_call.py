@@ -184,13 +184,13 @@ def traced(
     outside._torchdynamo_disable_msg = f"{name} with a communicator of several ranks runs outside of graphs"  # type: ignore[attr-defined]
     f = fragments(signature)
     comms = [p.name for p in schema.parameters.values() if p.kind == "comm"]
-    several = "    return _result[0] if len(_result) == 1 else tuple(_result)\n"
+    one_or_several = "    return _result[0] if len(_result) == 1 else tuple(_result)\n"
     text = (
         f"def traced(_self, {f.header}):\n"
         + "".join(f"    if {c} is not None and {c}.size > 1:\n        return _outside({f.passed})\n" for c in comms)
         + "    _defined()\n"
         + f"    _result = _ops.hal.{name}.default({torch_arguments.flattened(arguments)})\n"
-        + (several if schema.returns == "tensors" else "    return _result\n")
+        + (one_or_several if schema.returns == "tensors" else "    return _result\n")
     )
     scope = {"_defined": defined, "_outside": outside, "_ops": torch.ops, **torch_arguments.SCOPE, **f.scope}
     return define("traced", text, scope, f"trace of {name}")

@@ -20,7 +20,7 @@ _ELEMENTS = 1 << 20
 
 
 class _Wrong(Exception):
-    """What a backend promises and does not do."""
+    """The backend lacks a behaviour that its capabilities declare."""
 
 
 class _Declined(Exception):
@@ -64,7 +64,7 @@ def _dtypes(backend: Backend) -> int:
 
 
 def _streams(backend: Backend) -> int:
-    """Work on another stream sees what `wait` orders it after, in both directions."""
+    """`wait` orders work between the current stream and another one, in both directions."""
     x = torch.arange(_ELEMENTS, dtype=torch.float32).to(backend.device())
     for repetition in range(1, 6):
         y = x
@@ -86,7 +86,7 @@ def _streams(backend: Backend) -> int:
 
 
 def _graphs(backend: Backend) -> int:
-    """A recorded call repeats with the values that its inputs have then."""
+    """Replaying a captured call reads the values that its inputs have at that time."""
     if not backend.capabilities().graphs:
         raise _Declined("capability graphs: no")
     norms = (OPS[name] for name in ("rms_norm", "layer_norm"))

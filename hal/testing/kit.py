@@ -271,18 +271,18 @@ def _smallest(subject: Subject, failures: Sequence[Failure]) -> Failure:
     # A failure of a draw's order or of several ranks is not repeated by running its sample alone.
     if failure.sample is None or failure.check or failure.ranks:
         return failure
-    found = [failure]
+    failures = [failure]
 
     def fails(sample: Sample) -> bool:
         try:
             check_sample(subject, sample)
         except Failure as smaller:
-            found.append(smaller)
+            failures.append(smaller)
             return True
         return False
 
     shrink(subject.op, failure.sample, subject.dtype, fails)
-    return found[-1]
+    return failures[-1]
 
 
 def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:

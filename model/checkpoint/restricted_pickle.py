@@ -275,9 +275,9 @@ class _Machine:
         if not isinstance(function, _Reference) or not isinstance(arguments, tuple) or function.entry.make is None:
             called = function.name if isinstance(function, _Reference) else shown(function)
             self._refuse(f"it calls {called}, which no checkpoint needs")
-        made = function.entry.make(*arguments)
-        self._push(made, arguments)
-        self._builds[id(made)] = function.entry.build
+        value = function.entry.make(*arguments)
+        self._push(value, arguments)
+        self._builds[id(value)] = function.entry.build
 
     def _build(self) -> None:
         state, target = self._plain(self._pop()), self._stack[-1]

@@ -115,6 +115,7 @@ def local_shard(
         rows_per_replica = -(-local[0] // parameter.device_mesh.size())
         first_row = min(replica * rows_per_replica, local[0])
     rest = [0] * (len(local) - 1)
+    # Experts are stacked along dimension 0: this rank has `count` of `count * experts[1]`.
     count = local[0]
     local[0] = count * experts[1]
     first_row += experts[0] * count

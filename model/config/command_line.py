@@ -498,12 +498,12 @@ class _CommandLine:
         most = {"": 0, "+": len(words), "?": 1}.get(takes)
         least = {"": 0, "+": 1, "?": 0}.get(takes)
         most, least = int(takes) if most is None else most, int(takes) if least is None else least
-        found: list[str] = []
-        while words and len(found) < most and not _is_flag(words[0]):
-            found.append(words.pop(0))
-        if len(found) < least:
+        values: list[str] = []
+        while words and len(values) < most and not _is_flag(words[0]):
+            values.append(words.pop(0))
+        if len(values) < least:
             raise ConfigError(f"{typed} needs {'a value' if least == 1 else f'{least} values'}")
-        return found
+        return values
 
 
 def _is_flag(word: str) -> bool:

@@ -61,9 +61,9 @@ def zero_stage(c: Config) -> int:
 
 def make_parallel_layout(c: Config, world: int) -> ParallelLayout:
     """The layout of a config on `world` ranks. Raises ConfigError."""
-    found = [ConfigError(problem) for problem in problems(c, world)]
-    if found:
-        raise report(found)
+    errors = [ConfigError(problem) for problem in problems(c, world)]
+    if errors:
+        raise report(errors)
     layout = _layout(c, world)
     schedule = "none" if layout.pp == 1 else c.pipeline_schedule
     if layout.pp > 1 and len(_layers_of_stages(c)) > layout.pp and schedule != "zbv":

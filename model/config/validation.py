@@ -67,26 +67,26 @@ def _require(config: Config, *rules: Callable[[Config], Iterator[str]]) -> None:
     The first rule checks bounds; later rules divide by numbers that are within them. A rule may also rely on what it
     has checked itself before, so what it raises after a problem ends it.
     """
-    found: list[str] = []
+    problems: list[str] = []
     for rule in rules:
-        before = len(found)
+        before = len(problems)
         try:
             for problem in rule(config):
-                found.append(problem)
+                problems.append(problem)
         except (ValueError, ZeroDivisionError, IndexError):
-            if len(found) == before:
+            if len(problems) == before:
                 raise
-        if rule is _bounds and found:
+        if rule is _bounds and problems:
             break
-    if found:
-        raise report([ConfigError(problem) for problem in found])
+    if problems:
+        raise report([ConfigError(problem) for problem in problems])
 
 
 def _bounds(c: Config) -> Iterator[str]:
     # A derived value is out of bounds because another value is; that one is reported.
     derived = {f.name for f in fields(c) if f.metadata.get("rule") and f.name not in c.given}
-    found = list(_out_of_bounds(c, {f.name for f in fields(c)} - derived))
-    yield from found or _out_of_bounds(c, derived)
+    problems = list(_out_of_bounds(c, {f.name for f in fields(c)} - derived))
+    yield from problems or _out_of_bounds(c, derived)
 
 
 def _out_of_bounds(c: Config, names: set[str]) -> Iterator[str]:

@@ -59,9 +59,10 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses k experts for each token; adds the auxiliary losses, and counts what they and the report are made of.
+    """Chooses k experts for each token; adds the auxiliary losses; sums the statistics from which they and the
+    log are computed.
 
-    loss_scale: by what the gradient of an auxiliary loss is multiplied, set for each step: the scale of the main loss,
+    loss_scale: the factor of the gradient of an auxiliary loss, set for each step: the scale of the main loss,
     divided by the number of microbatches of the global batch. The losses change the gradients only, so that the
     reported loss is that of the model without experts.
     sums: of this rank's microbatches since `start_step`, counted in the backward pass, which unlike the forward pass
@@ -87,7 +88,7 @@ class Router(nn.Module):
         self._orders: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start_step(self, loss_scale: float) -> None:
-        """Begins to count anew. Called before the first microbatch of each step."""
+        """Resets the sums. Called before the first microbatch of each step."""
         self.loss_scale = loss_scale
         self.sums.zero_()
         self._earlier.zero_()
@@ -271,7 +272,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """The weighted sum of each token's experts, [t, h].
 
-        capacity: rows of every expert, or None. meanwhile: what to compute while tokens are on their way.
+        capacity: rows of every expert, or None. meanwhile: called while the exchange of tokens is in progress.
         """
         return self.dispatch(x, probs, indices, capacity, meanwhile)
 
@@ -312,8 +313,8 @@ class Experts(nn.Module):
     def _all_to_all(
         self, x: Tensor, probs: Tensor, indices: Tensor, capacity: int | None, meanwhile: Callable[[], None]
     ) -> Tensor:
-        """Every token goes to the ranks of its experts, and the results come back. In the backward pass `meanwhile` is
-        computed while the gradients of the rows come back."""
+        """One all-to-all sends every token to the ranks of its experts, a second one returns the results. In the
+        backward pass `meanwhile` is computed during the second all-to-all's."""
         rows, row_map, sizes, weights = ops.permute(x, indices, self.size, probs=probs, capacity=capacity)
         comm, ep, etp, length = self.parallel.experts, self.parallel.ep, self.parallel.etp, len(rows)
         if capacity is None:

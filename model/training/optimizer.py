@@ -41,7 +41,8 @@ def owned_names(models: Sequence[GPT], at: Mapping[str, int], zero: int) -> set[
     """Names of the parameters of `models` that the rank at the coordinates `at` owns; see Optimizer.
 
     A replicated parameter is owned by the first of its ranks, and a tied weight by the first stage. With `zero` > 0,
-    fully_shard gives every replica a different part, which it owns. `at` has coordinates for experts of their own.
+    fully_shard gives every replica a different part, which it owns. Parameters of experts have
+    coordinates of their own in `at` ("edp").
     """
 
     def owned(model: GPT, name: str) -> bool:

@@ -45,17 +45,18 @@ class RerunCheck:
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
-    def suspicion(self, found: Gradients) -> str:
+    def suspicion(self, gradients: Gradients) -> str:
         """Why a step is suspect, or ""; a step that is not is remembered."""
-        if not math.isfinite(found.loss):
-            return f"the loss is {found.loss}"
-        if found.norm is not None and not math.isfinite(found.norm):
-            return f"the gradient norm is {found.norm}"
-        if self._losses and found.loss > OUTLIER * max(self._losses):
+        if not math.isfinite(gradients.loss):
+            return f"the loss is {gradients.loss}"
+        if gradients.norm is not None and not math.isfinite(gradients.norm):
+            return f"the gradient norm is {gradients.norm}"
+        if self._losses and gradients.loss > OUTLIER * max(self._losses):
             return (
-                f"the loss {found.loss:.6g} is more than {OUTLIER:g} times the largest of the last {len(self._losses)}"
+                f"the loss {gradients.loss:.6g} is more than {OUTLIER:g} times the largest of the last "
+                f"{len(self._losses)}"
             )
-        self._losses.append(found.loss)
+        self._losses.append(gradients.loss)
         return ""
 
     def verdict_of_check(self, first: Gradients, why: str, again: Callable[[], Gradients]) -> Verdict:

@@ -238,16 +238,16 @@ class Trainer:
         began = time.perf_counter()
         optimizer, size = self.optimizer, self.batch_size
         lr, scale = self.lr_scheduler.lr(self.scheduled), optimizer.scaler.scale
-        found, bad_batch = self._examined(self._gradients()), False
-        if found is None:
-            found, bad_batch = Gradients(math.nan, None), True
-        overflow = found.norm is None and not bad_batch
+        gradients, bad_batch = self._examined(self._gradients()), False
+        if gradients is None:
+            gradients, bad_batch = Gradients(math.nan, None), True
+        overflow = gradients.norm is None and not bad_batch
         with hal.backend().profile_range("optimizer"):
-            if found.norm is not None:
-                self._require_finite(found.loss, found.norm)
+            if gradients.norm is not None:
+                self._require_finite(gradients.loss, gradients.norm)
                 decoupled_lr = self.decoupled_scheduler.lr(self.scheduled)
                 decay = weight_decay(self._schedule, self.scheduled)
-                optimizer.step(lr, found.norm, decoupled_lr=decoupled_lr, weight_decay=decay)
+                optimizer.step(lr, gradients.norm, decoupled_lr=decoupled_lr, weight_decay=decay)
                 self.expert_load.update_biases()
                 self.scheduled += size
             if not bad_batch:
@@ -258,7 +258,7 @@ class Trainer:
         skipped = overflow or bad_batch
         self.skipped += skipped
         seconds = time.perf_counter() - began
-        done = self.iteration, self.consumed, found.loss, found.norm, lr, scale, skipped, seconds, size
+        done = self.iteration, self.consumed, gradients.loss, gradients.norm, lr, scale, skipped, seconds, size
         return StepResult(*done, self.expert_load.report())
 
     def _gradients(self) -> Gradients:
@@ -269,7 +269,7 @@ class Trainer:
             overflow = self.config.fp16 and self.optimizer.unscale()
             return Gradients(float(loss), None if overflow else self.optimizer.grad_norm())
 
-    def _examined(self, found: Gradients) -> Gradients | None:
+    def _examined(self, gradients: Gradients) -> Gradients | None:
         """With --rerun-mode, computes a suspect step again. Returns what to apply, or None to skip the batch.
 
         Raises TrainingFailed if an implementation or the device computes wrong results; of --verify-ops on any rank.
@@ -278,11 +278,11 @@ class Trainer:
         wrong = self.verified.wrong()
         if wrong and self._rerun is None:
             raise TrainingFailed(f"{where}: {wrong}; nothing was updated")
-        why = self._rerun.suspicion(found) if self._rerun else ""
+        why = self._rerun.suspicion(gradients) if self._rerun else ""
         if self._rerun is None or not (wrong or why):
-            return found
+            return gradients
         verdict = self._rerun.verdict_of_check if wrong else self._rerun.verdict
-        cause, text = verdict(found, wrong or why, self._gradients)
+        cause, text = verdict(gradients, wrong or why, self._gradients)
         if cause == "persistent":
             raise TrainingFailed(f"{where}: {text}; nothing was updated")
         skip = cause == "input" and self.bad_batches < self.config.skip_bad_batches

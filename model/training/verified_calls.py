@@ -42,9 +42,9 @@ class VerifiedCalls:
         if not size:
             return ""
         # Every rank reports what all of them have found: rank 0 writes the log.
-        found = torch.zeros(self._world.size, size, dtype=torch.int64, device=self._world.device)
-        found[self._world.rank, : len(text)] = torch.tensor(list(text), dtype=torch.int64)
-        rows = self._world.all_reduce(found).tolist()
+        encoded = torch.zeros(self._world.size, size, dtype=torch.int64, device=self._world.device)
+        encoded[self._world.rank, : len(text)] = torch.tensor(list(text), dtype=torch.int64)
+        rows = self._world.all_reduce(encoded).tolist()
         return "; ".join(bytes(row).rstrip(b"\0").decode() for row in rows if any(row))
 
     def line(self) -> str:

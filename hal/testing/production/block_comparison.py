@@ -56,8 +56,8 @@ class Judge:
         (part,) = block.parts()
         rows = wrong_choices(self.op, choice, to_double(part.arguments), chosen)
         if rows.numel():
-            found = chosen[rows[0]].tolist()
-            raise Wrong(f"{label}, {block.name}: {found} in row {int(rows[0])} is not the choice of the reference")
+            values = chosen[rows[0]].tolist()
+            raise Wrong(f"{label}, {block.name}: {values} in row {int(rows[0])} is not the choice of the reference")
         return {choice.parameter: chosen}
 
     def expected(

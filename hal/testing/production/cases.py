@@ -418,15 +418,15 @@ def _optimizer() -> list[Case]:
     adamw = in_place("params", "exp_avgs", "exp_avg_sqs", "model_params", reads=["grads"])
     full, small, bf16 = (4096, 152_064 * 1024), (40, 35_000), torch.bfloat16
     lists = [Sample((_lists(*sizes),)) for sizes in (full, small)]
-    many = (3,) * 600  # more tensors than one launch takes, and more partial sums than a block has threads
+    lengths = (3,) * 600  # more tensors than one launch takes, and more partial sums than a block has threads
     scaled = [Sample((_lists(*sizes), 0.125)) for sizes in (full, small)]
     return [
         Case("adamw", "156 million parameters", _adamw(*full), _adamw(*small), adamw),
         Case("adamw", "bfloat16 copies", _adamw(*full, model=bf16), _adamw(*small, model=bf16), adamw),
         Case("adamw", "beyond 2^31 bytes", _adamw((1 << 29) + 4099), None, adamw),
-        Case("adamw", "600 tensors", _adamw(*many), _adamw(*many), adamw),
+        Case("adamw", "600 tensors", _adamw(*lengths), _adamw(*lengths), adamw),
         Case("l2norm", "156 million elements", lists[0], lists[1], whole()),
-        Case("l2norm", "600 tensors", Sample((_lists(*many),)), Sample((_lists(*many),)), whole()),
+        Case("l2norm", "600 tensors", Sample((_lists(*lengths),)), Sample((_lists(*lengths),)), whole()),
         Case("unscale_and_check", "finite", scaled[0], scaled[1], every(in_place("grads"), overflow)),
         Case("unscale_and_check", "infinity in the last element", scaled[0], scaled[1], overflow, plant=_last_infinite),
     ]

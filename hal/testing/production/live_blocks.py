@@ -1,4 +1,4 @@
-"""The blocks of calls that a model makes, whose layouts and optional arguments nobody has chosen for the comparison."""
+"""The blocks of calls that a model makes, with the layouts and optional arguments of that model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def blocks_of(op: Op[Any, Any], arguments: Arguments, outputs: int) -> Blocks | 
     arguments: all of the call's arguments by name. outputs: the number of its results.
     """
     choose = _BLOCKS.get(op.name) if op.__module__.startswith("hal.ops") else None
-    made = choose(arguments) if choose is not None else None
-    if made is not None:
-        return made
+    blocks = choose(arguments) if choose is not None else None
+    if blocks is not None:
+        return blocks
     small = sum(x.numel() for _, _, x in tensors(arguments)) <= LARGEST
     return blocks.whole(*op.grads, outputs=outputs) if small and not op.mutates else None
 
 
-def _always(made: Blocks) -> Callable[[Arguments], Blocks]:
-    return lambda arguments: made
+def _always(blocks: Blocks) -> Callable[[Arguments], Blocks]:
+    return lambda arguments: blocks
 
 
 def _norm(*rows: str, weights: tuple[str, ...], outputs: int = 1) -> Callable[[Arguments], Blocks]:
@@ -123,9 +123,9 @@ def _attention(arguments: Arguments) -> Blocks | None:
     )
 
 
-def _tokens_first(made: Blocks) -> Callable[[Arguments], Blocks | None]:
+def _tokens_first(blocks: Blocks) -> Callable[[Arguments], Blocks | None]:
     """For an op with angles per token, whose blocks need tokens in dimension 0."""
-    return lambda arguments: made if arguments["layout"][0] in "ST" else None
+    return lambda arguments: blocks if arguments["layout"][0] in "ST" else None
 
 
 def _softmax(arguments: Arguments) -> Blocks | None:

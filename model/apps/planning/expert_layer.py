@@ -133,8 +133,8 @@ class Experts:
             router += t * score * (self.count + (c.moe_router_score_function == "sigmoid"))
         if c.moe_z_loss_coeff is not None:
             router += t * score * (1 + self.count * (self._router < STATISTIC))
-        seen = self.ranks if self.gathers else 1
-        maps: float = seen * t * k * INTEGER
+        ranks = self.ranks if self.gathers else 1
+        maps: float = ranks * t * k * INTEGER
         if self.ranks > 1 and not self.gathers:  # the second permutation, of received rows
             maps += self.rows * INTEGER
         activated = 2 if not c.swiglu else 1  # other activations are multiplied by the probabilities afterwards

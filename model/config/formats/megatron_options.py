@@ -160,10 +160,10 @@ def _attention(reading: Reading) -> None:
 
 def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:
     """The `count` integers in a text such as "(128,0)"."""
-    found = [int(n) for n in re.findall(r"-?\d+", str(value))]
-    if len(found) != count:
+    numbers = [int(n) for n in re.findall(r"-?\d+", str(value))]
+    if len(numbers) != count:
         raise reading.refuse(key, f"expected {count} integers, found {value!r}")
-    return found
+    return numbers
 
 
 def _pipeline(reading: Reading) -> None:

@@ -129,8 +129,8 @@ def _length(reading: Reading) -> None:
     data, data_key = take(reading, "train_dataset")
     loader = data.get("data_loader") if isinstance(data, dict) else None
     loader = loader if isinstance(loader, dict) else {}
-    found = loader.get("config")
-    settings: dict[str, Any] = found if isinstance(found, dict) else {}
+    nested = loader.get("config")
+    settings: dict[str, Any] = nested if isinstance(nested, dict) else {}
     for ours, theirs in (
         ("seq_length", "seq_length"),
         ("eod_mask_loss", "eod_mask_loss"),

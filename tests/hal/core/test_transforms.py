@@ -1,4 +1,4 @@
-"""Every op under fake and meta tensors, functorch, forward mode and tracers: it works, or it says why not."""
+"""Every op under fake and meta tensors, functorch, forward mode and tracers: a right result, or UnsupportedOp."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Tensor operand(const aclTensorDesc& desc, const aclDataBuffer& buffer, const std
   if (desc.type == ACL_DT_UNDEFINED) return {};  // an omitted optional operand
   size_t bytes = c10::elementSize(scalar_type(desc.type)) * c10::multiply_integers(desc.dims);
   if (bytes && !desc.on_host && !is_device_memory(buffer.data, bytes))
-    throw Refusal{kInvalid, op + ": operand " + std::to_string(index) + " does not lie in device memory"};
+    throw Refusal{kInvalid, op + ": operand " + std::to_string(index) + " is not in device memory"};
   return at::from_blob(buffer.data, desc.dims, at::TensorOptions().dtype(scalar_type(desc.type)));
 }
 

@@ -97,7 +97,7 @@ HcclResult check(const char* call, const Shared& comm, HcclDataType type, const 
   if (reducing && !halsim::reducible(type))
     return refuse(HCCL_E_NOT_SUPPORT, (where + ": no reduction of data type " + std::to_string(type)).c_str());
   if (bytes && !halsim::is_device_memory(buffer, bytes))
-    return refuse(HCCL_E_PARA, (where + ": the buffer does not lie in device memory").c_str());
+    return refuse(HCCL_E_PARA, (where + ": the buffer is not in device memory").c_str());
   return HCCL_SUCCESS;
 }
 
@@ -396,7 +396,7 @@ HcclResult HcclAlltoAllV(const void* send, const void* send_counts, const void* 
       return !transfers.back().left || halsim::is_device_memory(data, transfers.back().left);
     };
     if (!add(true, send, send_counts, send_at, item_size(send_type)) || !add(false, recv, recv_counts, recv_at, item_size(recv_type)))
-      return refuse(HCCL_E_PARA, "HcclAlltoAllV: a piece does not lie in device memory");
+      return refuse(HCCL_E_PARA, "HcclAlltoAllV: a piece is not in device memory");
   }
   return messages("HcclAlltoAllV", comm, transfers, stream);
 }
@@ -442,7 +442,7 @@ HcclResult HcclReduceScatterV(void* send, const void* counts, const void* starts
   };
   std::vector<uint64_t> sizes = numbers(counts), offsets = numbers(starts);
   if (sizes[comm->segment->rank()] != count)
-    return refuse(HCCL_E_PARA, "HcclReduceScatterV: this rank's piece and its room differ in size");
+    return refuse(HCCL_E_PARA, "HcclReduceScatterV: the number of elements that this rank receives is not that of its part");
   for (size_t r = 0; r < sizes.size(); r++)
     if (auto bad = check("HcclReduceScatterV", comm, type, static_cast<char*>(send) + offsets[r] * item, sizes[r] * item))
       return bad;

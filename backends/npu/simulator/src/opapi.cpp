@@ -68,7 +68,7 @@ Tensor tensor(const char* op, const char* name, const aclTensor* value, const ch
   char* data = static_cast<char*>(value->data) + value->offset * c10::elementSize(type);
   size_t bytes = extent(*value, c10::elementSize(type));
   if (bytes && !is_device_memory(data, bytes))
-    throw Refusal{kInvalid, where + " does not lie in device memory"};
+    throw Refusal{kInvalid, where + " is not in device memory"};
   return at::from_blob(data, value->dims, value->strides, at::TensorOptions().dtype(type));
 }
 
