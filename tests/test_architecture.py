@@ -313,6 +313,44 @@ TREES = {
 }
 
 
+BETWEEN_TREES = {
+    "hal.ops": {"hal"},
+    "hal.backend_tools": {"hal.ops"},
+    "hal.nn": {"hal.ops"},
+    "hal.integrations": {"hal.ops"},
+    # It runs Megatron's scripts, with what hal.model.megatron changes in them.
+    "hal.launch": {"hal.model"},
+    # Its golden losses are those of the GPT.
+    "hal.testing": {"hal.ops", "hal.model"},
+    # hal.launch starts the processes of --nproc-per-node; --verify-ops compares calls like the kit.
+    "hal.model": {"hal", "hal.ops", "hal.mesh", "hal.untrusted", "hal.launch", "hal.pages", "hal.testing"},
+    # Dispatch is measured into a kernel of cpu_ref, and `make gpu` runs cuda without the registry.
+    "hal.bench": {
+        *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.testing"),
+        *("hal.backends.cpu_ref", "hal.backends.cuda"),
+    },
+    "hal.cli": {"hal.ops", "hal.model", "hal.bench"},
+    **{f"hal.backends.{name}": {"hal", "hal.ops", "hal.backend_tools"} for name in BACKENDS},
+}
+"""Tree, or folder of hal/ -> what it imports of other trees."""
+
+
+def part_of(module):
+    """The tree that a module belongs to; within hal/, its folder or file."""
+    tree = tree_of(module)
+    return ".".join(module.split(".")[:2]) if tree == "hal" else tree
+
+
+def crossing(edges, allowed):
+    """The imports from one tree to another that `allowed` does not name."""
+    return sorted(
+        f"{module} imports {target}"
+        for module, targets in edges.items()
+        for target in targets
+        if tree_of(module) != tree_of(target) and part_of(target) not in allowed.get(part_of(module), ())
+    )
+
+
 def tree_of(module):
     """The name in TREES of the tree that a module belongs to."""
     return max((name for name in TREES if module == name or module.startswith(name + ".")), key=len)
@@ -332,6 +370,20 @@ def test_no_file_imports_a_folder_that_comes_later(edges, package, order):
     own = {module: targets for module, targets in edges.items() if tree_of(module) == package}
     assert len(own) > 30
     report(import_graph.against(order, own, package))
+
+
+def test_no_tree_imports_another_that_it_must_not(edges):
+    assert crossing(edges, BETWEEN_TREES) == []
+    used = {(part_of(a), part_of(b)) for a, targets in edges.items() for b in targets if tree_of(a) != tree_of(b)}
+    assert {(a, b) for a, targets in BETWEEN_TREES.items() for b in targets} == used, "no permission without a use"
+
+
+def test_a_planted_import_of_another_tree_is_found():
+    edges = {"hal.ops.norm": ["hal", "hal.model.gpt.model"], "hal.core.op": ["hal.errors", "hal.ops.norm"]}
+    assert crossing(edges, BETWEEN_TREES) == [
+        "hal.core.op imports hal.ops.norm",
+        "hal.ops.norm imports hal.model.gpt.model",
+    ]
 
 
 def test_no_files_import_each_other_in_a_ring(edges):

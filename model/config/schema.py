@@ -136,8 +136,8 @@ def _opt(
 def _derived(rule: Callable[[Config], Any], help: str, bounds: str = "> 0", choices: tuple[str, ...] = ()) -> Any:
     """A field whose default follows from other options: if the user gave no value, Config computes it by `rule`.
 
-    The field is annotated with its type after resolution. Rules read only fields that are not derived themselves, so
-    they can run in any order.
+    The field is annotated with its type after resolution. Rules can run in any order: one that reads another derived
+    field applies that field's rule while it is None.
     """
     return _opt(None, help, bounds, choices=choices, rule=rule)
 
@@ -281,7 +281,9 @@ class Config:
     moe_router_dtype: str | None = _opt(
         None, "dtype of the router's product; default: the model's", choices=("fp32", "fp64")
     )
-    moe_ffn_hidden_size: int = _opt(None, "width of an expert; default ffn_hidden_size")
+    moe_ffn_hidden_size: int = _derived(
+        lambda c: c.ffn_hidden_size or _default_ffn_hidden_size(c), "width of an expert; default ffn_hidden_size"
+    )
     moe_shared_expert_intermediate_size: int | None = _opt(
         None, "width of an expert that every token uses; default: there is none"
     )
@@ -479,8 +481,6 @@ class Config:
             rule = option.metadata.get("rule")
             if rule is not None and getattr(self, option.name) is None:
                 setattr(self, option.name, rule(self))
-        if self.moe_ffn_hidden_size is None:  # no rule, because it follows from a derived option
-            self.moe_ffn_hidden_size = self.ffn_hidden_size
         if self.lr_warmup_fraction is not None and not self.lr_warmup_iters:
             self.lr_warmup_iters = int(self.lr_warmup_fraction * self.lr_decay_iters)
         self.set_vocabulary(self.vocab_size or 1)
