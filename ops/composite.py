@@ -486,8 +486,8 @@ def qk_norm_rotary(
 ) -> tuple[Tensor, Tensor]:
     """(q, k), each head divided by its root mean square (rms_norm over the head size), then turned by rotary.
 
-    q: SBND [s, b, n, d], BSND, BNSD or TND [t, n, d]; k is alike, with a number of heads of its own. q_weight, k_weight
-    [d]; cos, sin and interleaved as in `rotary`, without a gradient. The results are like q and k.
+    q: SBND [s, b, n, d], BSND, BNSD or TND [t, n, d]; k has the same layout and may have another number of heads.
+    q_weight, k_weight [d]; cos, sin and interleaved as in `rotary`, without a gradient. The results are like q and k.
 
     Source: Henry et al., "Query-key normalization for transformers", arXiv 2010.04245, with the norm that Qwen3 uses.
     """

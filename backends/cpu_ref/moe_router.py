@@ -15,6 +15,7 @@ from .tensors import CODE, REAL, addresses, parameter, refuses
 def _forward(
     logits: Tensor, bias: Tensor | None, probs: Tensor, indices: Tensor, given: bool, spec: RouterSpec
 ) -> None:
+    """Writes probs [t, k] and, unless they are `given`, indices [t, k] for logits [t, e] and bias [e]."""
     bias = None if bias is None else parameter(bias, REAL[logits.dtype])
     if not lib().hal_moe_router_fwd(
         CODE[logits.dtype],
@@ -33,6 +34,7 @@ def _forward(
 
 
 def _backward(logits: Tensor, indices: Tensor, dprobs: Tensor, dlogits: Tensor, spec: RouterSpec) -> None:
+    """Writes dlogits [t, e] for dprobs [t, k]."""
     lib().hal_moe_router_bwd(
         CODE[logits.dtype],
         spec.probability,

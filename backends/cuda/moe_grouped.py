@@ -61,6 +61,7 @@ def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tens
 
 
 def _loop_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x [n, in] and weight [e, out, in] for dy [n, out], one product per group."""
     x, weight, group_sizes = residuals
     dx, dweight = torch.empty_like(x) if needs[0] else None, torch.zeros_like(weight) if needs[1] else None
     for expert, rows in filled_groups(group_sizes.tolist()):

@@ -44,12 +44,14 @@ def _run(kernel: str, logits: Tensor, groups: int, topk: int, *arguments: Any) -
 def _forward(
     logits: Tensor, bias: Tensor | None, probs: Tensor, indices: Tensor, given: bool, spec: RouterSpec
 ) -> None:
+    """Writes probs [t, k] and, unless they are `given`, indices [t, k] for logits [t, e] and bias [e]."""
     numbers = spec.scale, spec.selection, spec.probability, int(given), *logits.shape
     sizes = spec.topk, spec.groups, spec.group_topk
     _run("router_fwd", logits, spec.groups, spec.topk, bias, probs, indices, *numbers, *sizes)
 
 
 def _backward(logits: Tensor, indices: Tensor, dprobs: Tensor, dlogits: Tensor, spec: RouterSpec) -> None:
+    """Writes dlogits [t, e] for dprobs [t, k]."""
     numbers = spec.scale, spec.probability, *logits.shape, spec.topk
     _run("router_bwd", logits, 0, spec.topk, indices, dprobs, dlogits, *numbers)
 

@@ -104,6 +104,7 @@ def _backward(
 
 
 def _layer_norm_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x [..., h], weight [h] and bias [h] for dy [..., h]."""
     x, weight, bias, stats = residuals
     return _backward(x, weight, bias, stats, dy)
 
@@ -116,6 +117,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
 
 
 def _rms_norm_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x [..., h] and weight [h] for dy [..., h]."""
     x, weight, stats = residuals
     return _backward(x, weight, None, stats, dy)[:2]
 

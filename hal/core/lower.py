@@ -4,6 +4,15 @@
 a random stream as a tensor. It runs the dispatcher; its fake is the reference on fake tensors (or `op.shapes`). Where a
 gradient is needed, `hal::NAME_forward` runs in its place, which also returns a token of the implementation's residuals
 (see residuals.py), and `hal::NAME_backward` takes the token: no forward is computed twice.
+
+For example, a traced `y = ops.rms_norm(x, w)` of tensors that need gradients becomes
+
+    y, token = hal::rms_norm_forward(x, w, 1e-5, needs=[True, True], kept=[0, 1])
+    dx, dw = hal::rms_norm_backward(token, [x, w], kept=[0, 1], [dy], ...shapes and dtypes of x and w)
+
+The implementation's residuals are (x, w, statistics). x and w are sources 0 and 1 of the call, so the graph keeps them
+itself and passes them back (`kept`); the statistics, which the graph does not know, stay in a record under `token`, a
+tensor of one integer, until the backward pass has taken them.
 """
 
 from __future__ import annotations

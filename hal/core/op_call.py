@@ -86,7 +86,19 @@ def memo_key(schema: Schema) -> str | None:
 def source(signature: inspect.Signature, key: str | None, written: Sequence[str]) -> str:
     """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
 
-    This is the entire overhead compared with a direct call (about 0.5 us), hence one function without a loop.
+    This is the entire overhead compared with a direct call (0.6 to 1.1 us), hence one function without a loop. For
+    rms_norm, apart from the transforms, it is
+
+        def __call__(_self, x, weight, eps=1e-5):
+            try:
+                _key = (type(x), x.shape, x.dtype, ..., weight.shape, weight.dtype, weight.is_cpu, eps)
+                _run = _memo[_key]
+            except (KeyError, AttributeError, TypeError):
+                _run = None
+            if _run is None:
+                _run = _self.resolve(_key, x, weight, eps)
+            return _run(x, weight, eps)
+
     written: the parameters that are tensors and written in place.
     """
     f = fragments(signature)

@@ -159,6 +159,7 @@ class HalCoreAttention(MegatronModule):
         layout: str,
         **more: Any,
     ) -> Tensor:
+        """HAL's attention of q, k, v in `layout`, with this module's scale, dropout and sinks; the result is like q."""
         if rng is not None:
             more |= {"dropout_p": self.p, "rng": rng}
         if self.softmax_offset is not None:
@@ -169,6 +170,7 @@ class HalCoreAttention(MegatronModule):
         return out
 
     def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Tensor:
+        """q [s, b, n, d] and k, v [s, b, g, d] of this rank's part of the sequence -> the result, like q."""
         assert self.cp is not None
         rng, (s, b, n, _), size = self._stream(), q.shape, self.cp.size
         if not self.exchange_heads:

@@ -27,6 +27,7 @@ def sum_over(comm: Comm, tensors: Sequence[Tensor], op: str = "sum") -> None:
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies flat [n], which has all elements of the tensors one after another, into them."""
     parts: tuple[Tensor, ...] = flat.split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
     for tensor, part in zip(tensors, parts):
         tensor.copy_(part.view_as(tensor))

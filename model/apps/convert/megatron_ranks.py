@@ -205,6 +205,7 @@ def _whole(parts: list[Tensor], shard: Shard | None) -> Tensor:
 
 
 def _share(whole: Tensor, shard: Shard | None, rank: int, size: int) -> Tensor:
+    """A copy of the part of a full tensor that tensor-parallel rank `rank` of `size` has."""
     return (whole if shard is None else shard.slice(whole, rank, size)).clone()
 
 
