@@ -42,8 +42,8 @@ test-slow: $(READY)  ## the tests that the fast suite leaves out, except those o
 test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
 	$(call TEST,$(SIM)/bin) -m "not nightly" $(SIMULATED) tests/model/megatron/test_quickstart.py -k "npu or cuda"
 
-nightly:  ## the tests that take too long for CI; writes docs/verified/nightly.md
-	.ci/run nightly
+nightly:  ## all or PARTS="..." of the tests that take too long for CI; writes docs/verified/nightly.md
+	.ci/run nightly $(PARTS)
 
 nightly-tests: $(READY)  ## the tests marked nightly
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)

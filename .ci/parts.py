@@ -2,6 +2,7 @@
 
     .ci/parts.py ci          what .ci/run runs
     .ci/parts.py nightly     tests that take too long for CI; writes docs/verified/nightly.md
+    .ci/parts.py nightly production mutation   only these of its parts; the page keeps the rows of the others
     .ci/parts.py test-slow   one part
 
 Stages run in order, quick ones first; the parts of a stage run in parallel. A failing part does not stop the others.
@@ -45,19 +46,26 @@ PAGE = ROOT / "docs" / "verified" / "nightly.md"
 
 _COUNT = r"\d+ (?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
 _SUMMARY = re.compile(rf"=*\s*((?:{_COUNT}, )*{_COUNT}) in \d[\d.:]*s")
+_RESULT = re.compile(r"\w+(?: \(simulated\))?: \d+ pass\b.*|[\d.]+% of \d+ mutants killed.*")
+"""The last lines of `hal parity` and of the mutation run, which the nightly page quotes."""
 
 
 @dataclass
 class Result:
-    """The result of one part. counts: number of tests by outcome; empty for a part that runs no tests."""
+    """The result of one part. counts: number of tests by outcome; empty for a part that runs no tests. quoted: lines of
+    its output that state a result in other words.
+    """
 
     part: str
     code: int = 0
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
+    quoted: list[str] = field(default_factory=list)
 
     def read(self, line: str) -> None:
-        """Adds the counts of the summary line of a pytest session."""
+        """Adds the counts of the summary line of a pytest session, or a line to quote."""
+        if _RESULT.fullmatch(line.strip()):
+            self.quoted.append(line.strip())
         match = _SUMMARY.match(line.strip())
         for count in match[1].split(", ") if match else ():
             number, outcome = count.split()
@@ -137,32 +145,45 @@ def commit() -> str:
     return (git("rev-parse", "HEAD") or "unknown") + (" with local changes" if changed else "")
 
 
-def page(results: Sequence[Result], date: str, commit: str, machine: str) -> str:
-    """docs/verified/nightly.md."""
-    rows = "\n".join(f"| {' | '.join(r.cells())} |" for r in results)
+PAGE_HEAD = ["part", *HEAD[1:], "result", "commit", "date", "machine"]
+
+
+def kept_rows(text: str) -> dict[str, str]:
+    """The rows of an earlier page, by part."""
+    rows = (line for line in text.splitlines() if line.startswith("| ") and line.count("|") == len(PAGE_HEAD) + 1)
+    return {row.split("|")[1].strip(): row for row in rows if row.split("|")[1].strip() != PAGE_HEAD[0]}
+
+
+def page(results: Sequence[Result], date: str, commit: str, machine: str, before: str = "") -> str:
+    """docs/verified/nightly.md. before: the page until now, whose rows of parts that did not run are kept."""
+    rows = kept_rows(before)
+    for r in results:
+        if not r.part.startswith("."):  # an environment
+            rows[r.part] = f"| {' | '.join([*r.cells(), '; '.join(r.quoted), commit, date, machine])} |"
+    order = [part for stage in STAGES["nightly"] for part in stage if part in rows]
     return f"""# The nightly run
 
-The results of the last `make nightly`, which runs the tests that take too long for CI. They are valid for the commit
-named below, which may be older than this page.
+The results of `make nightly`, which runs the tests that take too long for CI. The parts are targets of the Makefile;
+`nightly-tests` are the tests marked `nightly`. A row is valid for its commit, which may be older than this page: parts
+may be run separately (`make nightly PARTS="production mutation"`).
 
-- date: {date}
-- commit: {commit}
-- machine: {machine}
-- result: {total(results)}
-
-| {" | ".join(HEAD)} |
-|{"---|" * len(HEAD)}
-{rows}
-
-The parts are targets of the Makefile; `nightly-tests` are the tests marked `nightly`.
+| {" | ".join(PAGE_HEAD)} |
+|{"---|" * len(PAGE_HEAD)}
+{chr(10).join(rows[part] for part in order)}
 """
 
 
-def main(which: str) -> int:
+def main(which: str, *chosen: str) -> int:
     at, here, date = commit(), machine(), datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    results = run_stages(STAGES.get(which, ((which,),)), lambda part: ["make", "--no-print-directory", part])
+    stages = STAGES.get(which, ((which,),))
+    if unknown := set(chosen) - {part for stage in stages for part in stage}:
+        raise SystemExit(f"{which} has no part {', '.join(sorted(unknown))}; parts: {stages}")
+    if chosen:
+        stages = tuple(tuple(p for p in stage if p in chosen or p.startswith(".")) for stage in stages)
+        stages = tuple(stage for stage in stages if stage)
+    results = run_stages(stages, lambda part: ["make", "--no-print-directory", part])
     if which == "nightly":
-        PAGE.write_text(page(results, date, at, here))
+        PAGE.write_text(page(results, date, at, here, PAGE.read_text() if PAGE.exists() else ""))
         print(f"wrote {PAGE.relative_to(ROOT)}; commit it by hand")
     print(f"\n{table(results)}\n\n{total(results)}")
     return int(any(r.failed for r in results))

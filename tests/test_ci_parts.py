@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,19 @@ def test_all_parts_run_and_are_counted(results):
     assert len(parts.table(rows).splitlines()) == 5
 
 
-def test_the_page_says_what_ran_where_and_when(results):
-    text = parts.page(results[0], "2030-01-02", "abc", parts.machine())
-    assert "- commit: abc\n" in text and "- date: 2030-01-02\n" in text and "- result: 14 passed, 2 failed\n" in text
-    assert re.search(r"\| broken \| \d+ \| 2 \| 1 \| 0 \|", text)
-    assert re.search(r"- machine: .*\d+ cores, \d+ GiB\n", text)
+def test_the_page_says_what_ran_where_and_when_and_keeps_other_parts():
+    production, mutation = parts.Result("production"), parts.Result("mutation", counts=Counter(passed=1))
+    for line in ("pass     adamw     float32", "cpu_ref: 100 pass", "npu (simulated): 117 pass, 5 waived"):
+        production.read(f"{line}\n")
+    mutation.read("91.7% of 60 mutants killed; 90% are required\n")
+    first = parts.page([production], "2030-01-02", "abc", parts.machine())
+    quoted = r"cpu_ref: 100 pass; npu \(simulated\): 117 pass, 5 waived"
+    row = rf"\| production \| 0 \| - \| - \| - \| {quoted} \| abc \| 2030-01-02 \| .*\d+ cores, \d+ GiB \|\n"
+    assert re.search(row, first)
+    both = parts.page([mutation], "2030-01-03", "def", "m", first)
+    killed = "91.7% of 60 mutants killed; 90% are required"
+    assert re.search(row, both) and f"| mutation | 0 | 1 | 0 | 0 | {killed} | def | 2030-01-03 | m |\n" in both
+    assert parts.page([production], "2030-01-04", "abc", "m", both).count("| production |") == 1
 
 
 def test_every_part_is_a_target_of_the_makefile():
@@ -75,12 +84,16 @@ def test_every_part_is_a_target_of_the_makefile():
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_last_line_is_the_total_and_the_exit_code_tells_failure(monkeypatch, capsys, tmp_path, code):
-    monkeypatch.setattr(parts, "STAGES", {"ci": (("quick",),), "nightly": (("quick",),)})
+    monkeypatch.setattr(parts, "STAGES", {"ci": (("quick",),), "nightly": (("quick",), ("slow",))})
     monkeypatch.setattr(parts, "PAGE", tmp_path / "nightly.md")
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     monkeypatch.setattr(parts, "run_part", lambda part, command, say: parts.Result(part, code))
     assert parts.main("ci") == code
     assert capsys.readouterr().out.splitlines()[-1] == f"0 passed, {code} failed"
     assert not parts.PAGE.exists()
+    assert parts.main("nightly", "quick") == code
+    assert "| quick |" in parts.PAGE.read_text() and "| slow |" not in parts.PAGE.read_text()
     assert parts.main("nightly") == code
-    assert f"0 passed, {code} failed" in parts.PAGE.read_text()
+    assert "| slow |" in parts.PAGE.read_text()
+    with pytest.raises(SystemExit, match="no part other"):
+        parts.main("nightly", "other")
