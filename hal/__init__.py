@@ -2,7 +2,7 @@
 
 `hal.use("cpu_ref")` chooses the backend; `hal.ops` holds the operations; a third party adds hardware by subclassing
 `hal.Backend`. The public names are those of `hal/public.py`. They are loaded when the first one is used, so that
-`import hal` does not import torch, and `hal --help` answers at once.
+`import hal` does not import torch, and `hal --help` starts quickly.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Every error HAL raises on purpose.
 
-Each message says what was asked, what was found, and what to do next, and ends with the command that explains its kind
-of error (`hal explain`, which prints a section of docs/errors.md). A caller that catches `HalError` catches all of
+Each message states what was requested, what was found, and what to do next, and ends with the command that explains its
+kind of error (`hal explain`, which prints a section of docs/errors.md). A caller that catches `HalError` catches all of
 them; the two that also are a standard exception (`ContractError`, `UnsupportedOp`) can be caught as that one.
 """
 
@@ -66,7 +66,7 @@ class CollectiveTimeout(CollectiveFailed):
 
     def __init__(self, group: str, rank: int, op: str, seq: int, absent: Sequence[int], seconds: float) -> None:
         self.group, self.rank, self.op, self.seq, self.absent = group, rank, op, seq, tuple(absent)
-        missing = ", ".join(map(str, absent)) if absent else "unknown (the transport does not say)"
+        missing = ", ".join(map(str, absent)) if absent else "unknown (the transport does not report them)"
         super().__init__(
             f"{op} #{seq} on group '{group}' timed out after {seconds:g} s on rank {rank}; ranks that did not arrive: "
             f"{missing}. Look at the logs of those ranks first; raise the timeout only if they were merely slow."

@@ -22,8 +22,8 @@ class AttentionSpec(NamedTuple):
     sq, skv: lengths of queries and keys, token counts when packed (batch is then 1). d, dv: head size of q and k, and
     of v and the output. rng is None if and only if dropout_p is 0.
     pre, next: the window; of a dense call always aligned at the bottom right, also if the call is aligned at the top
-    left, and clamped to sq + skv tokens, beyond which nothing changes. top_left: whether a kernel has to know: of
-    packed sequences with a window, and for ALiBi.
+    left, and clamped to sq + skv tokens, beyond which nothing changes. top_left: true only where it affects a kernel,
+    which is for packed sequences with a window and for ALiBi.
     extras: which of EXTRAS the call uses; see `refusals`. Hashable, for what is cached per kind of call.
     """
 
@@ -78,7 +78,7 @@ _EXTRAS = {
     "top_left": "top_left of packed sequences or of ALiBi",
 }
 EXTRAS = tuple(_EXTRAS)
-"""What a call of ops.flash_attention may ask for beyond masks, windows and dropout: `AttentionSpec.extras`."""
+"""What a call of ops.flash_attention may require beyond masks, windows and dropout: `AttentionSpec.extras`."""
 
 
 def attention_spec(call: Call) -> AttentionSpec:
@@ -93,7 +93,7 @@ def attention_spec(call: Call) -> AttentionSpec:
     pre, next, softcap, top_left = call.pre_tokens, call.next_tokens, call.softcap, call.top_left
     if top_left and layout != "TND":
         pre, next = None if pre is None else pre + skv - sq, None if next is None else next - (skv - sq)
-    # An edge that lies further away hides as much, and fits into a kernel's 32-bit integers.
+    # Edges are clamped, which changes nothing for these lengths, so that they fit into a kernel's 32-bit integers.
     pre, next = (None if edge is None else max(-(sq + skv), min(edge, sq + skv)) for edge in (pre, next))
     slopes = call.alibi_slopes is not None
     top_left = top_left and (slopes or (layout == "TND" and not (pre is None and next is None)))

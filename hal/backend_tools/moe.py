@@ -78,7 +78,8 @@ def router_from(
     ) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
         logits = logits.contiguous()
         if score_function == "sinkhorn" and indices is None:
-            # Its iteration over all tokens is a few passes of torch's; only the choice is taken from it.
+            # The reference runs the iteration over all tokens with torch; only the chosen experts are used from its
+            # result.
             indices = ops.moe_router.reference(logits, spec.topk, score_function=score_function)[1]
         given = indices is not None
         if indices is None:

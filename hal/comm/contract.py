@@ -59,7 +59,7 @@ class Work:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result. On an accelerator it may still be being computed, like the result of any op."""
+        """The result. On an accelerator its computation may still be in progress, as for the result of any op."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -117,7 +117,8 @@ class Comm(ABC):
 
         All ranks of the group must issue the same collectives in the same order.
         op: the reduction, for all_reduce and reduce_scatter. source: the sending rank, for broadcast.
-        Raises ContractError for arguments that are wrong everywhere, UnsupportedOp where `why_not` has reasons.
+        Raises ContractError for arguments that are invalid on every transport, UnsupportedOp if `why_not` returns
+        reasons.
         """
         self._check(collective, x, op, source)
         return self._start(collective, x.detach() if x.requires_grad else x, op, source)

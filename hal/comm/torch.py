@@ -115,7 +115,7 @@ def torch_comm(
     if sorted(set(members)) != members or not all(0 <= r < world for r in members):
         raise ContractError(f"a group's ranks must be ascending and in a world of {world}; got {members}")
     if dist.get_rank() not in members:
-        raise ContractError(f"rank {dist.get_rank()} asked for a group of the ranks {members}, which it is not in")
+        raise ContractError(f"rank {dist.get_rank()} requested a group of the ranks {members}, which excludes it")
     if len(members) == 1:
         return SingleRankComm(f"rank {members[0]}")
     group = dist.new_group(
@@ -159,7 +159,7 @@ class TorchComm(Comm):
         _communicators.add(self)
 
     def group_of_one(self) -> dist.ProcessGroup:
-        """A process group of this rank alone, for torch's engines, which have no other way to say "not at all"."""
+        """A process group of this rank alone, for engines of torch whose communication cannot be disabled otherwise."""
         timeout = datetime.timedelta(seconds=self.timeout)
         backend = self.transport.backend
         alone: dist.ProcessGroup = dist.new_group([dist.get_rank()], timeout, backend, use_local_synchronization=True)

@@ -123,7 +123,7 @@ class Progress:
             return []
 
     def group(self, key: str, rank: int, size: int) -> GroupProgress:
-        """Starts counting for one group, which all its ranks call `key`."""
+        """Starts counting for one group. `key` is its name, the same on all its ranks."""
         progress = GroupProgress(self, key, rank, size)
         self.groups.append(progress)
         return progress

@@ -71,8 +71,8 @@ def refusing(
 ) -> Callable[[Call], Sequence[str]]:
     """A why_not for an implementation that lacks the parameters `absent`.
 
-    It refuses calls that give one of them a value other than its default, and otherwise asks `why_not` (None accepts
-    every call).
+    It refuses calls that give one of them a value other than its default, and otherwise returns the result of `why_not`
+    (None: no further reasons).
     """
     if not absent:
         return why_not or accept

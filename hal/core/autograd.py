@@ -25,7 +25,7 @@ from .signature import define, fragments
 def make_call(
     op: Op[Any, Any], forward: Callable[..., Any], bwd: Callable[..., Any], id: str, grads: Sequence[str] | None = None
 ) -> Callable[..., Any]:
-    """A function with the op's signature that runs `forward`, and `bwd` when autograd asks for it.
+    """A function with the op's signature that runs `forward`, and `bwd` in autograd's backward pass.
 
     grads: the parameters whose gradients `bwd` returns, by default all of `op.grads`.
     """
@@ -196,4 +196,4 @@ class _Once(torch.autograd.Function):
 
 
 _SAVED_TENSOR = object()
-"""Stands in a tuple of plain values for a tensor that autograd saves."""
+"""The placeholder, in a tuple of plain values, of a tensor that autograd saves."""

@@ -77,7 +77,7 @@ class Impl:
     @functools.cached_property
     def noted(self) -> Callable[..., Any]:
         """`call`, after which `issued.after` is called with the name of the op and of the implementation."""
-        if self.composed:  # the ops that it calls are noted
+        if self.composed:  # the ops that it calls are recorded instead
             return self.call
         f = fragments(self.op.signature)
         source = (
@@ -104,8 +104,8 @@ COMPOSITION = "composition"
 def address(t: torch.Tensor | None) -> int:
     """The address of a tensor's data, for kernels that take pointers; 0 for None and for a tensor without elements.
 
-    Raises ContractError for a tensor that has no memory of its own, for which data_ptr() returns 0: a kernel that reads
-    there would crash the process. `t.data_ptr() or address(t)` is equivalent and faster.
+    Raises ContractError for a tensor without its own storage, for which data_ptr() returns 0: a kernel that reads there
+    would crash the process. `t.data_ptr() or address(t)` is equivalent and faster.
     """
     if t is None:
         return 0
@@ -119,9 +119,9 @@ def address(t: torch.Tensor | None) -> int:
 
 
 def by_metadata(why_not: F) -> F:
-    """Marks a why_not whose answer depends only on shapes, dtypes, plain values, which tensors are in host memory, on
+    """Marks a why_not whose result depends only on shapes, dtypes, plain values, which tensors are in host memory, on
     an Rng's full_shape and start, and on a Comm's size: not on strides, addresses, requires_grad or a device's index.
-    It is then called once for all calls that agree in those. The kit fails a marked why_not whose answer changes with
+    It is then called once for all calls that agree in those. The kit fails a marked why_not whose result changes with
     strides, or with an Rng's seed and offset.
 
     >>> @by_metadata
@@ -156,7 +156,7 @@ class Backend(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass starts from its parent's implementations, so that a wrapper (a recorder, say) can add to them.
+        # A subclass starts from its parent's implementations, so that a wrapper (such as a recorder) can add to them.
         cls.impls = {name: list(impls) for name, impls in getattr(cls, "impls", {}).items()}
 
     # Required methods.
@@ -240,7 +240,7 @@ class Backend(ABC):
         """Resets the "peak" of `memory_stats`, if there is one."""
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """A context whose work runs on a stream of its own, after the work submitted before it; work submitted after
+        """A context whose work runs on a separate stream, after the work submitted before it; work submitted after
         the context runs after it. By default the current stream.
         """
         return contextlib.nullcontext()

@@ -1,6 +1,6 @@
 """vmap over lowered ops: one call per slice, whose results are stacked.
 
-Every implementation takes slices, but few take another dimension, so this is the rule that holds for all ops. The
+Every implementation accepts slices, but few accept another dimension, so only this rule is valid for all ops. The
 residuals of the slices share one token, whose record is the list of their tokens.
 """
 
@@ -56,7 +56,7 @@ def _require_functional(lowered: Lowered) -> None:
 
 
 def _require_randomness(lowered: Lowered, info: Any, in_dims: Sequence[Any], flat: Sequence[Any]) -> None:
-    """Refuses draws that would be the same in every slice, unless this was asked for."""
+    """Refuses draws that would be the same in every slice, unless the caller permits this."""
     for name, parameter in lowered.op.schema.parameters.items():
         state = flat[lowered.position(name)] if parameter.kind == "rng" else None
         if state is not None and in_dims[lowered.position(name)] is None and info.randomness != "same":

@@ -13,7 +13,7 @@ from .signature import define, fragments
 class Call:
     """The arguments of a call, as attributes with the names of the op's parameters; defaults are filled in.
 
-    Each op has a subclass of its own, `op.Call`, whose constructor has the op's signature:
+    Each op has its own subclass, `op.Call`, whose constructor has the op's signature:
 
     >>> call = hal.ops.rms_norm.Call(torch.ones(2, 8), torch.ones(8))
     >>> call.x.shape, call.eps
@@ -36,7 +36,7 @@ class Call:
 def call_class(name: str, signature: inspect.Signature) -> type[Call]:
     """The subclass of Call for an op with this name and signature."""
     f = fragments(signature)
-    # Generated like an op's __call__: an implementation whose why_not looks at strides is asked on every call.
+    # Generated like an op's __call__, because a why_not that depends on strides needs a Call on every call of the op.
     source = f"def __init__(_self, {f.header}):\n" + "".join(f"    _self.{p} = {p}\n" for p in f.names)
     init = define("__init__", source, dict(f.scope), f"call of {name}")
     return type(name, (Call,), {"__slots__": f.names, "__init__": init, "__module__": __name__})

@@ -1,6 +1,6 @@
 """Data-sheet figures of a device model that bound the time and the memory of a training step.
 
-A backend lists the devices it knows in `Backend.device_specs`; `hal plan` uses their figures and touches no device.
+A backend lists device models in `Backend.device_specs`; `hal plan` uses their figures and touches no device.
 """
 
 from __future__ import annotations

@@ -106,10 +106,10 @@ def activate(
 
 
 def _set(active: _Active | None) -> None:
-    """Switches to another backend or policy; every op has to look its candidates up again."""
+    """Switches to another backend or policy; every op has to look up its candidates again."""
     global _active
     _active = active
-    # Calls of the backend before are not those that an error of this one is about.
+    # An error of the new backend cannot come from calls that were issued on the previous one.
     issued.forget()
     issued.after = None
     if active is not None and active.synchronous:
@@ -245,7 +245,7 @@ def wrapped_calls(around: Callable[[Impl, Callable[..., Any]], Callable[..., Any
     """Runs `around(impl, call)` in place of `call`, the function that runs a call on `impl`, within a `with` block.
 
     For observing what a program calls; `call` and its replacement have the op's signature. References that run as a
-    fallback are not wrapped, and of a composition the ops that it calls are.
+    fallback are not wrapped. For a composition, the ops that it calls are wrapped instead.
     """
     before = _state()
     _set(dataclasses.replace(before, around=around))
@@ -290,8 +290,8 @@ class _ActiveDispatcher:
     def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         active = _state()
         for impl in _candidates(op, active):
-            # A preferred implementation whose answer depends on more than metadata must be asked on every call, so
-            # none behind it can be remembered either.
+            # If the why_not of a preferred implementation depends on more than metadata, it must run on every call, so
+            # the choice of a later implementation cannot be cached either.
             if not impl.by_metadata:
                 return None
             if not impl.refusals(call):
@@ -323,7 +323,7 @@ install_dispatcher(_ActiveDispatcher())
 
 def _refused(op: Op[Any, Any], active: _Active, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handles a call that no candidate accepts: runs the reference or raises, depending on the policy."""
-    # The reasons are collected again here, so that accepted calls do not pay for texts.
+    # The reasons are collected again here, so that no texts are kept for accepted calls.
     report = why(op, *args, **kwargs)
     if active.fallback != "reference":
         raise UnsupportedOp(f"{report}\nWhat to do: change the call, or allow the slow path with fallback='reference'.")

@@ -54,7 +54,7 @@ def register(lowered: Lowered, library: Any) -> None:
     def backward(*flat: Any) -> Any:
         refuse_tangents(op, flat)
         token, sources, kept, upstream, *shapes = flat
-        # autograd only sees tensors that are arguments themselves.
+        # autograd only tracks tensors that are arguments themselves.
         return list(_apply(_Backward, lowered, kept, shapes, len(sources), token, *sources, *upstream))
 
     library.impl(op.name, plain, "Autograd")
@@ -166,7 +166,7 @@ def _no_forward_mode(op: str) -> HalError:
 def _kept(lowered: Lowered, flat: Sequence[Any]) -> list[int]:
     """The sources of this call that a graph should keep: those that an implementation's residuals share memory with.
 
-    A traced call has no elements to run on, so this is learned from the op's edge cases, by parameter and by result,
+    A traced call has no elements to run on, so this is determined from the op's edge cases, by parameter and by result,
     once per backend and policy. A source that is missing here costs a copy, not a wrong gradient. Results that the call
     does not have may be among them.
     """
@@ -191,7 +191,7 @@ def _used(lowered: Lowered, impl: Impl) -> set[str | int]:
         args, kwargs = sample.build(torch.float32, dispatch.device())
         call = op.Call(*args, **kwargs)
         names = {name for name in op.schema.parameters if getattr(call, name) is not None}
-        # One sample for every parameter that a call may give; more would be many for attention.
+        # A sample runs only if it gives a parameter that no earlier one gave, because attention has very many samples.
         if not sample.grad or names <= given or impl.refusals(call):
             continue
         given |= names
@@ -204,7 +204,7 @@ def _used(lowered: Lowered, impl: Impl) -> set[str | int]:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Runs real code although a mode or a transform is active."""
+    """Disables dispatch modes and transforms, so that the block computes on real tensors."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 

@@ -1,7 +1,7 @@
 """The calls issued since the device was last synchronised, because a device's error may surface after its call.
 
-`after` runs after every forward and backward of an implementation of an asynchronous backend: it notes the call or, in
-synchronous mode, waits for it. It is None for other backends, which spares them the time.
+`after` runs after every forward and backward of an implementation of an asynchronous backend: it records the call or,
+in synchronous mode, waits for it. It is None for other backends, which saves the time of the call.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from ..errors import DeviceError
 
 LIMIT = 1000
-"""The most calls that are remembered; a training step of a small model makes about 500."""
+"""The maximum number of recorded calls; a training step of a small model makes about 500."""
 
 _calls: deque[str] = deque(maxlen=LIMIT)
 after: Callable[[str], None] | None = None
 
 
 def note(call: str) -> None:
-    """Remembers a call as issued."""
+    """Records a call as issued."""
     _calls.append(call)
 
 

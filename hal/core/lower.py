@@ -11,7 +11,7 @@ For example, a traced `y = ops.rms_norm(x, w)` of tensors that need gradients be
     dx, dw = hal::rms_norm_backward(token, [x, w], kept=[0, 1], [dy], ...shapes and dtypes of x and w)
 
 The implementation's residuals are (x, w, statistics). x and w are sources 0 and 1 of the call, so the graph keeps them
-itself and passes them back (`kept`); the statistics, which the graph does not know, stay in a record under `token`, a
+itself and passes them back (`kept`); the statistics, which are not part of the graph, stay in a record under `token`, a
 tensor of one integer, until the backward pass has taken them.
 """
 
@@ -33,7 +33,7 @@ from .op import Op
 _ALL = range(1 << 30)
 
 LIBRARY: Any = torch.library.Library("hal", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Holds the definitions; they last as long as it does."""
+"""Owns the definitions, which are removed when it is freed."""
 
 
 class Lowered:
@@ -110,7 +110,7 @@ class Lowered:
         return given
 
     def position(self, name: str) -> int:
-        """The place of the parameter's first argument among the flat ones."""
+        """The index of the parameter's first argument among the flat ones."""
         return self._places[name][0]
 
     def tensors_of(self, name: str, flat: Sequence[Any]) -> int:
@@ -164,7 +164,7 @@ class Lowered:
         outputs = [owned.take(y) for y in results]  # the same objects, unless they have to be copied
         arguments = gradients.tensors(flat)
         sources = dict(enumerate(arguments))
-        # A result that was copied is unknown to the graph; only the residuals use its memory.
+        # A result that was copied is not part of the graph; only the residuals use its memory.
         sources |= {len(arguments) + i: y for i, y in enumerate(results) if y is outputs[i]}
         record.settle(sources, kept)
         return outputs, record
@@ -189,7 +189,7 @@ class Lowered:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> list[Tensor]:
-        """The gradients that the forward's `needs` asked for, of the given shapes, from those of its results."""
+        """The gradients that the forward's `needs` selected, of the given shapes, from those of its results."""
         record = residuals.record_of(token)
         grads = record.backward(dict(zip(kept, sources)), upstream)
         owned = _Owned([*sources, *upstream])
@@ -238,7 +238,7 @@ class _Owned:
         self.taken = {t.untyped_storage().data_ptr() for t in gradients.tensors(flat)}
 
     def take(self, y: Tensor) -> Tensor:
-        """`y` (any shape), or a contiguous copy with memory of its own."""
+        """`y` (any shape), or a contiguous copy in separate memory."""
         y = y.contiguous()
         if y.untyped_storage().data_ptr() in self.taken:
             y = y.clone(memory_format=torch.contiguous_format)

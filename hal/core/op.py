@@ -84,14 +84,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class DtypeSpec:
-    """Stands in a sample call for the dtype under test, as the value of a parameter of type torch.dtype."""
+    """A placeholder in sample calls for the dtype under test, as the value of a parameter of type torch.dtype."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One valid call of an op: plain values, `Rng`s, specs of arguments and lists of them. The repr is runnable code.
 
-    grad=False marks a call whose gradients are not compared (say, NaN inputs).
+    grad=False marks a call whose gradients are not compared (for example, with NaN inputs).
     """
 
     args: tuple[Any, ...]
@@ -122,7 +122,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Choice:
-    """An integer output that says which of several values an op has chosen, where rounding decides between close ones.
+    """An integer output that identifies the values that an op has chosen, where rounding decides between close ones.
 
     The conformance kit accepts every choice that is `right`, and compares the other outputs and the gradients with
     those of the reference for the same choice. Without this, an integer output must equal the reference's.
@@ -140,7 +140,7 @@ class Choice:
 class Dispatcher(Protocol):
     """Decides which function runs an op's call. hal.core.dispatch implements it for the active backend and policy.
 
-    An op remembers the answers until `Op.forget` is called.
+    An op caches the results until `Op.forget` is called.
     """
 
     def admit(self, op: Op[Any, Any], call: Call) -> None:
@@ -149,7 +149,7 @@ class Dispatcher(Protocol):
     def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         """The implementation of all calls that agree with this one in metadata.
 
-        None if an implementation whose why_not looks at more than metadata has to be asked first.
+        None if the why_not of an implementation before it depends on more than metadata, and so must run on every call.
         """
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
@@ -157,16 +157,17 @@ class Dispatcher(Protocol):
 
 
 class Router(Protocol):
-    """Decides where calls go that are traced or transformed. hal.core.transforms implements it."""
+    """Routes calls that are traced or transformed. hal.core.transforms implements it."""
 
     def transformed(self, op: Op[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        """What runs a call while a dispatch mode, functorch or a forward-mode level is active; None: as in eager code.
+        """The function that runs a call while a dispatch mode, functorch or a forward-mode level is active.
 
-        Raises UnsupportedOp for a dual tensor.
+        None: the call runs as in eager code. Raises UnsupportedOp for a dual tensor.
         """
 
     def unreal(self, op: Op[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        """What runs a call whose tensors have no elements (fake, meta), or that torch.jit.trace records; else None."""
+        """The function that runs a call whose tensors have no elements (fake, meta), or that torch.jit.trace records;
+        else None."""
 
     def lowered(self, op: Op[Any, Any]) -> Any:
         """`hal.lower(op)`."""
@@ -275,7 +276,7 @@ class Op(Generic[P, R]):
         return call
 
     def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Verifies a call whose metadata `key` is new, and remembers and returns what runs calls with this metadata.
+        """Verifies a call whose metadata `key` is new; caches and returns the function for calls with this metadata.
 
         key None: an argument of the wrong type (a list in place of a tensor) has no metadata; the call is refused here.
         """
@@ -291,19 +292,19 @@ class Op(Generic[P, R]):
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         if key is not None:
-            with contextlib.suppress(TypeError):  # a list among the plain values cannot be remembered
+            with contextlib.suppress(TypeError):  # a key with a list among the plain values cannot be hashed
                 self.memo[key] = run
         return run
 
     def resolve_unremembered(self, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Verifies a call of an op that has no metadata key, and returns what runs it."""
+        """Verifies a call of an op that has no metadata key, and returns the function that runs it."""
         if (unreal := _router.unreal(self, *args, **kwargs)) is not None:
             return unreal
         _dispatcher.admit(self, self.verify(*args, **kwargs))
         return self.candidates()
 
     def transformed(self, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        """What runs a call under a mode or a transform, see `Router.transformed`."""
+        """The function that runs a call under a mode or a transform, see `Router.transformed`."""
         return _router.transformed(self, *args, **kwargs)
 
     def candidates(self) -> Callable[..., Any]:
@@ -313,7 +314,7 @@ class Op(Generic[P, R]):
         return self._candidates
 
     def forget(self) -> None:
-        """Drops all remembered answers, because the backend, its implementations or the policy have changed."""
+        """Drops all cached functions, because the backend, its implementations or the policy have changed."""
         self.memo.clear()
         self._candidates = self.kept = None
 
@@ -341,9 +342,9 @@ def _op_class(
 ) -> type[Op[Any, Any]]:
     """A subclass of Op for one op, whose generated __call__ has the signature of the reference.
 
-    A check sees only shapes, dtypes and plain values, so its verdict is remembered under exactly those and under which
+    A check depends only on shapes, dtypes and plain values, so its result is cached under exactly those and under which
     tensors are in host memory; so is the choice among implementations whose why_not is `by_metadata`. Any other why_not
-    is asked on every call: it may look at strides or pointers. Ops on lists of tensors are checked on every call.
+    runs on every call, because it may depend on strides or pointers. Ops on lists of tensors are checked on every call.
 
     torch.compile traces another function in place of __call__, which calls the op's torch op.
     """
@@ -378,7 +379,7 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declares an op; decorates its reference function.
 
-    check: raises ContractError for a `Call` that is wrong on every backend. It looks at shapes, dtypes and plain values
+    check: raises ContractError for a `Call` that is wrong on every backend. It may use shapes, dtypes and plain values
         only, never at a tensor's elements.
     tol: allowed error per input dtype against the reference in float64; also the list of dtypes the kit tests.
     samples: called by the kit, returns a hypothesis strategy of `Sample`s (valid calls only).
@@ -394,7 +395,7 @@ def op(
     version: raised when the op's meaning or required parameters change. Implementations written for another version
         stay registered and refuse every call.
     choice: the output in which close values may be exchanged, if there is one.
-    shapes: for a reference that looks at elements of tensors, so that it cannot run on fake ones: called with a `Call`
+    shapes: for a reference that reads elements of tensors, so that it cannot run on fake ones: called with a `Call`
         of fake tensors, returns tensors with the shapes and dtypes of the result (`torch.empty` makes them).
     """
 

@@ -1,7 +1,8 @@
 """The two functions behind `op(...)`: what eager code runs, and what torch.compile traces in its place.
 
-The eager one is source text, because its time is HAL's overhead: it looks the call's metadata up in the op's memo and
-runs what it finds. Whatever is not a plain eager call leaves it through `Op.transformed` or `Op.resolve`.
+The eager function is generated from source text, because its time is HAL's overhead: it looks up the call's metadata in
+the op's memo and runs the function found there. All calls that are not plain eager calls are passed to `Op.transformed`
+or `Op.resolve`.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def memo_key(schema: Schema) -> str | None:
             return None
         metadata = _METADATA[p.kind].format(p.name)
         if p.kind == "tensor" and not p.optional and not any("type(" in e for e in elements):
-            # Fake tensors are of another type. They come together, so that one shows for all; likewise meta tensors,
-            # for which tensors on the CPU, the most frequent on a machine without a device, are not asked.
+            # Fake tensors have another type, which is read of one tensor only, because either all tensors of a call are
+            # fake or none is. The same applies to is_meta, which is not read of tensors on the CPU.
             metadata = f"type({p.name}), {p.name}.shape, {p.name}.dtype, {p.name}.is_cpu or ({p.name}.is_meta,)"
         # A value of a plain type is its own metadata, None included.
         if p.optional and p.kind != "plain":
@@ -77,7 +78,7 @@ def memo_key(schema: Schema) -> str | None:
     if len(absent) <= 2:
         elements += absent.values()
     else:
-        # Most calls have none of them, which one element of the key says faster than many.
+        # Most calls give none of them. One element of the key for all of them is then faster than one for each.
         none = " and ".join(f"{name} is None" for name in absent)
         elements.append(f"None if {none} else ({', '.join(absent.values())},)")
     return ", ".join(elements)
@@ -111,7 +112,7 @@ def source(signature: inspect.Signature, key: str | None, written: Sequence[str]
         end = f"    _refuse_shared(_self.name, {_named(written)}, {_named(read)})\n{end}"
     start = (
         f"def __call__(_self, {f.header}):\n"
-        # All three are per thread but the first, which may say yes for a mode of another thread.
+        # The last two are thread-local. The first may be true because of a mode in another thread.
         f"    if _modes._is_in_torch_dispatch_mode or _transforms() or _forward_ad._current_level >= 0:\n"
         f"        _run = _self.transformed({f.passed})\n"
         f"        if _run is not None:\n"
@@ -125,7 +126,8 @@ def source(signature: inspect.Signature, key: str | None, written: Sequence[str]
         f"        _key = ({key},)\n"
         f"        _run = _memo[_key]\n"
         # KeyError: new metadata. AttributeError: not a tensor where one should be. TypeError: a list, which cannot be
-        # hashed, among the plain values. The call is resolved outside of the handler, so that its errors stand alone.
+        # hashed, among the plain values. The call is resolved outside of the handler, so that its errors are not
+        # chained to the handled one.
         f"    except (KeyError, AttributeError, TypeError):\n"
         f"        _run = None\n"
         f"    if _run is None:\n"
@@ -146,7 +148,7 @@ def eager(
     name: str,
     mutates: Sequence[str],
 ) -> Callable[..., Any]:
-    """The __call__ of an op. torch.compile never looks into it, where an uncompiled frame calls it."""
+    """The __call__ of an op. torch.compile does not trace its frame when an uncompiled frame calls it."""
     f = fragments(signature)
     states = {
         "_modes": torch.utils._python_dispatch,

@@ -80,13 +80,13 @@ def load(name: str) -> type[Backend]:
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise PluginError(f"the backend '{name}' ({source}): {target} is {cls!r}, not a subclass of hal.Backend")
     if getattr(cls, "name", None) != name:
-        raise PluginError(f"the backend '{name}' ({source}): its class says name = {getattr(cls, 'name', None)!r}")
+        raise PluginError(f"the backend '{name}' ({source}): its class has name = {getattr(cls, 'name', None)!r}")
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise PluginError(f"the backend '{name}' ({source}): {target} lacks the methods every backend has: {missing}")
     if plugins and not any("api" in vars(c) for c in cls.__mro__[: cls.__mro__.index(Backend)]):
         raise PluginError(
-            f"the backend '{name}' ({source}) does not say for which contract it is written; its class needs "
+            f"the backend '{name}' ({source}) does not declare the contract it is written for; its class needs "
             f"`api = {API}` (or the number it was tested with)"
         )
     if cls.api != API:
@@ -103,7 +103,7 @@ def make(name: str, options: Mapping[str, object] | None = None, *, deterministi
     deterministic: equal calls give equal bits; sets the option of that name if the constructor has it.
 
     Raises what `load` raises, HalError for an option that its constructor does not take, or BackendUnavailable if equal
-    calls may give different bits although `deterministic` was asked for.
+    calls may give different bits although `deterministic` was requested.
     """
     cls = load(name)
     given = dict(options or {})

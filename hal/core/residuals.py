@@ -1,12 +1,12 @@
 """What the forward pass of a lowered op leaves for its backward pass, carried through a graph by one small tensor.
 
-Implementations save what they like: tensors of any number and shape, plain values, or torch's own graph. A traced graph
-has to know every tensor before any implementation runs, so residuals do not appear in it one by one. The forward
-returns a *token*, an int64 tensor of one element on the CPU, whose memory owns the residuals: they are freed when the
-last tensor that shares this memory is freed, as other saved tensors are.
+An implementation may save tensors of any number and shape, plain values, or torch's own graph. In a traced graph, every
+tensor must be declared before any implementation runs, so residuals do not appear in it one by one. The forward returns
+a *token*, an int64 tensor of one element on the CPU, whose memory owns the residuals: they are freed when the last
+tensor that shares this memory is freed, as other saved tensors are.
 
 A compiler may reuse the memory of an argument or a result after its last use in the graph. Residuals that share memory
-with one are therefore not stored: the graph saves the argument itself, if `kept` asks for it, and passes it to the
+with one are therefore not stored: the graph saves the argument itself, if `kept` contains it, and passes it to the
 backward, where the residual is made from it again. If `kept` does not, the residual is a copy.
 """
 
@@ -53,7 +53,7 @@ def record_of(token: Tensor) -> Any:
     if memory is None:
         raise HalError(
             "the residuals of a lowered op are gone: its token was copied and the original freed. Tokens stay in this "
-            "process and must not be moved, offloaded or saved; exclude hal::*_forward from what does that"
+            "process and must not be moved, offloaded or saved; exclude hal::*_forward from the function that does so"
         )
     return memory.record
 
@@ -149,7 +149,7 @@ class Record:
 
 
 def _laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy of t with exactly these strides, which an implementation may have noted for its backward."""
+    """A copy of t with exactly these strides, which an implementation may have recorded for its backward pass."""
     distinct = t
     for dim, step in enumerate(stride):
         if step == 0 and t.shape[dim] > 1:
@@ -192,7 +192,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _anchor() -> Tensor:
-    """Something that requires a gradient."""
+    """An empty tensor that requires a gradient, so that autograd records the function that takes it."""
     return torch.empty(0, device="cpu").requires_grad_()
 
 
@@ -202,7 +202,7 @@ def _storage(t: Tensor) -> int:
 
 @contextmanager
 def _saving(shelf: _Shelf) -> Iterator[None]:
-    """Passes what autograd saves to `shelf`. functorch forbids hooks, but means those of its own levels."""
+    """Passes what autograd saves to `shelf`. Lifts functorch's ban on such hooks, which is meant for its levels."""
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if forbidden is not None:
         torch._C._autograd._saved_tensors_hooks_enable()

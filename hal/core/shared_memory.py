@@ -1,7 +1,7 @@
 """Refuses calls whose written tensors share memory with other arguments.
 
-A verdict on metadata is remembered; this one cannot be, so it is part of every call of an op that writes to a tensor,
-and costs about 2 us there.
+Checks of metadata are cached. This check depends on addresses and therefore runs on every call of an op that writes to
+a tensor; it takes about 2 us.
 """
 
 from __future__ import annotations

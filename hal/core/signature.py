@@ -1,7 +1,7 @@
 """An op's signature as data: the types of its parameters, and source text for generating functions that share it.
 
 `Schema` is read from the reference's resolved type hints once, when the op is defined; everything that treats a tensor
-differently from an `Rng` (verification, memo keys, autograd, lowering, the kit) asks it.
+differently from an `Rng` (verification, memo keys, autograd, lowering, the kit) uses it.
 
 `fragments` and `define` make functions with an op's signature from source text, like a dataclass's __init__: binding
 *args and **kwargs generically would cost more than the complete dispatch budget of 1 us.
@@ -132,8 +132,8 @@ def _resolved(reference: Callable[..., Any], what: str, annotation: Any) -> Any:
     if annotation is inspect.Parameter.empty:
         raise HalError(f"op '{reference.__name__}': {what} has no type hint. Known: {_KNOWN}")
 
-    # typing.get_type_hints evaluates all annotations of a function together, and its error does not say which one
-    # failed. This function has only one.
+    # typing.get_type_hints evaluates all annotations of a function together, and its error does not identify the one
+    # that failed. This function has only one.
     def annotated() -> None: ...
 
     annotated.__annotations__ = {"hint": annotation}

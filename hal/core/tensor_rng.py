@@ -109,6 +109,7 @@ def _words(seed: int, offset: int) -> Tensor:
 
 
 def _fork(state: Tensor, names: str) -> Tensor:
+    """state int64 [2] -> the state of the forked stream, int64 [2]."""
     forked = TensorRng(state).plain().fork(*ast.literal_eval(names))
     return _words(forked.seed, forked.offset)
 

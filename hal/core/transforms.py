@@ -1,7 +1,7 @@
-"""Where a call of an op goes when it is not plain eager code: to its torch op, or to a clear refusal.
+"""Routes calls of ops that are not plain eager code: to the op's torch op, or to an error.
 
-Eager calls pay for two checks in `Op.__call__` (see `_call_source` in op.py): one that dispatch modes, functorch and
-forward-mode levels are inactive, and one that the first tensor is a plain one. All else is decided here.
+Eager calls make only two checks in `Op.__call__` (see `source` in op_call.py): that no dispatch mode, functorch
+transform or forward-mode level is active, and that the first tensor is a plain one. Everything else is decided here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Router:
     def unreal(self, op: Op[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
         if torch._C._get_tracing_state() is not None:
             return lower(op)
-        # Of a list, which may be long, the first tensor stands for all.
+        # Only the first tensor of a list is examined, because a list may be long.
         firsts = [v[0] if isinstance(v, (list, tuple)) and v else v for v in (*args, *kwargs.values())]
         given = [t for t in firsts if isinstance(t, Tensor)]
         for t in given:
@@ -52,8 +52,8 @@ class _Router:
                 return functools.partial(_in_mode, t.fake_mode, lower(op))
             if isinstance(t, FunctionalTensor):
                 return lower(op)
-        # A real tensor among those that only describe one is on the wrong device. Tensors of a subclass
-        # that is built on a meta tensor have values of their own.
+        # A real tensor among those that only describe one is on the wrong device. Tensors of a subclass that is built
+        # on a meta tensor do have values.
         described = given and all(t.is_meta and type(t) in (Tensor, torch.nn.Parameter) for t in given)
         return lower(op) if described else None
 

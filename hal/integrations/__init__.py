@@ -1,1 +1,1 @@
-"""HAL inside frameworks that others maintain. Each module imports its framework, and is imported only by its user."""
+"""HAL inside third-party frameworks. Each module imports its framework, so nothing in HAL imports these modules."""

@@ -4,10 +4,10 @@
     hal.integrations.deepspeed.use()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-What DeepSpeed asks about the device is answered by the backend (device, synchronisation, memory, ranges in profiles,
-dtypes) or by torch's module of the device's type (streams, events, random state). There are no kernels of DeepSpeed's
-own, which it would compile for devices that it knows: what needs one raises DeepSpeed's error, and collectives are
-torch.distributed's.
+DeepSpeed's queries about the device are served by the backend (device, synchronisation, memory, ranges in profiles,
+dtypes) or by torch's module of the device's type (streams, events, random state). DeepSpeed compiles its own kernels
+only for devices that it supports, so there are none here: functions that need one raise DeepSpeed's error. Collectives
+are torch.distributed's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class HalAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
     def default_stream(self, device_index: int | None = None) -> Any:
         return None if self._host else self._module.default_stream()
 
-    # Memory, of which the backend may know nothing: 0 then
+    # Memory: 0 where the backend has no such figure
 
     def _memory(self, *names: str) -> int:
         stats = self._backend.memory_stats()

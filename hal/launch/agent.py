@@ -33,7 +33,7 @@ from .worker import FOLDER, RESUME, failure_path, log_path, stop_path
 _INTERVAL = 0.1
 """Seconds between two polls of the workers and their logs."""
 _STOP_SECONDS = 30.0
-"""Least seconds that workers have to save and end when the job is asked to stop."""
+"""The minimum number of seconds that workers have to save and end after a request to stop."""
 _WORKER = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; root = sys.argv.pop(1); sys.path.append(root); "
     "from hal.launch.worker import main; sys.exit(main(sys.argv[1:]))"
@@ -53,7 +53,7 @@ class Job:
     master_port: address of the store on node 0 (port 0 on one node: the system chooses). log_dir: folder of the
     worker_RANK.log (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other
     nodes. environment: variables that are added to the workers'. exit_signal_grace: seconds that the workers have to
-    save and end after SIGTERM (None: at least 30, or what they have asked for). max_restarts: how often failed workers
+    save and end after SIGTERM (None: at least 30, or what they have requested). max_restarts: how often failed workers
     are started again. min_nodes: nodes with which the job goes on if others have failed (0: all).
     """
 
@@ -204,7 +204,7 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
             super()._shutdown(signal.SIGTERM, timeout=_GRACE)
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-            # torch gives a timeout if this process was asked to stop: then the workers save a checkpoint.
+            # torch passes a timeout if this process was requested to stop: then the workers save a checkpoint.
             super()._shutdown(death_sig, _GRACE if timeout is None else math.ceil(_stop_seconds(job, folder)))
 
         def ranks(self) -> list[int]:
@@ -283,8 +283,8 @@ def _scratch() -> Iterator[Path]:
                 handle = os.open(stale, os.O_RDONLY)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # A newer one may belong to a launcher that has not locked it yet. One from the future is not new:
-                    # the clock has been set back.
+                    # A newer one may belong to a launcher that has not locked it yet. A folder whose time is in the
+                    # future is not newer: the clock has been set back.
                     if abs(time.time() - stale.stat().st_mtime) > 1:
                         shutil.rmtree(stale, ignore_errors=True)
                 finally:

@@ -26,9 +26,10 @@ def mark_path(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def routed_when_imported(mark: Path) -> Iterator[None]:
-    """A context for a launched script. When it imports `megatron.core`, that is routed to the backend (HAL_BACKEND), by
-    `hal.model.megatron.scripts.running_core`, until the context ends; when it imports `megatron.training`, which
-    creates `mark`, `running_training` is entered as well. Without a chosen backend nothing happens.
+    """A context for a launched script. When it imports `megatron.core`, device calls are redirected to the backend
+    (HAL_BACKEND), by `hal.model.megatron.scripts.running_core`, until the context ends; when it imports
+    `megatron.training`, which creates `mark`, `running_training` is entered as well. Without a chosen backend nothing
+    happens.
     """
     if "HAL_BACKEND" not in os.environ:
         yield
@@ -66,7 +67,7 @@ class _Routing(MetaPathFinder):
                 importlib.import_module(CORE)
                 self._enter(CORE)  # if it had been imported before this script ran
             load(module)
-            # Only now: a script may look for the module without loading it, or retry a failed import.
+            # Not before the module runs, because a script may look for it without loading it, or retry a failed import.
             self._enter(name)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

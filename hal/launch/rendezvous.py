@@ -57,7 +57,7 @@ def local(address: str) -> Any:
     store, rounds = HashStore(), iter(range(1 << 62))
 
     def join() -> RendezvousInfo:
-        # For scripts that start a server of their own; nothing listens here.
+        # For scripts that start their own server; HAL does not listen on this port.
         info = RendezvousStoreInfo(address, _free_port(address))
         return RendezvousInfo(PrefixStore(f"round_{next(rounds)}", store), 0, 1, info)
 

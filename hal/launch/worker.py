@@ -46,7 +46,7 @@ def stop_path(folder: Path) -> Path:
 
 
 def expect_stop(seconds: float) -> None:
-    """Tells the launcher, if this process has one, how long a request to stop may take (a step and a save)."""
+    """Reports to the launcher, if there is one, how long a request to stop may take (a step and a save)."""
     folder = os.environ.get(FOLDER)
     if folder is not None:
         temporary = stop_path(Path(folder)).with_suffix(".tmp")

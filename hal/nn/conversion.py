@@ -1,8 +1,8 @@
-"""Turns the modules of a model into those of hal.nn, in place, and says what was replaced and what was left, and why.
+"""Turns the modules of a model into those of hal.nn, in place, and reports what was replaced and what was left.
 
 A module becomes its counterpart by changing its class: parameters, buffers, hooks and names stay, so optimizers that
 hold the parameters, tied weights and checkpoints are unaffected. Only a module of exactly torch's class is changed; a
-subclass has a forward of its own.
+subclass may define another forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import hal
 from . import layers
 
 Rule = Callable[[Module], "type[Module] | str | None"]
-"""What a module becomes: a class (a subclass of its own), the reason why it is left, or None: not this rule's."""
+"""Returns the class that a module gets (a subclass of its present class), the reason why it is left unchanged, or None
+if the rule does not apply to it."""
 
 _LAYERS: dict[type[Module], type[layers._Checked]] = {
     torch.nn.Linear: layers.Linear,
@@ -33,7 +34,8 @@ _LAYERS: dict[type[Module], type[layers._Checked]] = {
 
 @dataclass
 class Conversion:
-    """What `convert` did. replaced, left: description -> how many modules; left's descriptions contain the reason."""
+    """The result of `convert`. replaced, left: description -> how many modules; left's descriptions contain the
+    reason."""
 
     replaced: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
@@ -41,7 +43,7 @@ class Conversion:
     def __str__(self) -> str:
         lines = [f"replaced {count:4} {what}" for what, count in self.replaced.items()]
         lines += [f"left     {count:4} {what}" for what, count in self.left.items()]
-        return "\n".join(lines) or "nothing to replace: the model has no modules with arithmetic of their own"
+        return "\n".join(lines) or "nothing to replace: the model has no modules that compute anything themselves"
 
 
 def _torch_layer(module: Module) -> type[Module] | str | None:
@@ -52,16 +54,16 @@ def _torch_layer(module: Module) -> type[Module] | str | None:
         return "; ".join(reasons) if reasons else cls  # type: ignore[return-value]  # each is a Module
     base = next((base for base in _LAYERS if isinstance(module, base)), None)
     if base is not None:
-        return f"is a subclass of torch.nn.{base.__name__} with a forward of its own"
+        return f"is a subclass of torch.nn.{base.__name__} that may define another forward"
     return None
 
 
 def convert(
     model: Module, *, backend: str | None = None, rules: Sequence[Rule] = (), verbose: bool = True
 ) -> Conversion:
-    """Replaces the modules of `model` by those that run on HAL's ops. Changes the model; returns what it did.
+    """Replaces the modules of `model` by those that run on HAL's ops. Changes the model and returns a report.
 
-    backend: activated first (`hal.use`), else the active one; the model moves to its device. rules: asked before the
+    backend: activated first (`hal.use`), else the active one; the model moves to its device. rules: applied before the
     rule for torch's layers. verbose: print the result. Modules that contain others are not listed unless a rule names
     them, nor are modules that a previous call has replaced. Functions that the model calls, such as
     `torch.nn.functional.scaled_dot_product_attention`, are not modules and stay torch's: call hal.nn's instead.

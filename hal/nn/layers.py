@@ -142,7 +142,8 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies.float(), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, *, layout: str = "BNSD") -> Tensor:
-        """x [b,n,s,d] (in `layout`: BNSD, BSND, SBND or TND) turned by position_ids [s] or [b,s], default 0, 1, ..."""
+        """x [b,n,s,d] (in `layout`: BNSD, BSND, SBND or TND) rotated according to position_ids [s] or [b,s], default 0,
+        1, ..."""
         length = x.shape[layout.index("T" if layout == "TND" else "S")]
         positions = torch.arange(length, device=x.device) if position_ids is None else position_ids
         angles = positions[..., None].float() * self.inv_freq

@@ -64,4 +64,4 @@ def test_a_collective_timeout_names_group_rank_collective_and_absentees():
     assert (error.group, error.rank, error.op, error.seq, error.absent) == ("tp", 1, "all_reduce", 7, (0, 3))
     assert "all_reduce #7 on group 'tp' timed out after 60 s on rank 1" in str(error)
     assert "did not arrive: 0, 3" in str(error)
-    assert "the transport does not say" in str(hal.CollectiveTimeout("tp", 1, "all_reduce", 7, [], 60.0))
+    assert "the transport does not report them" in str(hal.CollectiveTimeout("tp", 1, "all_reduce", 7, [], 60.0))

@@ -32,7 +32,7 @@ def convert(model: PreTrainedModel, *, backend: str | None = None, verbose: bool
     """Makes a model of transformers run on HAL's ops: `hal.nn.convert` with the rules for its classes, and attention.
 
     Trainer and accelerate then compute on the backend's device. A model that does not use transformers' attention
-    interface keeps its attention, and the result says so. Raises what `hal.use` raises.
+    interface keeps its attention, and the result reports this. Raises what `hal.use` raises.
     """
     done = convert_modules(model, backend=backend, rules=RULES, verbose=False)
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(hal.local_device())

@@ -15,7 +15,7 @@ import hal
 
 
 def main(argv: list[str]) -> None:
-    """Runs transformers' command line. Exit code 2 for wrong usage and for what HAL refuses."""
+    """Runs transformers' command line. Exit code 2 for wrong usage and for HAL's errors."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--backend", default=os.environ.get("HAL_BACKEND") or None)
     parser.add_argument("--simulate", action="store_true")

@@ -1,4 +1,4 @@
-"""transformers' attention interface on ops.flash_attention, with everything that its models ask of attention."""
+"""transformers' attention interface on ops.flash_attention, with all arguments that its models pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attention(
     if attention_mask is None or attention_mask.dtype == torch.int32 or attention_mask.shape[2] != length:
         visible = (_pre_tokens(module, keys, sliding_window), 0 if causal else None)
     else:
-        visible = (None, None)  # the mask says everything
+        visible = (None, None)  # the mask alone defines what is visible
     shared: dict[str, Any] = {
         "pre_tokens": visible[0],
         "next_tokens": visible[1],
@@ -74,7 +74,7 @@ def attention(
 
 
 def _pre_tokens(module: torch.nn.Module, keys: int, window: int | str | None) -> int | None:
-    """The op's pre_tokens for a sliding window. Raises HalError where a layer may have one and did not say so."""
+    """The op's pre_tokens for a sliding window. Raises HalError where a layer may have one but does not pass it."""
     if not isinstance(window, str):
         return None if window is None else window - 1
     configured = getattr(getattr(module, "config", None), "sliding_window", None)

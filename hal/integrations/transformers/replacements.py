@@ -47,10 +47,12 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _rms(self: Any, x: Tensor) -> Tensor:
+    """x [..., h] -> [..., h]."""
     return ops.rms_norm(x, self.weight, self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps)
 
 
 def _rms_plus_one(self: Any, x: Tensor) -> Tensor:
+    """x [..., h] -> [..., h], with weight + 1 as the weight."""
     weight = 1.0 + self.weight.float()
     return ops.rms_norm(x, weight, self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps)
 
@@ -65,7 +67,7 @@ def norm(module: Module) -> type[Module] | str | None:
     x = _draw(3, weight.shape[-1])
     with torch.no_grad():
         kept = weight.data
-        weight.data = 1.0 + 0.3 * _draw(*kept.shape)  # tells the kinds apart whatever the weights are
+        weight.data = 1.0 + 0.3 * _draw(*kept.shape)  # distinguishes the two forms, whatever the weights are
         try:
             expected = module(x)
             for form, forward in (("rms_norm", _rms), ("rms_norm of 1 + weight", _rms_plus_one)):
@@ -75,7 +77,7 @@ def norm(module: Module) -> type[Module] | str | None:
             return f"is called in another way ({error})"
         finally:
             weight.data = kept
-    return "computes something else than ops.rms_norm"
+    return "does not compute ops.rms_norm"
 
 
 def _gelu_of(module: Module) -> str | None:
@@ -130,7 +132,7 @@ def gated_mlp(module: Module) -> type[Module] | str | None:
     probe = _draw(3, parts[0].in_features, dtype=parts[0].weight.dtype)
     with torch.no_grad():
         if not _agrees(forward(module, probe), module(probe), 3e-2 if probe.dtype.itemsize == 2 else 1e-4):
-            return "computes something else than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+            return "does not compute down_proj(act_fn(gate_proj(x)) * up_proj(x))"
     return _replaced(type(module), form, forward)
 
 
@@ -158,7 +160,7 @@ def rotary(module: Module) -> type[Module] | str | None:
         return f"its rotary embedding is called in another way ({error})"
     if not all(_agrees(a, b) for a, b in zip(_rotary(*arguments), expected)):
         return "its rotary embedding does not pair channel i with i + r/2"
-    # The same code with another meaning of one name: only this model's layers change, not the model's file.
+    # The same code with one global name replaced, so that only this model's layers change and not the module.
     names = {**forward.__globals__, "apply_rotary_pos_emb": _rotary}
     changed = types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__

@@ -1,4 +1,4 @@
-"""Deterministic mode: implementations and backends whose equal calls may differ refuse, and say why."""
+"""Deterministic mode: implementations and backends whose equal calls may differ refuse, with the reason."""
 
 import pytest
 import torch

@@ -325,7 +325,7 @@ def test_a_tensor_elsewhere_is_refused_before_any_implementation_sees_it(toy, tw
     with hal.activated(two):
         with pytest.raises(hal.ContractError, match="is on meta, but the active backend 'cpu_toy' works on cpu"):
             toy(X, W.to("meta"), scale=1.0)
-        assert toy(X.to("meta")).is_meta  # without any data, only shapes are asked for
+        assert toy(X.to("meta")).is_meta  # without any data, only shapes are computed
         assert hal.why(toy, X.to("meta")).chosen == "a"  # the explanation needs no data
 
 

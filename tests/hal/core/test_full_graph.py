@@ -1,4 +1,4 @@
-"""Models of other people on HAL's ops as one graph: a nanoGPT and a Llama of transformers, forward and backward."""
+"""Third-party models on HAL's ops as one graph: a nanoGPT and a Llama of transformers, forward and backward."""
 
 from __future__ import annotations
 
