@@ -33,6 +33,7 @@ _P = ParamSpec("_P")
 
 
 def require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
+    """x [..., h], bias [h]."""
     require(
         x.ndim >= 1 and x.is_floating_point(), op, "a floating-point x of at least one dimension", (x.shape, x.dtype)
     )
@@ -42,6 +43,7 @@ def require_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
 
 
 def require_even(op: str, x: Tensor) -> None:
+    """x [..., 2h]."""
     require(x.ndim >= 1 and x.shape[-1] % 2 == 0, op, "an even last size (two halves)", tuple(x.shape))
 
 

@@ -55,8 +55,8 @@ def _check_shapes(
     else:
         at = layout.index
         n, g, d, dk = q[at("N")], k[at("N")], q[at("D")], k[at("D")]
-        require(num_heads in (None, n), _OP, f"num_heads={n}, as q's shape says", num_heads)
-        require(num_kv_heads in (None, g), _OP, f"num_kv_heads={g}, as k's shape says", num_kv_heads)
+        require(num_heads in (None, n), _OP, f"num_heads={n}, as in q's shape", num_heads)
+        require(num_kv_heads in (None, g), _OP, f"num_kv_heads={g}, as in k's shape", num_kv_heads)
     require(d == dk and d > 0, _OP, "q and k of one head size, at least 1", (d, dk))
     require(v[-1] > 0, _OP, "a head size of v of at least 1", tuple(v))
     require(g > 0 and n % g == 0, _OP, "query heads divisible by key/value heads", f"{n} and {g}")
@@ -156,7 +156,7 @@ def band_mask(
 
 
 class _Scores(NamedTuple):
-    """What changes the scores of a call, or of one of its sequences; None and 0 change nothing.
+    """The arguments that change the scores of a call, or of one of its sequences; None and 0 change nothing.
 
     masked: True = hidden. bias: added. keep: of the dropout with probability p. These broadcast to [b, n, sq, skv];
     sinks: [n].
@@ -250,7 +250,7 @@ def _slopes(*shape: int) -> TensorSpec:
 
 
 def _score_cases() -> list[Sample]:
-    """Calls with what changes the scores, alone and combined, and with heads of v of another size."""
+    """Calls with the arguments that change scores, alone and combined, and with heads of v of another size."""
     rng = Rng(11, 5)
     hidden = TensorSpec((2, 1, 5, 7), "bool", p=0.7, dtype=torch.bool)
     every_row_dead = TensorSpec((1, 7), "bool", p=1.0, dtype=torch.bool)
@@ -419,7 +419,7 @@ def _shapes(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     grads=("q", "k", "v", "bias", "sinks"),
     nondiff_outputs=(1,),
     shapes=_shapes,
-    # 2: v may have another head size than k, which no parameter tells an implementation.
+    # 2: v may have another head size than k, which no parameter indicates.
     version=2,
 )
 def flash_attention(
@@ -445,7 +445,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     top_left: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(mask(scale * q k^T)) v, without ever forming the matrix (in the backends; here it is formed).
+    """softmax(mask(scale * q k^T)) v, without storing the matrix (in the backends; the reference stores it).
 
     q, k, v: `layout` SBH [s,b,n*d], BSH [b,s,n*d], SBND, BSND, BNSD, or TND [t,n,d] (packed sequences, with int32
         cu_seqlens_q/k [b+1] that start with 0 and end with the token count). The heads of v, and so those of the

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def _require_sum(op: str, x: Tensor, residual: Tensor) -> None:
+    """x and residual [..., h]."""
     require(x.ndim >= 1 and x.shape == residual.shape, op, "x and residual of one shape", (x.shape, residual.shape))
     require(residual.dtype == x.dtype, op, f"residual of x's dtype {x.dtype}", residual.dtype)
 
@@ -99,6 +100,7 @@ def _samples_add_norm(weights: int) -> SearchStrategy[Sample]:
 
 
 def _compose_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """x and residual [..., h], weight [h]."""
     total = bias_dropout_add(x, None, residual)
     return rms_norm(total, weight, eps), total
 
@@ -125,6 +127,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
 def _compose_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
+    """x and residual [..., h], weight and bias [h]."""
     total = bias_dropout_add(x, None, residual)
     return layer_norm(total, weight, bias, eps), total
 
@@ -155,6 +158,7 @@ def add_layer_norm(
 
 
 def _require_product(op: str, x: Tensor, weight: Tensor) -> None:
+    """x [..., in], weight [out, in]."""
     require(weight.ndim == 2, op, "weight of shape [out, in]", tuple(weight.shape))
     require(x.ndim >= 1 and x.shape[-1] == weight.shape[1], op, f"x of shape [..., {weight.shape[1]}]", tuple(x.shape))
     require(x.dtype == weight.dtype, op, f"x of weight's dtype {weight.dtype}", x.dtype)
@@ -225,6 +229,7 @@ def _compose_linear_cross_entropy(
     vocab_start: int = 0,
     comm: Comm | None = None,
 ) -> Tensor:
+    """x [..., h], weight [v_local, h], target [...] -> the loss [...]."""
     return cross_entropy(
         linear(x, weight),
         target,
@@ -339,6 +344,7 @@ def _activate(
 def _compose_linear_bias_activation(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str, approximate: str = "tanh"
 ) -> Tensor:
+    """x [..., in], weight [out, in], bias [out]."""
     op, arguments = _activate(activation, linear(x, weight), bias, approximate)
     return op(*arguments)
 
@@ -451,6 +457,7 @@ def _compose_qk_norm_rotary(
     interleaved: bool = False,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
+    """q and k in `layout`, q_weight and k_weight [d], cos and sin as in `rotary`."""
     q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     return (
         rotary(q, cos, sin, layout=layout, interleaved=interleaved),
@@ -484,7 +491,7 @@ def qk_norm_rotary(
     interleaved: bool = False,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(q, k), each head divided by its root mean square (rms_norm over the head size), then turned by rotary.
+    """(q, k), each head divided by its root mean square (rms_norm over the head size), then rotated by `rotary`.
 
     q: SBND [s, b, n, d], BSND, BNSD or TND [t, n, d]; k has the same layout and may have another number of heads.
     q_weight, k_weight [d]; cos, sin and interleaved as in `rotary`, without a gradient. The results are like q and k.

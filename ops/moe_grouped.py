@@ -36,6 +36,7 @@ def _sizes(sizes: tuple[int, ...]) -> TensorSpec:
 
 
 def _require_groups(op: str, x: Tensor, sizes: Tensor, experts: int) -> None:
+    """x [n, in], sizes [experts]."""
     require(x.ndim == 2, op, "x of shape [n, in]", tuple(x.shape))
     require(sizes.shape == (experts,), op, f"group_sizes of shape [{experts}]", tuple(sizes.shape))
     require(sizes.dtype == torch.int64, op, "int64 group_sizes", sizes.dtype)

@@ -1,5 +1,6 @@
-"""Routing of tokens to experts: moe_router chooses them, moe_balance_sums feeds the auxiliary losses, moe_drop enforces
-a capacity. The semantics are megatron-core 0.16.1's (megatron/core/transformer/moe/{router,moe_utils}.py).
+"""Routing of tokens to experts: moe_router chooses experts, moe_balance_sums computes the terms of auxiliary losses,
+moe_drop enforces a capacity. The semantics are megatron-core 0.16.1's
+(megatron/core/transformer/moe/{router,moe_utils}.py).
 
 Shapes: t tokens, e experts, k experts per token, g groups of experts, s sequences. An assignment is one of the t * k
 pairs of a token and an expert; the index of a dropped assignment is -1.
@@ -114,7 +115,7 @@ def _follows(selection: Tensor, indices: Tensor, slack: float) -> Tensor:
 
 
 def _router_shapes(call: Call) -> tuple[Tensor, Tensor]:
-    """Sinkhorn's algorithm ends when the values say so."""
+    """The number of iterations of Sinkhorn's algorithm depends on the values."""
     shape = (call.logits.shape[0], call.topk)
     return call.logits.new_empty(shape), call.logits.new_empty(shape, dtype=torch.int64)
 
@@ -346,7 +347,7 @@ def _samples_sums() -> SearchStrategy[Sample]:
 def moe_balance_sums(
     logits: Tensor, indices: Tensor, *, score_function: str = "softmax", sequences: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What auxiliary losses are made of: (score sums [s, e], assignments [s, e] int64, z [s]), summed over tokens.
+    """The terms of the auxiliary losses: (score sums [s, e], assignments [s, e] int64, z [s]), summed over tokens.
 
     logits [t, e], indices [t, k]. Token i belongs to sequence i % sequences (the layout [s, b] of Megatron). The scores
     are softmax(logits) or sigmoid(logits) / their sum; z is the sum of squared log-sum-exps of the logits (Zoph et al.,

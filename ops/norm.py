@@ -25,6 +25,7 @@ _P = ParamSpec("_P")
 
 
 def require_weight(op: str, x: Tensor, name: str, w: Tensor, eps: float) -> None:
+    """x [..., h], w [h]."""
     require(x.ndim >= 1 and w.shape == x.shape[-1:], op, f"{name} of shape {tuple(x.shape[-1:])}", tuple(w.shape))
     require(
         x.is_floating_point() and w.dtype in (x.dtype, torch.float32), op, f"{name} in x's dtype or float32", w.dtype

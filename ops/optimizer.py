@@ -158,7 +158,7 @@ def _samples_lists() -> SearchStrategy[list[TensorSpec]]:
 @hal.op(
     check=_check_l2norm,
     tol={
-        torch.float32: Tol(1e-6, 4e-6),  # a sum of up to ~1600 squares; each backend orders it its own way
+        torch.float32: Tol(1e-6, 4e-6),  # a sum of up to ~1600 squares, in an order that differs between backends
         torch.bfloat16: Tol(1e-6, 4e-6),  # inputs are exact, the result is float32
         torch.float16: Tol(1e-6, 4e-6),
     },

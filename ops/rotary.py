@@ -85,7 +85,7 @@ def _samples() -> SearchStrategy[Sample]:
     grads=("x",),
 )
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "SBND", interleaved: bool = False) -> Tensor:
-    """The first r channels of each head turned by position; the others pass through. The result is like x.
+    """The first r channels of each head rotated by position; the others are copied. The result is like x.
 
     x: SBND [s,b,n,d], BSND, BNSD or TND [t,n,d]. cos, sin: float32 [s, r/2], or [b, s, r/2] when positions differ per
     sample; they carry no gradient. interleaved=False pairs channel i with i + r/2 (Llama, Megatron's default), True

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def require_ids(op: str, name: str, ids: Tensor, vocab_start: int, comm: Comm | None) -> None:
+    """ids [...] of any shape."""
     require(ids.dtype == torch.int64, op, f"int64 {name}", ids.dtype)
     require(vocab_start >= 0, op, "vocab_start >= 0", vocab_start)
     sharded = comm is not None and comm.size > 1

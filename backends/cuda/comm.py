@@ -31,7 +31,7 @@ def _refuse(collective: str, dtype: torch.dtype, op: str | None) -> Sequence[str
     if dtype not in _CARRIED:
         reasons.append(f"NCCL has no {dtype}")
     if op == "avg" and not dtype.is_floating_point:
-        reasons.append("NCCL's average of integers does not promise HAL's rounding (towards zero)")
+        reasons.append("NCCL does not document that its average of integers rounds towards zero")
     return reasons
 
 

@@ -240,7 +240,7 @@ def _require_kernels_for(capability: tuple[int, int]) -> None:
     if major * 10 + minor not in known:
         raise hal.BackendUnavailable(
             f"{name} is an sm_{major}{minor}, which this NVRTC ({'.'.join(map(str, compile.nvrtc().getVersion()))}, "
-            f"up to sm_{max(known)}) does not know; pip install --upgrade nvidia-cuda-nvrtc"
+            f"up to sm_{max(known)}) does not support; pip install --upgrade nvidia-cuda-nvrtc"
         )
 
 

@@ -22,6 +22,7 @@ from .tensors import LANES, TYPE, aligned, reasons, refuses, threads_for
 
 
 def _grouped_mm_refusals(x: Tensor, experts: int, n_out: int, n_in: int) -> list[str]:
+    """Reasons why grouped_mm cannot multiply x [n, n_in] by weights [experts, n_out, n_in]."""
     refusals = list(reasons(x))
     if not hasattr(torch.nn.functional, "grouped_mm"):
         refusals.append("a torch without grouped_mm (2.10 and later have it)")

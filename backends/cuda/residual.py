@@ -23,6 +23,7 @@ def _why_not(call: Call) -> Sequence[str]:
 
 
 def _add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, rng: Rng | None) -> Tensor:
+    """residual + dropout(x + bias) in residual's dtype; x and residual [..., width], bias [width]."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     dense = None if bias is None else bias.contiguous()
     if y.numel():

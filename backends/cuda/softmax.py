@@ -63,6 +63,7 @@ def softmax_backward(x: Tensor, dy: Tensor, mask: Tensor | None, stats: Tensor, 
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
+    """dx [b, n, sq, sk] from dy of the same shape."""
     x, mask, stats, scale, causal = residuals
     return (softmax_backward(x, dy, mask, stats, scale, causal),)
 

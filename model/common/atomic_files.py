@@ -38,7 +38,9 @@ def cache_dir(*parts: str) -> Path:
         hint = "set HAL_CACHE_DIR to a folder that you can write to"
         raise HalError(f"the cache folder {root} cannot be created ({error.strerror}); {hint}") from None
     if problem:
-        raise HalError(f"the cache folder {folder} is not safe: {problem}; set HAL_CACHE_DIR to one of your own")
+        raise HalError(
+            f"the cache folder {folder} is not safe: {problem}; set HAL_CACHE_DIR to one that only you can write to"
+        )
     return folder
 
 

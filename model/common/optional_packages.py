@@ -10,7 +10,8 @@ from hal import HalError
 
 @contextlib.contextmanager
 def optional_package(purpose: str, install: str, error: type[HalError] = HalError) -> Iterator[None]:
-    """Raises `error` in the place of an ImportError of the block: what needs the package, and how to install it.
+    """Raises `error` instead of an ImportError of the block; the message names the purpose and how to install the
+    package.
 
     purpose: the beginning of the message ("x needs y"). install: what pip installs it by ("torch-hal[train]").
     """

@@ -35,7 +35,7 @@ class Engine:
     """This rank's stage of a model.
 
     vocabulary: the number of ids without padding; padding ids never get any probability. lead: whether this process
-    prints and answers on behalf of all ranks.
+    prints and returns results on behalf of all ranks.
     """
 
     def __init__(

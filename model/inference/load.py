@@ -148,7 +148,7 @@ def _require_stored(config: Config, folder: Path) -> None:
     stored = stored_tensors(folder)
     if config.num_layers > len(stored):  # checked first, since `shapes` builds all layers
         raise HalError(
-            f"the checkpoint {folder} says it has {config.num_layers} layers; it holds {len(stored)} tensors"
+            f"the options of the checkpoint {folder} give {config.num_layers} layers; it holds {len(stored)} tensors"
         )
     for name, shape in shapes(config).items():
         info = stored.get(name)

@@ -91,6 +91,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     """megatron-core's function of that name: (x, bias), residual, p -> residual + dropout(x + bias)."""
 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, p: float) -> Tensor:
+        """x and residual [..., h], bias [h] or None."""
         x, bias = x_with_bias
         dropout: dict[str, Any] = {"p": p, "rng": next_stream()} if training and p > 0.0 else {}
         out: Tensor = ops.bias_dropout_add(x, bias, residual.to(x.dtype), **dropout)

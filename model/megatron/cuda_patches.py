@@ -1,8 +1,8 @@
 """hal_device(): patches torch so that unmodified megatron-core runs on the active HAL backend.
 
 Only while the `with` block runs, the torch names in `CORE` (those of an NVIDIA device in megatron-core's GPT training
-and checkpointing) and in `device_patches.DEVICE` (all others by which programs mean that device) act on the active
-backend. If someone else has already replaced one of them, the error names the replacement and nothing is patched. On an
+and checkpointing) and in `device_patches.DEVICE` (all others by which programs refer to that device) act on the active
+backend. If other code has already replaced one of them, the error names the replacement and nothing is patched. On an
 NVIDIA device nothing is patched.
 """
 
@@ -95,7 +95,7 @@ class _Session:
         self.guards = contextlib.ExitStack()
 
     def apply(self, names: Mapping[str, Make]) -> None:
-        """Applies the patches that are new. If one of the names has been replaced by someone else, applies none."""
+        """Applies the patches that are new. If other code has replaced one of the names, applies none."""
         if not self.patches:
             _list_functions_for_compile()
         # All patches are prepared, and thereby validated, before the first one is applied.
@@ -124,7 +124,7 @@ class _Session:
 
 
 def _list_functions_for_compile() -> None:
-    """Has torch.compile list torch's functions before any is replaced.
+    """Makes torch.compile list torch's functions before any is replaced.
 
     It does so once per process, by identity, at its first use. If that were inside a block, the functions that are
     replaced there could not be compiled after it.
@@ -145,8 +145,8 @@ def hal_device(names: Mapping[str, Make] = NAMES) -> Iterator[None]:
     Blocks may nest and overlap, in one or several threads: an inner block may add names, and all patches stay until the
     last block ends. On an NVIDIA device nothing is done.
 
-    Raises HalError if someone else has replaced a name already, if another backend is active in an outer block, or at
-    the end if someone replaced a name meanwhile (the others are reverted).
+    Raises HalError if other code has replaced a name already, if another backend is active in an outer block, or at
+    the end if other code replaced a name meanwhile (the others are reverted).
     """
     backend = hal.backend()
     if backend.device().type == DEVICE_TYPE:
@@ -176,7 +176,7 @@ def _enter(backend: hal.Backend, names: Mapping[str, Make]) -> None:
         try:
             session.apply(names)
             _session = session
-            # Only now: this imports megatron.core, upon which `hal launch` enters a block of its own.
+            # Not imported earlier, because importing megatron.core makes `hal launch` enter another block.
             if first:
                 session.guard()
         except BaseException:

@@ -1,11 +1,11 @@
-"""`DEVICE`: every way in which a program says "the NVIDIA device" to torch, and what it means on the active backend.
+"""`DEVICE`: all names by which a program refers to the NVIDIA device in torch, and their replacements.
 
 Factory functions are those that torch itself lists as taking a device (torch.set_default_device routes the same ones).
 Patches are used and not a TorchFunctionMode, because a mode acts in one thread: gradients of a device are computed in
 torch's own threads, where recomputed layers must find the device as well (ADR 0041).
 
-Questions whose answer torch or megatron-core uses to choose code for NVIDIA's libraries are answered truthfully to them
-(`_TRUTH`), and with the backend's device to everyone else.
+Queries by which torch or megatron-core choose code for NVIDIA's libraries return torch's own result to these packages
+(`_TRUTH`), and the result for the backend's device to all other callers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Make = Callable[[DeviceProxy, Any], Any]
 """(proxy, torch's own object) -> its replacement."""
 
 _TRUTH = ("torch", "triton", "transformer_engine", "apex", "megatron.core")
-"""Packages that ask for the NVIDIA device in order to use its compiler or its libraries."""
+"""Packages that query the NVIDIA device in order to use its compiler or its libraries."""
 
 NEWEST = (10, 0)
-"""The compute capability that scripts are told: they require features, and the backend answers for itself."""
+"""The compute capability that scripts get: scripts use it to require features, and HAL's ops refuse what they lack."""
 
 
 def _factories() -> dict[str, Make]:
@@ -81,7 +81,7 @@ DEVICE: Mapping[str, Make] = {
 
 
 def _to_scripts(own: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A question that the packages of `_TRUTH` get answered by torch, and all others by the backend."""
+    """A query that returns torch's result to the packages of `_TRUTH`, and the backend's to all other callers."""
 
     @functools.wraps(own)
     def asked(*args: Any, **kwargs: Any) -> Any:

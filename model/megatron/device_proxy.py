@@ -34,7 +34,7 @@ class DeviceProxy:
 
     @property
     def host(self) -> bool:
-        """Whether the device is the CPU, which has no generators, streams or allocator of its own."""
+        """Whether the device is the CPU, which has no separate generators, streams or allocator."""
         return self.type == "cpu"
 
     def current(self) -> torch.device:

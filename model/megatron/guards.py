@@ -72,8 +72,8 @@ def replaced(replacements: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 def _experts() -> dict[tuple[Any, str], Any]:
     """What megatron-core's mixture of experts takes from NVIDIA's libraries, if these are not installed.
 
-    Its router reads a name that it defines with Transformer Engine only, and has a formula of its own where that is
-    None. The product per expert of the package grouped_gemm is HAL's op.
+    Its router reads a name that it defines with Transformer Engine only, and uses another formula where that is None.
+    The product per expert of the package grouped_gemm is HAL's op.
     """
     utilities, grouped = core("transformer.moe.moe_utils"), core("transformer.moe.grouped_gemm_util")
     replacements: dict[tuple[Any, str], Any] = {}

@@ -95,6 +95,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        """q [2c, b, n, d], k [2c, b, g, d], v [2c, b, g, e] -> [2c, b, n, e]."""
         c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
         lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
@@ -117,6 +118,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """dq, dk and dv from dout [2c, b, n, e]."""
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank

@@ -1,6 +1,6 @@
-"""The exchange of rows between ranks that share the experts of a layer, and something else computed meanwhile.
+"""Exchanges rows between ranks that share the experts of a layer, overlapped with other computation.
 
-Both directions are one batch of messages of any lengths; each is the gradient of the other.
+Each direction is one batch of messages of any lengths, and is the gradient of the other.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Exchange:
         self.finish = self.route.collect(dy, self.rows) if self.length is None else self.route.spread(dy)
 
     def wait(self) -> Tensor:
-        """The result of what was started."""
+        """Waits, and returns the result of the exchange in progress."""
         assert self.finish is not None
         finish, self.finish = self.finish, None
         return finish()
@@ -89,7 +89,7 @@ class Exchange:
 def start_exchange(x: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
     """Starts the exchange of x. The function it returns waits for the result.
 
-    Start and end are nodes of the graph on their own. Autograd runs the latest nodes first: in the backward pass it
+    Start and end are separate nodes of the graph. Autograd runs the latest nodes first: in the backward pass it
     starts the exchange of the gradient, runs what was computed between the two, and waits.
     """
     token: Tensor = _Started.apply(x, exchange)  # type: ignore[no-untyped-call]

@@ -85,5 +85,5 @@ class SequenceShard:
         distance = others[0][0] - first
         row, column = divmod(first, distance) if distance > 0 else (0, 0)
         if len(others) > 1 or others[0][1] != length or distance < length or column + length > distance:
-            raise ContractError(f"rows {self.runs} of {self.full} are no two equal runs that a draw could address")
+            raise ContractError(f"rows {self.runs} of {self.full} are not two equal runs, which a draw could address")
         return rng.block((row + 2, distance, *rest), (row, column, *start)), [2, length, *shape[1:]]

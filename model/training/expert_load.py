@@ -1,4 +1,4 @@
-"""What the routers of a model counted in a step, summed over the ranks: the load of the experts, and their biases."""
+"""The load of the experts in a step, counted by the routers and summed over the ranks, and the experts' biases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _entropy(shares: Sequence[float]) -> float:
 
 
 class ExpertLoad:
-    """Starts the routers of this rank's `models` in each step, and collects what those of all ranks counted."""
+    """Starts the routers of this rank's `models` in each step, and sums the counts of all ranks."""
 
     def __init__(self, config: Config, models: Sequence[GPT], world: Comm) -> None:
         self.config, self.world = config, world
@@ -68,7 +68,7 @@ class ExpertLoad:
             router.start_step(loss_scale)
 
     def finish(self) -> None:
-        """Sums what was counted over the ranks. All ranks call it after the last backward pass of the step."""
+        """Sums the counts over the ranks. All ranks call it after the last backward pass of the step."""
         if not self.layers:
             return
         width = 2 * (self.config.num_experts or 0) + len(LOSSES) + 1

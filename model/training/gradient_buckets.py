@@ -63,6 +63,7 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
+        """Called by autograd when `parameter` (any shape) has its gradient of a microbatch."""
         self._arrivals[name] += 1
         if self._arrivals[name] == self.count:
             self._missing[self._bucket_of[name]] -= 1

@@ -1,4 +1,4 @@
-"""Whether a suspect step was a passing fault, a lasting one, or caused by its batch: found by computing it again.
+"""Computes suspect steps again, to attribute each to a transient fault, a persistent fault or its batch.
 
 A step is a function of (config, iteration, samples), so a second execution gives the same bits unless something has
 failed. If it does give the same bits, the ops' references decide whether the batch or an implementation is the cause.
@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """cause: "transient", "persistent" or "input"; text: what was seen."""
+    """cause: "transient", "persistent" or "input"; text: what was observed."""
 
     cause: str
     text: str
@@ -46,7 +46,7 @@ class RerunCheck:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def suspicion(self, gradients: Gradients) -> str:
-        """Why a step is suspect, or ""; a step that is not is remembered."""
+        """Why a step is suspect, or ""; a step that is not suspect is recorded for later comparisons."""
         if not math.isfinite(gradients.loss):
             return f"the loss is {gradients.loss}"
         if gradients.norm is not None and not math.isfinite(gradients.norm):
@@ -65,7 +65,7 @@ class RerunCheck:
         if second.same(first):
             return Verdict("persistent", f"{why}; the same step computed again has the same result")
         return Verdict(
-            "transient", f"{why}; the same step computed again gave a loss of {second.loss:.6g}: a passing fault"
+            "transient", f"{why}; the same step computed again gave a loss of {second.loss:.6g}: a transient fault"
         )
 
     def verdict(self, first: Gradients, why: str, again: Callable[[], Gradients]) -> Verdict:
@@ -74,7 +74,7 @@ class RerunCheck:
         if not second.same(first):
             return Verdict(
                 "transient",
-                f"{why}, and the same step computed again gave a loss of {second.loss:.6g}: a passing fault",
+                f"{why}, and the same step computed again gave a loss of {second.loss:.6g}: a transient fault",
             )
         with hal.policy(pin={name: "reference" for name, op in vars(ops).items() if isinstance(op, hal.Op)}):
             reference = again()

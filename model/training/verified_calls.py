@@ -41,7 +41,7 @@ class VerifiedCalls:
         size = int(self._world.all_reduce(longest, "max").item())
         if not size:
             return ""
-        # Every rank reports what all of them have found: rank 0 writes the log.
+        # Every rank returns the findings of all ranks, because only rank 0 writes the log.
         encoded = torch.zeros(self._world.size, size, dtype=torch.int64, device=self._world.device)
         encoded[self._world.rank, : len(text)] = torch.tensor(list(text), dtype=torch.int64)
         rows = self._world.all_reduce(encoded).tolist()

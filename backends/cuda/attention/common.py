@@ -98,7 +98,7 @@ def fused(spec: AttentionSpec, name: str) -> list[str]:
     """The refusals common to all fused kernels of torch: HAL's dropout bits, and scales that are not positive."""
     refusals = []
     if spec.dropout_p > 0.0:
-        refusals.append(f"dropout ({name} draws bits of its own; HAL's are the same on every backend)")
+        refusals.append(f"dropout ({name} draws other bits; HAL's are the same on every backend)")
     if spec.scale <= 0.0:
         refusals.append(
             f"scale {spec.scale:g} ({name} takes the maximum before it scales, so the scale must be positive)"

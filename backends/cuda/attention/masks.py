@@ -40,7 +40,7 @@ def packed_mask(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> Tensor:
 def packed_positions(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sequence and position of each query [tq] and key [tk].
 
-    Queries are aligned with their sequence's last key, or with its first if the call says so.
+    Queries are aligned with their sequence's last key, or with its first if the call has top_left.
     """
     owner_q, i = _positions(cu_q, spec.sq)
     owner_k, j = _positions(cu_k, spec.skv)

@@ -82,6 +82,7 @@ def flash_forward(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """torch's _flash_attention_forward: q [b, sq, n, d], k and v [b, skv, g, d]; packed, [tokens, heads, d]."""
     out, state = torch.empty_like(q), torch.zeros(2, dtype=torch.uint64)
     heads = q.shape[-2]
     shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
@@ -124,6 +125,7 @@ def flash_backward(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's _flash_attention_backward: dq, dk and dv; dout and out have the layout of q, see `flash_forward`."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for at_q, at_k in _sequences(q, k, cu_q, cu_k):
         qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
@@ -152,6 +154,7 @@ def cudnn_forward(
     *,
     scale: float,
 ) -> tuple[Any, ...]:
+    """torch's cuDNN attention: q [b, n, sq, d], k and v [b, g, skv, d]."""
     out, lse = _softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
     state = torch.zeros((), dtype=torch.int64)
     return out.to(q.dtype), lse[..., None], None, None, q.shape[2], k.shape[2], state, state, q.new_empty(0)
@@ -176,6 +179,7 @@ def cudnn_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Its backward pass: dq, dk and dv from dout and out [b, n, sq, d]."""
     return _grads(dout, q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
 
 
@@ -190,6 +194,7 @@ def efficient_forward(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """torch's memory-efficient attention: q [b, n, sq, d], k and v [b, n, skv, d], attn_bias [b, n, sq, skv]."""
     bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
     out, lse = _softmax(q, k, v, bias, scale)
     # The kernel pads its statistics to a multiple of 32 queries.
@@ -215,6 +220,7 @@ def efficient_backward(
     *,
     scale: float,
 ) -> tuple[Any, ...]:
+    """Its backward pass: dq, dk and dv from dout and out [b, n, sq, d]."""
     bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
     return (*_grads(dout, q, k, v, bias, scale), None)
 

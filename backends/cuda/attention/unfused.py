@@ -1,8 +1,7 @@
 """cuda/unfused: products by torch, softmax and dropout by HAL's kernels. Accepts every call and needs sq x skv memory.
 
-It gets the calls that torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows, softcap, ALiBi,
-bias and sinks. Scores and
-probabilities are float32.
+It runs the calls that torch's kernels refuse: dropout (HAL's bits), odd head sizes, negative windows, softcap, ALiBi,
+bias and sinks. Scores and probabilities are float32.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(256) philox_uniform(float *out, Draw draw, i64
     });
 }
 
-// y = residual + keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias and residual may be
-// 0.
+// y = residual + keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias, residual: or null.
 template <class X, class Y>
 __global__ void __launch_bounds__(256)
     dropout(const X *x, const X *bias, const Y *residual, Y *y, Draw draw, i64 threshold, double scale_, i64 vec) {
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(256)
     });
 }
 
-// dx = keep dy scale, partial[gridDim.y][width] = the column sums of dx per piece of rows. Both may be 0: not computed.
+// dx = keep dy scale, partial[gridDim.y][width] = the column sums of dx per piece of rows. Either may be null.
 template <class X, class Y>
 __global__ void __launch_bounds__(256)
     dropout_bwd(const Y *dy, X *dx, float *partial, Draw draw, i64 threshold, double scale_, i64 vec) {

@@ -30,7 +30,7 @@ INLINE float warp_max(float value) {
     return value;
 }
 
-// The index of the largest of v[0 .. n), the lowest of equal ones, in every lane; NaN are passed over (0 if all are).
+// The index of the largest of v[0 .. n), the lowest of equal ones, in every lane; NaNs are skipped (0 if all are NaN).
 INLINE int first_largest(const float *v, int n) {
     const int none = 0x7fffffff;
     float best = -INFINITE;

@@ -38,8 +38,8 @@ _INSTRUMENTED += ["-fno-tree-slp-vectorize"]
 
 
 GRID, SHARED = 3, 1024
-"""The limits of a simulated device unless others are chosen. Three blocks are the fewest that differ in more than being
-first or last; 1 KB holds the sums of a layer norm of 128 columns."""
+"""The limits of a simulated device unless others are chosen. With three blocks, the fewest possible, one is neither the
+first nor the last; 1 KB holds the sums of a layer norm of 128 columns."""
 
 
 def find_compiler() -> list[str]:
@@ -174,7 +174,7 @@ class Simulator:
             raise hal.HalError(f"CUDA simulator, kernel {kernel}: {error}")
 
     def _line(self, code: int) -> str:
-        """The line of the kernel's file that contains the instruction before `code`, if binutils can tell."""
+        """The line of the kernel's file that contains the instruction before `code`, if binutils can determine it."""
         tool = shutil.which("addr2line")
         if tool is None:
             return ""

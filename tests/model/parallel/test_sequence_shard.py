@@ -58,7 +58,7 @@ def test_sequence_parallel_parts_of_context_parallel_rows() -> None:
     ids=str,
 )
 def test_rows_that_no_draw_can_address_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(hal.ContractError, match="no two equal runs that a draw could address"):
+    with pytest.raises(hal.ContractError, match="not two equal runs, which a draw could address"):
         SequenceShard(runs, 10).draw(hal.Rng(1), (4, 3), (3,), (0,))
 
 

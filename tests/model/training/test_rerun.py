@@ -1,4 +1,4 @@
-"""Suspect steps are computed again: passing faults are corrected, lasting ones end the run, bad batches are skipped."""
+"""Suspect steps are repeated: transient faults are corrected, persistent ones end the run, bad batches are skipped."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_a_passing_fault_changes_nothing(trainer, monkeypatch):
         expected, found = whole.step(), faulty.step()
         assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
     assert same(weights(whole), weights(faulty))
-    assert len(faulty.said) == 1 and "iteration 3" in faulty.said[0] and "a passing fault" in faulty.said[0]
+    assert len(faulty.said) == 1 and "iteration 3" in faulty.said[0] and "a transient fault" in faulty.said[0]
     assert whole.said == []
 
 
