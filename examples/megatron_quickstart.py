@@ -86,9 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="folder for the checkpoint")
     parser.add_argument("--load", type=Path, help="folder of a checkpoint to start from")
-    parser.add_argument(
-        "--spec", choices=("local", "hal"), default="local", help="whose layers: megatron-core's, HAL's"
-    )
+    parser.add_argument("--spec", choices=("local", "hal"), default="local", help="layers of megatron-core or of HAL")
     options = parser.parse_args()
     join_world()
     with hal_device():

@@ -1,7 +1,7 @@
 """A seeded schedule of faults on training jobs; after each one, nothing may be lost and the trajectory is bit-equal.
 
 `python tests/faults/schedule.py --events 200 --seed 1` (`make faults`) prints one line per fault and a table. A fault
-strikes when the run has written a random number of further checkpoints. Invariants after each:
+is injected when the run has written a random number of further checkpoints. Invariants after each:
 - the newest intact checkpoint loads, and is not older than the newest before the fault that was not damaged
 - the files of every checkpoint (weights, optimizer state) have the bytes that they have without faults, and so have the
   recorded losses and gradient norms
@@ -43,7 +43,7 @@ LAYOUTS = {
 FATAL = ("kill a rank", "kill the launcher", "ask to stop", "full disk")
 DAMAGES = ("damage the newest", "cut off a file", "lose a file", "lose the tracker", "wrong file times")
 PASSING = ("stop a rank for 3 s", "slow down a rank", "clock jump")
-"""Faults that the job must survive: it goes on, and the next fault strikes it."""
+"""Faults that the job must survive: it continues, and the next fault is injected into it."""
 KINDS = FATAL + DAMAGES + PASSING
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verified" / "faults.md"
 
@@ -99,7 +99,7 @@ class Job:
         return self.runs
 
     def end(self) -> None:
-        """Waits for the job's end; it must come soon."""
+        """Waits for the job's end, which must be soon."""
         assert self.process is not None
         self.process.wait(180)
 
@@ -243,7 +243,7 @@ def compiled_clock(folder: Path) -> Path:
 
 def expected_results(layout: str, folder: Path, clock: Path) -> Expected:
     """The results of a run without faults."""
-    job = Job(layout, folder, clock, save_interval=1)  # jobs that are asked to stop save after any iteration
+    job = Job(layout, folder, clock, save_interval=1)  # jobs that are requested to stop save after any iteration
     job.start()
     job.end()
     if len(job.steps()) != ITERATIONS:
@@ -281,14 +281,14 @@ def run(events: int, seed: int, layouts: Sequence[str], root: Path) -> list[tupl
                 note(layout, kind, list(job._different(expected[layout])))
                 continue
             note(layout, kind, job.problems(expected[layout], least))
-        else:  # the run is complete; the next fault strikes a new one
+        else:  # the run is complete; the next fault is injected into a new one
             problems = job.problems_at_the_end(expected[layout])
             if problems:
                 note(layout, "a run's end", problems)
             shutil.rmtree(job.folder, ignore_errors=True)
             del jobs[layout]
         turn += 1
-    for layout, job in jobs.items():  # what is still under way must end well
+    for layout, job in jobs.items():  # jobs that still run must end without an error
         if job.runs or (reader.newest(job.save) or 0) < ITERATIONS:
             if not job.runs:
                 job.start()

@@ -1,4 +1,4 @@
-"""A rank that stays out of a collective until the others have noticed, even on a busy machine."""
+"""A rank that does not join a collective until it has timed out on the others, even on a busy machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def noticed(folder: str, rank: int) -> None:
 
 
 def timeout_without(comm: hal.Comm, absent: int, folder: str) -> object:
-    """What the error of an all_gather says that the rank `absent` stays out of; None on that rank.
+    """The attributes of the error of an all_gather that the rank `absent` does not join; None on that rank.
 
     (group, rank, op, seq, absent) of the CollectiveTimeout. The group must stay broken.
     """

@@ -1,4 +1,5 @@
-"""Pickles that attack their reader: they change classes, exhaust memory or the stack, or call what they should not."""
+"""Pickles that attack their reader: they change classes, exhaust memory or the stack, or call functions that are not
+allowed."""
 
 import struct
 

@@ -1,7 +1,7 @@
 """The import graph of a tree of files: import statements and calls that import, also inside functions.
 
 Imports below `if TYPE_CHECKING:` are ignored, because they never run. Imports of computed names, such as the commands
-that `hal` runs, are ignored too, because the source does not say which module is imported.
+that `hal` runs, are ignored too, because the source does not determine which module is imported.
 """
 
 from __future__ import annotations

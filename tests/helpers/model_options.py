@@ -31,7 +31,7 @@ DEEPSEEK_OPTIONS: dict[str, Any] = {
     "moe_router_bias_update_rate": 0.02,
     "moe_shared_expert_intermediate_size": 16,
 }
-"""Experts in groups beside a shared one, chosen by sigmoids with a bias that balances them."""
+"""Grouped experts and a shared one; the router uses sigmoids and a bias that balances the experts."""
 
 LATENT_OPTIONS: dict[str, Any] = {
     "multi_latent_attention": True,

@@ -50,14 +50,14 @@ def devices() -> list[Any]:
         return [device for platform in cl.get_platforms() for device in platform.get_devices()]
     except cl.Error as error:
         raise hal.BackendUnavailable(
-            f"no OpenCL driver (ICD) answers ({error}); install the one of your device, or pocl-opencl-icd for the CPU"
+            f"no OpenCL driver (ICD) is available ({error}); install your device's, or pocl-opencl-icd for the CPU"
         ) from error
 
 
 def unfit(device: Any) -> str:
     """Why this device cannot run the kernels, which need a compiler, OpenCL C 1.2 and 64-bit integers; "" if it can."""
     if not device.available or not device.compiler_available:
-        return "the driver says that the device or its compiler is not available"
+        return "the driver reports that the device or its compiler is not available"
     if device.profile != "FULL_PROFILE":
         return f"{device.profile}; the kernels need the full profile (64-bit integers)"
     numbers = [int(n) for n in device.version.split()[1].split(".")]
@@ -75,7 +75,7 @@ def translated(what: str) -> Iterator[None]:
             raise OutOfDeviceMemory(f"{what}: OpenCL is out of memory ({error}); use a smaller micro batch") from error
         raise hal.HalError(
             f"{what}: OpenCL reports {error}. If it happens again, start the process anew: the device's context may be "
-            f"lost; `hal doctor --backend opencl` tells whether the device works."
+            f"lost; `hal doctor --backend opencl` shows whether the device works."
         ) from error
 
 

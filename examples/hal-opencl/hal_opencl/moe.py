@@ -39,6 +39,7 @@ def _grid(tokens: int) -> tuple[int]:
 
 
 def _route(logits: Tensor, bias: Tensor | None, probs: Tensor, indices: Tensor, given: bool, spec: RouterSpec) -> None:
+    """Writes probs [t, k] and, unless they are `given`, indices [t, k] for logits [t, e] and bias [e]."""
     rows, experts = logits.shape
     sizes = rows, experts, spec.topk, spec.groups, spec.group_topk
     results = Out(probs), Out(indices, update=True), spec.scale
@@ -50,6 +51,7 @@ def _route(logits: Tensor, bias: Tensor | None, probs: Tensor, indices: Tensor, 
 
 
 def _route_bwd(logits: Tensor, indices: Tensor, dprobs: Tensor, dlogits: Tensor, spec: RouterSpec) -> None:
+    """Writes dlogits [t, e] for dprobs [t, k] and indices [t, k]."""
     types = _router_types(logits, True, spec)
     with KernelCall() as call:
         arguments = logits, indices, dprobs, Out(dlogits), spec.scale, *logits.shape, spec.topk

@@ -21,7 +21,7 @@ def main() -> None:
         done = hal(*command)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "PASS" in done.stdout.upper(), done.stdout
-    print("without hal-opencl: its name is gone, cpu_ref works")
+    print("without hal-opencl: its name is unknown, cpu_ref works")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@
 
 static inline float gate1(float x) { return 1 / (1 + exp(-x)); }
 
-// The index of the largest of v[0 .. n), the first of equal ones; NaN are passed over (0 if all are).
+// The index of the largest of v[0 .. n), the first of equal ones; NaNs are skipped (0 if all are NaN).
 static inline long first_largest(global const f32 *v, long n) {
     long best = -1;
     for (long i = 0; i < n; i++)
@@ -33,7 +33,7 @@ static inline float2 softmax_terms(global const T *x, global const long *at, lon
     return (float2)(top, sum);
 }
 
-// What probability(.., terms) needs of a token.
+// The values of a token that probability(.., terms) uses.
 static inline float2 terms_of(int kind, global const T *x, global const long *at, long experts, long topk) {
     if (kind == OF_CHOSEN) return softmax_terms(x, at, topk);
     if (kind == OF_ALL) return softmax_terms(x, 0, experts);

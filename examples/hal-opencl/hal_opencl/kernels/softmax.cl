@@ -1,6 +1,6 @@
 // softmax(scale x) over rows of x [b, n, sq, sk] with a mask and a causal limit; masked entries are 0, dead rows all 0.
 //
-// One group per row: maximum, then the sum of exponentials, then y. Backward: the probabilities are made again from x
+// One group per row: maximum, then the sum of exponentials, then y. Backward: the probabilities are recomputed from x
 // and those two (y may have been rounded to 16 bits), then dx = scale p (dy - sum(p dy)).
 //
 // Memory traffic: forward reads x once from memory, writes y; backward reads x and dy, writes dx.

@@ -9,7 +9,7 @@
 // one order of summation. Memory traffic: forward reads the logits twice (the second time from cache); backward reads
 // them once and writes as much.
 
-// What a row's numbers are relative to: its maximum, or 0 if every logit of this rank is -inf.
+// The number that a row's statistics are relative to: its maximum, or 0 if every logit of this rank is -inf.
 static inline float reference_point(float top) { return top == -INFINITY ? 0 : top; }
 
 // stats: [4][rows].
@@ -35,7 +35,7 @@ kernel void cross_entropy_stats(IN(T, logits), IN(long, target), OUT(f32, stats)
     }
 }
 
-// Brings a rank's stats, made relative to its own maximum, to the maximum of all ranks, which takes its place.
+// Rescales a rank's stats, which are relative to its own maximum, to the maximum of all ranks, which replaces it.
 kernel void cross_entropy_rescale(OUT(f32, stats), IN(f32, top), IN(long, target), const long vocab_start, const long rows,
                                   const long width) {
     const long row = get_global_id(0), at = row < rows ? TENSOR(target)[row] - vocab_start : 0;
