@@ -1,8 +1,8 @@
 """flash_attention: exact attention with pre/next-token windows, GQA, packed sequences and reproducible dropout.
 
 The window is exact on every backend (it equals flash-attn's window_size=(pre, next) and Ascend's sparse_mode 4); a
-query that sees no key gives 0. docs/adr/0032 lists what changes the scores (softcap, ALiBi, bias, sinks) and in which
-order. Shape letters: B batch, N query heads, G key/value heads, Q/K lengths, D head size, E head size of v.
+query without a visible key gives 0. docs/adr/0032 lists what changes the scores (softcap, ALiBi, bias, sinks) and in
+which order. Shape letters: B batch, N query heads, G key/value heads, Q/K lengths, D head size, E head size of v.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def _edge_cases() -> list[Sample]:
         *(_attention(layout=layout, shape=(2, 9, 9, 8), next_tokens=0) for layout in LAYOUTS[:-1]),
         *(_attention("strided", layout=layout, shape=(2, 5, 7, 4), heads=(4, 2)) for layout in LAYOUTS[:-1]),
         _attention(shape=(1, 17, 33, 16), heads=(6, 2), **band),
-        _attention(shape=(1, 33, 17, 16), pre_tokens=4, next_tokens=0),  # the first queries see nothing
+        _attention(shape=(1, 33, 17, 16), pre_tokens=4, next_tokens=0),  # no key is visible to the first queries
         _attention(shape=(1, 10, 5, 8), pre_tokens=3),  # no right edge, and more queries than keys
         _attention(shape=(1, 12, 12, 8), pre_tokens=5, next_tokens=-2),  # negative edge: dead rows at the start
         _attention(shape=(1, 12, 12, 8), pre_tokens=-2, next_tokens=6),
@@ -462,7 +462,7 @@ def flash_attention(
     sinks: [n], a logit per head that takes part in the softmax like one more visible key whose value is 0 (gpt-oss).
     top_left: windows and ALiBi have d = 0, so that they are aligned with the first query and key (of each sequence).
     Returns the output in q's layout; with return_lse also the log-sum-exp, float32 [b,n,sq] ([n,t] for TND), which
-        includes the sink and carries no gradient. A query that sees nothing gives 0, lse -inf (the sink's logit, if
+        includes the sink and carries no gradient. A query without a visible key gives 0, lse -inf (the sink's logit, if
         there is one), gradient 0.
     """
     _, n, sq, d = sizes(q, layout, num_heads)

@@ -41,7 +41,7 @@ def _edge_cases() -> list[Sample]:
         Sample((TensorSpec((2, 3, 5, 7)),)),
         Sample((TensorSpec((2, 3, 5, 5)),), {"causal": True, "scale": 0.5}),
         Sample((TensorSpec((1, 2, 3, 9)),), {"causal": True}),
-        Sample((TensorSpec((1, 2, 9, 3)),), {"causal": True}),  # the first rows see nothing
+        Sample((TensorSpec((1, 2, 9, 3)),), {"causal": True}),  # no column is visible to the first rows
         Sample((TensorSpec((2, 3, 4, 6)), mask(2, 1, 4, 6)), {"scale": 2.0}),
         Sample((TensorSpec((2, 3, 4, 6)), mask(4, 6, p=1.0))),
         Sample((TensorSpec((2, 3, 4, 6)), mask(2, 1, 1, 6)), {"causal": True}),

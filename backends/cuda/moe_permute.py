@@ -55,7 +55,7 @@ def _zero_unused(out: Tensor, row_map: Tensor) -> None:
 
 
 def _scatter(x: Tensor, row_map: Tensor, n: int) -> Tensor:
-    """Rows [n, h] of x [t, h], those of no token zero."""
+    """Rows [n, h] of x [t, h]; rows that belong to no token are zero."""
     x = x.contiguous()
     out = torch.empty(n, x.shape[1], dtype=x.dtype, device=x.device)
     if not out.numel():

@@ -54,7 +54,7 @@ class Job:
     worker_RANK.log (None: a temporary folder, kept if the job fails). cluster_timeout: seconds to wait for the other
     nodes. environment: variables that are added to the workers'. exit_signal_grace: seconds that the workers have to
     save and end after SIGTERM (None: at least 30, or what they have requested). max_restarts: how often failed workers
-    are started again. min_nodes: nodes with which the job goes on if others have failed (0: all).
+    are started again. min_nodes: number of nodes with which the job continues if others have failed (0: all).
     """
 
     command: Sequence[str]

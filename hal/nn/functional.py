@@ -48,7 +48,8 @@ def scaled_dot_product_attention(
 
     query [b, n, sq, d], key [b, g, skv, d], value [b, g, skv, e] -> [b, n, sq, e]; also without the batch dimension.
     attn_mask: bool (True = visible) or added to the scores, broadcastable to [b, n, sq, skv]. is_causal is aligned at
-    the first query and key, as in torch. Differs from torch where a query sees no key: the result is 0, not NaN.
+    the first query and key, as in torch. Differs from torch for a query without a visible key: the result is 0, not
+    NaN.
     Raises ContractError for shapes other than these, and for a mask together with is_causal, as torch does.
     """
     if query.ndim == 3:

@@ -85,6 +85,7 @@ def _to_scripts(own: Callable[..., Any], answer: Callable[..., Any]) -> Callable
 
     @functools.wraps(own)
     def asked(*args: Any, **kwargs: Any) -> Any:
+        # The module of the calling frame identifies the caller; the dot makes "torchvision" differ from "torch".
         asking = f"{sys._getframe(1).f_globals.get('__name__', '')}."
         truthfully = any(asking.startswith(f"{package}.") for package in _TRUTH)
         return (own if truthfully else answer)(*args, **kwargs)

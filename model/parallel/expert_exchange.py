@@ -112,6 +112,8 @@ class _Started(torch.autograd.Function):
 
 
 class _Finished(torch.autograd.Function):
+    """The rows that an exchange has received; its backward pass starts the exchange of their gradient."""
+
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange

@@ -1,11 +1,11 @@
-"""A seeded schedule of faults on training jobs; after each one, nothing may be lost and the trajectory is bit-equal.
+"""A seeded schedule of faults on training jobs; after each, no checkpoint may be lost and the trajectory is bit-equal.
 
 `python tests/faults/schedule.py --events 200 --seed 1` (`make faults`) prints one line per fault and a table. A fault
 is injected when the run has written a random number of further checkpoints. Invariants after each:
 - the newest intact checkpoint loads, and is not older than the newest before the fault that was not damaged
 - the files of every checkpoint (weights, optimizer state) have the bytes that they have without faults, and so have the
   recorded losses and gradient norms
-- no process, shared memory or open port of the job is left; temporary folders are gone when the run is complete
+- no process, shared memory or open port of the job is left; temporary folders are removed when the run is complete
 """
 
 from __future__ import annotations

@@ -87,10 +87,9 @@ def flash_forward(
     heads = q.shape[-2]
     shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
     lse = torch.empty(shape, dtype=torch.float32)
+    # For one query per sequence, torch moves query heads into the batch. An empty sequence makes that reshape fail.
     if cu_q is not None and max_q == 1 and heads > k.shape[1] and max(window_size_left, window_size_right) < 0:
-        q.reshape(
-            cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1]
-        )  # raises for an empty sequence, as torch does
+        q.reshape(cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1])
     for at_q, at_k in _sequences(q, k, cu_q, cu_k):
         qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
         bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)

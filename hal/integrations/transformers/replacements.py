@@ -146,7 +146,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 def rotary(module: Module) -> type[Module] | str | None:
-    """An attention whose forward calls its file's apply_rotary_pos_emb: the call goes to ops.rotary."""
+    """An attention whose forward calls its file's apply_rotary_pos_emb; ops.rotary replaces this function."""
     forward: Any = type(module).forward
     code = getattr(forward, "__code__", None)
     if code is None or "apply_rotary_pos_emb" not in code.co_names:
