@@ -37,7 +37,7 @@ TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, f
     "hal/rng.py": "hal/test_rng.py",
     "model/gpt/kv_cache.py": "model/gpt/test_kv_cache.py model/inference/test_decoding.py",
     "model/checkpoint/reader.py": "model/checkpoint/test_loading.py model/checkpoint/test_checkpoint.py",
-    "model/apps/convert/llama.py": "model/apps/convert/test_llama_fields.py model/apps/convert/test_huggingface.py",
+    "model/apps/convert/field_rules.py": "model/apps/convert/test_llama_fields.py",
     "model/data/gpt_dataset.py": "model/data/test_gpt_dataset.py model/data/test_blends.py",
     "model/apps/evaluation/tasks.py": "model/apps/evaluation/test_tasks.py",
     "model/inference/decoding.py": "model/inference/test_decoding.py",

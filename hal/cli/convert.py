@@ -13,6 +13,7 @@ from .arguments import Parser
 def parser() -> Parser:
     """The options of `hal convert`."""
     from hal.model.apps.convert import convert
+    from hal.model.apps.convert.families import FAMILIES
     from hal.model.checkpoint.saved_config import TOKENIZER
     from hal.model.config.command_line import add_options
 
@@ -42,6 +43,7 @@ def parser() -> Parser:
         help="vocabulary size of --load without padding, if it does not contain it",
     )
     add("--chat-template", type=Path, metavar="FILE", help="Jinja chat template of the result (huggingface)")
+    add("--model-type", choices=FAMILIES, help="family of the result (huggingface; default: the first that fits)")
     add("--dtype", choices=convert.DTYPES, help="precision of the result (default: that of --load)")
     group = command.add_argument_group("tokenizer of the result (hal)", argument_default=argparse.SUPPRESS)
     add_options(group, TOKENIZER)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     ignored = {
         "megatron": ("target_tensor_parallel_size", "target_pipeline_parallel_size"),
         "hal": tuple(tokenizer),
-        "huggingface": ("chat_template",),
+        "huggingface": ("chat_template", "model_type"),
     }
     for saver, names in ignored.items():
         for name in names:
@@ -83,9 +85,10 @@ def main(argv: Sequence[str]) -> int:
         arguments.dtype,
         tokenizer,
         arguments.chat_template,
+        arguments.model_type,
     )
     notes = convert.write(weights, target)
-    count = sum(t.numel() for t in weights.tensors.values())
+    count = sum(weights.meta(name).numel() for name in weights.tensors)
     dtype = str(weights.dtype).removeprefix("torch.")
     print(f"{loader} -> {arguments.saver}: {count:,} parameters in {dtype}, {weights.vocabulary} ids: {arguments.save}")
     for note in notes:

@@ -14,7 +14,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the trainer and returns its exit code."""
+    """Runs the trainer and returns its exit code. A model of Hugging Face in --load is converted first."""
+    from hal.model.apps.convert.pretrained_folder import prepare
     from hal.model.training.run import main as train
 
-    return train(argv)
+    return train(argv, prepare)

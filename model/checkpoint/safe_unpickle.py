@@ -154,6 +154,12 @@ def stored_tensors(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
 def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadata]) -> dict[str, torch.Tensor]:
     """Uninitialised tensors to read these into. Raises HalError, before allocating, if the files contain less data than
     a shape requires."""
+    check_stored(folder, infos)
+    return {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in infos.items()}
+
+
+def check_stored(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadata]) -> None:
+    """Raises HalError if the files contain less data than a shape requires."""
     for name, info in infos.items():
         stored = sum(math.prod(chunk.sizes) for chunk in info.chunks)
         if not 0 < math.prod(info.size) <= stored:
@@ -161,7 +167,6 @@ def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetada
                 f"{folder / '.metadata'} gives {shown(name)} the shape {tuple(info.size)}, but {stored} elements are "
                 "stored"
             )
-    return {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in infos.items()}
 
 
 def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

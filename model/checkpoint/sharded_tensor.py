@@ -6,7 +6,7 @@ of the full model, so a checkpoint written under one layout can be read under an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,23 @@ class LocalShard(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return next(b.view for b in self.blocks if tuple(b.offsets) == tuple(index.offset))
+
+
+class DeferredTensor(LocalShard):
+    """A full tensor that is computed when the checkpoint's file is written, and not kept. meta: it without data."""
+
+    load: Callable[[], Tensor]
+
+    @staticmethod
+    def of(meta: Tensor, load: Callable[[], Tensor]) -> DeferredTensor:
+        """The tensor that `load` returns, of the shape and dtype of `meta`."""
+        shard = LocalShard.__new__(DeferredTensor, meta.shape, [Block((0,) * meta.dim(), meta)], meta.dtype)
+        assert isinstance(shard, DeferredTensor)
+        shard.load = load
+        return shard
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.load().contiguous()
 
 
 def shard_of_rank(

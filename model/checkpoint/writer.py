@@ -34,7 +34,7 @@ from .reader import (
     state_checksum,
     tracked,
 )
-from .sharded_tensor import LocalShard
+from .sharded_tensor import DeferredTensor, LocalShard
 
 
 class SaveFailed(HalError):
@@ -53,8 +53,9 @@ class _Writer(FileSystemWriter):
     torch propagates an error in that call, or on any rank, to all ranks: either all have a checkpoint or all raise.
     """
 
-    def __init__(self, folder: Path, publish: Callable[[dict[str, str]], None]) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, publish: Callable[[dict[str, str]], None], *, single_file: bool) -> None:
+        # torch keeps all tensors of a file in memory until the file is complete.
+        super().__init__(folder, single_file_per_rank=single_file)
         self.folder, self.publish = folder, publish
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,8 @@ class Saver:
     def save(
         self, root: Path, iteration: int | str, tensors: Mapping[str, Tensor | LocalShard], state: Mapping[str, Any]
     ) -> Path:
-        """Writes `tensors` (by name; this rank's shards) and `state` (JSON) as the latest checkpoint of `root`, and
+        """Writes `tensors` (by name; this rank's shards; deferred ones to a file each, so that one at a time is in
+        memory) and `state` (JSON) as the latest checkpoint of `root`, and
         returns its folder. Waits first for a save that is still in progress."""
         self.wait()
         folder, root_rank = folder_of(root, iteration), self.world.rank == 0
@@ -120,7 +122,8 @@ class Saver:
             if self.keep is not None:
                 prune(root, self.keep, state)
 
-        writer = _Writer(beside(folder, token), complete)
+        deferred = any(isinstance(x, DeferredTensor) for x in tensors.values())
+        writer = _Writer(beside(folder, token), complete, single_file=not deferred)
         options: dict[str, Any] = {"storage_writer": writer, "no_dist": self.world.size == 1}
         if not self.background:
             self._conclude(folder, writer, lambda: dcp.save(dict(tensors), **options))

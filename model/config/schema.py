@@ -528,7 +528,8 @@ class GivenOptions(dict[str, Any]):
     """Values of the options that the user gave, by field name.
 
     origins: where each was given; notes: messages about given values that have no effect; noted: options of other
-    trainers without effect, with the reason; problems: what is wrong with other options than these.
+    trainers without effect, with the reason; problems: what is wrong with other options than these. adopted: names that
+    a checkpoint gave and not the user.
     """
 
     def __init__(self) -> None:
@@ -537,6 +538,7 @@ class GivenOptions(dict[str, Any]):
         self.notes: list[str] = []
         self.noted: dict[str, str] = {}
         self.problems: list[ConfigError] = []
+        self.adopted: set[str] = set()
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Adds values; they override earlier ones."""
@@ -547,7 +549,7 @@ class GivenOptions(dict[str, Any]):
 def resolve(options: Mapping[str, Any]) -> Config:
     """The Config of these options (by field name). All of them count as given by the user. Does not validate."""
     config = Config(**options)
-    config.given = frozenset(options)
+    config.given = frozenset(options) - (options.adopted if isinstance(options, GivenOptions) else set())
     if isinstance(options, GivenOptions):
         config.origins, config.notes, config.noted = dict(options.origins), tuple(options.notes), dict(options.noted)
     return config

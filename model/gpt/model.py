@@ -1,4 +1,4 @@
-"""The GPT: GPT-2 and Llama shapes from one config, with Megatron-core's parameter names and initialisation.
+"""The GPT: GPT-2, Llama and their relatives from one config, with Megatron-core's parameter names and initialisation.
 
 Activations are [s, b, h]. A model may have only a slice of the layers (a pipeline stage); its parameter names are still
 those of the full model. All computation goes through `hal.ops`.
@@ -293,8 +293,8 @@ class GPT(nn.Module):
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a full GPT's parameters. Nothing is allocated."""
+    """Names and shapes of a full GPT's parameters and buffers. Nothing is allocated."""
     layers = [n for n in range(config.num_layers) if str(n) not in config.noop_layers]
     with torch.device("meta"):
         model = GPT(config, torch.device("meta"), layers=layers)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {name: tuple(t.shape) for name, t in model.state_dict().items()}

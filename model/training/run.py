@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hal
@@ -21,12 +21,14 @@ from hal.launch.worker import RESUME, expect_stop
 
 from ..checkpoint import reader
 from ..checkpoint.lineage import foreign
+from ..checkpoint.saved_config import adopt
 from ..checkpoint.writer import SaveFailed
 from ..common.atomic_files import FILE_MODE, make_folder, private, require_writable
 from ..common.stop_request import StopRequest
-from ..config.command_line import parse
+from ..config.command_line import build as build_config
+from ..config.command_line import read
 from ..config.sample_schedule import total_samples
-from ..config.schema import Config, ConfigError
+from ..config.schema import Config, ConfigError, GivenOptions
 from ..config.validation import evaluates
 from ..data.gpt_dataset import open_data
 from ..data.tokenizers.build import build_tokenizer
@@ -36,10 +38,17 @@ from .run_log import NullRunLog, RunLog
 from .trainer import StepResult, Trainer, TrainingFailed, make_trainer, peak_memory_bytes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hal train` with these arguments and returns its exit code."""
+def main(argv: Sequence[str] | None = None, prepare: Callable[[GivenOptions], None] = lambda values: None) -> int:
+    """Runs `hal train` with these arguments and returns its exit code.
+
+    prepare: called with the options before those of a checkpoint are added.
+    """
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        values = read(sys.argv[1:] if argv is None else argv)
+        with private():
+            prepare(values)
+        adopt(values)
+        config = build_config(values)
         if config.backend is None:
             raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.backend_names())}")
         if config.nproc_per_node > 1 and "WORLD_SIZE" not in os.environ:

@@ -130,6 +130,12 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
         raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
 
 
+def architecture(config: Config) -> dict[str, Any]:
+    """What determines the weights of a model and their function, by names of options; None for those without effect."""
+    o = options(config)
+    return {**_structure(o), **_function(o)}
+
+
 def require_same_model(state: Mapping[str, Any], config: Config, folder: Path, *, weights_only: bool) -> None:
     """Raises ConfigError if the checkpoint's model differs from this run's in a way that names and shapes of this run's
     weights do not reveal: it has additional weights, or computes a different function of the same weights.
@@ -202,6 +208,7 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
         "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
         "next_tokens": min(0, o["next_tokens"] or 0),
         **_experts(o, _ROUTING),
+        "moe_router_topk_scaling_factor": o["num_experts"] and (o["moe_router_topk_scaling_factor"] or 1.0),
     }
 
 
@@ -219,7 +226,6 @@ _ROUTING = (
     "moe_router_pre_softmax",
     "moe_router_num_groups",
     "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
     "moe_expert_capacity_factor",
     "moe_token_drop_policy",
 )

@@ -11,11 +11,12 @@ import torch
 from ...checkpoint import reader
 from ...config.schema import ConfigError
 from . import hal_format, huggingface, megatron_distributed, megatron_ranks
+from .families import FAMILIES
 from .weights import ConversionError, Weights, require
 
 FORMATS = {
     "hal": "HAL",
-    "huggingface": "Hugging Face GPT-2 or Llama, as safetensors",
+    "huggingface": f"Hugging Face, as safetensors ({', '.join(FAMILIES)})",
     "megatron": "Megatron-LM, one file per rank",
     "megatron-core": "megatron-core, distributed (torch_dist)",
 }
@@ -27,7 +28,7 @@ class Target:
     """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: divisor
     of the padded vocabulary size (not for huggingface, which has no padding). dtype: None keeps the source's.
     tokenizer: options to store in the checkpoint (hal only) instead of the source's. chat_template: a Jinja file
-    (huggingface only)."""
+    (huggingface only). model_type: the family to write (huggingface only; default: the first that fits)."""
 
     format: str
     folder: Path
@@ -37,6 +38,7 @@ class Target:
     dtype: str | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
     chat_template: Path | None = None
+    model_type: str | None = None
 
 
 def detect(folder: Path) -> str:
@@ -77,12 +79,12 @@ def write(weights: Weights, target: Target) -> list[str]:
         raise ConfigError(f"--save {folder} is not empty; give a new folder")
     kinds = {"num_experts": "a mixture of experts", "multi_latent_attention": "latent attention"}
     for option, kind in kinds.items():
-        if target.format != "hal" and weights.options.get(option):
+        if target.format.startswith("megatron") and weights.options.get(option):
             raise ConversionError(f"{kind} cannot be written as {FORMATS[target.format]} yet; --saver hal copies it")
     if target.dtype is not None:
-        weights.tensors = {n: t.to(DTYPES[target.dtype]) for n, t in weights.tensors.items()}
+        weights.to(DTYPES[target.dtype])
     if target.format == "huggingface":
-        return huggingface.write(weights, folder, target.chat_template)
+        return huggingface.write(weights, folder, target.chat_template, target.model_type)
     if target.format == "megatron":
         megatron_ranks.write(weights, folder, tp=target.tp, pp=target.pp, divisible_by=target.divisible_by)
     elif target.format == "megatron-core":

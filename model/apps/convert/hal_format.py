@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...checkpoint import reader
-from ...checkpoint.safe_unpickle import empty_tensors, stored_tensors
+from ...checkpoint.safe_unpickle import check_stored, stored_tensors
 from ...checkpoint.saved_config import TOKENIZER, model_options, saved_options
+from ...checkpoint.sharded_tensor import DeferredTensor
 from ...checkpoint.writer import save
 from ...config.schema import ConfigError
 from ...data.tokenizers.build import build_tokenizer
 from ...gpt.model import shapes
 from ...training.trainer_state import options
-from .weights import Weights
+from .weights import LazyTensors, Weights, meta_of
 
 
 def read(root: Path, *, vocabulary: int | None = None) -> Weights:
@@ -28,11 +33,20 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         state["iteration"],
     )
     stored = {n: info for n, info in stored_tensors(folder).items() if not n.startswith("optimizer.")}
-    weights.tensors = empty_tensors(folder, stored)
-    reader.load_tensors(folder, weights.tensors)
+    weights.tensors = tensors = LazyTensors()
+    check_stored(folder, stored)
+    for name, info in stored.items():
+        meta = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
+        tensors.add(name, partial(_load, folder, name, meta), meta)
     weights.check()
     weights.cut(_vocabulary(weights, folder) if vocabulary is None else vocabulary)
     return weights
+
+
+def _load(folder: Path, name: str, meta: Tensor) -> Tensor:
+    tensor = torch.empty(meta.shape, dtype=meta.dtype)
+    reader.load_tensors(folder, {name: tensor})
+    return tensor
 
 
 def _vocabulary(weights: Weights, folder: Path) -> int:
@@ -52,6 +66,8 @@ def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=divisible_by, **tokenizer)
     state: dict[str, Any] = {"iteration": weights.iteration, "config": options(config)}
-    tensors = weights.padded(config.padded_vocab_size)
-    assert {n: tuple(t.shape) for n, t in tensors.items()} == shapes(config)
+    padded = weights.padded(config.padded_vocab_size)
+    metas = {name: meta_of(padded, name) for name in padded}
+    assert {n: tuple(t.shape) for n, t in metas.items()} == shapes(config)
+    tensors = {n: DeferredTensor.of(meta, partial(padded.__getitem__, n)) for n, meta in metas.items()}
     return save(root, reader.RELEASE, tensors, state)

@@ -1,4 +1,4 @@
-"""Typed access to config.json, and helpers shared by the supported Hugging Face models."""
+"""Typed access to the fields of config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.schema import Config
 from .hf_tokenizer import tokenizer_of
 from .weights import Weights, require
 
@@ -41,29 +40,17 @@ class Fields:
         require(isinstance(value, int) and value > 0, f"{self._where}: {name} should be a count; found {value!r}")
         return int(value)
 
+    def renamed(self, old: str, new: str) -> Fields:
+        """The same values, with that of field `old` also as `new`."""
+        return Fields({**self._values, new: self._values[old]}, self._where)
+
     def get(self, name: str, default: Any) -> Any:
         return self._values.get(name, default)
 
     def only(self, name: str, allowed: Any, default: Any) -> None:
         value = self._values.get(name, default)
+        value = default if value is None and default is not None else value
         require(value in list(allowed), f"{self._where}: {name} = {value!r} has no counterpart in HAL's model")
-
-
-def unsupported_options(c: Config) -> list[str]:
-    """Options of the config that neither GPT-2 nor Llama has."""
-    return [
-        *unless(not c.use_sandwich_norm, "--use-sandwich-norm"),
-        *unless(c.window == (None, 0), "--pre-tokens and --next-tokens"),
-        *unless(not c.noop_layers, "--noop-layers"),
-        *unless(not c.qk_layernorm, "--qk-layernorm"),
-        *unless(not c.squared_relu, "--squared-relu"),
-        *unless(not c.use_rope_scaling, "--use-rope-scaling"),
-    ]
-
-
-def unless(supported: bool, option: str) -> list[str]:
-    """The option as a list of reasons against a conversion, unless it is supported."""
-    return [] if supported else [option]
 
 
 def ends(weights: Weights) -> dict[str, int | None]:
@@ -71,4 +58,7 @@ def ends(weights: Weights) -> dict[str, int | None]:
     tokenizer = tokenizer_of(weights)
     end = weights.vocabulary - 1 if isinstance(tokenizer, str) else tokenizer.eod
     unknown = isinstance(tokenizer, str) and bool(weights.tokenizer)
-    return {"bos_token_id": None, "eos_token_id": None} if unknown else {"bos_token_id": end, "eos_token_id": end}
+    # Without pad_token_id, some families would have one outside of the vocabulary by default.
+    return {
+        name: None if unknown or name[0] == "p" else end for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }

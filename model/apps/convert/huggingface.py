@@ -1,62 +1,86 @@
-"""Converts Hugging Face GPT-2 and Llama models. Logits are preserved, because only the order of the rows changes.
+"""Converts Hugging Face models of the families in families.py. Logits are preserved: only the order of rows changes.
 
 A model that the target format cannot express is refused; the error names the option that prevents the conversion.
+Tensors are read and written one at a time, so that a conversion needs memory for about one of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import gpt2, hf_tokenizer, llama
-from .hf_config import Fields
+from torch import Tensor
+
+from . import family_weights, hf_tokenizer
+from .families import FAMILIES, Family
+from .hf_config import Fields, ends
 from .safetensors_files import read_config, read_tensors
 from .safetensors_files import write as write_files
-from .weights import ConversionError, Weights, common_dtype, require
-
-_MODELS = {"gpt2": gpt2, "llama": llama}
+from .weights import ConversionError, Weights, common_dtype
 
 
 def read(folder: Path) -> Weights:
-    """Reads a GPT-2 or Llama folder. Raises ConversionError for other models and for unsupported variants."""
+    """Reads a model's folder. Raises ConversionError for models of other families and for unsupported variants."""
     config = read_config(folder)
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _MODELS:
-        raise ConversionError(f"{folder} has a model of type {kind!r}; only gpt2 and llama can be converted")
-    tensors = read_tensors(folder)
-    try:
-        weights: Weights = _MODELS[kind].read(Fields(config, folder / "config.json"), tensors)
-    except KeyError as error:
-        raise ConversionError(f"{folder}: the weights have no tensor {error}") from None
-    except RuntimeError as error:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(
-            f"{folder}: a tensor does not have the shape that config.json requires: {error}"
-        ) from None
-    require(not tensors, f"{folder} has tensors that do not belong to a {kind} model: {', '.join(sorted(tensors)[:5])}")
+            f"{folder} has a model of type {kind!r}; those that can be converted are {', '.join(FAMILIES)}"
+        )
+    family, fields = FAMILIES[kind], Fields(config, folder / "config.json")
+    source = read_tensors(folder)
+    weights = Weights(family_weights.options_of(family, fields), source)
+    # The layers are counted before the model's names are listed, which would take long for a corrupt number.
+    layers = weights.options["num_layers"]
+    if layers > len(source):
+        raise ConversionError(f"{folder} has no tensors for {layers} layers, only {len(source)} tensors")
+    try:
+        vocabulary = fields.count("vocab_size", 1)
+        weights.tensors = family_weights.read(family, weights.model_config(vocabulary), source)
+    except ConversionError as error:
+        raise ConversionError(f"{folder}: {error}") from None
     weights.tensors = common_dtype(weights.tensors)
     weights.tokenizer = _tokenizer_of(folder)
     weights.check()
     return weights
 
 
-def write(weights: Weights, folder: Path, chat_template: Path | None = None) -> list[str]:
+def write(
+    weights: Weights, folder: Path, chat_template: Path | None = None, model_type: str | None = None
+) -> list[str]:
     """Writes a folder for transformers' from_pretrained: model, tokenizer, generation settings, chat template.
 
-    Returns notes about what could not be expressed (hf_tokenizer). Raises ConversionError if no supported model fits.
+    model_type: the family to write; default: the first that can express the model. Returns notes about what could not
+    be expressed (hf_tokenizer). Raises ConversionError if no family fits.
     """
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=1)
-    reasons = {kind: model.reasons_against(config) for kind, model in _MODELS.items()}
+    choices = FAMILIES if model_type is None else {model_type: FAMILIES[model_type]}
+    reasons = {kind: family_weights.reasons_against(family, config) for kind, family in choices.items()}
     kind = next((kind for kind, why in reasons.items() if not why), None)
     if kind is None:
-        details = "; ".join(f"not {kind}, because of {', '.join(why)}" for kind, why in reasons.items())
+        closest = sorted(reasons, key=lambda kind: len(reasons[kind]))[:4]
+        details = "; ".join(f"not {kind}, because of {', '.join(reasons[kind])}" for kind in closest)
         raise ConversionError(f"Hugging Face models cannot express this one: {details}")
-    fields, tensors = _MODELS[kind].write(config, weights)
+    fields = {**family_weights.fields_of(FAMILIES[kind], config), "vocab_size": weights.vocabulary, **ends(weights)}
     fields["dtype"] = fields["torch_dtype"] = str(weights.dtype).removeprefix("torch.")
     notes: list[str] = []
-    with write_files(folder, fields, tensors) as new:
+    with write_files(folder, fields, groups(FAMILIES[kind], weights)) as new:
         notes += hf_tokenizer.write(weights, new, chat_template)
     return notes
+
+
+def groups(family: Family, weights: Weights) -> Iterator[tuple[dict[str, Tensor], Any]]:
+    """For each of our tensors: theirs without data, by name, and a function that returns them with data."""
+    config = weights.config(make_vocab_size_divisible_by=1)
+    for ours, layout, theirs in family_weights.correspondence(family, config):
+
+        def load(ours: str = ours, layout: Any = layout) -> list[Tensor]:
+            return list(layout.split(weights.tensors[ours], config))
+
+        metas = layout.split(weights.meta(ours), config)
+        yield dict(zip(theirs, metas, strict=True)), load
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:

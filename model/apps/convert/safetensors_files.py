@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hal.untrusted import contained, read_json
 
 from ...common.atomic_files import publish_folder, write_text
 from ...common.optional_packages import optional_package
-from .weights import ConversionError, require
+from .weights import ConversionError, LazyTensors, require
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+"""The largest file; transformers' save_pretrained has the same order of magnitude."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def _library() -> Any:
@@ -30,9 +38,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / "config.json")
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the model. Raises ConversionError for missing or damaged files, or if there are only pickles."""
-    index = folder / _INDEX
+def read_tensors(folder: Path) -> LazyTensors:
+    """All tensors of the model, each read when it is asked for. Raises ConversionError for missing or damaged files, or
+    if there are only pickles."""
+    index, tensors = folder / _INDEX, LazyTensors()
     if not index.is_file():
         pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
         if not (folder / _ONE).is_file() and pickles:
@@ -40,11 +49,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 f"{folder} has its weights only in pickles ({', '.join(sorted(pickles)[:3])}), which can run code when "
                 "they are loaded; save the model with safe_serialization=True (safetensors) and convert that"
             )
-        return _read_file(folder / _ONE)
+        _open_file(folder / _ONE, tensors)
+        return tensors
     weight_map = _weight_map(index)
-    tensors: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
-        tensors.update(_read_file(folder / name))
+        _open_file(folder / name, tensors)
     missing = sorted(set(weight_map) - set(tensors))
     require(not missing, f"{index} lists {len(missing)} tensors that no file contains ({', '.join(missing[:3])})")
     return tensors
@@ -62,23 +71,79 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
+Groups = Iterable[tuple[Mapping[str, Tensor], Callable[[], Sequence[Tensor]]]]
+"""Tensors that are written together: without data by name, and a function that returns them with data."""
+
+
 @contextmanager
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Path]:
-    """Writes a model to a new folder, atomically: it appears with what the caller adds to the yielded one."""
-    library = _library()
+def write(folder: Path, config: Mapping[str, Any], groups: Groups, shard_bytes: int = SHARD_BYTES) -> Iterator[Path]:
+    """Writes a model to a new folder, atomically: it appears with what the caller adds to the yielded one.
+
+    The tensors are in files of at most `shard_bytes` (or one group), and only those of one group are in memory.
+    """
+    files: list[list[tuple[Mapping[str, Tensor], Callable[[], Sequence[Tensor]]]]] = [[]]
+    size = total = 0
+    for metas, load in groups:
+        nbytes = sum(t.nbytes for t in metas.values())
+        if files[-1] and size + nbytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append((metas, load))
+        size, total = size + nbytes, total + nbytes
     with publish_folder(folder) as new:
         write_text(new / "config.json", json.dumps(config, indent=2) + "\n")
-        contiguous = {name: t.contiguous() for name, t in tensors.items()}
-        library.torch.save_file(contiguous, new / _ONE, metadata={"format": "pt"})
+        weight_map: dict[str, str] = {}
+        for number, content in enumerate(files, 1):
+            name = _ONE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            _write_file(new / name, content)
+            weight_map.update({tensor: name for metas, _ in content for tensor in metas})
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_text(new / _INDEX, json.dumps(index, indent=2) + "\n")
         yield new
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _write_file(path: Path, groups: Groups) -> None:
+    """A safetensors file: the length of the header, the header (JSON), and the tensors' bytes in the order of it.
+
+    Written here because the library's save_file needs all tensors at once.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for metas, _ in groups:
+        for name, t in metas.items():
+            header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+            end += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for metas, load in groups:
+            for (name, meta), tensor in zip(metas.items(), load(), strict=True):
+                assert (tensor.shape, tensor.dtype) == (meta.shape, meta.dtype), name
+                file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open_file(path: Path, tensors: LazyTensors) -> None:
+    """Adds the tensors of a file to `tensors`."""
     library = _library()
     if not path.is_file():
         raise ConversionError(f"{path} does not exist")
-    with contained(f"{path} is not a safetensors file, or is damaged", ConversionError):
-        return dict(library.torch.load_file(path))
+    problem = f"{path} is not a safetensors file, or is damaged"
+
+    def load(name: str) -> Tensor:
+        with contained(problem, ConversionError), library.safe_open(path, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+
+    with contained(problem, ConversionError), library.safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            part = file.get_slice(name)
+            dtype = _DTYPES.get(part.get_dtype())
+            require(dtype is not None, f"{path}: {name} is of dtype {part.get_dtype()}, which is not converted")
+            tensors.add(name, partial(load, name), torch.empty(part.get_shape(), dtype=dtype, device="meta"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

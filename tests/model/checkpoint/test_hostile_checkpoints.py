@@ -72,11 +72,22 @@ def place(tmp_path: Path, good: Path) -> Any:
     return fresh
 
 
+def _whole(read: Any) -> Any:
+    """A reader that also loads every tensor, which some formats read one at a time."""
+
+    def run(folder: Path) -> Weights:
+        weights: Weights = read(folder)
+        weights.tensors = dict(weights.tensors)
+        return weights
+
+    return run
+
+
 READ = {
-    "hal": hal_format.read,
-    "megatron": megatron_ranks.read,
-    "megatron-core": megatron_distributed.read,
-    "huggingface": huggingface.read,
+    "hal": _whole(hal_format.read),
+    "megatron": _whole(megatron_ranks.read),
+    "megatron-core": _whole(megatron_distributed.read),
+    "huggingface": _whole(huggingface.read),
 }
 
 
@@ -207,7 +218,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "an offset of text": (lambda i: _set(_first(i, WORD), offset="x"), "was it cut off"),
     "places in one another": (
         lambda i: [_set(p, offset=0, length=_first(i, WORD).length) for p in i.storage_data.values()],
-        "is not stored|places more in",
+        "is not stored|places more in|was it cut off",
     ),
     "a file that is not there": (lambda i: _set(_first(i, WORD), relative_path="__9_9.distcp"), "does not exist"),
     "a file elsewhere": (lambda i: _set(_first(i, WORD), relative_path="../x"), "outside its folder"),

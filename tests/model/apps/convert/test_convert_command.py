@@ -39,7 +39,7 @@ def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cp
 def test_latent_attention_is_copied_and_not_written_as_what_it_is_not(saver: str, tmp_path: Path, cpu_ref: Any) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     hal_format.write(random_weights({**LLAMA, **LATENT_OPTIONS, "num_query_groups": 4}), here)
-    with pytest.raises(HalError, match="latent attention cannot be written as"):
+    with pytest.raises(HalError, match=r"latent attention cannot be written as|cannot express this one"):
         main(["--load", str(here), "--save", str(there), "--saver", saver])
     assert not there.exists()
     assert main(["--load", str(here), "--save", str(there), "--saver", "hal"]) == 0

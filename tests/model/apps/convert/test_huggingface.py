@@ -96,9 +96,12 @@ def test_precision_is_kept(tmp_path: Path, cpu_ref: Any) -> None:
     "options, reason",
     [
         ({**GPT2, "normalization": "RMSNorm"}, "not gpt2, because of --normalization RMSNorm"),
-        ({**LLAMA, "pre_tokens": 4}, "not llama, because of --pre-tokens"),
-        ({**LLAMA, "rotary_percent": 0.5}, "not llama, because of --rotary-percent 0.5"),
-        ({**LLAMA, "add_qkv_bias": True}, "not llama, because of --add-qkv-bias"),
+        (
+            {**LLAMA, "pre_tokens": 4, "add_qkv_bias": True, "qk_layernorm": True},
+            "not qwen2, because of --qk-layernorm",
+        ),
+        ({**LLAMA, "rotary_percent": 0.5, "add_qkv_bias": True}, "not phi3, because of --add-qkv-bias"),
+        ({**LLAMA, "rotary_interleaved": True, "qk_layernorm": True}, "not qwen3, because of --rotary-interleaved"),
         ({**GPT2, "use_sandwich_norm": True}, "--use-sandwich-norm"),
         ({**GPT2, "gelu_approximate": "fast"}, "--gelu-approximate fast"),
     ],
@@ -123,7 +126,12 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         # Older files have these keys beside, or instead of, rope_parameters.
         ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled by 'linear'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "scaled by 'linear'"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled by 'llama3'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "scaled by 'dynamic'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}, "rope_parameters": None},
+            "low_freq_factor = 2.0",
+        ),
         ("llama", {"rope_scaling": {"factor": 4.0}}, "factor = 4.0"),
         ("llama", {"rope_parameters": {"rope_type": "default", "type": "dynamic"}}, "scaled by 'dynamic'"),
         ("llama", {"rope_parameters": "x"}, "rope_parameters should be an object"),
@@ -134,7 +142,7 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
         ("llama", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
         ("llama", {"embedding_multiplier": 12}, "embedding_multiplier = 12"),
-        ("llama", {"sliding_window": 8}, "sliding window of 8"),
+        ("llama", {"sliding_window": 8}, "has no sliding window"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"attention_bias": "no"}, "attention_bias should be true or false"),
         ("llama", {"model_type": []}, r"a model of type \[\]"),
@@ -148,7 +156,7 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"num_key_value_heads": 3}, "shape|divisible"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
-        ("gpt2", {"tie_word_embeddings": False}, "no lm_head.weight"),
+        ("gpt2", {"tie_word_embeddings": False}, "no tensor 'lm_head.weight'"),
         ("gpt2", {"n_embd": -4}, "should be a count"),
     ],
 )

@@ -1,0 +1,304 @@
+"""Rules between fields of a config.json and options of HAL's model, each of which reads and writes.
+
+A row of the table of families (families.py) is a list of them. What a rule does not support raises ConversionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...config.experts import layer_pattern
+from ...config.schema import Config
+from .hf_config import Fields
+from .weights import require
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """fields: the names that it reads. read: options of the fields. write: fields of the options."""
+
+    fields: tuple[str, ...]
+    read: Callable[[Fields], Options]
+    write: Callable[[Config], Options]
+
+
+def _plain(kind: str, option: str, field: str, default: Any) -> Rule:
+    def read(f: Fields) -> Options:
+        if default is None and f.get(field, None) is None and kind != "required":
+            return {}  # the option's default follows from others, as the field's does
+        return {option: f.count(field) if kind == "required" else getattr(f, kind)(field, default)}
+
+    return Rule((field,), read, lambda c: {field: getattr(c, option)})
+
+
+def required(option: str, field: str) -> Rule:
+    """A count that every file has."""
+    return _plain("required", option, field, None)
+
+
+def count(option: str, field: str, default: int | None = None) -> Rule:
+    """A count. Without a default, a file that lacks it has the default that follows from other options."""
+    return _plain("count", option, field, default)
+
+
+def number(option: str, field: str, default: float | None = None) -> Rule:
+    """A number."""
+    return _plain("number", option, field, default)
+
+
+def untied(default_tied: bool) -> Rule:
+    """tie_word_embeddings, whose opposite is the option."""
+    name, option = "tie_word_embeddings", "untie_embeddings_and_output_weights"
+    return Rule(
+        (name,),
+        lambda f: {option: not f.flag(name, default_tied)},
+        lambda c: {name: not c.untie_embeddings_and_output_weights},
+    )
+
+
+def constant(field: str, value: Any, *, missing: Any = None, options: Options | None = None) -> Rule:
+    """A field that must have this value (or be missing, if `missing` is also that value), and stands for `options`."""
+
+    def read(f: Fields) -> Options:
+        f.only(field, (value,), value if missing is None else missing)
+        return dict(options or {})
+
+    return Rule((field,), read, lambda c: {field: value})
+
+
+def choice(field: str, values: Mapping[Any, Options], default: Any) -> Rule:
+    """A field each of whose values stands for options; of several values for the same options, the first is written."""
+
+    def read(f: Fields) -> Options:
+        f.only(field, values, default)
+        return dict(values[default if f.get(field, default) is None else f.get(field, default)])
+
+    def write(c: Config) -> Options:
+        match = [v for v, options in values.items() if all(getattr(c, n) == x for n, x in options.items())]
+        return {field: match[0] if match else next(iter(values))}
+
+    return Rule((field,), read, write)
+
+
+def fixed(**options: Any) -> Rule:
+    """Options that all models of a family have, and no field."""
+    return Rule((), lambda f: dict(options), lambda c: {})
+
+
+def written(field: str, option: str) -> Rule:
+    """A field that transformers needs beside the one that the option comes from."""
+    return Rule((field,), lambda f: {}, lambda c: {field: getattr(c, option)})
+
+
+def linear_biases() -> Rule:
+    """Llama's biases, in all linear layers or in none."""
+
+    def read(f: Fields) -> Options:
+        bias = f.flag("attention_bias", False)
+        require(
+            bias == f.flag("mlp_bias", False),
+            "biases only in attention or only in the MLP have no counterpart in HAL's model",
+        )
+        return {"disable_bias_linear": not bias}
+
+    def write(c: Config) -> Options:
+        return {"attention_bias": not c.disable_bias_linear, "mlp_bias": not c.disable_bias_linear}
+
+    return Rule(("attention_bias", "mlp_bias"), read, write)
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {
+    "rotary_scaling_factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+
+
+def rope(*kinds: str, partial: bool = False, base: float = 10000.0) -> Rule:
+    """Rotary positions. kinds: the scalings that the family's model applies, besides none. partial: it may rotate a
+    part of the channels. base: that of a file without one.
+
+    New files have rope_parameters; old ones rope_theta and rope_scaling, whose kind was first called "type".
+    """
+
+    def kind_of(f: Fields) -> str:
+        found = "default"
+        for part in (f.part("rope_parameters"), f.part("rope_scaling")):
+            for name in ("rope_type", "type"):
+                kind = part.get(name, None)
+                require(
+                    kind in (None, "default", *kinds),
+                    f"rotary positions scaled by {kind!r} have no counterpart in HAL's model",
+                )
+                found = kind if kind not in (None, "default") else found
+            if found == "default":
+                part.only("factor", (None, 1), None)
+            if not partial:
+                part.only("partial_rotary_factor", (None, 1), None)
+        if not partial:
+            f.only("partial_rotary_factor", (None, 1), None)
+        return found
+
+    def read(f: Fields) -> Options:
+        kind, new = kind_of(f), f.part("rope_parameters")
+        scaling = f.part("rope_scaling") if new.get("factor", None) is None else new
+        options: Options = {"position_embedding_type": "rope"}
+        options["rotary_base"] = float(new.number("rope_theta", f.number("rope_theta", base)))
+        if partial:
+            options["rotary_percent"] = new.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
+        if kind == "llama3":
+            for name, value in _LLAMA3.items():
+                scaling.only(name, (value,), value)
+            options |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling.number("factor"))}
+        if kind == "yarn":
+            scaling.only("attention_factor", (None,), None)
+            scaling.only("truncate", (None, True), None)
+            defaults = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+            options |= {ours: float(scaling.number(name, defaults[name])) for ours, name in _YARN.items()}
+            name = "original_max_position_embeddings"
+            options |= {"rope_type": "yarn", name: scaling.count(name, f.count("max_position_embeddings"))}
+        elif "yarn" in kinds:
+            options["rope_type"] = "rope"
+        return options
+
+    def write(c: Config) -> Options:
+        parameters: Options = {"rope_type": "default", "rope_theta": c.rotary_base}
+        if c.use_rope_scaling and "llama3" in kinds:
+            parameters |= {"rope_type": "llama3", "factor": c.rope_scaling_factor, **_LLAMA3}
+        if c.rope_type == "yarn" and "yarn" in kinds:
+            name = "original_max_position_embeddings"
+            parameters |= {"rope_type": "yarn", name: getattr(c, name)}
+            parameters |= {theirs: getattr(c, ours) for ours, theirs in _YARN.items()}
+        if partial:
+            parameters["partial_rotary_factor"] = c.rotary_percent
+        old = {n: v for n, v in parameters.items() if n not in ("rope_theta", "partial_rotary_factor")}
+        more = {"partial_rotary_factor": c.rotary_percent} if partial else {}
+        scaling = {} if parameters["rope_type"] == "default" else {"rope_scaling": old}
+        # Both are written: transformers 5 reads rope_parameters, and older versions read the others.
+        return {"rope_parameters": parameters, "rope_theta": c.rotary_base, **more, **scaling}
+
+    return Rule(("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"), read, write)
+
+
+def window(switch: bool = False) -> Rule:
+    """sliding_window, the tokens that a query sees including its own, in all layers; --pre-tokens does not count that
+    one. switch: it is only used with use_sliding_window, which is off in a file that lacks it (Qwen)."""
+
+    def read(f: Fields) -> Options:
+        kinds = f.get("layer_types", None) or ()
+        known = isinstance(kinds, (list, tuple)) and all(k in ("full_attention", "sliding_attention") for k in kinds)
+        require(known, f"layer_types = {kinds!r} has no counterpart in HAL's model")
+        if f.get("sliding_window", None) is None or not f.flag("use_sliding_window", not switch):
+            return {}
+        width, length = f.count("sliding_window"), f.count("max_position_embeddings")
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        if switch and not sliding:
+            layers = f.count("num_hidden_layers")
+            sliding = [n >= f.number("max_window_layers", layers) for n in range(min(layers, 10_000))]
+        if width >= length or (sliding and not any(sliding)):
+            return {}
+        require(not sliding or all(sliding), "an attention window in some layers only is not converted")
+        return {"pre_tokens": width - 1}
+
+    def write(c: Config) -> Options:
+        fields: Options = {"sliding_window": None if c.pre_tokens is None else c.pre_tokens + 1}
+        if switch:
+            kind = "full_attention" if c.pre_tokens is None else "sliding_attention"
+            fields |= {"use_sliding_window": c.pre_tokens is not None, "layer_types": [kind] * c.num_layers}
+            fields["max_window_layers"] = c.num_layers if c.pre_tokens is None else 0
+        return fields
+
+    return Rule(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write)
+
+
+def _layers_with_experts(c: Config) -> list[bool]:
+    return [c.has_experts(layer) for layer in range(c.num_layers)]
+
+
+def sparse_layers() -> Rule:
+    """Qwen's layers with experts: every decoder_sparse_step-th but those of mlp_only_layers."""
+
+    def read(f: Fields) -> Options:
+        layers, step, dense = (
+            f.count("num_hidden_layers"),
+            f.count("decoder_sparse_step", 1),
+            f.get("mlp_only_layers", []),
+        )
+        require(isinstance(dense, list), f"mlp_only_layers should be a list; found {dense!r}")
+        pattern = [int(n not in dense and (n + 1) % step == 0) for n in range(min(layers, 10_000))]
+        return {"moe_layer_freq": str(pattern).replace(" ", "")}
+
+    def write(c: Config) -> Options:
+        dense = [n for n, experts in enumerate(_layers_with_experts(c)) if not experts]
+        return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+    return Rule(("mlp_only_layers", "decoder_sparse_step"), read, write)
+
+
+def dense_first() -> Rule:
+    """DeepSeek's layers with experts: all but the first first_k_dense_replace."""
+
+    def read(f: Fields) -> Options:
+        layers, dense = f.count("num_hidden_layers"), f.number("first_k_dense_replace", 3)
+        require(dense in range(layers + 1), f"first_k_dense_replace should be a number of layers; found {dense!r}")
+        return {"moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}"}
+
+    return Rule(
+        ("first_k_dense_replace",),
+        read,
+        lambda c: {"first_k_dense_replace": ([*_layers_with_experts(c), True]).index(True)},
+    )
+
+
+def expert_groups() -> Rule:
+    """The groups of experts from which the router chooses; one group is none."""
+
+    def read(f: Fields) -> Options:
+        groups = f.count("n_group", 8)
+        if groups == 1:
+            return {}
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": f.count("topk_group", 4)}
+
+    def write(c: Config) -> Options:
+        return {"n_group": c.moe_router_num_groups or 1, "topk_group": c.moe_router_group_topk or 1}
+
+    return Rule(("n_group", "topk_group"), read, write)
+
+
+def shared_experts() -> Rule:
+    """Experts that every token uses: a number of them, which compute what one of their joint width computes."""
+
+    def read(f: Fields) -> Options:
+        experts = f.get("n_shared_experts", 1)
+        if experts is None or experts == 0:
+            return {}
+        width = f.count("n_shared_experts", 1) * f.count("moe_intermediate_size")
+        return {"moe_shared_expert_intermediate_size": width}
+
+    def write(c: Config) -> Options:
+        return {"n_shared_experts": (c.moe_shared_expert_intermediate_size or 0) // c.moe_ffn_hidden_size or None}
+
+    return Rule(("n_shared_experts",), read, write)
+
+
+def either(rule: Rule, old: str) -> Rule:
+    """A rule of one field that some files call `old`."""
+    (field,) = rule.fields
+
+    def read(f: Fields) -> Options:
+        return rule.read(f if f.get(old, None) is None else f.renamed(old, field))
+
+    return Rule((field, old), read, rule.write)
+
+
+def same_pattern(a: Config, b: Config) -> bool:
+    """Whether two models have experts in the same layers."""
+    patterns = [c.num_experts and layer_pattern(c.moe_layer_freq, c.num_layers) for c in (a, b)]
+    return patterns[0] == patterns[1]

@@ -1,0 +1,130 @@
+"""`hal train --load`: the checkpoint, or a Hugging Face folder, says what the model and its tokenizer are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hal import HalError
+from hal.cli.train import main
+from hal.model.checkpoint import reader
+from hal.model.checkpoint.saved_config import adopt
+from hal.model.config.command_line import build, read
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --hidden-dropout 0 --swiglu"
+RUN = ["--backend", "cpu_ref", "--sample-tokens", "0", "--log-interval", "1"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, text: Path) -> Path:
+    """Two steps of a small model."""
+    more = ["--save", str(tmp_path / "run"), "--run-dir", str(tmp_path / "first"), "--text-file", str(text)]
+    assert main([*RUN, *SIZES.split(), "--norm-epsilon", "1e-6", "--train-iters", "2", *more]) == 0
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("one two three four five six seven eight nine ten\n" * 40)
+    return path
+
+
+def options_of(root: Path) -> dict[str, Any]:
+    return reader.read_state(root)[1]["config"]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {step["iteration"]: step["loss"] for step in json.loads((run / "run.json").read_text())["steps"]}
+
+
+def test_a_run_goes_on_with_the_checkpoint_and_a_number_of_steps(
+    checkpoint: Path, tmp_path: Path, text: Path, capsys: Any
+) -> None:
+    before = options_of(checkpoint)
+    to = ["--text-file", str(text), "--save", str(tmp_path / "more"), "--run-dir", str(tmp_path / "second")]
+    assert main([*RUN, "--load", str(checkpoint), "--train-iters", "3", *to]) == 0
+    after = options_of(tmp_path / "more")
+    for name in ("num_layers", "hidden_size", "swiglu", "norm_epsilon", "ffn_hidden_size", "tokenizer_type"):
+        assert before[name] == after[name], name
+    assert before["padded_vocab_size"] == after["padded_vocab_size"]
+    assert reader.newest(tmp_path / "more") == 3
+
+
+def test_what_is_given_beside_a_checkpoint_is_compared(
+    checkpoint: Path, tmp_path: Path, text: Path, capsys: Any
+) -> None:
+    to = ["--text-file", str(text), "--run-dir", str(tmp_path / "x"), "--load", str(checkpoint), "--train-iters", "3"]
+    assert main([*RUN, *to, "--hidden-dropout", "0.1"]) == 0
+    assert "--hidden-dropout 0.1 is given; the checkpoint" in capsys.readouterr().out
+    assert main([*RUN, *to, "--num-attention-heads", "2"]) == 2
+    assert "--num-attention-heads 2 contradicts the checkpoint" in capsys.readouterr().err
+    assert main([*RUN, *to, "--normalization", "RMSNorm"]) == 2
+    assert "normalization LayerNorm, this run has RMSNorm" in capsys.readouterr().err
+
+
+def test_options_of_a_checkpoint_do_not_count_as_given(checkpoint: Path) -> None:
+    values = read(["--backend", "cpu_ref", "--load", str(checkpoint), "--train-iters", "3"])
+    adopt(values)
+    config = build(values)
+    assert config.swiglu and config.given == {"backend", "load", "train_iters"}
+    assert str(checkpoint) in config.origins["swiglu"]
+
+
+def test_a_folder_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    values = read(["--backend", "cpu_ref", "--load", str(tmp_path)])
+    before = dict(values)
+    adopt(values)
+    assert dict(values) == before and not values.adopted
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_starter_configuration_runs_for_any_number_of_steps(count: int) -> None:
+    config = build(read(["--backend", "cpu_ref", "--config", "tiny", "--train-iters", str(count)]))
+    assert config.lr_warmup_iters == count // 20
+    assert build(read(["--backend", "cpu_ref", "--config", "tiny"])).lr_warmup_iters == 50
+
+
+def test_a_hugging_face_folder_is_trained(tmp_path: Path, text: Path, monkeypatch: Any, capsys: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (extra: convert)")
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    theirs = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(vocab_size=257, max_position_embeddings=16, num_key_value_heads=2, **sizes)
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    to = ["--tokenizer-type", "ByteTokenizer", "--text-file", str(text), "--train-iters", "1"]
+    to += ["--save", str(tmp_path / "run"), "--run-dir", str(tmp_path / "log"), "--lr", "0"]
+    assert main([*RUN, "--load", str(tmp_path / "theirs"), *to]) == 0
+    assert options_of(tmp_path / "run")["add_qkv_bias"]
+    # The weights are the folder's: with a learning rate of 0 they are also those of the result.
+    folder, _ = reader.read_state(tmp_path / "run")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    stored = torch.empty(32, 48)
+    reader.load_tensors(folder, {name: stored})
+    assert torch.equal(stored, theirs.model.layers[1].mlp.down_proj.weight.detach())
+    # A second run does not convert again; a damaged folder is refused.
+    (converted,) = (tmp_path / "cache" / "converted").iterdir()
+    time = converted.stat().st_mtime_ns
+    assert main([*RUN, "--load", str(tmp_path / "theirs"), *to[:-2], "--run-dir", str(tmp_path / "log2")]) == 2
+    assert converted.stat().st_mtime_ns == time
+    (tmp_path / "theirs" / "config.json").write_text('{"model_type": "bert"}')
+    capsys.readouterr()
+    assert main([*RUN, "--load", str(tmp_path / "theirs"), *to]) == 2
+    assert "a model of type 'bert'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_version_is_refused(checkpoint: Path) -> None:
+    path = reader.folder_of(checkpoint, 2) / reader.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["state"]["config"]["warp_factor"] = 9
+    manifest["sha256"][reader.MANIFEST] = reader.state_checksum(manifest["state"])
+    path.write_text(json.dumps(manifest))
+    values = read(["--backend", "cpu_ref", "--load", str(checkpoint)])
+    with pytest.raises(HalError, match=r"another version of HAL, with the options.*warp_factor"):
+        adopt(values)
