@@ -45,7 +45,8 @@ def parse_hostfile(text: str) -> list[Host]:
         name = match[1]
         if not _NAME.fullmatch(name):
             raise ContractError(
-                f"hostfile line {number}: {shown(name)} is not a host name or address; international names are written as xn--..."
+                f"hostfile line {number}: {shown(name)} is not a host name or address; write international names as "
+                "xn--..."
             )
         count = parse_integer(match[2], 0, _MOST_SLOTS, f"hostfile line {number}: slots", ContractError)
         if count == 0 or name in hosts:

@@ -289,14 +289,7 @@ def replay(path: Path) -> str:
     Returns the violation in words, or "" if everything is within tolerance. Raises HalError for a file that is not a
     saved call.
     """
-    from hal.model.checkpoint.torch_archive import load_state
-
-    try:
-        op, implementation, arguments, upstream = _read_call(load_state(path))
-    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, HalError) as error:
-        raise HalError(
-            f"{path} is not a saved call: {one_line(error)}; give a file that --verify-ops has written"
-        ) from None
+    op, implementation, arguments, upstream = read_call(path)
     device = dispatch.device()
     arguments = map_tensors(arguments, lambda x: x.to(device).detach().requires_grad_(x.requires_grad))
     verifier = Verifier(1.0, seed=0)
@@ -312,8 +305,19 @@ def replay(path: Path) -> str:
     return str(verifier.violations[0]) if verifier.violations else ""
 
 
-def _read_call(saved: Any) -> tuple[Op[Any, Any], str, dict[str, Any], list[Tensor]]:
-    """(op, implementation, arguments, upstream gradients) of a saved call. Raises various errors for anything else."""
+def read_call(path: Path) -> tuple[Op[Any, Any], str, dict[str, Any], list[Tensor]]:
+    """(op, implementation, arguments, upstream gradients) of a saved call. Raises HalError for another file."""
+    from hal.model.checkpoint.torch_archive import load_state
+
+    try:
+        return _parts_of_call(load_state(path))
+    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, HalError) as error:
+        raise HalError(
+            f"{path} is not a saved call: {one_line(error)}; give a file that --verify-ops has written"
+        ) from None
+
+
+def _parts_of_call(saved: Any) -> tuple[Op[Any, Any], str, dict[str, Any], list[Tensor]]:
     op = OPS[saved["op"]]
     values = {name: _value(value) for name, value in saved["arguments"].items()}
     if values.keys() != op.signature.parameters.keys():

@@ -322,7 +322,7 @@ def charsmap(replacement):
 )
 def test_a_tokenizer_json_that_multiplies_a_text_is_refused(steps, tmp_path):
     """Such a file can take any amount of memory, and its library ends the process when there is no more."""
-    with pytest.raises(ConfigError, match="its normalizer and pre_tokenizer can make a text .* times as long; at most"):
+    with pytest.raises(ConfigError, match=r"can make a text .* times as long; at most"):
         a_tokenizer_json(tmp_path, normalizer={"type": "Sequence", "normalizers": steps})
 
 
