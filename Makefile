@@ -47,7 +47,7 @@ nightly:  ## all or PARTS="..." of the tests that take too long for CI; writes d
 
 nightly-tests: $(READY)  ## the tests marked nightly
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
-	HAL_FUZZ_EXAMPLES=100000 $(call TEST,$(BIN)) -m slow tests/faults/test_fuzzers.py
+	HAL_FUZZ_EXAMPLES=100000 $(call TEST,$(BIN)) --dist load -m slow tests/faults/test_fuzzers.py
 
 nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the commit)
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)

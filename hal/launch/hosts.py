@@ -15,6 +15,8 @@ from hal.errors import ContractError
 from hal.untrusted import parse_integer, shown
 
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+_NAME = re.compile(r"(?=.{1,253}$)\w[\w-]{0,62}(\.\w[\w-]{0,62})*\.?|[\da-fA-F.]*:[\da-fA-F:.]+(%\w+)?", re.ASCII)
+"""A host name of at most 253 characters, of parts of at most 63, or an IPv6 address."""
 _MOST_SLOTS = 4096
 """Most slots of a host; above the number of devices or cores of any machine."""
 _MOST_SLOTS_TOGETHER = 1 << 20
@@ -41,6 +43,11 @@ def parse_hostfile(text: str) -> list[Host]:
         if match is None:
             raise ContractError(f"hostfile line {number}: expected 'name slots=COUNT', found {shown(line)}")
         name = match[1]
+        if not _NAME.fullmatch(name):
+            raise ContractError(
+                f"hostfile line {number}: {shown(name)} is not a host name or address; write international names as "
+                "xn--..."
+            )
         count = parse_integer(match[2], 0, _MOST_SLOTS, f"hostfile line {number}: slots", ContractError)
         if count == 0 or name in hosts:
             raise ContractError(f"hostfile line {number}: host {name} {'has no slots' if not count else 'is repeated'}")
@@ -71,7 +78,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         if keep or not (include or exclude):
             selected.append(Host(host.name, keep))
     if not selected:
-        raise ContractError(f"the filter {include or exclude!r} leaves no slot on any host")
+        raise ContractError(f"the filter {shown(include or exclude)} leaves no slot on any host")
     return selected
 
 
@@ -83,15 +90,16 @@ def _parse_filter(text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]
     for part in filter(None, text.split("@")):
         name, _, listed = part.partition(":")
         if name not in known:
-            raise ContractError(f"filter {text!r}: host {name} is not in the hostfile ({', '.join(known)})")
+            among = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
+            raise ContractError(f"filter {shown(text)}: host {shown(name)} is not in the hostfile ({among})")
         if name in named:
-            raise ContractError(f"filter {text!r}: host {name} is named twice")
+            raise ContractError(f"filter {shown(text)}: host {name} is named twice")
         what = f"filter {shown(text)}: host {name}: a slot"
         listed_slots = (parse_integer(s, 0, _MOST_SLOTS, what, ContractError) for s in listed.split(","))
         slots = tuple(listed_slots) if listed else known[name].slots
         wrong = [s for s in slots if s not in known[name].slots]
         if wrong or len(set(slots)) != len(slots):
-            raise ContractError(f"filter {text!r}: host {name} has slots {known[name].slots}, not {slots}")
+            raise ContractError(f"filter {shown(text)}: host {name} has slots {known[name].slots}, not {slots}")
         named[name] = tuple(sorted(slots))
     return named
 
@@ -115,5 +123,5 @@ def _is_local(name: str) -> bool:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))  # only this machine's own addresses can be bound
         return True
-    except OSError:
+    except (OSError, UnicodeError):  # IDNA refuses some names
         return False

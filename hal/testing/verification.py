@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import PickleError
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from hal.core.backend import Impl
 from hal.core.op import OPS, Op
 from hal.errors import HalError
 from hal.rng import Rng
+from hal.untrusted import one_line
 
 from .calls import Outcome, bind, invoke, map_tensors, outcome_of, tensors
 from .checks import one_thread
@@ -289,27 +289,45 @@ def replay(path: Path) -> str:
     Returns the violation in words, or "" if everything is within tolerance. Raises HalError for a file that is not a
     saved call.
     """
-    try:
-        saved = torch.load(path, weights_only=True)
-        op = OPS[saved["op"]]
-        arguments = {name: _value(value) for name, value in saved["arguments"].items()}
-        leaves, upstream, implementation = saved["requires_grad"], saved["upstream"], saved["implementation"]
-    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, ValueError, PickleError) as error:
-        what = error if isinstance(error, OSError) else type(error).__name__
-        raise HalError(f"{path} is not a saved call ({what}); give a file that --verify-ops has written") from error
+    op, implementation, arguments, upstream = read_call(path)
     device = dispatch.device()
-    arguments = map_tensors(arguments, lambda x: x.to(device))
-    for name in leaves:
-        arguments[name].requires_grad_()
+    arguments = map_tensors(arguments, lambda x: x.to(device).detach().requires_grad_(x.requires_grad))
     verifier = Verifier(1.0, seed=0)
     with dispatch.policy(pin={op.name: implementation}), verifier.watching():
         for _ in range(10):  # other parts each time
             result = invoke(op, op, map_tensors(arguments, _copy))
             outcome = outcome_of(op, arguments, {}, result)
             pairs = [(y, dy.to(device)) for y, dy in zip(outcome.differentiable, upstream) if y.requires_grad]
+            if any(y.shape != dy.shape for y, dy in pairs):
+                raise HalError(f"{path} has gradients of other shapes than the outputs of {op.name}")
             if pairs:
                 torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
     return str(verifier.violations[0]) if verifier.violations else ""
+
+
+def read_call(path: Path) -> tuple[Op[Any, Any], str, dict[str, Any], list[Tensor]]:
+    """(op, implementation, arguments, upstream gradients) of a saved call. Raises HalError for another file."""
+    from hal.model.checkpoint.torch_archive import load_state
+
+    try:
+        return _parts_of_call(load_state(path))
+    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, HalError) as error:
+        raise HalError(
+            f"{path} is not a saved call: {one_line(error)}; give a file that --verify-ops has written"
+        ) from None
+
+
+def _parts_of_call(saved: Any) -> tuple[Op[Any, Any], str, dict[str, Any], list[Tensor]]:
+    op = OPS[saved["op"]]
+    values = {name: _value(value) for name, value in saved["arguments"].items()}
+    if values.keys() != op.signature.parameters.keys():
+        raise ValueError(f"{op.name} has the parameters {', '.join(op.signature.parameters)}")
+    for name in saved["requires_grad"]:
+        values[name].requires_grad_()
+    upstream = list(saved["upstream"])
+    if not all(isinstance(dy, Tensor) and dy.is_floating_point() for dy in upstream):
+        raise TypeError("its upstream gradients are no tensors")
+    return op, str(saved["implementation"]), values, upstream
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from hal.untrusted import one_line, shown
 
 MAX_DEPTH = 64
 _EXPANSION = 64
-"""Most elements of a value per byte of its pickle, counting a value that is used again each time."""
+"""Most elements of a value per byte of its pickle, counting a value that is used again each time. As many elements may
+all arguments, states and keys have together, since each use of them takes time and may make a copy."""
 
 Build = Callable[[Any, Any], None]
 
@@ -108,6 +109,8 @@ class _Machine:
         self._sealed: set[int] = set()
         """Ids of containers that are part of another: they no longer change, so that depths and sizes stay right."""
         self._builds: dict[int, Build | None] = {}
+        self._used = 0
+        """Elements of the arguments, states and keys so far, each as often as it was used."""
 
     def run(self) -> Any:
         try:
@@ -213,6 +216,13 @@ class _Machine:
             self._refuse("it repeats its parts too often")
         self._owned[id(value)] = value, depth, size
 
+    def _use(self, value: Any) -> None:
+        """Counts a value that is about to be copied, called with, or hashed."""
+        _, _, size = self._owned.get(id(value), (value, 1, 1))
+        self._used += size
+        if self._used > _EXPANSION * (self._length + 1):
+            self._refuse("it repeats its parts too often")
+
     def _seal(self, parts: Any) -> None:
         self._sealed.update(id(part) for part in parts if id(part) in self._owned)
 
@@ -259,6 +269,7 @@ class _Machine:
 
     def _require_key(self, key: Any) -> None:
         """Hashing a nested tuple can take time exponential in its depth, or overflow the C stack."""
+        self._use(key)
         for part in key if type(key) is tuple else (key,):
             if part is not None and not isinstance(part, (str, int, float, bytes, *self._keys)):
                 self._refuse(f"a key is {shown(part)}, which no checkpoint needs")
@@ -275,6 +286,7 @@ class _Machine:
         if not isinstance(function, _Reference) or not isinstance(arguments, tuple) or function.entry.make is None:
             called = function.name if isinstance(function, _Reference) else shown(function)
             self._refuse(f"it calls {called}, which no checkpoint needs")
+        self._use(arguments)
         value = function.entry.make(*arguments)
         self._push(value, arguments)
         self._builds[id(value)] = function.entry.build
@@ -286,4 +298,5 @@ class _Machine:
             named = target.name if isinstance(target, _Reference) else shown(target)
             self._refuse(f"it sets attributes of {named}, which no checkpoint needs")
         self._grow(target, (state,))
+        self._use(state)
         build(target, state)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..common.atomic_files import cache_dir, made_once
 from ..config.schema import ConfigError
 from .megatron_datasets import indexed_dataset
-from .tokenizers.tokenizer import Tokenizer
+from .tokenizers.tokenizer import InvalidText, Tokenizer
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _PIECE = 4096
@@ -64,7 +64,11 @@ def text_file(path: str, tokenizer: Tokenizer) -> Path:
     if not text.strip():
         raise ConfigError(f"--text-file {path} contains no text")
     name = f"text-{_digest(content + repr(tokenizer.unique_identifiers).encode())}"
-    return _cached(name, [[tokenizer.encode(piece) for piece in _pieces(text)]], tokenizer)
+    try:
+        ids = [tokenizer.encode(piece) for piece in _pieces(text)]
+    except InvalidText as error:
+        raise ConfigError(f"--text-file {path}: {error}") from None
+    return _cached(name, [ids], tokenizer)
 
 
 def _pieces(text: str) -> Iterator[str]:

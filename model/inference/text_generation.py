@@ -73,7 +73,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     try:
         return tokenizer.encode(text) or [tokenizer.eod]
     except ValueError as error:
-        raise ConfigError(f"the tokenizer cannot encode the prompt {text[:40]!r}: {error}") from None
+        raise ConfigError(f"prompt {text[:40]!r}: {error}") from None
 
 
 def answer(

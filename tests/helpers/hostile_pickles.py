@@ -12,6 +12,7 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
+_LONG = b"(" + b"K\x01" * 5_000 + b"tq\x00"
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "state of a class": (_INFO + b"N}" + _text("__init__") + b"K\x01s\x86b.", "sets attributes of"),
     "state of a function": (_LAYOUT + b"N}" + _text("cache") + b"K\x01s\x86b.", "sets attributes of"),
@@ -24,6 +25,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a list that doubles": (b"]" + b"q\x00(h\x00h\x00l" * 9 + b".", "which no checkpoint needs"),
     "a tuple that doubles": (b")" + b"q\x00h\x00\x86" * 60 + b".", "repeats its parts"),
     "a change after its depth is known": (b"]q\x00]q\x01h\x00ah\x00h\x01a.", "already part of another"),
+    "a long key that is hashed often": (_LONG + b"}h\x00Ns" * 5_000 + b"0.", "repeats its parts"),
     "a global as a key": (b"}" + _INFO + b"Ns.", "as a value"),
     "a called text": (_text("x") + b")R.", "it calls"),
     "too many arguments": (_INFO + b"K\x01\x85R.", "damaged"),
@@ -44,6 +46,23 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 HOSTILE_STATES: dict[str, tuple[bytes, str]] = {
     **HOSTILE,
+    "a long call that is made often": (_LONG + b"ctorch\ndevice\nq\x01" + b"h\x01h\x00R" * 5_000 + b".", "repeats"),
+    "a dictionary that is copied often": (
+        b"]q\x00("
+        + b"K\x01K\x02\x86" * 5_000
+        + b"e\x85q\x01ccollections\nOrderedDict\nq\x02"
+        + b"h\x02h\x01R" * 5_000
+        + b".",
+        "repeats its parts",
+    ),
+    "a state that is set often": (
+        b"}q\x00("
+        + b"".join(_text(str(n)) + b"N" for n in range(5_000))
+        + b"ucargparse\nNamespace\nq\x01"
+        + b"h\x01)Rh\x00b" * 5_000
+        + b".",
+        "repeats its parts",
+    ),
     "a huge storage": (b"ctorch\nFloatStorage\n(K\x00\x8a\x05\x00\x00\x00\x00\x02tR.", "it calls"),
     "a huge tensor": (b"ctorch\nTensor\n" + b"\x8a\x05\x00\x00\x00\x00\x02\x85R.", ""),
     "a huge byte array": (b"c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R.", ""),

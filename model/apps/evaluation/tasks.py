@@ -164,7 +164,7 @@ def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
     try:
         return tokenizer.encode(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: the tokenizer cannot encode this text: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _text(line: str, where: str) -> str:

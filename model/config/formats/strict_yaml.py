@@ -37,10 +37,11 @@ def load(path: Path, shown: str) -> Any:
             raw = file.read(_LARGEST + 1)
         if len(raw) > _LARGEST:
             raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
-        root = yaml.compose(raw.decode("utf-8"), Loader)
+        loader = Loader(raw.decode("utf-8"))
+        root = loader.get_single_node()
         if root is not None and _expanded(root, {}, set()) > _NODES:
             raise ValueError(f"its aliases expand to more than {_NODES} values")
-        return yaml.load(raw.decode("utf-8"), Loader)
+        return None if root is None else loader.construct_document(root)
     except RecursionError:
         raise ConfigError(f"{shown} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:

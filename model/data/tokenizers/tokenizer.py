@@ -7,13 +7,14 @@ files; it is stored with the data.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import parse_json, read_bytes
+from hal.untrusted import one_line, parse_json, read_bytes, shown
 
 from ...config.schema import ConfigError
 
@@ -22,6 +23,21 @@ MAX_VOCABULARY = 1 << 24
 embedding has one row per id up to the largest."""
 
 _MAX_FILE_BYTES = 256 << 20
+
+
+class InvalidText(ConfigError, ValueError):
+    """A text that a tokenizer cannot encode."""
+
+
+@contextlib.contextmanager
+def text_errors() -> Iterator[None]:
+    """Reports every failure of a library in a `with` block that encodes a text as InvalidText, of one line."""
+    try:
+        yield
+    except (InvalidText, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        raise InvalidText(f"the tokenizer cannot encode this text: {one_line(error)}") from None
 
 
 class Tokenizer(ABC):
@@ -34,7 +50,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end-of-document id."""
+        """Token ids of a text, without an end-of-document id. Raises InvalidText for a text it cannot encode."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,7 +79,8 @@ class ByteTokenizer(Tokenizer):
     vocab_size, eod = 257, 256
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        with text_errors():  # a lone surrogate is no character
+            return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes replacement characters."""
@@ -80,10 +97,13 @@ class NullTokenizer(Tokenizer):
         self.vocab_size, self.eod = size + 1, size
 
     def encode(self, text: str) -> list[int]:
-        """The text must be ids separated by whitespace. Raises ValueError for anything else."""
-        ids = [int(word) for word in text.split()]
+        """The text must be ids separated by whitespace. Raises InvalidText for anything else."""
+        with text_errors():
+            ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) <= self.eod:
-            raise ValueError(f"the text has ids from {min(ids)} to {max(ids)}; valid ids are 0 to {self.eod}")
+            raise InvalidText(
+                f"the text has ids from {shown(min(ids))} to {shown(max(ids))}; valid ids are 0 to {self.eod}"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -6,16 +6,16 @@ so vocabularies with gaps are safe too.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import contained, one_line, read_json
+from hal.untrusted import contained, read_json
 
 from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
-from .tokenizer import Tokenizer, read_file
+from .expansion import MAX_TOKEN, require_bounded
+from .tokenizer import Tokenizer, read_file, text_errors
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the end-of-text token, tried if no tokenizer_config.json gives one."""
@@ -27,7 +27,7 @@ class _LibraryTokenizer(Tokenizer):
     _pipeline: Any
 
     def encode(self, text: str) -> list[int]:
-        with _text_errors():
+        with text_errors():
             return list(self._pipeline.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -55,7 +55,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         eod = self._pipeline.token_to_id("<|endoftext|>")
         if eod is None:
             raise ConfigError(f"{vocab_file} has no <|endoftext|> token to end documents with")
-        self.vocab_size, self.eod = _size(self._pipeline.get_vocab()), int(eod)
+        with contained(f"{vocab_file} is not a GPT-2 vocabulary", ConfigError):
+            self.vocab_size, self.eod = _size(self._pipeline.get_vocab()), int(eod)
 
 
 class _BertWordPiece(_LibraryTokenizer):
@@ -124,10 +125,12 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return self.count, eos
 
     def encode(self, text: str) -> list[int]:
-        return [*self.prefix, *self._pieces.encode(text, out_type=int)]
+        with text_errors():
+            return [*self.prefix, *self._pieces.encode(text, out_type=int)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._pieces.decode([i for i in map(int, ids) if i < self.count]))
+        with contained("the tokenizer cannot decode ids", ConfigError):
+            return str(self._pieces.decode([i for i in map(int, ids) if i < self.count]))
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
@@ -178,6 +181,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             self._pipeline.no_truncation()
             self._pipeline.no_padding()
             self._pipeline.encode_special_tokens = True
+            require_bounded(self._pipeline, path)
             self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
         eos_token = _eos_token(path.with_name("tokenizer_config.json"))
         names = (eos_token,) if eos_token else _END_NAMES
@@ -190,7 +194,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.eod = int(ids[0])
 
     def encode(self, text: str) -> list[int]:
-        with _text_errors():
+        with text_errors():
             return list(self._pipeline.encode(text, add_special_tokens=False).ids)
 
     def pipeline(self) -> str:
@@ -212,15 +216,7 @@ def _eos_token(path: Path) -> str | None:
 def _size(vocabulary: dict[str, int]) -> int:
     if not vocabulary:
         raise ValueError("the vocabulary is empty")
+    longest = max(map(len, vocabulary))
+    if longest > MAX_TOKEN:
+        raise ValueError(f"a token has {longest} characters; at most {MAX_TOKEN} are supported")
     return max(vocabulary.values()) + 1
-
-
-@contextlib.contextmanager
-def _text_errors() -> Iterator[None]:
-    """Reports every failure of a Rust library as a ValueError, as `Tokenizer.encode` does for an invalid text."""
-    try:
-        yield
-    except (ValueError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic is no Exception
-        raise ValueError(one_line(error)) from None

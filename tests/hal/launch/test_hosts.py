@@ -35,11 +35,24 @@ def test_a_hostfile() -> None:
         ("a slots=٣", "line 1: slots should be an integer"),
         ("a slots=2\na slots=2", "line 2: host a is repeated"),
         ("a slots=0", "no slots"),
+        ("a\0b slots=2", r"line 1: 'a\\x00b' is not a host name"),
+        ("\ud800 slots=2", "line 1: .* is not a host name"),
+        ("a..b slots=2", "line 1: 'a..b' is not a host name"),
+        ("." * 100 + " slots=2", "line 1: .* is not a host name"),
+        ("a" * 64 + " slots=2", "line 1: .* is not a host name"),
+        ("a." * 127 + "b slots=2", "line 1: .* is not a host name"),
+        ("-oOption=x slots=2", "line 1: '-oOption=x' is not a host name"),
+        ("\x1b[31m slots=2", "line 1: .* is not a host name"),
     ],
 )
 def test_an_unreadable_hostfile_names_its_line(text: str, message: str) -> None:
     with pytest.raises(hal.ContractError, match=message):
         parse_hostfile(text)
+
+
+def test_names_and_addresses_of_hosts() -> None:
+    names = ["node-1", "rack_2.site.example.", "10.0.0.1", "::1", "fe80::1%eth0", "::ffff:10.0.0.1", "a" * 63]
+    assert [host.name for host in parse_hostfile("\n".join(f"{n} slots=1" for n in names))] == names
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,7 @@ def test_filters(include: str, exclude: str, left: list[Host]) -> None:
 @pytest.mark.parametrize(
     "include, exclude, message",
     [
-        ("worker-2", "", "worker-2 is not in the hostfile"),
+        ("worker-2", "", "host .worker-2. is not in the hostfile"),
         ("worker-0:4", "", "has slots"),
         ("worker-0:1,1", "", "has slots"),
         ("worker-0:one", "", "slot should be an integer in 0..4096; found 'one'"),

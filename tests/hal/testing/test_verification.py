@@ -192,6 +192,61 @@ def test_a_rate_that_is_no_share_is_refused(rate):
         Verifier(rate, seed=0)
 
 
+SAVED = {
+    "op": "rms_norm",
+    "implementation": "cpu_ref/c",
+    "arguments": {"x": torch.ones(4, 16), "weight": torch.ones(16), "eps": 1e-5, "residual": None},
+    "requires_grad": ["x"],
+    "upstream": [torch.ones(4, 16)],
+}
+
+
+class Call:
+    """Creates a file if it is ever unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "no_op"},
+        {"op": ["rms_norm"]},
+        {"arguments": [1, 2]},
+        {"arguments": {"x": torch.ones(4, 16)}},
+        {"requires_grad": ["eps"]},
+        {"requires_grad": 3},
+        {"upstream": [None]},
+        {"upstream": [torch.ones(4, 16).int()]},
+        {"upstream": [torch.ones(4, 15)]},
+        {"implementation": "nothing"},
+    ],
+)
+def test_a_hostile_saved_call_is_refused_in_one_line(change, tmp_path):
+    hal.use("cpu_ref")
+    names = list(ops.rms_norm.signature.parameters)
+    arguments = {name: SAVED["arguments"].get(name) for name in names}
+    valid = {**SAVED, "arguments": arguments}
+    torch.save(valid, tmp_path / "valid.pt")
+    assert replay(tmp_path / "valid.pt") == ""
+    torch.save({**valid, **change}, tmp_path / "x.pt")
+    with pytest.raises(hal.HalError) as caught:
+        replay(tmp_path / "x.pt")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_saved_call_executes_nothing(tmp_path):
+    hal.use("cpu_ref")
+    torch.save({**SAVED, "op": Call(str(tmp_path / "made"))}, tmp_path / "x.pt")
+    with pytest.raises(hal.HalError, match="references non-allowlisted global"):
+        replay(tmp_path / "x.pt")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_file_that_is_no_saved_call_is_refused(tmp_path):
     hal.use("cpu_ref")
     (tmp_path / "x.pt").write_bytes(b"nothing")

@@ -1,7 +1,9 @@
 """Tokenizers: decoding returns the encoded text, and every id is inside the vocabulary."""
 
+import base64
 import io
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hal.model.config.tokenizer_options import KINDS
 from hal.model.data import text_corpus
 from hal.model.data.indexed_dataset import read_index
 from hal.model.data.tokenizers.build import build_tokenizer
-from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, WhitespaceTokenizer
+from hal.model.data.tokenizers.tokenizer import ByteTokenizer, InvalidText, NullTokenizer, WhitespaceTokenizer
 from hal.model.data.tokenizers.vocabularies import GPT2BPETokenizer
 
 
@@ -28,6 +30,18 @@ def bpe_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
     trained.save_model(str(folder))
     return str(folder / "vocab.json"), str(folder / "merges.txt")
+
+
+def test_a_text_that_cannot_be_encoded_is_an_error_of_one_line():
+    for tokenizer, text in (
+        (NullTokenizer(9), "word"),
+        (NullTokenizer(9), "10"),
+        (NullTokenizer(9), "9" * 5000),
+        (ByteTokenizer(), "\ud800"),
+    ):
+        with pytest.raises(InvalidText) as caught:
+            tokenizer.encode(text)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 @given(st.text(st.characters(codec="utf-8")))
@@ -274,14 +288,73 @@ def test_a_tokenizer_json_that_makes_its_library_panic_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a tokenizer.json: Precompiled: .*Cannot parse"):
         a_tokenizer_json(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     lengths = a_tokenizer_json(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0})
-    with pytest.raises(ValueError, match="chunk size must be non-zero"):
+    with pytest.raises(InvalidText, match="cannot encode this text: chunk size must be non-zero"):
         lengths.encode("a b")
     strip = a_tokenizer_json(tmp_path, decoder={"type": "Strip", "content": "a", "start": 9, "stop": 9})
     with pytest.raises(ConfigError, match="cannot decode ids: index out of bounds"):
         strip.decode([0, 1])
     unknown = {"type": "BPE", "vocab": {"a": 0, "</s>": 2}, "merges": [], "unk_token": "zz"}
-    with pytest.raises(ValueError, match="Unk token"):
+    with pytest.raises(InvalidText, match="cannot encode this text: Unk token"):
         a_tokenizer_json(tmp_path, model=unknown).encode("a b")
+
+
+def replacements(count, content, pattern):
+    return [{"type": "Replace", "pattern": pattern, "content": content}] * count
+
+
+def charsmap(replacement):
+    """A table of SentencePiece whose trie is empty."""
+    content = struct.pack("<I", 1024) + bytes(1024) + replacement.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        replacements(10, "aaaaaaaa", {"Regex": "."}),
+        replacements(6, "aaaa", {"String": ""}),
+        replacements(14, "aa", {"String": "a"}),
+        [{"type": "Prepend", "prepend": "a" * 9000}],
+        [{"type": "NFKC"}, *replacements(1, "\ufdfa", {"String": " "})] * 3,
+        [{"type": "ByteLevel"}] * 9,
+        [charsmap("a" * 9000)],
+    ],
+)
+def test_a_tokenizer_json_that_multiplies_a_text_is_refused(steps, tmp_path):
+    """Such a file can take any amount of memory, and its library ends the process when there is no more."""
+    with pytest.raises(ConfigError, match=r"can make a text .* times as long; at most"):
+        a_tokenizer_json(tmp_path, normalizer={"type": "Sequence", "normalizers": steps})
+
+
+def test_a_tokenizer_json_that_multiplies_a_token_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="its decoder can make a token 81 times as long; at most 64"):
+        chain = replacements(4, "aaa", {"String": "a"})
+        a_tokenizer_json(tmp_path, decoder={"type": "Sequence", "decoders": chain})
+    with pytest.raises(ConfigError, match="a token has 65537 characters"):
+        words = {"a" * 65537: 0, "</s>": 1, "<unk>": 2}
+        a_tokenizer_json(tmp_path, model={"type": "WordLevel", "vocab": words, "unk_token": "<unk>"})
+
+
+def test_the_steps_of_common_tokenizers_are_accepted(tmp_path):
+    albert = [
+        *replacements(1, '"', {"String": "``"}),
+        *replacements(1, '"', {"String": "''"}),
+        {"type": "NFKD"},
+        {"type": "StripAccents"},
+        {"type": "Lowercase"},
+        charsmap("x" * 33),
+        *replacements(1, " ", {"Regex": " {2,}"}),
+    ]
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    words = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]}
+    assert a_tokenizer_json(tmp_path, normalizer={"type": "Sequence", "normalizers": albert}, pre_tokenizer=words)
+    llama = [{"type": "Prepend", "prepend": "\u2581"}, *replacements(1, "\u2581", {"String": " "})]
+    back = [*replacements(1, " ", {"String": "\u2581"}), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    assert a_tokenizer_json(
+        tmp_path,
+        normalizer={"type": "Sequence", "normalizers": llama},
+        decoder={"type": "Sequence", "decoders": back},
+    )
 
 
 @pytest.mark.parametrize("largest", [1 << 24, 2**33, 2**62, 10**400])
