@@ -68,11 +68,26 @@ def _linear_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...])
         return dx, None
     if x.dtype == torch.float32 and _wgrad(x, dy, group_sizes, dw := empty(weight.shape, torch.float32), add=False):
         return dx, dw
-    dw, start = empty(weight.shape, weight.dtype), 0
+    return dx, _weight_gradients(x, dy, group_sizes, sizes, weight)
+
+
+def _weight_gradients(x: Tensor, dy: Tensor, group_sizes: Tensor, sizes: Sequence[int], weight: Tensor) -> Tensor:
+    """dy^T x [e, out, in] of every group, in the dtype of weight [e, out, in]."""
+    dw = empty(weight.shape, weight.dtype)
+    small = any(size <= _FEW for size in sizes) and dw.numel() > 0 and fast(x.dtype)
+    if small:
+        x, dy, group_sizes = x.contiguous(), dy.contiguous(), group_sizes.contiguous()
+        small = lib().hal_grouped_linear_dw(CODE[x.dtype], *addresses(dy, x, group_sizes, dw), *dw.shape, _FEW)
+    start = 0
     for expert, size in enumerate(sizes):
-        dw[expert] = product(dy[start : start + size].t(), x[start : start + size].t())
+        if size > _FEW or not small:
+            dy_rows, x_rows = dy[start : start + size], x[start : start + size]
+            if x.dtype == torch.bfloat16:
+                torch.mm(dy_rows.t(), x_rows, out=dw[expert])
+            else:
+                dw[expert] = product(dy_rows.t(), x_rows.t())
         start += size
-    return dx, dw
+    return dw
 
 
 def _wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, dw: Tensor, *, add: bool) -> bool:

@@ -58,6 +58,16 @@ DEEPSEEK: dict[str, Any] = {
     "moe_z_loss_coeff": 0.01,
     "moe_shared_expert_intermediate_size": 32,
 }
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_layernorm": True,
+}
+"""Latent attention of which every size is different. It needs rotary positions, as LLAMA has them."""
 PADDED: dict[str, Any] = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
 """Every expert has the same number of rows, so that sizes do not depend on the routing."""
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
@@ -105,6 +115,8 @@ ACTIVATIONS: list[tuple[str, int, Options]] = [
     ("Mixtral TP 2 + SP ETP 2", 2, {**MIXTRAL, **TP2, **SP}),
     ("DeepSeek", 1, DEEPSEEK),
     ("DeepSeek padded EP 2 CP 2", 2, {**DEEPSEEK, **PADDED, **EP2, **CP2}),
+    ("Llama latent attention", 1, {**LLAMA, **LATENT}),
+    ("Llama latent attention TP 2 + SP", 2, {**LLAMA, **LATENT, **TP2, **SP}),
 ]
 PEAKS: list[tuple[str, int, Options]] = [
     ("one process", 1, {}),
@@ -124,6 +136,7 @@ PEAKS: list[tuple[str, int, Options]] = [
     ("Mixtral", 1, MIXTRAL),
     ("Mixtral padded EP 2", 2, {**MIXTRAL, **PADDED, **EP2}),
     ("DeepSeek padded EP 2 ZeRO 1", 2, {**DEEPSEEK, **PADDED, **EP2, "zero_stage": 1}),
+    ("DeepSeek latent attention", 1, {**DEEPSEEK, **LATENT}),
 ]
 TRAFFIC: list[tuple[str, int, Options]] = [
     ("Mixtral padded EP 2", 2, {**MIXTRAL, **PADDED, **EP2}),

@@ -41,7 +41,6 @@ def main(argv: Sequence[str]) -> int:
     from hal.model.apps.planning import plan_report
     from hal.model.apps.planning.search import require_some, search, set_vocabulary
     from hal.model.config.command_line import build, read
-    from hal.model.config.schema import ConfigError
     from hal.model.config.validation import check_model
 
     command = parser()
@@ -61,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
         if values.origins.get(name, "command line") != "command line":
             values.pop(name, None)
     config = build(values, check_model)
-    if config.multi_latent_attention:
-        raise ConfigError("hal plan has no formulas for latent attention yet; remove --multi-latent-attention")
     imbalance = _imbalance(arguments.expert_imbalance, config)
     set_vocabulary(config)
     limit = device.memory * (1.0 - arguments.headroom)

@@ -32,7 +32,26 @@ int hal_grouped_linear_dx(int64_t dtype, uintptr_t dy, uintptr_t weight, uintptr
         return 1;
     }
 #endif
+#ifdef LINEAR_HAVE_BF16
+    if (dtype == HAL_BF16 && n_in % 32 == 0 && n_out % 2 == 0) {
+        grouped_linear_dx_bf16((const void *)dy, (const void *)weight, (void *)dx, &groups);
+        return 1;
+    }
+#endif
     (void)dtype, (void)dy, (void)weight, (void)dx, (void)groups;
+    return 0;
+}
+
+int hal_grouped_linear_dw(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t sizes, uintptr_t dweight, int64_t experts,
+                          int64_t n_out, int64_t n_in, int64_t most) {
+    const struct groups groups = {(const int64_t *)sizes, experts, n_out, n_in, most};
+#ifdef LINEAR_HAVE_BF16
+    if (dtype == HAL_BF16 && n_in % 32 == 0) {
+        grouped_linear_dw_bf16((const void *)dy, (const void *)x, (void *)dweight, &groups);
+        return 1;
+    }
+#endif
+    (void)dtype, (void)dy, (void)x, (void)dweight, (void)groups;
     return 0;
 }
 

@@ -11,3 +11,5 @@ struct groups {
 void grouped_linear_f32(const void *x, const void *weight, void *y, const struct groups *groups);
 void grouped_linear_bf16(const void *x, const void *weight, void *y, const struct groups *groups);
 void grouped_linear_dx_f32(const void *dy, const void *weight, void *dx, const struct groups *groups);
+void grouped_linear_dx_bf16(const void *dy, const void *weight, void *dx, const struct groups *groups);
+void grouped_linear_dw_bf16(const void *dy, const void *x, void *dweight, const struct groups *groups);

@@ -21,7 +21,7 @@ def layer_bytes(shape: Shape, layer: int) -> int:
     norm = hidden + _statistics(shape)
     experts = shape.experts_of(layer)
     extra: float = 2 * norm if c.use_sandwich_norm else 0
-    if c.qk_layernorm:  # contiguous copies of queries and keys, and the statistics of their norms
+    if c.qk_layernorm and shape.latent is None:  # contiguous copies of queries and keys, and their norms' statistics
         per_row = shape.rows * c.micro_batch_size
         extra += per_row * (shape.heads + shape.groups) * (shape.element + STATISTIC / c.kv_channels)
     if experts is None:
@@ -47,11 +47,13 @@ def _statistics(shape: Shape) -> int:
 
 def _mixed(shape: Shape) -> int:
     """The output of the QKV layer."""
-    return shape.rows * shape.config.micro_batch_size * (shape.heads + 2 * shape.groups) * shape.element
+    return shape.rows * shape.config.micro_batch_size * (shape.heads + shape.groups + shape.values) * shape.element
 
 
 def _queries(shape: Shape) -> int:
-    """Queries, keys and values as attention keeps them for its backward pass."""
+    """Queries, keys and values as attention keeps them for its backward pass, and the latents they are made of."""
+    if shape.latent is not None:
+        return shape.latent.latents() + shape.latent.heads_kept()
     c, rope = shape.config, shape.config.position_embedding_type == "rope"
     per_row = shape.config.micro_batch_size * shape.element * shape.rows
     whole = c.context_parallel_size == 1
@@ -73,7 +75,7 @@ def _scores(shape: Shape) -> int:
     """With flash attention one log-sum-exp per row. Otherwise the probabilities, a copy after dropout if there is any,
     and in 16 bits one more copy and the statistics of the softmax."""
     c, b = shape.config, shape.config.micro_batch_size
-    rows = shape.rows * b * (shape.heads // c.kv_channels)
+    rows = shape.rows * b * (c.num_attention_heads // shape.tp)
     if c.use_flash_attn:
         return rows * STATISTIC
     dropped = c.attention_dropout > 0.0
@@ -85,7 +87,7 @@ def _scores(shape: Shape) -> int:
 def _context(shape: Shape) -> int:
     """The output of attention, kept as the input of the projection, and a second copy if its layout is changed."""
     c, b = shape.config, shape.config.micro_batch_size
-    one = shape.rows * b * shape.heads * shape.element
+    one = shape.rows * b * shape.context * shape.element
     twice = c.context_parallel_size > 1 and c.context_parallel_algo == "ulysses"
     twice = twice or (c.use_flash_attn and c.shape_order == "BNSD" and c.context_parallel_size == 1)
     return (2 if twice and c.recompute_granularity != "selective" else 1) * one
@@ -122,18 +124,20 @@ def _recomputed(shape: Shape, stage: int) -> tuple[tuple[int, ...], int]:
 
 
 def recomputed_at_once(shape: Shape, stage: int) -> int:
-    """Bytes of activations that the backward pass recomputes at a time: one chunk of layers, or one attention."""
+    """Bytes of activations that a backward pass adds to those that are kept, by recomputing one chunk of layers, or one
+    attention, at a time. With "block" the first layers are recomputed, when the others have freed their activations."""
     c, layers = shape.config, shape.plan.layers[stage]
     if c.recompute_granularity is None or not layers:
         return 0
     if c.recompute_granularity == "selective":
-        return _mixed(shape) + _context(shape) + _scores(shape)
+        arguments = _mixed(shape) if shape.latent is None else shape.latent.recomputed()
+        return arguments + _context(shape) + _scores(shape)
     count = c.recompute_num_layers or 1
     if c.recompute_method == "uniform":
         chunks = [layers[start : start + count] for start in range(0, len(layers), count)]
-    else:
-        chunks = [(layer,) for layer, _ in shape.kinds(layers[:count])]
-    return max(_of_layers(shape, chunk) for chunk in chunks)
+        return max(_of_layers(shape, chunk) for chunk in chunks)
+    largest = max(layer_bytes(shape, layer) for layer, _ in shape.kinds(layers[:count]))
+    return max(0, largest - _of_layers(shape, layers[count:]))
 
 
 def token_bytes(shape: Shape) -> int:

@@ -61,15 +61,22 @@ def rank_memory(shape: Shape, rank: int) -> Memory:
     activations = max(sum(kept[s] * count for s, count in peak.items()) for peak in peaks)
     working = max(_working(shape, s) for s in stages)
     buffers = _pipeline_buffers(shape, stages)
-    if plan.zero == 0 and plan.layout.dp * plan.layout.cp > 1:
-        reducing = GRADIENT * shape.parameters(rank)
-        if reducing > activations + working:
-            # The peak is after the last backward pass, when all buckets are reduced concurrently.
-            return Memory(weights, gradients, optimizer, 0, buffers + reducing, 0)
+    reducing = GRADIENT * _replicated(shape, rank)
+    if plan.zero == 0 and reducing > activations + working:
+        # The peak is after the last backward pass, when all buckets are reduced concurrently.
+        return Memory(weights, gradients, optimizer, 0, buffers + reducing, 0)
     embedding = _embedding_gradient(shape, stages)
     if embedding > activations + working:
         return Memory(weights, gradients, optimizer, 0, buffers, embedding)
     return Memory(weights, gradients, optimizer, activations, buffers, working)
+
+
+def _replicated(shape: Shape, rank: int) -> int:
+    """Parameters of a pipeline rank whose gradients are summed with those of other ranks; experts have replicas of
+    their own, and often none."""
+    experts, layout = shape.expert_parameters(rank), shape.plan.layout
+    others = (shape.parameters(rank) - experts) * (layout.dp * layout.cp > 1)
+    return others + experts * (layout.edp > 1)
 
 
 def states(shape: Shape, rank: int) -> dict[str, float]:
@@ -148,6 +155,8 @@ def _working(shape: Shape, stage: int) -> float:
             gradients, largest = float(rows * (inner + shape.ffn + moved)), h * inner
         else:
             gradients, largest = rows * moved + experts.working(), experts.local * h * shape.gate * experts.ffn
+        if shape.latent is not None:  # whose heads may together be wider than an MLP
+            gradients = max(gradients, rows * moved + shape.latent.working())
         weight = 0.0 if in_place else largest * shape.element
         if shape.plan.zero >= 2:  # one layer's gradients unsharded, and their send buffer
             weight = shape.layer_parameters(n) * (shape.element + GRADIENT)

@@ -13,13 +13,15 @@ from hal.mesh import Layout
 from ...config.parallel_layout import ParallelLayout
 from ...config.schema import Config
 from .expert_layer import Experts
+from .latent_layer import Latent
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a config on one rank of a layout. rows: positions of a sequence in attention; hidden_rows: between
-    the layers. heads, groups: channels of the queries, and of the keys (or values). element: bytes of an activation.
-    experts: of a layer that has some."""
+    the layers. heads, groups: channels of the queries, and of the keys; values, context: of the values, and of
+    attention's result. element: bytes of an activation. experts: of a layer that has some. latent: of latent attention.
+    """
 
     config: Config
     plan: ParallelLayout
@@ -28,10 +30,13 @@ class Shape:
     hidden_rows: int
     heads: int
     groups: int
+    values: int
+    context: int
     ffn: int
     vocabulary: int
     element: int
     experts: Experts | None = None
+    latent: Latent | None = None
 
     @staticmethod
     def of(c: Config, plan: ParallelLayout, imbalance: float = 1.0) -> Shape:
@@ -40,6 +45,7 @@ class Shape:
         imbalance: rows of the experts on the rank that has the most, in multiples of the mean.
         """
         tp, rows = plan.layout.tp, c.seq_length // plan.layout.cp
+        qk, v = c.head_sizes
         hidden_rows, gate = rows // tp if c.sequence_parallel else rows, 2 if c.swiglu or c.geglu else 1
         return Shape(
             config=c,
@@ -47,12 +53,15 @@ class Shape:
             tp=tp,
             rows=rows,
             hidden_rows=hidden_rows,
-            heads=c.num_attention_heads * c.kv_channels // tp,
-            groups=c.num_query_groups * c.kv_channels // tp,
+            heads=c.num_attention_heads * qk // tp,
+            groups=c.num_query_groups * qk // tp,
+            values=c.num_query_groups * v // tp,
+            context=c.num_attention_heads * v // tp,
             ffn=c.ffn_hidden_size // tp,
             vocabulary=c.padded_vocab_size // tp,
             element=c.params_dtype.itemsize,
             experts=Experts.of(c, plan.layout, hidden_rows, rows, gate, imbalance),
+            latent=Latent.of(c, tp, hidden_rows, rows),
         )
 
     @property
@@ -96,16 +105,21 @@ class Shape:
         """Parameters of a layer other than the weights of its experts."""
         c, h = self.config, self.config.hidden_size
         norms = (4 if c.use_sandwich_norm else 2) * self._norm()
-        if c.qk_layernorm:
-            norms += 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1)
-        qkv, inner = self.heads + 2 * self.groups, self.gate * self.ffn
+        inner = self.gate * self.ffn
         mlp = h * (inner + self.ffn) if experts is None else experts.replicated_parameters()
-        weights = h * (qkv + self.heads) + mlp
         # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.
-        biases = 0 if c.disable_bias_linear else qkv + inner + 2 * h
-        if c.disable_bias_linear and c.add_qkv_bias:
-            biases = qkv
-        return norms + weights + biases
+        biases = 0 if c.disable_bias_linear else inner + 2 * h
+        return norms + self._attention_parameters() + mlp + biases
+
+    def _attention_parameters(self) -> int:
+        """Parameters of attention besides the bias of its row-parallel layer."""
+        c = self.config
+        if self.latent is not None:
+            return self.latent.parameters()
+        qkv = self.heads + self.groups + self.values
+        norms = 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1) if c.qk_layernorm else 0
+        biases = qkv if not c.disable_bias_linear or c.add_qkv_bias else 0
+        return c.hidden_size * (qkv + self.context) + norms + biases
 
     def end_parameters(self, stage: int) -> int:
         """Parameters of a stage besides its layers: embedding, final norm, output layer."""

@@ -114,8 +114,9 @@ def _layer(shape: Shape, layer: int) -> tuple[float, float]:
     """(FLOP of products, bytes moved by other operations) of a layer and microbatch, with recomputation."""
     c, experts = shape.config, shape.experts_of(layer)
     tokens = shape.rows * c.micro_batch_size
-    qkv, inner = shape.heads + 2 * shape.groups, shape.gate * shape.ffn
-    products = 2.0 * tokens * c.hidden_size * (qkv + shape.heads)
+    qkv, inner = shape.heads + shape.groups + shape.values, shape.gate * shape.ffn
+    latent = shape.latent
+    products = 2.0 * tokens * c.hidden_size * (qkv + shape.context) if latent is None else latent.products()
     if experts is None:
         products += 2.0 * tokens * c.hidden_size * (inner + shape.ffn)
         moved: float = tokens * shape.element * (inner + shape.ffn)
@@ -123,13 +124,13 @@ def _layer(shape: Shape, layer: int) -> tuple[float, float]:
         products += experts.products()
         moved = experts.moved()
     pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
-    scores = 4.0 * tokens * shape.heads * pairs
+    scores = 2.0 * tokens * (shape.heads + shape.context) * pairs
     # Two norms and two additions of hidden states; copies or rotations of q, k and v; the activation.
-    moved += 10 * shape.hidden_bytes + tokens * shape.element * 2 * qkv
+    moved += 10 * shape.hidden_bytes + tokens * shape.element * 2 * qkv + (0 if latent is None else latent.moved())
     inside = 0.0
     if not c.use_flash_attn:
         scores *= c.seq_length / pairs  # masked pairs are multiplied too
-        inside = 6.0 * tokens * c.seq_length * (shape.heads // c.kv_channels) * shape.element
+        inside = 6.0 * tokens * c.seq_length * (c.num_attention_heads // shape.tp) * shape.element
     full, selective = c.recompute_granularity == "full", c.recompute_granularity == "selective"
     passes = 3 + _recomputed_fraction(shape) if full else 3.0
     # A ring's backward pass computes attention twice (ADR 0005); selective recomputation computes it once more.

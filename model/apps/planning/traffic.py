@@ -37,7 +37,10 @@ def traffic(shape: Shape) -> Traffic:
     table = shape.vocabulary * c.hidden_size
     pairs = _of_layers(shape, lambda layer: _parallel_pairs(shape, layer))
     return Traffic(
-        tensor=count * ((forwards + 1) * pairs * _pair(shape) + _tensor_ends(shape)) + gathered_again(shape),
+        tensor=count * ((forwards + 1) * pairs * _pair(shape) + _tensor_ends(shape))
+        + count * layers * (forwards * _latents(shape, forward=True) + _latents(shape, forward=False))
+        + gathered_again(shape)
+        + layers * _latent_gradients(shape),
         context=count * layers * (forwards * context_forward(shape) + context_backward(shape)),
         pipeline=2.0 * count * _hops(shape) * shape.hidden_bytes,
         data=_data(shape),
@@ -73,12 +76,36 @@ def _pair(shape: Shape) -> float:
     return 2 * (shape.tp - 1) / shape.tp * whole
 
 
+def _latents(shape: Shape, *, forward: bool) -> float:
+    """What a pass of one microbatch through latent attention sends more than `_pair` (negative: less). Its latents
+    enter the region instead of a hidden state: an all-reduce of their gradients, or a gather in each forward pass and
+    a scatter in the backward pass."""
+    if shape.latent is None:
+        return 0.0
+    wider = shape.latent.entered() / shape.config.hidden_size - 1
+    if shape.config.sequence_parallel:
+        return wider * _pair(shape) / 2
+    return 0.0 if forward else wider * _pair(shape)
+
+
+def _latent_gradients(shape: Shape) -> float:
+    """With sequence parallelism, the gradients of a layer's down projections are summed over the ranks in each step,
+    each of which has those of its own rows."""
+    if shape.latent is None or not shape.config.sequence_parallel:
+        return 0.0
+    return 2 * (shape.tp - 1) / shape.tp * GRADIENT * shape.latent.down
+
+
 def gathered_again(shape: Shape) -> float:
     """With sequence parallelism, the backward pass gathers the inputs of column-parallel layers again for the weight
     gradients. This overlaps with the computation of the input gradients."""
     if not shape.config.sequence_parallel:
         return 0.0
-    return shape.plan.microbatches * _of_layers(shape, lambda layer: _parallel_pairs(shape, layer)) * _pair(shape) / 2
+    pairs = _of_layers(shape, lambda layer: _parallel_pairs(shape, layer))
+    if shape.latent is not None:
+        narrower = shape.latent.gathered_again() / shape.config.hidden_size - 1
+        pairs += narrower * _of_layers(shape, lambda layer: 1.0)
+    return shape.plan.microbatches * pairs * _pair(shape) / 2
 
 
 def _tensor_ends(shape: Shape) -> float:
@@ -91,8 +118,8 @@ def context_forward(shape: Shape) -> float:
     c, cp = shape.config, shape.plan.layout.cp
     per_channel = shape.rows * c.micro_batch_size * shape.element
     if c.context_parallel_algo == "ulysses":
-        return (cp - 1) / cp * per_channel * 2 * (shape.heads + shape.groups)
-    return (cp - 1) * per_channel * 2 * shape.groups
+        return (cp - 1) / cp * per_channel * (shape.heads + shape.groups + shape.values + shape.context)
+    return (cp - 1) * per_channel * (shape.groups + shape.values)
 
 
 def context_backward(shape: Shape) -> float:
@@ -100,7 +127,7 @@ def context_backward(shape: Shape) -> float:
     if shape.config.context_parallel_algo == "ulysses" or shape.plan.layout.cp == 1:
         return context_forward(shape)
     per_channel = shape.rows * shape.config.micro_batch_size
-    return context_forward(shape) + shape.plan.layout.cp * per_channel * 2 * shape.groups * GRADIENT
+    return context_forward(shape) + shape.plan.layout.cp * per_channel * (shape.groups + shape.values) * GRADIENT
 
 
 def _hops(shape: Shape) -> int:

@@ -88,13 +88,12 @@ TWO_RANKS = {
 }
 
 
-TOO_HIGH = pytest.mark.xfail(strict=True, reason="the peak is estimated 12 % too high (ADR 0037)")
-MARKS = {"deepseek-ep2": [pytest.mark.slow], "ep2-recomputed": [pytest.mark.nightly, TOO_HIGH]}
+MARKS = {"deepseek-ep2": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=MARKS.get(k, [pytest.mark.nightly])) for k in TWO_RANKS],
+    [pytest.param(k, marks=MARKS.get(k, pytest.mark.nightly)) for k in TWO_RANKS],
 )
 def test_two_ranks(kind: str) -> None:
     options = TWO_RANKS[kind]
