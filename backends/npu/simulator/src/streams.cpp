@@ -1,6 +1,7 @@
 // Streams and events. A stream is an ordered queue. An idle stream runs a task immediately in the calling thread;
 // otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
 // stream: every later submission and synchronisation returns its error and text, as after a device exception.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -18,6 +19,7 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 thread_local int running_device = 0;
+std::atomic<uint32_t> op_wait_seconds{0};  // 0: a stream waits for an event without a limit
 
 struct Event {
   std::mutex mutex;
@@ -213,6 +215,7 @@ aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream, false);
 aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream, true); }
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
+  halsim::count(halsim::Counter::host_waits);
   Stream* stream = find(handle);
   return stream ? synchronize(stream, timeout) : fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream: %p", handle);
 }
@@ -241,6 +244,11 @@ aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return acl
 aclError aclrtCreateEvent(aclrtEvent* event) { return aclrtCreateEventExWithFlag(event, 0); }
 aclError aclrtDestroyEvent(aclrtEvent event) {
   delete static_cast<SharedEvent*>(event);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtSetOpWaitTimeout(uint32_t seconds) {
+  op_wait_seconds = seconds;
   return ACL_SUCCESS;
 }
 
@@ -274,13 +282,20 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
       stream,
       [event, generation] {
         std::unique_lock<std::mutex> lock(event->mutex);
-        event->changed.wait(lock, [&] { return event->completed >= generation; });
-        return ACL_SUCCESS;
+        auto reached = [&] { return event->completed >= generation; };
+        std::chrono::seconds limit(op_wait_seconds);
+        if (!limit.count())
+          event->changed.wait(lock, reached);
+        else if (!event->changed.wait_for(lock, limit, reached))
+          return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "a stream waited %ld s for an event: timeout; another stream failed",
+                      static_cast<long>(limit.count()));
+        return static_cast<int>(ACL_SUCCESS);
       },
       halsim::Wait::may_block);
 }
 
 aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
+  halsim::count(halsim::Counter::host_waits);
   SharedEvent event = event_of(handle);
   std::unique_lock<std::mutex> lock(event->mutex);
   uint64_t generation = event->recorded;
