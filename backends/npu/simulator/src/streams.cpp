@@ -1,6 +1,7 @@
 // Streams and events. A stream is an ordered queue. An idle stream runs a task immediately in the calling thread;
 // otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
-// stream: every later submission and synchronisation returns its error and text, as after a device exception.
+// stream: every later submission and synchronisation returns its error and text, as after a device exception. So does a stream that waits for an event
+// of the stopped one.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,12 +22,19 @@ namespace {
 thread_local int running_device = 0;
 std::atomic<uint32_t> op_wait_seconds{0};  // 0: a stream waits for an event without a limit
 
+// Why a stream stopped. Streams that wait for an event of a stopped stream stop for the same reason.
+struct Failure {
+  std::atomic<int> code{0};
+  std::string text;  // written before code
+};
+
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t recorded = 0;   // generations submitted
   uint64_t completed = 0;  // the newest generation reached by its stream
   Clock::time_point when{};
+  std::shared_ptr<Failure> source;  // of the stream that recorded it last
 };
 
 struct Stream {
@@ -39,6 +47,7 @@ struct Stream {
   bool closing = false;
   int error = 0;
   std::string error_text;
+  std::shared_ptr<Failure> failure = std::make_shared<Failure>();
   std::thread worker;
 
   bool idle() const { return !busy && queue.empty(); }
@@ -53,7 +62,8 @@ struct Stream {
       lock.lock();
       if (code && !error) {
         error = code;
-        error_text = halsim::recent_error();
+        error_text = failure->text = halsim::recent_error();
+        failure->code = code;
       }
     }
     busy = false;
@@ -258,6 +268,7 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
   {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = ++event->recorded;
+    if (Stream* source = find(stream)) event->source = source->failure;
   }
   return halsim::submit(stream, [event, generation] {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -273,22 +284,25 @@ aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }  // a 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
   SharedEvent event = event_of(handle);
   uint64_t generation;
+  std::shared_ptr<Failure> source;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = event->recorded;
+    source = event->source;
     if (event->completed >= generation) return ACL_SUCCESS;
   }
   return halsim::submit(
       stream,
-      [event, generation] {
+      [event, generation, source] {
         std::unique_lock<std::mutex> lock(event->mutex);
         auto reached = [&] { return event->completed >= generation; };
-        std::chrono::seconds limit(op_wait_seconds);
-        if (!limit.count())
-          event->changed.wait(lock, reached);
-        else if (!event->changed.wait_for(lock, limit, reached))
-          return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "a stream waited %ld s for an event: timeout; another stream failed",
-                      static_cast<long>(limit.count()));
+        uint32_t limit = op_wait_seconds;
+        Clock::time_point end = Clock::now() + std::chrono::seconds(limit);
+        while (!event->changed.wait_for(lock, std::chrono::milliseconds(20), reached)) {
+          if (source && source->code) return halsim::fail_again(source->code, source->text);
+          if (limit && Clock::now() > end)
+            return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "a stream waited %u s for an event: timeout", limit);
+        }
         return static_cast<int>(ACL_SUCCESS);
       },
       halsim::Wait::may_block);
