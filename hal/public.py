@@ -2,7 +2,7 @@
 package, no op and no model."""
 
 from .comm.contract import Comm, Message, SingleRankComm, Work
-from .comm.torch import GLOO, TorchComm, Transport, engine_failure, torch_comm
+from .comm.torch import GLOO, TorchComm, Transport, collective_failure, engine_failure, torch_comm
 from .core import transforms as _transforms  # noqa: F401  routes calls that are traced or transformed
 from .core.backend import API, Backend, Impl, Probe, address, by_metadata
 from .core.call import Call
@@ -80,6 +80,7 @@ __all__ = [
     "backend",
     "backend_names",
     "by_metadata",
+    "collective_failure",
     "device",
     "device_errors",
     "dropout_threshold",

@@ -84,6 +84,10 @@ class Npu(hal.Backend):
     def comm(self, ranks: Sequence[int] | None = None, *, timeout: float = 600.0) -> hal.Comm:
         return make_comm(ranks, timeout, self.local_index())
 
+    def device_failure(self, error: RuntimeError) -> hal.HalError | None:
+        """Waits for collectives are ordered on the stream, so a missing rank surfaces where the host waits."""
+        return hal.collective_failure(error)
+
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes: "allocated" and "peak" by tensors, "reserved" by the caching allocator, "free" and "total"."""
         npu = _npu()

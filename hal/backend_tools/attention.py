@@ -7,6 +7,9 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
 from hal import ops
 from hal.core.call import Call
 from hal.core.op import require
@@ -132,19 +135,38 @@ def bounded(tokens: int | None) -> int:
     return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
 
 
+_host_lists = WeakIdKeyDictionary()
+"""Tensor on a device -> (its version when it was read, its content as a list)."""
+
+
+def _host_list(x: Tensor) -> list[int]:
+    """x [n] as a list; of a tensor on a device, read again only after x has changed."""
+    if x.device.type == "cpu" or x.is_inference():  # nothing to wait for; and inference tensors count no versions
+        values: list[int] = x.tolist()
+        return values
+    known = _host_lists.get(x)
+    if known is None or known[0] != x._version:
+        _host_lists[x] = known = (x._version, x.tolist())
+    values = known[1]
+    return values
+
+
 CuSeqlens = tuple[list[int], list[int]] | None
 """Start offsets of the query and of the key sequences, as returned by `packed_starts`; None for a dense call."""
 
 
 def packed_starts(call: Call) -> CuSeqlens:
-    """cu_seqlens of a packed call as lists, for kernels launched per sequence. Reading them waits for the device.
+    """cu_seqlens of a packed call as lists, for kernels launched per sequence.
 
+    Reading a tensor waits for its device, so the list is read once per tensor and version: the layers of a model, and
+    its recomputed forward passes, share one pair. A change that torch does not see (through another process, or a raw
+    pointer) is not noticed; use another tensor for other lengths.
     Raises ContractError unless both rise from 0 to the number of tokens. ops.flash_attention leaves this check to the
     backends because it depends on the contents of tensors.
     """
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return None
-    starts: tuple[list[int], list[int]] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    starts = _host_list(call.cu_seqlens_q), _host_list(call.cu_seqlens_k)
     for name, values, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, (call.q.shape[0], call.k.shape[0])):
         rising = values[0] == 0 and values[-1] == tokens and all(a <= b for a, b in pairwise(values))
         require(rising, "flash_attention", f"{name} rising from 0 to {tokens}", values)

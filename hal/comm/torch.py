@@ -260,9 +260,19 @@ class TorchComm(Comm):
             self._broken = self._explain(error, what, seq, peers)
             raise self._broken from error
 
+    def first_missing(self) -> tuple[TorchComm, int, str, list[int]] | None:
+        """(self, number, name, absent global ranks) of the group's first collective that a rank has not started."""
+        counts = self._progress.counts_behind()
+        if not counts:
+            return None
+        seq = min(counts.values()) + 1
+        return self, seq, self._progress.op_of(seq), [self._ranks[r] for r, n in counts.items() if n < seq]
+
     def _explain(self, error: RuntimeError, what: str, seq: int, peers: Sequence[int] | None) -> HalError:
         missing = peers if peers is not None else self._progress.missing_ranks(what, seq)
-        absent = [self._ranks[r] for r in missing]
+        return self._explained(error, what, seq, [self._ranks[r] for r in missing])
+
+    def _explained(self, error: RuntimeError, what: str, seq: int, absent: Sequence[int]) -> HalError:
         if "imed out" in str(error) or "timeout" in str(error):
             return CollectiveTimeout(self.name, dist.get_rank(), what, seq, absent, self.timeout)
         first = str(error).splitlines()[0]
@@ -313,6 +323,22 @@ def engine_failure(error: RuntimeError, what: str, timeout: float, seq: int = 0)
         f"{what} #{seq} failed on rank {rank}: {text.splitlines()[0]}. Ranks that did not fail too: "
         f"{', '.join(map(str, absent)) or 'none'}. A rank that ended is the usual cause: see its log first."
     )
+
+
+def collective_failure(error: RuntimeError) -> HalError | None:
+    """The HAL error for a collective that failed on the device, found where the host waited; None for other errors.
+
+    For `Backend.device_failure` of transports whose waits are ordered on the device. The host has run ahead, so the
+    collective is the first one of a group that some rank has not started.
+    """
+    if not dist.is_initialized() or not _ABOUT_TRANSPORT.search(str(error)):
+        return None
+    behind = [found for comm in list(_communicators) if (found := comm.first_missing()) is not None]
+    if not behind:
+        return engine_failure(error, "collective", max((c.timeout for c in _communicators), default=60.0))
+    comm, seq, op, absent = behind[0]
+    comm._broken = comm._explained(error, op, seq, absent)
+    return comm._broken
 
 
 _ABOUT_TRANSPORT = re.compile(r"gloo|timed out|timeout|NCCL|HCCL|onnection (closed|reset|refused)|peer")

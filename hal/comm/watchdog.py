@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from ..errors import ContractError
 
 INTERVAL = 0.5
 """Seconds between two publications."""
+
+RECENT = 1000
+"""The names of this many collectives are kept, by how many a host may run ahead of its device."""
 
 STORE_ANSWERS = 60.0
 """Seconds that a process waits at exit for the store to answer its publishing thread. With 5 seconds, a process on a
@@ -30,12 +34,19 @@ class GroupProgress:
         self._world, self._key, self._rank, self._size = world, key, rank, size
         self.seq, self.op = 0, ""
         self.published = -1
+        self._recent: deque[str] = deque(maxlen=RECENT)
 
     def arrive(self, op: str) -> int:
         """Counts one more collective; returns its number."""
         self.op = op
         self.seq += 1
+        self._recent.append(op)
         return self.seq
+
+    def op_of(self, seq: int) -> str:
+        """The name of collective number `seq`; "collective" if it was too long ago."""
+        at = seq - self.seq - 1
+        return self._recent[at] if -len(self._recent) <= at < 0 else "collective"
 
     def publish(self, store: Any) -> None:
         """Writes the count, if it changed."""
@@ -49,19 +60,27 @@ class GroupProgress:
 
         Raises ContractError if a rank started another collective than `op` under that number.
         """
-        try:
-            store = self._world.store.clone()
-            self.publish(store)
-            threading.Event().wait(2 * INTERVAL)  # the others' latest counts may not be published yet
-            published = {r: self._read(store, r) for r in range(self._size) if r != self._rank}
-        except RuntimeError:
-            return []
+        published = self._published()
         different = {r: o for r, (s, o) in published.items() if s == seq and o != op}
         if different:
             raise ContractError(
                 f"collective #{seq} is {op} on rank {self._rank} of the group, but {different} elsewhere"
             )
         return [r for r, (s, _) in published.items() if s < seq]
+
+    def counts_behind(self) -> dict[int, int]:
+        """How many collectives each rank has started that is behind this one; empty if the store does not answer."""
+        return {r: seq for r, (seq, _) in self._published().items() if seq < self.seq} if self.seq else {}
+
+    def _published(self) -> dict[int, tuple[int, str]]:
+        """The counts of the other ranks, with the name of their latest collective; empty without an answer."""
+        try:
+            store = self._world.store.clone()
+            self.publish(store)
+            threading.Event().wait(2 * INTERVAL)  # the others' latest counts may not be published yet
+            return {r: self._read(store, r) for r in range(self._size) if r != self._rank}
+        except RuntimeError:
+            return {}
 
     def _read(self, store: Any, rank: int) -> tuple[int, str]:
         key = f"{self._key}/{rank}"

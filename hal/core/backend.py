@@ -232,6 +232,13 @@ class Backend(ABC):
         """What the devices can do, apart from ops. Must not initialise a device."""
         return Capabilities()
 
+    def device_failure(self, error: RuntimeError) -> HalError | None:
+        """The HalError that `error`, raised where the host waits for the device, stands for; None: DeviceError.
+
+        For backends whose communicators order their waits on the device: see `hal.collective_failure`.
+        """
+        return None
+
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes by name ("allocated", "peak", ...); empty where the device keeps no statistics."""
         return {}

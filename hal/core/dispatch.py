@@ -214,6 +214,9 @@ def device_errors() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, HalError) or issued.after is None:
             raise
+        explained = backend().device_failure(error)
+        if explained is not None:
+            raise explained from error
         calls = issued.calls()
         listed = ", ".join(calls[-20:])
         raise DeviceError(

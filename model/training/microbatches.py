@@ -46,10 +46,16 @@ def fetch_microbatches(
         tokens, labels = split.fetch(first + place, size)
         starts = None
         if c.reset_position_ids or c.reset_attention_mask:
-            starts = document_mask.starts(tokens, split.eod).to(device)
-        tokens, labels = (columns.take(x, 1).to(device) for x in (tokens, labels))
+            starts = _to_device(document_mask.starts(tokens, split.eod), device)
+        tokens, labels = (_to_device(columns.take(x, 1), device) for x in (tokens, labels))
         microbatches.append(Microbatch(tokens, labels, place, starts))
     return microbatches
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x on `device`. A copy from ordinary host memory waits for all work of the device; one from pinned memory is
+    queued like other work."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def counted_tokens(labels: Tensor) -> Tensor:

@@ -106,13 +106,18 @@ def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, 
     return both.expand(b, n, sq, sk).contiguous()
 
 
+@functools.cache
+def _bit_weights(device: torch.device) -> Tensor:
+    """int32 [8]: 1, 2, 4, ..., 128. Kept, because making it from numbers of the host waits for the device."""
+    return torch.tensor([1 << i for i in range(8)], dtype=torch.int32, device=device)
+
+
 def packed_bits(keep: Tensor) -> Tensor:
     """keep (bool, any shape) as the library's dropout mask: uint8, first element in the lowest bit, padded to 128
     bits."""
     bits = torch.zeros(-(-keep.numel() // 128) * 128, dtype=torch.int32, device=keep.device)
     bits[: keep.numel()] = keep.flatten()
-    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.int32, device=keep.device)
-    return (bits.view(-1, 8) * weights).sum(-1).to(torch.uint8)
+    return (bits.view(-1, 8) * _bit_weights(keep.device)).sum(-1).to(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hal import BackendUnavailable, HalError
 from . import build
 
 FAULTS = ("oom", "stream", "hccl_timeout", "slow_rank")
+COUNTERS = ("operators", "device_to_host", "host_to_device", "host_waits")
 SETTINGS = {
     "devices": 8,
     "memory_bytes": 61 << 30,
@@ -40,12 +41,19 @@ class Simulator:
         self._set = libraries[0].halsim_set
         self._set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
         self._set.restype = None
+        self._count = libraries[0].halsim_count
+        self._count.argtypes, self._count.restype = [ctypes.c_int], ctypes.c_int64
 
     def set(self, name: str, value: int) -> None:
         """Changes a setting (see SETTINGS) for all later calls."""
         if name not in SETTINGS:
             raise HalError(f"the NPU simulator has no setting {name!r}; it has {', '.join(SETTINGS)}")
         self._set(name.encode(), value)
+
+    def counters(self) -> dict[str, int]:
+        """What this process has asked of its devices so far: "operators" executed, copies "device_to_host" and
+        "host_to_device", and "host_waits", the calls in which the host waited for a stream, an event or a device."""
+        return {name: self._count(i) for i, name in enumerate(COUNTERS)}
 
     def inject(self, fault: str, nth: int = 1) -> None:
         """Makes the `nth` operation of the fault's kind fail; 0 disarms it.

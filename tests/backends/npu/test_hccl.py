@@ -49,17 +49,38 @@ def _absent(folder: str) -> Any:
         stay_away(folder, 1)
         return None
     try:
-        comm.all_reduce(x)
-        hal.backend().synchronize()
+        for _ in range(3):  # the host runs ahead: none of these waits for the absent rank
+            x = comm.all_reduce(x)
+        hal.synchronize()
     except hal.CollectiveTimeout as error:
         noticed(folder, comm.rank)
-        return str(error)
+        with pytest.raises(hal.CollectiveTimeout):
+            comm.all_reduce(x)
+        return error.op, error.seq, error.absent
     return "nothing was raised"
 
 
 def test_an_absent_rank_ends_in_a_timeout_that_names_it(tmp_path: Path) -> None:
-    message = run_processes(2, _absent, str(tmp_path), timeout=120.0, expect_exit=[1])[0]
-    assert "all_reduce" in message and "1" in message
+    """All of three collectives are queued; the first one, which rank 1 did not start, is named."""
+    assert run_processes(2, _absent, str(tmp_path), timeout=120.0, expect_exit=[1])[0] == ("all_reduce", 2, (1,))
+
+
+def _queued() -> Any:
+    comm, device, machine = begin()
+    x = comm.all_reduce(torch.ones(4, device=device))
+    hal.synchronize()
+    if comm.rank == 1:
+        machine.set("slow_rank_ms", 1000)
+        machine.inject("slow_rank")
+    before = machine.counters()
+    y = comm.all_gather(comm.reduce_scatter(comm.all_reduce(x) * 2.0, "sum"))
+    return machine.counters()["host_waits"] - before["host_waits"], y.tolist()
+
+
+def test_collectives_are_queued_and_the_host_does_not_wait() -> None:
+    """The host has queued three collectives and the work between them before the slow rank has joined the first."""
+    for waits, values in run_processes(2, _queued):
+        assert waits == 0 and values == [16.0] * 4
 
 
 FAILING = """
@@ -123,7 +144,7 @@ def _disagree() -> Any:
     comm, device, _machine = begin()
     try:
         comm.all_reduce(torch.ones(3 + comm.rank, device=device))
-        hal.backend().synchronize()
+        hal.synchronize()
     except (RuntimeError, hal.HalError) as error:
         return f"{error} {error.__cause__}"
     return "nothing was raised"
@@ -139,7 +160,7 @@ def _injected() -> Any:
     machine.inject("hccl_timeout")
     try:
         comm.all_reduce(torch.ones(3, device=device))
-        hal.backend().synchronize()
+        hal.synchronize()
     except (RuntimeError, hal.HalError) as error:
         return type(error).__name__, str(error)
     return "", "nothing was raised"

@@ -18,6 +18,11 @@ int check_device(int32_t id, const char* call) {
   return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, this machine has %d", call, id, halsim::device_count());
 }
 
+void count_copy(aclrtMemcpyKind kind) {
+  if (kind == ACL_MEMCPY_DEVICE_TO_HOST) halsim::count(halsim::Counter::device_to_host);
+  if (kind == ACL_MEMCPY_HOST_TO_DEVICE) halsim::count(halsim::Counter::host_to_device);
+}
+
 int check_copy(const void* dst, size_t room, const void* src, size_t bytes, aclrtMemcpyKind kind) {
   if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemcpy: %zu bytes into %zu", bytes, room);
   bool from_device = kind == ACL_MEMCPY_DEVICE_TO_HOST || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
@@ -78,7 +83,10 @@ aclError aclrtGetPrimaryCtxState(int32_t id, uint32_t*, int32_t* active) {
   *active = id == device;
   return ACL_SUCCESS;
 }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return device < 0 ? 0 : halsim::synchronize_device(device); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
+  halsim::count(halsim::Counter::host_waits);
+  return device < 0 ? 0 : halsim::synchronize_device(device);
+}
 aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
 
 aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t from, int32_t to) {
@@ -123,7 +131,6 @@ aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
 }
 aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
-aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
 aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
@@ -163,12 +170,14 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* available, size_t* total) {
 
 aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t bytes, aclrtMemcpyKind kind) {
   if (int code = check_copy(dst, room, src, bytes, kind)) return code;
+  count_copy(kind);
   memmove(dst, src, bytes);
   return ACL_SUCCESS;
 }
 aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t bytes, aclrtMemcpyKind kind,
                           aclrtStream stream) {
   if (int code = check_copy(dst, room, src, bytes, kind)) return code;
+  count_copy(kind);
   return halsim::submit(stream, [=] {
     memmove(dst, src, bytes);
     return ACL_SUCCESS;

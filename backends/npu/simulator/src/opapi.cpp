@@ -146,6 +146,7 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
   auto name = executor->name;
   auto work = std::move(executor->run);
   delete executor;
+  count(Counter::operators);
   return submit(stream, [name, work] {
     // Only plain CPU kernels run below: no autograd, and no Python mode of the calling thread.
     at::AutoDispatchBelowADInplaceOrView plain;

@@ -3,6 +3,7 @@
 // 0xFF (NaN in every float format) when the setting "poison" is on.
 #include "runtime.h"
 
+#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +30,10 @@ std::map<uintptr_t, Block>& blocks() {
   return *values;
 }
 size_t used[kDevices];
+std::atomic<int64_t> counters[static_cast<int>(Counter::count)];
 }  // namespace
+
+void count(Counter counter) { counters[static_cast<int>(counter)]++; }
 
 int fail(int code, const char* format, ...) {
   char text[1024];
@@ -126,3 +130,6 @@ extern "C" void halsim_set(const char* key, int64_t value) {
   std::lock_guard<std::mutex> lock(halsim::mutex);
   halsim::settings()[key] = value;
 }
+
+// Called from Python: COUNTERS of simulator/__init__.py, in the order of Counter.
+extern "C" int64_t halsim_count(int counter) { return halsim::counters[counter]; }

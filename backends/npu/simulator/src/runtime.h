@@ -21,6 +21,11 @@ int64_t setting(const char* key, int64_t otherwise = 0);
 enum class Strike { once, lasting };
 bool fault(const char* name, Strike strike = Strike::once);
 
+// What the process has asked of its devices so far, read by halsim_count (ctypes). A host read waits for the device and
+// copies from it; a host wait is any call in which the host waits for a stream, an event or the device.
+enum class Counter { operators, device_to_host, host_to_device, host_waits, count };
+void count(Counter counter);
+
 // A task returns an acl error code; a non-zero one stops the stream, as a device exception does.
 using Task = std::function<int()>;
 enum class Wait { never, may_block };

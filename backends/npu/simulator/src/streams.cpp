@@ -1,6 +1,8 @@
 // Streams and events. A stream is an ordered queue. An idle stream runs a task immediately in the calling thread;
 // otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
-// stream: every later submission and synchronisation returns its error and text, as after a device exception.
+// stream: every later submission and synchronisation returns its error and text, as after a device exception. So does a stream that waits for an event
+// of the stopped one.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -18,6 +20,13 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 thread_local int running_device = 0;
+std::atomic<uint32_t> op_wait_seconds{0};  // 0: a stream waits for an event without a limit
+
+// Why a stream stopped. Streams that wait for an event of a stopped stream stop for the same reason.
+struct Failure {
+  std::atomic<int> code{0};
+  std::string text;  // written before code
+};
 
 struct Event {
   std::mutex mutex;
@@ -25,6 +34,7 @@ struct Event {
   uint64_t recorded = 0;   // generations submitted
   uint64_t completed = 0;  // the newest generation reached by its stream
   Clock::time_point when{};
+  std::shared_ptr<Failure> source;  // of the stream that recorded it last
 };
 
 struct Stream {
@@ -37,6 +47,7 @@ struct Stream {
   bool closing = false;
   int error = 0;
   std::string error_text;
+  std::shared_ptr<Failure> failure = std::make_shared<Failure>();
   std::thread worker;
 
   bool idle() const { return !busy && queue.empty(); }
@@ -51,7 +62,8 @@ struct Stream {
       lock.lock();
       if (code && !error) {
         error = code;
-        error_text = halsim::recent_error();
+        error_text = failure->text = halsim::recent_error();
+        failure->code = code;
       }
     }
     busy = false;
@@ -213,6 +225,7 @@ aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream, false);
 aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream, true); }
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
+  halsim::count(halsim::Counter::host_waits);
   Stream* stream = find(handle);
   return stream ? synchronize(stream, timeout) : fail(ACL_ERROR_RT_PARAM_INVALID, "not a stream: %p", handle);
 }
@@ -244,12 +257,18 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 
+aclError aclrtSetOpWaitTimeout(uint32_t seconds) {
+  op_wait_seconds = seconds;
+  return ACL_SUCCESS;
+}
+
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
   SharedEvent event = event_of(handle);
   uint64_t generation;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = ++event->recorded;
+    if (Stream* source = find(stream)) event->source = source->failure;
   }
   return halsim::submit(stream, [event, generation] {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -265,22 +284,32 @@ aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }  // a 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
   SharedEvent event = event_of(handle);
   uint64_t generation;
+  std::shared_ptr<Failure> source;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = event->recorded;
+    source = event->source;
     if (event->completed >= generation) return ACL_SUCCESS;
   }
   return halsim::submit(
       stream,
-      [event, generation] {
+      [event, generation, source] {
         std::unique_lock<std::mutex> lock(event->mutex);
-        event->changed.wait(lock, [&] { return event->completed >= generation; });
-        return ACL_SUCCESS;
+        auto reached = [&] { return event->completed >= generation; };
+        uint32_t limit = op_wait_seconds;
+        Clock::time_point end = Clock::now() + std::chrono::seconds(limit);
+        while (!event->changed.wait_for(lock, std::chrono::milliseconds(20), reached)) {
+          if (source && source->code) return halsim::fail_again(source->code, source->text);
+          if (limit && Clock::now() > end)
+            return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "a stream waited %u s for an event: timeout", limit);
+        }
+        return static_cast<int>(ACL_SUCCESS);
       },
       halsim::Wait::may_block);
 }
 
 aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
+  halsim::count(halsim::Counter::host_waits);
   SharedEvent event = event_of(handle);
   std::unique_lock<std::mutex> lock(event->mutex);
   uint64_t generation = event->recorded;
