@@ -92,4 +92,6 @@ def write(weights: Weights, target: Target) -> list[str]:
     else:
         weights.tokenizer = target.tokenizer or weights.tokenizer
         hal_format.write(weights, folder, divisible_by=target.divisible_by)
+        if not weights.tokenizer:
+            return ["the source names no tokenizer, so texts are ids separated by blanks; --tokenizer-type gives one"]
     return []

@@ -14,7 +14,7 @@ from ...checkpoint.safe_unpickle import check_stored, stored_tensors
 from ...checkpoint.saved_config import TOKENIZER, model_options, saved_options
 from ...checkpoint.sharded_tensor import DeferredTensor
 from ...checkpoint.writer import save
-from ...config.schema import ConfigError
+from ...config.schema import Config, ConfigError
 from ...data.tokenizers.build import build_tokenizer
 from ...gpt.model import shapes
 from ...training.trainer_state import options
@@ -29,7 +29,8 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     weights = Weights(
         {n: v for n, v in saved.items() if n in model_options() and n not in ("bf16", "fp16")},
         {},
-        {n: v for n, v in saved.items() if n in TOKENIZER},
+        # Saved options leave out those at their defaults; without its type, a result would have no tokenizer.
+        {"tokenizer_type": Config.tokenizer_type, **{n: v for n, v in saved.items() if n in TOKENIZER}},
         state["iteration"],
     )
     stored = {n: info for n, info in stored_tensors(folder).items() if not n.startswith("optimizer.")}

@@ -13,6 +13,7 @@ from models import GPT2, LLAMA, hal_logits, random_weights, same
 from hal import HalError
 from hal.cli.convert import main
 from hal.model.apps.convert import convert, hal_format
+from hal.model.data.tokenizers.build import build_tokenizer
 
 pytest.importorskip("safetensors", reason="needs safetensors (extra: convert)")
 VIA = ["huggingface", "megatron", "megatron-core", "hal"]
@@ -52,7 +53,29 @@ def test_precision_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
     chosen = ["--dtype", "bf16", "--tokenizer-type", "ByteTokenizer", "--make-vocab-size-divisible-by", "8"]
     assert main(["--load", str(here), "--save", str(there), "--saver", "hal", *chosen]) == 0
     weights = hal_format.read(there)
-    assert weights.dtype == torch.bfloat16 and weights.tokenizer == {} and weights.vocabulary == 257
+    assert weights.dtype == torch.bfloat16 and weights.vocabulary == 257
+    assert weights.tokenizer == {"tokenizer_type": "ByteTokenizer"}
+
+
+@pytest.mark.parametrize("via", VIA)
+def test_the_default_tokenizer_is_kept(via: str, tmp_path: Path, capsys: Any) -> None:
+    """Saved options leave out defaults; a model of bytes became one of ids, which takes no prompt."""
+    here, there, back = (tmp_path / n for n in ("here", "there", "back"))
+    bytes_model = random_weights(GPT2, vocabulary=257)
+    bytes_model.tokenizer = {"tokenizer_type": "ByteTokenizer"}
+    hal_format.write(bytes_model, here)
+    assert main(["--load", str(here), "--save", str(there), "--saver", via]) == 0
+    assert main(["--load", str(there), "--save", str(back), "--saver", "hal"]) == 0
+    tokenizer = build_tokenizer(hal_format.read(back).config())
+    assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
+    assert "names no tokenizer" not in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_is_noted(tmp_path: Path, capsys: Any) -> None:
+    here, back = tmp_path / "here", tmp_path / "back"
+    convert.write(random_weights(GPT2), convert.Target("huggingface", here))
+    assert main(["--load", str(here), "--save", str(back), "--saver", "hal"]) == 0
+    assert "note: the source names no tokenizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
