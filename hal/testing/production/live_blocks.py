@@ -30,9 +30,9 @@ def blocks_of(op: Op[Any, Any], arguments: Arguments, outputs: int) -> Blocks | 
     arguments: all of the call's arguments by name. outputs: the number of its results.
     """
     choose = _BLOCKS.get(op.name) if op.__module__.startswith("hal.ops") else None
-    blocks = choose(arguments) if choose is not None else None
-    if blocks is not None:
-        return blocks
+    chosen = choose(arguments) if choose is not None else None
+    if chosen is not None:
+        return chosen
     small = sum(x.numel() for _, _, x in tensors(arguments)) <= LARGEST
     return blocks.whole(*op.grads, outputs=outputs) if small and not op.mutates else None
 

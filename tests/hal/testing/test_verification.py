@@ -2,12 +2,14 @@
 
 import dataclasses
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hal
 from hal import Rng, ops
+from hal.testing.production.live_blocks import blocks_of
 from hal.testing.verification import Verifier, replay
 
 
@@ -184,6 +186,11 @@ def test_what_cannot_be_compared_is_counted():
     large = torch.zeros(3000, 1500)
     verifier = verified(lambda: ops.l2norm([large]), times=1)
     assert verifier.left_out == {"l2norm: too large to be computed whole": 1} and not verifier.calls
+
+
+def test_a_small_call_of_an_op_of_others_is_compared_whole():
+    op = SimpleNamespace(name="doubled", __module__="acme.ops", grads=("x",), mutates=())
+    assert blocks_of(op, {"x": torch.ones(4)}, 1) is not None
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 1.5])
