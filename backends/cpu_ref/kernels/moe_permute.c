@@ -3,7 +3,8 @@
 // The plan is a counting sort of the assignments (t tokens x k experts); it is stable, so an expert's rows are in the
 // order of tokens. All other kernels go through the tokens in order, split over threads, with the rows of each from the
 // plan's map: x is read once and every row is written once, and each sum has a fixed order. Large results are written
-// with non-temporal stores.
+// with non-temporal stores. Rows of experts are all over memory, where every page begins with a page walk and the latency
+// of memory, so what the next token needs is prefetched.
 //
 // Memory traffic: scatter reads x and writes k rows per token; gather reads k rows and writes one; its gradient reads
 // and writes k rows per token.
@@ -12,7 +13,7 @@
 
 #include "moe_permute_api.h"
 
-enum { BLOCK = 512 };  // channels that are summed at a time
+enum { BLOCK = 512, TOGETHER = 4, PAGE = 4096 };  // channels and rows that are summed at a time, bytes
 
 #define HAL_SELF "moe_permute.c"
 #include "dtypes.h"
@@ -58,7 +59,10 @@ void hal_moe_scatter(uintptr_t x_, uintptr_t row_map_, uintptr_t out_, int64_t t
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t j = 0; j < topk; j++) {
-                const int64_t row = row_map[t * topk + j];
+                const int64_t row = row_map[t * topk + j], next = t + 1 < tokens ? row_map[(t + 1) * topk + j] : -1;
+                // One line per page, for the page walk: the others are written without being read.
+                if (stream && next >= 0)
+                    for (int64_t at = 0; at < bytes; at += PAGE) __builtin_prefetch(out + next * bytes + at, 1, 2);
                 if (row < 0) continue;
                 if (stream) stream_copy(out + row * bytes, x + t * bytes, bytes);
                 else memcpy(out + row * bytes, x + t * bytes, (size_t)bytes);
@@ -108,21 +112,38 @@ static void NAME(gather)(uintptr_t rows_, uintptr_t row_map_, uintptr_t probs_, 
             for (int64_t begin = 0; begin < h; begin += BLOCK) {
                 const int64_t count = begin + BLOCK < h ? BLOCK : h - begin;
                 _Alignas(64) real sum[BLOCK];
-                int first = 1;
-                for (int64_t j = 0; j < topk; j++) {
-                    if (map[j] < 0) continue;
-                    const T *row = rows + map[j] * h + begin;
-                    const real p = probs ? probs[t * topk + j] : 1;
-                    if (first) {
-#pragma omp simd
-                        for (int64_t c = 0; c < count; c++) sum[c] = p * LOAD(row + c);
-                    } else {
-#pragma omp simd
-                        for (int64_t c = 0; c < count; c++) sum[c] += p * LOAD(row + c);
+                memset(sum, 0, (size_t)count * sizeof(real));
+                // The next block, of this token or of the next one.
+                const int last = begin + BLOCK >= h;
+                const int64_t after = last ? 0 : begin + BLOCK, length = after + BLOCK < h ? BLOCK : h - after;
+                if (!last || t + 1 < tokens)
+                    for (int64_t j = 0; j < topk; j++) {
+                        const int64_t row = map[last ? topk + j : j];
+                        if (row >= 0) PREFETCH((uintptr_t)(rows + row * h + after), length * (int64_t)sizeof(T), 2);
                     }
-                    first = 0;
+                for (int64_t j = 0; j < topk;) {
+                    const T *row[TOGETHER];
+                    real p[TOGETHER];
+                    int n = 0;
+                    for (; j < topk && n < TOGETHER; j++) {
+                        if (map[j] < 0) continue;
+                        row[n] = rows + map[j] * h + begin;
+                        p[n++] = probs ? probs[t * topk + j] : 1;
+                    }
+                    if (n == TOGETHER) {
+#pragma omp simd
+                        for (int64_t c = 0; c < count; c++) {
+                            real of_all = sum[c];
+#pragma GCC unroll 4
+                            for (int i = 0; i < TOGETHER; i++) of_all += p[i] * LOAD(row[i] + c);
+                            sum[c] = of_all;
+                        }
+                        continue;
+                    }
+                    for (int i = 0; i < n; i++)
+#pragma omp simd
+                        for (int64_t c = 0; c < count; c++) sum[c] += p[i] * LOAD(row[i] + c);
                 }
-                if (first) memset(sum, 0, sizeof sum);
                 STORE_ROW(stream, out + t * h + begin, count, i, sum[i]);
             }
         }
