@@ -32,7 +32,7 @@ def _ratio(r: Row) -> str:
         return f"{r.ratio_median:.2f}x{spread}"
     if r.ratio_median >= r.goal:
         return f"{r.ratio_median:.2f}x ≥ {r.goal:g}{spread}"
-    return f"**{_below(r.ratio_median, r.goal, 2)}x < {r.goal:g}**{spread}"
+    return _bold(r, f"{_below(r.ratio_median, r.goal, 2)}x < {r.goal:g}") + spread
 
 
 def _share(r: Row) -> str:
@@ -43,7 +43,12 @@ def _share(r: Row) -> str:
         return share + of
     if r.share_of_ceiling >= r.share_goal:
         return f"{share} ≥ {r.share_goal:.0%}{of}"
-    return f"**{_below(100 * r.share_of_ceiling, 100 * r.share_goal, 0)}% < {r.share_goal:.0%}**{of}"
+    return _bold(r, f"{_below(100 * r.share_of_ceiling, 100 * r.share_goal, 0)}% < {r.share_goal:.0%}") + of
+
+
+def _bold(r: Row, figure: str) -> str:
+    """A figure below its goal, in bold unless the row's other figure reaches its goal."""
+    return figure if r.met else f"**{figure}**"
 
 
 def _below(value: float, goal: float, digits: int) -> str:

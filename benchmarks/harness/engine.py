@@ -68,7 +68,8 @@ class Row:
     """One comparison. ratio = the peer's time (or bytes) / ours; 2.0 means that ours is twice as fast.
 
     ours: our median in `unit`. share_of_ceiling, share_min: median and minimum of our rate / the ceiling's in the same
-    rounds. goal, share_goal: required by `--check`. clean: the number of `rounds` without other load (see MIN_CLEAN).
+    rounds. goal, share_goal: `--check` requires that one of the two is reached. clean: the number of `rounds` without
+    other load (see MIN_CLEAN).
     """
 
     suite: str
@@ -94,29 +95,47 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def _margins(self, ratio: float, share: float | None) -> list[float]:
+        """Each figure that has a goal, as a multiple of its goal."""
+        pairs = ((ratio, self.goal), (share, self.share_goal))
+        return [value / goal for value, goal in pairs if goal is not None and value is not None]
+
     @property
-    def misses(self) -> list[str]:
-        """A sentence for each figure that is below its goal."""
-        misses = []
-        where = f"{self.name} {self.shape}, {self.allocator} malloc"
-        # `not a >= b` instead of `a < b`, so that NaN misses its goal.
-        if self.goal is not None and not self.ratio_median >= self.goal:
-            misses.append(f"{where}: {self.ratio_median:.2f}x {self.peer}, goal {self.goal:g}x")
-        if self.share_goal is not None and not (self.share_of_ceiling or 0.0) >= self.share_goal:
-            misses.append(f"{where}: {self.share_of_ceiling or 0.0:.0%} of {self.ceiling}, goal {self.share_goal:.0%}")
-        return misses
+    def wanted(self) -> bool:
+        """Whether the row has a goal."""
+        return self.goal is not None or self.share_goal is not None
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio or the share of the ceiling, whichever has a goal, reaches it; True without goals."""
+        # NaN compares as less, so that it misses its goal.
+        return not self.wanted or any(m >= 1.0 for m in self._margins(self.ratio_median, self.share_of_ceiling))
+
+    @property
+    def miss(self) -> str:
+        """A sentence with all figures that have goals if none of them reaches its goal, else ""."""
+        if self.met:
+            return ""
+        figures = []
+        if self.goal is not None:
+            figures.append(f"{self.ratio_median:.2f}x {self.peer}, goal {self.goal:g}x")
+        if self.share_goal is not None:
+            share = "no share" if self.share_of_ceiling is None else f"{self.share_of_ceiling:.0%}"
+            figures.append(f"{share} of {self.ceiling}, goal {self.share_goal:.0%}")
+        return f"{self.name} {self.shape}, {self.allocator} malloc: {'; and '.join(figures)}"
 
     @property
     def close(self) -> bool:
-        """Whether a figure is so close to its goal, on either side, that noise may determine the verdict."""
-        pairs = ((self.ratio_median, self.goal), (self.share_of_ceiling, self.share_goal))
-        return any(v is not None and g is not None and abs(v - g) <= CLOSE * g for v, g in pairs)
+        """Whether the figure that is nearest to meeting its goal is so close to it, on either side, that noise may
+        determine the verdict."""
+        margins = self._margins(self.ratio_median, self.share_of_ceiling)
+        return self.wanted and abs(max(margins, default=0.0) - 1.0) <= CLOSE
 
     @property
     def settled(self) -> bool:
-        """Whether every round met the goals by more than FAR, so that more rounds would not change the verdict."""
-        pairs = ((self.ratio_min, self.goal), (self.share_min, self.share_goal))
-        return all(g is None or (v is not None and v > (1.0 + FAR) * g) for v, g in pairs)
+        """Whether one figure met its goal by more than FAR in every round, so that more rounds would not change the
+        verdict."""
+        return not self.wanted or any(m > 1.0 + FAR for m in self._margins(self.ratio_min, self.share_min))
 
 
 @dataclass(frozen=True)
@@ -218,8 +237,10 @@ def rows(
         # A rate is work / time; ours is divided by the ceiling's in the same round.
         shares = [(case.work / ours(t)) / (ceiling_work / t[CEILING]) for t in samples.rounds]
     peers = [n for n in samples.rounds[0] if n not in (OURS, CEILING, case.minus)]
+    goals = {peer: goal(peer) for peer in [*peers, *case.budgets]}
+    ratios_count = any(wanted is not None for wanted in goals.values())
     result: list[Row] = []
-    for peer in [*peers, *case.budgets]:
+    for peer, wanted in goals.items():
         budget = case.budgets.get(peer)
         # Noise can make an overhead zero or negative. The ratio is limited then, because JSON cannot represent
         # infinity.
@@ -239,9 +260,10 @@ def rows(
                 ceiling=case.ceiling,
                 share_of_ceiling=statistics.median(shares) if shares else None,
                 share_min=min(shares, default=None),
-                goal=goal(peer),
-                # The share does not depend on the peer, so its goal is set only in the first row of the case.
-                share_goal=None if result else share_goal,
+                goal=wanted,
+                # The share does not depend on the peer: it can take the place of each ratio that has a goal, and
+                # counts once, in the first row, for a case without such ratios.
+                share_goal=share_goal if wanted is not None or not (ratios_count or result) else None,
                 clean=samples.clean,
                 rounds=samples.taken,
                 series=case.series,

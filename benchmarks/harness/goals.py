@@ -1,7 +1,9 @@
 """All goals of cpu_ref that `hal bench --check` verifies.
 
-They are ratios for two threads of a current x86-64 server processor. A goal that depends on an instruction set or a
-vendor declares this and applies only there. A goal that could not be measured counts as missed.
+They are for two threads of a current x86-64 server processor. A comparison meets its goal by the ratio (RATIOS) or by a
+share of the ceiling that is measured in the same rounds (SHARES), whichever it reaches: a peer's speed varies between
+processors for reasons that say nothing of HAL, and no kernel can exceed the ceiling. A goal that depends on an
+instruction set or a vendor declares this and applies only there. A goal that could not be measured counts as missed.
 """
 
 from __future__ import annotations
@@ -50,14 +52,9 @@ class Goal:
 _EVEN = [  # the "odd ..." cases of the same ops have 80 % of these goals
     Goal("linear *", "f32 *", "torch.mm", 1.9, holds=_slow_mkl),
     Goal("linear *", "f32 *", "torch.mm", 0.95),
-    Goal("scale_mask_softmax fwd+bwd", "*", "eager", 10.0, "default"),
+    # Under `default`, eager's page faults would decide the ratio: see the shares.
     Goal("scale_mask_softmax fwd+bwd", "*", "eager", 4.0, "pooled"),
-    Goal("cross_entropy fwd+bwd", "*", "eager", 15.0, "default"),
     Goal("cross_entropy fwd+bwd", "*", "eager", 3.0, "pooled"),
-    Goal("layer_norm fwd+bwd", "*", "eager", 4.0, "default"),
-    Goal("rms_norm fwd+bwd", "*", "eager", 15.0, "default"),
-    Goal("swiglu fwd+bwd", "*", "eager", 6.0, "default"),
-    Goal("rotary fwd", "*", "eager", 6.0, "default"),
     Goal("adamw", "*", "AdamW(fused=True)", 0.95),
 ]
 
@@ -113,10 +110,24 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("memory at step 1,000", "*", "101 % of step 100", 1.0),
 ]
 
+_FUSED = (
+    *("scale_mask_softmax fwd+bwd", "cross_entropy fwd+bwd", "layer_norm fwd+bwd", "rms_norm fwd+bwd"),
+    *("swiglu fwd+bwd", "rotary fwd"),
+)
+
 SHARES = [  # `peer` is the ceiling's name
     Goal("permute", "*", "copy", 0.8),
     Goal("unpermute", "*", "copy", 0.8),
-    Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.8, holds=_avx512),
+    # Short sequences spend a larger part of the time on packing and on tiles at the edge of the mask.
+    Goal("attention fwd*", "f32 * S512 * causal", "GEMM f32", 0.80, holds=_avx512),
+    Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.85, holds=_avx512),
+    Goal("attention fwd*", "bf16 * S512 * causal", "GEMM bf16", 0.80, holds=_bf16),
+    Goal("attention fwd*", "bf16 * causal", "GEMM bf16", 0.85, holds=_bf16),
+    Goal("linear *", "f32 *", "GEMM f32", 0.90),
+    Goal("training step", "f32 *", "GEMM f32", 0.80, holds=_avx512),
+    Goal("training step", "bf16 *", "GEMM bf16", 0.72, holds=_bf16),
+    *(Goal(f"{odd}{name}", "*", "copy", 0.85, "default") for name in _FUSED for odd in ("", "odd ")),
+    *(Goal(f"{odd}{name}", "*", "copy", 0.85, "pooled") for name in _FUSED[:2] for odd in ("", "odd ")),
 ]
 
 

@@ -27,14 +27,19 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _cells(r: Row) -> tuple[str, ...]:
-    verdict = "" if r.goal is None else f"{'ok' if r.ratio_median >= r.goal else 'MISSED'} {r.goal:g}x"
+    verdict = "" if r.goal is None else f"{_verdict(r, r.ratio_median >= r.goal)} {r.goal:g}x"
     share = "" if r.share_of_ceiling is None else f"{r.share_of_ceiling:.0%} of {r.ceiling}"
     if r.share_goal is not None:
-        share += f" ({'ok' if (r.share_of_ceiling or 0) >= r.share_goal else 'MISSED'} {r.share_goal:.0%})"
+        share += f" ({_verdict(r, (r.share_of_ceiling or 0.0) >= r.share_goal)} {r.share_goal:.0%})"
     spread = f"{r.ratio_min:.2f}..{r.ratio_max:.2f}"
     clean = f"{r.clean}/{r.rounds}"
     ours = quantity(r.ours, r.unit)
     return r.name, r.shape, r.allocator, r.peer, f"{r.ratio_median:.2f}x", spread, verdict, ours, share, clean
+
+
+def _verdict(r: Row, reached: bool) -> str:
+    """On one figure of a row, of which the other may reach its goal instead."""
+    return "ok" if reached else "below" if r.met else "MISSED"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -29,7 +29,7 @@ class Results:
     @property
     def misses(self) -> list[str]:
         """A sentence for every goal that is not met."""
-        misses = [text for r in self.rows for text in r.misses]
+        misses = [r.miss for r in self.rows if not r.met]
         for a in self.absent:
             if a.goal is not None:
                 misses.append(f"{a.name} {a.shape}, {a.allocator} malloc: not measured against {a.peer}: {a.reason}")
@@ -38,8 +38,7 @@ class Results:
     @property
     def goals(self) -> int:
         """The number of goals that apply to the requested comparisons."""
-        of_rows = sum((r.goal is not None) + (r.share_goal is not None) for r in self.rows)
-        return of_rows + sum(a.goal is not None for a in self.absent)
+        return sum(r.wanted for r in self.rows) + sum(a.goal is not None for a in self.absent)
 
 
 def run(

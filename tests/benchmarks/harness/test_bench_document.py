@@ -62,6 +62,11 @@ def test_a_miss_is_not_rounded_to_its_goal(ratio, share, text):
     assert text in document.fill(HEAD, [row(ratio, goal=2.0, ceiling="copy", share_of_ceiling=share, share_goal=0.8)])
 
 
+def test_a_figure_below_its_goal_is_no_miss_if_the_other_reaches_its_own():
+    by_share = row(1.5, goal=2.0, ceiling="copy", share_of_ceiling=0.9, share_goal=0.8)
+    assert "| 1.50x < 2 (1.5..1.5) | 90% ≥ 80% of copy |" in document.fill(HEAD, [by_share])
+
+
 def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([row(2.0).as_dict()]))
     page = tmp_path / "page.md"

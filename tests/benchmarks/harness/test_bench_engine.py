@@ -94,10 +94,13 @@ def test_slow_cases_take_fewer_rounds():
 
 @pytest.mark.parametrize(
     ("goal", "share_goal", "taken"),
-    [(None, None, 5), (1.8, None, 5), (1.9, None, 9), (3.0, None, 9), (1.8, 0.4, 5), (1.8, 0.48, 9), (1.9, 0.4, 9)],
+    [(None, None, 5), (1.8, None, 5), (1.9, None, 9), (3.0, None, 9), (1.8, 0.48, 5), (1.9, 0.4, 5), (1.9, 0.48, 9)],
 )
 def test_a_case_far_above_its_goals_takes_fewer_rounds(goal, share_goal, taken):
-    """Ratio 2.0 and half of the ceiling's rate in every round; 1.9 and 0.48 are less than a tenth below that."""
+    """Ratio 2.0 and half of the ceiling's rate in every round; 1.9 and 0.48 are less than a tenth below that.
+
+    One figure is enough.
+    """
     meter = FakeMeter({"ours": 1.0, "peer": 2.0, CEILING: 5.0})
 
     def compare(samples):
@@ -154,13 +157,44 @@ def test_rows_have_the_documented_keys():
 def test_a_goal_is_missed_exactly_below_it(ratio, goal):
     samples = Samples([{"ours": 1.0, "peer": ratio}], 1, 1)
     (row,) = rows("suite", case(), "default", samples, goal=lambda peer: goal)
-    assert bool(row.misses) == (ratio < goal)
+    assert row.met is (ratio >= goal) and bool(row.miss) is not row.met
 
 
 def test_a_ratio_of_nan_misses_its_goal():
     samples = Samples([{"ours": 1.0, "peer": math.nan}], 1, 1)
     (row,) = rows("suite", case(), "default", samples, goal=lambda peer: 1.0)
-    assert row.misses
+    assert not row.met
+
+
+@pytest.mark.parametrize(
+    ("ratio", "share", "met", "close"),
+    [
+        (2.5, 0.9, True, False),
+        (2.5, 0.1, True, False),
+        (1.0, 0.9, True, False),
+        (1.0, 0.7, False, False),
+        (1.0, 0.79, False, True),
+        (2.5, 0.79, True, False),  # the share is near its goal, and does not matter
+        (2.01, 0.1, True, True),
+    ],
+)
+def test_a_goal_is_met_by_the_ratio_or_by_the_share(ratio, share, met, close):
+    samples = Samples([{"ours": 1.0, "p": ratio, "q": 9.0, CEILING: 1.0}], 1, 1)
+    bound = case(names=("ours", "p", "q"), work=share, ceiling="copy")
+    wanted = {"p": 2.0, "q": None}.get
+    first, second = rows("suite", bound, "default", samples, ceiling_work=1.0, goal=wanted, share_goal=0.8)
+    assert (first.met, first.close, first.settled) == (met, close, ratio > 2.2 or share > 0.88)
+    assert second.share_goal is None and second.met
+    if not met:
+        figures = f"1.00x p, goal 2x; and {share:.0%} of copy, goal 80%"
+        assert first.miss == f"{first.name} {first.shape}, default malloc: {figures}"
+    assert Results([first, second]).goals == 1
+
+
+def test_a_share_that_could_not_be_measured_does_not_meet_a_goal():
+    samples = Samples([{"ours": 1.0, "p": 1.0}], 1, 1)
+    (row,) = rows("suite", case(names=("ours", "p"), work=1.0, ceiling="copy"), "default", samples, share_goal=0.8)
+    assert not row.met and "no share of copy" in row.miss
 
 
 def test_a_share_goal_counts_once_per_case():
@@ -193,7 +227,7 @@ def test_growth_of_a_series():
     (row,) = growth("suite", points, lambda name, shape: 0.9)
     assert row.ratio_median == pytest.approx(0.5)
     assert "x^2.00" in row.shape
-    assert row.misses
+    assert not row.met
     assert growth("suite", points, lambda name, shape: None) == []
 
 
