@@ -454,6 +454,9 @@ class Config:
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation; 0 turns evaluation off", ">= 0")
     log_interval: int = _opt(10, "steps between log lines")
+    log_format: str = _opt(
+        "auto", "log lines: compact on a terminal, Megatron's elsewhere", choices=("auto", "compact", "megatron")
+    )
     wandb_project: str | None = _opt(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = _opt(None, "run name in Weights & Biases; default the name of --run-dir")
     sample_tokens: int = _opt(400, "tokens of sample text to generate after training", ">= 0")

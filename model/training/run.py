@@ -263,4 +263,6 @@ def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) 
     if not trainer.lead:
         return "", ""
     continuation = generate(model, tokenizer, prompt, count, temperature=config.sample_temperature, rng=rng)
-    return tokenizer.decode(prompt), tokenizer.decode(continuation)
+    # Shown as one text, because a character may begin in the prompt and end in the continuation.
+    text, shown = tokenizer.display([*prompt, *continuation]), tokenizer.display(prompt)
+    return (shown, text[len(shown) :]) if text.startswith(shown) else (shown, tokenizer.display(continuation))

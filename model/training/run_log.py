@@ -1,12 +1,12 @@
 """The output of a training run: log lines, a progress bar on terminals, TensorBoard events, run.json and loss.png.
 
-Log lines have Megatron's format. run.json holds the loss and the gradient norm of every iteration at full precision.
+Log lines have Megatron's format, except on a terminal (see log_line.py). run.json holds the loss and the gradient norm
+of every iteration at full precision.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import platform
@@ -26,6 +26,7 @@ from ..common.progress_bar import ProgressBar
 from ..config.flops import flops_per_token
 from ..config.schema import Config
 from .expert_load import ExpertReport
+from .log_line import compact_line, megatron_line
 from .trackers import trackers
 from .trainer import StepResult, peak_memory_bytes
 from .trainer_state import options
@@ -93,6 +94,8 @@ class RunLog:
         self._trackers = trackers(config, self.folder, options(config))
         self._bar = ProgressBar(config.train_iters, stream=sys.stdout, counted=True)
         self._bar.update(start)
+        compact = config.log_format == "compact" or (config.log_format == "auto" and self._bar.shown)
+        self._line = compact_line if compact else megatron_line
 
     def __enter__(self) -> RunLog:
         return self
@@ -112,7 +115,7 @@ class RunLog:
         self._bar.print(text)
 
     def step(self, result: StepResult) -> None:
-        """Records an iteration, and prints a line every log_interval."""
+        """Records an iteration, and prints a line every log_interval and after the first iteration of a run."""
         self.losses.append([result.iteration, result.loss])
         self.grad_norms.append([result.iteration, result.grad_norm])
         self._since_log.append(result)
@@ -134,13 +137,15 @@ class RunLog:
             self._experts(result.iteration, result.experts)
         self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
-            self.say(self._line())
+            self.say(self._line(self._since_log, self.config, self.flops_per_token))
             if self._verified is not None and self._verified.line():
                 self.say(self._verified.line())
             self._warn_of_collapse(result)
             self._since_log.clear()
             if time.monotonic() >= self._next_record:
                 self.record()
+        elif result.iteration == 1:  # the interval goes on, so that its means do not depend on this line
+            self.say(self._line(self._since_log, self.config, self.flops_per_token))
 
     def _experts(self, iteration: int, experts: ExpertReport) -> None:
         """Records the load of the experts: the worst layer, or with --moe-per-layer-logging every layer."""
@@ -204,33 +209,6 @@ class RunLog:
         first = 1 if len(self._seconds) > 1 else 0
         steady, tokens = self._seconds[first:], self._tokens[first:]
         return sum(tokens) / sum(steady) if steady else 0.0
-
-    def _line(self) -> str:
-        steps, last, c = self._since_log, self._since_log[-1], self.config
-        seconds = sum(s.seconds for s in steps) / len(steps)
-        speed = sum(s.batch_size for s in steps) * c.seq_length / sum(s.seconds for s in steps)
-        losses = [s.loss for s in steps if not s.skipped]
-        cells = [
-            f"iteration {last.iteration:8d}/{c.train_iters:8d}",
-            f"consumed samples: {last.consumed:12d}",
-            f"elapsed time per iteration (ms): {1000 * seconds:.1f}",
-            f"tokens per second: {speed:.1f}",
-            f"model GFLOP/s: {speed * self.flops_per_token / 1e9:.1f}",
-            f"learning rate: {last.lr:.6E}",
-            f"global batch size: {last.batch_size:5d}",
-            *([f"lm loss: {sum(losses) / len(losses):.6E}"] if losses else []),
-            f"loss scale: {last.loss_scale:.1f}",
-            *([f"grad norm: {last.grad_norm:.3f}"] if last.grad_norm is not None else []),
-            *self._expert_cells(last),
-            f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
-        ]
-        return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
-
-    def _expert_cells(self, last: StepResult) -> list[str]:
-        if last.experts is None:
-            return []
-        cells = [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in last.experts.losses.items()]
-        return [*cells, f"largest expert load: {max(last.experts.imbalance().values()):.2f}"]
 
     def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
         scalars = {name: value for name, value in values.items() if value is not None}

@@ -56,6 +56,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
 
+    def display(self, ids: Sequence[int]) -> str:
+        """The text of token ids for people: without the replacement characters of a character cut off at an end."""
+        return self.decode(ids).strip("\ufffd")
+
     def pipeline(self) -> str | None:
         """The content of a tokenizer.json that gives the same ids, or None where such a file cannot express it."""
         return None
@@ -85,6 +89,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def display(self, ids: Sequence[int]) -> str:
+        r"""Bytes that are no UTF-8 are written as \xff: a model of bytes may generate them anywhere."""
+        return bytes(i for i in ids if i < 256).decode(errors="backslashreplace")
 
     def pipeline(self) -> str:
         return byte_pipeline("<|endoftext|>", self.eod)

@@ -1,17 +1,60 @@
 """run.json while a run goes on."""
 
+import io
 import json
+import re
+import sys
 import time
 
 import pytest
 
 from hal.model.training import run_log
+from hal.model.training.log_line import compact_line
 from hal.model.training.run_log import RunLog
 from hal.model.training.trainer import StepResult
 
 
 def step(iteration):
     return StepResult(iteration, iteration * 4, 1.0 / iteration, 2.0, 1e-3, 1.0, False, 0.25, 4)
+
+
+def test_the_first_loss_is_printed_at_once_and_the_interval_goes_on(tiny, cpu_ref, tmp_path, capsys):
+    with RunLog(tiny(train_iters=9, log_interval=4), tmp_path / "log", 0) as log:
+        for iteration in (1, 2, 3, 4):
+            log.step(step(iteration))
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", line) for line in lines] == [
+        [("1", "1.000000E+00")],
+        [("4", f"{(1 + 1 / 2 + 1 / 3 + 1 / 4) / 4:.6E}")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "format", "compact"),
+    [(True, "auto", True), (False, "auto", False), (True, "megatron", False), (False, "compact", True)],
+)
+def test_a_terminal_gets_compact_lines_unless_megatrons_are_asked_for(
+    tiny, cpu_ref, tmp_path, monkeypatch, terminal, format, compact
+):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", "80")
+    with RunLog(tiny(train_iters=9, log_interval=1, log_format=format), tmp_path / "log", 0) as log:
+        log.step(step(1))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines() if "lr" in line or "lm loss" in line]
+    assert ("lm loss" in lines[0]) is not compact
+    if compact:
+        assert re.search(r"1/9  loss 1\.0000  norm 2\.00  lr 1\.0e-03  \d+ tok/s  \d+ GFLOP/s$", lines[0])
+
+
+def test_a_compact_line_says_what_is_unusual_and_fits_a_terminal(tiny):
+    config = tiny(train_iters=500000, fp16=True)
+    skipped = StepResult(123456, 4, 1.0, None, 1e-3, 65536.0, True, 0.25, 4)
+    line = compact_line([skipped], config, 1e9)
+    assert "no loss" in line and "skipped 1" in line and "scale 65536" in line and "norm" not in line
+    usual = compact_line([step(123456)], config, 1e9)
+    assert "scale" not in usual and "skipped" not in usual and len(usual) <= 80
 
 
 @pytest.fixture

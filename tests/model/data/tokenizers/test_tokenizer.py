@@ -365,3 +365,10 @@ def test_a_vocabulary_with_a_huge_id_is_refused(largest, tmp_path):
         build_tokenizer(Config(tokenizer_type="WhitespaceTokenizer", vocab_file=str(tmp_path / "words.json")))
     with pytest.raises(ConfigError, match="at most 16777216 are supported"):
         build_tokenizer(Config(tokenizer_type="NullTokenizer", vocab_size=largest))
+
+
+def test_what_is_shown_of_bytes_has_no_replacement_characters():
+    """A character may be cut off at either end, and a model of bytes may generate anything in between."""
+    ids = list("é".encode())[1:] + list(b"a\xff") + list("ü".encode()) + [256] + list("ß".encode())[:1]
+    assert ByteTokenizer().display(ids) == "\\xa9a\\xffü\\xc3"
+    assert "\ufffd" in ByteTokenizer().decode(ids)
