@@ -328,7 +328,7 @@ class Config:
     rampup_batch_size: tuple[str, ...] = _opt(
         (), "START INCREMENT SAMPLES: the batch grows from START to --global-batch-size over SAMPLES", words=True
     )
-    train_iters: int = _opt(100, "steps; with --train-samples as many as these take")
+    train_iters: int = _opt(100, "steps; with --train-samples as many as these take", aliases=("steps",))
     train_samples: int | None = _opt(None, "sequences to train on, instead of --train-iters")
     exit_duration_in_mins: float | None = _opt(None, "save and stop after this many minutes")
     exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")

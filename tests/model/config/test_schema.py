@@ -62,6 +62,7 @@ def test_aliases_and_derived_values():
     assert config.window == (5, 0)  # attention stays causal
     assert config.ffn_hidden_size == 640 and config.num_query_groups == 4 and config.kv_channels == 64
     assert parse(["--next-tokens", "-2"], {}).window == (None, -2)
+    assert parse(["--steps", "7"], {}).train_iters == 7
 
 
 @pytest.mark.parametrize(
