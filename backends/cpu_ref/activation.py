@@ -10,7 +10,7 @@ from torch import Tensor
 from hal import address, ops
 from hal.backend_tools import activations_from, rows_of
 
-from .build import lib
+from .build import lib_for
 from .device import CpuRef
 from .memory import empty, empty_like
 from .tensors import CODE, REAL, addresses, parameter, refuses
@@ -24,7 +24,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Te
     width = x.shape[-1] // 2 if gated else x.shape[-1]
     b = None if bias is None else parameter(bias, REAL[x.dtype])
     y = empty((*x.shape[:-1], width), x.dtype)
-    lib().hal_activation_fwd(
+    lib_for(x.dtype).hal_activation_fwd(
         CODE[x.dtype],
         code,
         gated,
@@ -44,7 +44,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     dx, b, db = empty_like(x), None, None
     if bias is not None:
         b, db = parameter(bias, real), torch.empty(bias.shape, dtype=real)
-    lib().hal_activation_bwd(
+    lib_for(x.dtype).hal_activation_bwd(
         CODE[x.dtype],
         code,
         gated,

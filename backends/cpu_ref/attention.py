@@ -27,6 +27,18 @@ from .tensors import CODE, REAL, addresses, parameter, refuses
 _Shape = tuple[int, ...]
 
 
+_PARTS = {torch.bfloat16: "bf16", torch.float64: "f64"}
+"""The dtypes whose kernels are not in the core of the kernels."""
+
+
+@lru_cache
+def _add_kind(dtype: torch.dtype) -> None:
+    """Has the kernels for this dtype, compiled on their first use on a machine."""
+    kind = _PARTS.get(dtype)
+    if kind is not None:
+        getattr(lib(f"attention_{kind}"), f"hal_flash_attention_add_{kind}")()
+
+
 def _contiguous_strides(shape: Sequence[int]) -> _Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
@@ -54,6 +66,7 @@ def _describe(
     strides. block: the Rng's full_shape and start. scores: softcap, top_left, the shape of the slopes, and shape and
     strides of the bias. Cached, because building the struct takes longer than a short call of the kernel.
     """
+    _add_kind(dtype)
     if layout in ("SBH", "BSH"):
         n = heads[0] or 1
         g, d = heads[1] or n, q[2] // n
@@ -113,6 +126,10 @@ def _require_done(status: int, cu_q: Tensor | None, cu_k: Tensor | None, q: Tens
         raise ContractError(
             f"flash_attention: expected cu_seqlens rising from 0 to the number of tokens ({q.shape[0]}, {k.shape[0]}); "
             f"found cu_seqlens_q={cu_q.tolist()}, cu_seqlens_k={cu_k.tolist()}"
+        )
+    if status == 3:
+        raise RuntimeError(
+            f"flash_attention: the kernels for {q.dtype} were not loaded before the call (see _add_kind)"
         )
     if status:
         raise MemoryError("flash_attention: no memory for the workspace (float copies of keys and values per thread)")

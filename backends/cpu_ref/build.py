@@ -1,9 +1,13 @@
-"""Compiles `kernels/*.c` into one extension module, once per machine, and loads it.
+"""Compiles `kernels/*.c` into extension modules, once per machine, and loads them.
 
-Guarantees: nothing is compiled at import; the key of the cached file covers everything that determines its content
+The kernels that a dense float32 model needs are one module, "core". What other runs need is compiled when it is first
+called for (PARTS), so that a first run does not wait for it. The modules of parts are linked with that of the core.
+A wheel may bring all of them (prebuilt.py).
+
+Guarantees: nothing is compiled at import; the key of a cached file covers everything that determines its content
 (sources, compiler, flags, CPU, Python ABI); a source file is compiled again only if it or a header that it includes has
 changed; a file under its final name is always complete, even if processes crash or
-build concurrently; and the module shares its OpenMP runtime with torch (which is therefore imported first).
+build concurrently; and the modules share their OpenMP runtime with torch (which is therefore imported first).
 
 Each kernel family declares its functions in `kernels/<family>_api.h` in plain C, which cffi parses as well. Addresses
 are passed as `uintptr_t` (tensor.data_ptr()), which takes half the time of `ffi.cast`.
@@ -19,6 +23,7 @@ import io
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sysconfig
 import threading
@@ -29,44 +34,62 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch  # noqa: F401  imported before the kernels, so that both use torch's libgomp
+import torch  # imported before the kernels, so that both use torch's libgomp
 
 from hal import BackendUnavailable, backend_tools
 
-from . import cpu
+from . import cpu, prebuilt
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 MODULE = "_hal_cpu_ref"
+CORE = "core"
+PARTS = {
+    "attention_bf16": ("flash_attention_bf16",),
+    "attention_f64": ("flash_attention_f64",),
+    "dtypes": ("norm_others", "activation_others", "cross_entropy_others", "softmax_others"),
+    "moe": (
+        *("moe_permute", "moe_router", "grouped_swiglu"),
+        *("grouped_linear", "grouped_linear_f32", "grouped_linear_bf16"),
+    ),
+}
+"""Part -> the names of its source files. All other files are the core."""
 # With -std=c11 alone, a*b+c does not become an FMA; with errno and traps, sqrt and selections are not vectorised.
 _BASE_FLAGS = ["-std=c11", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 _JOBS = 8
 """At most this many compilers at a time; each needs up to 400 MB."""
 
 _load_lock = threading.Lock()
-_loaded: ModuleType | None = None
+_loaded: dict[str, ModuleType] = {}
+"""Part -> its module."""
 _refused: dict[Path, str] = {}
 """Path of a refused module -> the reason. Remembered because the libraries that it loaded stay in the process, so that
 a second attempt could not detect them."""
 
 
-def lib() -> Any:
-    """The compiled kernels (cffi `lib`); compiles them on the first use on a machine.
+def lib(part: str = CORE) -> Any:
+    """The compiled kernels of a part (cffi `lib`); compiles them on the first use on a machine.
 
     Raises BackendUnavailable when there is no compiler, when it fails, or when the cache directory is not safe to use.
     """
-    global _loaded
-    if _loaded is None:
+    module = _loaded.get(part)
+    if module is None:
         with _load_lock:
-            if _loaded is None:
-                _loaded = _load(ensure_built())
-    return _loaded.lib
+            for name in dict.fromkeys((CORE, part)):  # a part uses functions of the core
+                if name not in _loaded:
+                    _loaded[name] = _load(_name(name), ensure_built(name))
+            module = _loaded[part]
+    return module.lib
+
+
+def lib_for(dtype: torch.dtype) -> Any:
+    """The compiled kernels for tensors of a dtype, of the families that are divided by it (kernels/*_others.c)."""
+    return lib() if dtype == torch.float32 else lib("dtypes")
 
 
 def ffi() -> Any:
-    """cffi's `ffi` of the compiled kernels, for structs that are passed by address."""
+    """cffi's `ffi` of the core, for structs that are passed by address."""
     lib()
-    assert _loaded is not None
-    return _loaded.ffi
+    return _loaded[CORE].ffi
 
 
 def find_compiler() -> list[str]:
@@ -74,22 +97,57 @@ def find_compiler() -> list[str]:
     return backend_tools.find_compiler("C", "cpu_ref compiles its kernels on first use")
 
 
-def ensure_built() -> Path:
-    """The path of the compiled module for this machine; compiles it if it is not in the cache."""
+def ensure_built(part: str = CORE) -> Path:
+    """The path of a part's module for this machine: prebuilt, or in the cache, where it is compiled if need be."""
+    variant = prebuilt.variant()
+    if variant is not None:
+        return prebuilt.FOLDER / variant.name / f"{_name(part)}.so"
     compiler, flags = find_compiler(), _wanted_flags()
-    key = _key(compiler, flags, [*KERNELS.glob("*.c"), *KERNELS.glob("*.h"), Path(__file__)])
-    target = backend_tools.cache_directory("cpu_ref") / f"{MODULE}-{key}.so"
-    return backend_tools.build_once(target, lambda work: _build(compiler, flags, work))
+    files = [*KERNELS.glob("*.c"), *KERNELS.glob("*.h")] if part == CORE else _sources(part)
+    # The name of a part's module includes the core's key, because it is linked with this one core.
+    core = None if part == CORE else ensure_built()
+    key = _key(compiler, [*flags, *([] if core is None else [core.name])], [*files, Path(__file__)])
+    target = backend_tools.cache_directory("cpu_ref") / f"{_name(part)}-{key}.so"
+    return backend_tools.build_once(target, lambda work: _build(part, core, compiler, flags, work))
 
 
-def _sources() -> list[Path]:
-    return sorted(KERNELS.glob("*.c"))
+def _name(part: str) -> str:
+    return MODULE if part == CORE else f"{MODULE}_{part}"
 
 
-def _declarations() -> str:
-    """The declarations for cffi: every *_api.h without its preprocessor lines."""
-    headers = [path.read_text() for path in sorted(KERNELS.glob("*_api.h"))]
-    return "\n".join(re.sub(r"(?m)^\s*#.*$", "", text) for text in headers)
+def _sources(part: str) -> list[Path]:
+    elsewhere = {stem for stems in PARTS.values() for stem in stems}
+    return sorted(
+        path
+        for path in KERNELS.glob("*.c")
+        if (path.stem not in elsewhere if part == CORE else path.stem in PARTS[part])
+    )
+
+
+def _headers(part: str) -> list[Path]:
+    """The headers that declare a part's functions: <family>_api.h of its source files."""
+    paths = (KERNELS / f"{source.stem.removesuffix('_others')}_api.h" for source in _sources(part))
+    return [path for path in paths if path.exists()]
+
+
+def _declarations(part: str) -> str:
+    """The declarations for cffi: a part's headers without their preprocessor lines."""
+    return "\n".join(re.sub(r"(?m)^\s*#.*$", "", path.read_text()) for path in _headers(part))
+
+
+def build_variant(variant: prebuilt.Variant, compiler: list[str], folder: Path) -> None:
+    """Compiles the modules of all parts for a variant into `folder`, which is to be its folder in prebuilt.FOLDER."""
+    flags = [*_BASE_FLAGS, "-O3", *variant.flags]
+    if "avx512f" in variant.features:
+        flags.append("-mprefer-vector-width=512")
+    core = None
+    for part in (CORE, *PARTS):
+        work = folder / "work"
+        work.mkdir(parents=True)
+        target = folder / f"{_name(part)}.so"
+        _build(part, core, compiler, flags, work).rename(target)
+        shutil.rmtree(work)
+        core = core or target
 
 
 def _wanted_flags() -> list[str]:
@@ -130,8 +188,8 @@ def _key(compiler: Sequence[str], flags: Sequence[str], files: Sequence[Path]) -
     return digest.hexdigest()[:24]
 
 
-def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
-    """Compiles the module in the folder `work`; returns its path there."""
+def _build(part: str, core: Path | None, compiler: list[str], flags: list[str], work: Path) -> Path:
+    """Compiles a part's module in the folder `work`, linked with that of the core; returns its path there."""
     import cffi
 
     include = sysconfig.get_paths()["include"]
@@ -142,11 +200,12 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
         )
     started = time.monotonic()
     ffi = cffi.FFI()
-    ffi.cdef(_declarations())
-    includes = "\n".join(f'#include "{path.name}"' for path in sorted(KERNELS.glob("*_api.h")))
-    ffi.set_source(MODULE, f"#include <stdint.h>\n{includes}\n")
+    name = _name(part)
+    ffi.cdef(_declarations(part))
+    includes = "\n".join(f'#include "{path.name}"' for path in _headers(part))
+    ffi.set_source(name, f"#include <stdint.h>\n{includes}\n")
     with contextlib.redirect_stdout(io.StringIO()):  # cffi prints the name of a temporary file
-        ffi.emit_c_code(str(work / f"{MODULE}.c"))
+        ffi.emit_c_code(str(work / f"{name}.c"))
     # Not every compiler accepts -mprefer-vector-width.
     flags = [flag for flag in flags if not flag.startswith("-mprefer") or _accepts(compiler, flag, work)]
 
@@ -154,17 +213,18 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
     stored.mkdir(mode=0o700, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
-        part = work / (source.stem + ".o")
-        _run([*compiler, *flags, f"-I{KERNELS}", f"-I{include}", "-c", str(source), "-o", str(part)])
-        return part
+        compiled = work / (source.stem + ".o")
+        _run([*compiler, *flags, f"-I{KERNELS}", f"-I{include}", "-c", str(source), "-o", str(compiled)])
+        return compiled
 
-    objects = {source: stored / f"{source.stem}-{_key(compiler, flags, [source])}.o" for source in _sources()}
+    objects = {source: stored / f"{source.stem}-{_key(compiler, flags, [source])}.o" for source in _sources(part)}
     stale = [source for source, target in objects.items() if not backend_tools.intact(target)]
     backend_tools.announce(
-        f"compiling cpu_ref kernels ({len(stale)} of {len(objects)} files, {compiler[0]}), once for this machine ..."
+        f"compiling cpu_ref kernels, {part} ({len(stale)} of {len(objects)} files, {compiler[0]}), once for this "
+        "machine ..."
     )
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _JOBS)) as pool:
-        glue = pool.submit(compile_one, work / f"{MODULE}.c")
+        glue = pool.submit(compile_one, work / f"{name}.c")
         # The files that include most take longest, and no processor should be left with one of them at the end.
         pending = {
             pool.submit(compile_one, source): source
@@ -175,14 +235,16 @@ def _build(compiler: list[str], flags: list[str], work: Path) -> Path:
             seconds = time.monotonic() - started
             text = f"compiled {count} of {len(stale)} files: {pending[done].name} ({seconds:.0f} s)"
             backend_tools.announce(text, step=True)
-    library = work / f"{MODULE}.so"
-    parts = [glue.result(), *objects.values()]
-    _run([*compiler, *flags, "-shared", *map(str, parts), "-o", str(library), "-lm"])
+    library = work / f"{name}.so"
+    inputs = [str(path) for path in (glue.result(), *objects.values())]
+    # The core is found beside the part, also in a cache that was moved.
+    linked = [] if core is None else [f"-L{core.parent}", f"-l:{core.name}", "-Wl,-rpath,$ORIGIN"]
+    _run([*compiler, *flags, "-shared", *inputs, "-o", str(library), *linked, "-lm"])
     # Flushed before the rename; otherwise a power failure could leave a file with its final name and incomplete
     # contents.
     with open(library, "rb") as handle:
         os.fsync(handle.fileno())
-    backend_tools.announce(f"compiled cpu_ref kernels in {time.monotonic() - started:.1f} s")
+    backend_tools.announce(f"compiled cpu_ref kernels, {part}, in {time.monotonic() - started:.1f} s")
     return library
 
 
@@ -197,9 +259,9 @@ def _run(command: list[str]) -> None:
     backend_tools.run_compiler(command, "cpu_ref's kernels")
 
 
-def _load(path: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+def _load(name: str, path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     if path in _refused:
         raise BackendUnavailable(_refused[path])
@@ -213,9 +275,10 @@ def _load(path: Path) -> ModuleType:
             f"two OpenMP runtimes are loaded ({', '.join(sorted(gnu))}); their threads would compete for the cores. "
             "Import torch before any other library that brings its own libgomp."
         )
+    origin = "" if prebuilt.FOLDER in path.parents else f" (compiled by {find_compiler()[0]})"
     if before and runtimes > before:  # a runtime that another library loaded earlier is idle and does no harm
         _refused[path] = (
-            f"the kernels compiled by {find_compiler()[0]} load their own OpenMP runtime "
+            f"the kernels {path}{origin} load their own OpenMP runtime "
             f"({', '.join(sorted(runtimes - before))}) in addition to torch's ({', '.join(sorted(before))}); their "
             "threads would compete for the cores. Set CC to a compiler with torch's runtime: gcc for libgomp, clang "
             "for libomp."

@@ -16,7 +16,7 @@ import torch
 
 import hal
 
-from . import build, cpu, memory
+from . import build, cpu, memory, prebuilt
 from .comm import SharedMemoryComm
 
 _SIMD = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"}
@@ -52,12 +52,13 @@ class CpuRef(hal.Backend):
     def probe(self) -> hal.Probe:
         if importlib.util.find_spec("cffi") is None:
             return hal.Probe(False, 0, "Python package cffi is not installed; install it with: pip install cffi")
+        variant = prebuilt.variant()
         try:
-            compiler = build.find_compiler()
+            compiler = build.find_compiler()[0] if variant is None else f"none needed: prebuilt for {variant.name}"
         except hal.BackendUnavailable as error:
             return hal.Probe(False, 0, str(error))
         facts = {
-            "compiler": compiler[0],
+            "compiler": compiler,
             "cpu": cpu.model(),
             "threads": str(torch.get_num_threads()),
             "simd": ", ".join(sorted(_SIMD & cpu.features())) or "baseline",

@@ -39,7 +39,7 @@ def _multiply(x: Tensor, weight: Tensor, group_sizes: Tensor, sizes: Sequence[in
     small = any(0 < size <= _FEW for size in sizes) and weight.numel() > 0 and fast(x.dtype)
     if small:
         x, weight, group_sizes = x.contiguous(), weight.contiguous(), group_sizes.contiguous()
-        kernel = lib().hal_grouped_linear_dx if transposed else lib().hal_grouped_linear
+        kernel = lib("moe").hal_grouped_linear_dx if transposed else lib("moe").hal_grouped_linear
         small = kernel(
             CODE[x.dtype],
             *addresses(x, weight, group_sizes, y),
@@ -95,7 +95,7 @@ def _wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, dw: Tensor, *, add: bool)
     if not dw.numel() or not fast(x.dtype):
         return False
     x, dy, group_sizes = x.contiguous(), dy.contiguous(), group_sizes.contiguous()
-    multiplied = lib().hal_grouped_linear_wgrad(
+    multiplied = lib("moe").hal_grouped_linear_wgrad(
         CODE[x.dtype],
         *addresses(dy, x, group_sizes, dw),
         *dw.shape,
@@ -138,7 +138,7 @@ def _swiglu_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...])
     dx = empty(x.shape, x.dtype) if needs[0] else None
     dprobs = torch.zeros(probs.shape, dtype=real) if needs[1] else None
     if x.numel():
-        lib().hal_grouped_swiglu_bwd(
+        lib("moe").hal_grouped_swiglu_bwd(
             CODE[x.dtype],
             *addresses(x, weights, dy, dx, dprobs),
             *dy.shape,
@@ -152,7 +152,7 @@ def grouped_swiglu(x: Tensor, probs: Tensor) -> tuple[Tensor, tuple[Tensor, Tens
     weights = parameter(probs, REAL[x.dtype])
     y = empty((len(x), x.shape[1] // 2), x.dtype)
     if y.numel():
-        lib().hal_grouped_swiglu_fwd(
+        lib("moe").hal_grouped_swiglu_fwd(
             CODE[x.dtype],
             *addresses(x, weights, y),
             *y.shape,

@@ -20,7 +20,7 @@ def _plan(indices: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Ten
     """row_map like indices [t, k], the filled rows of each expert [e], and their sum. capacity: -1 for none."""
     indices = indices.contiguous()
     row_map, sizes = torch.empty_like(indices), torch.empty(num_experts, dtype=torch.int64)
-    filled: int = lib().hal_moe_plan(
+    filled: int = lib("moe").hal_moe_plan(
         *addresses(indices, row_map, sizes),
         indices.numel(),
         num_experts,
@@ -39,11 +39,11 @@ def _scatter(x: Tensor, row_map: Tensor, sizes: Tensor, rows: int, capacity: int
     if not out.numel():
         return out
     size = out[0].nbytes
-    lib().hal_moe_scatter(
+    lib("moe").hal_moe_scatter(
         x.data_ptr() or address(x), row_map.data_ptr() or address(row_map), out.data_ptr(), tokens, topk, rows, size
     )
     if filled < rows:
-        lib().hal_moe_zero_rest(out.data_ptr(), sizes.data_ptr(), len(sizes), capacity, filled, rows, size)
+        lib("moe").hal_moe_zero_rest(out.data_ptr(), sizes.data_ptr(), len(sizes), capacity, filled, rows, size)
     return out
 
 
@@ -51,7 +51,7 @@ def _gather(rows: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tenso
     """The sum of each token's rows, [t, h], for rows [n, h], row_map [t, k] and probs [t, k] (real), all contiguous."""
     out = empty((len(row_map), rows.shape[1]), rows.dtype)
     if out.numel():
-        lib().hal_moe_gather(
+        lib("moe").hal_moe_gather(
             CODE[rows.dtype],
             *addresses(rows, row_map, probs, out),
             *row_map.shape,
@@ -91,7 +91,7 @@ def _unpermute_bwd(
         dprobs = torch.zeros(row_map.shape, dtype=real) if needs[1] else None
     if dy.numel():
         dy = dy.contiguous()
-        lib().hal_moe_gather_bwd(
+        lib("moe").hal_moe_gather_bwd(
             CODE[dy.dtype],
             *addresses(rows, row_map, weights, dy, drows, dprobs),
             *row_map.shape,
@@ -105,7 +105,7 @@ def unpermute(
     rows: Tensor, row_map: Tensor, *, probs: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor | None, int, Tensor, Tensor | None]]:
     rows, row_map = rows.contiguous(), row_map.contiguous()
-    if not lib().hal_moe_map_fits(row_map.data_ptr() or address(row_map), row_map.numel(), len(rows)):
+    if not lib("moe").hal_moe_map_fits(row_map.data_ptr() or address(row_map), row_map.numel(), len(rows)):
         raise ContractError(f"unpermute: expected a row_map of {len(rows)} rows; found {int(row_map.max())} in it")
     weights = None if probs is None else parameter(probs, REAL[rows.dtype])
     # Only the gradient of probs reads the rows, so without probs they are not kept for the backward pass.

@@ -17,7 +17,7 @@ def _forward(
 ) -> None:
     """Writes probs [t, k] and, unless they are `given`, indices [t, k] for logits [t, e] and bias [e]."""
     bias = None if bias is None else parameter(bias, REAL[logits.dtype])
-    if not lib().hal_moe_router_fwd(
+    if not lib("moe").hal_moe_router_fwd(
         CODE[logits.dtype],
         spec.selection,
         spec.probability,
@@ -35,7 +35,7 @@ def _forward(
 
 def _backward(logits: Tensor, indices: Tensor, dprobs: Tensor, dlogits: Tensor, spec: RouterSpec) -> None:
     """Writes dlogits [t, e] for dprobs [t, k]."""
-    lib().hal_moe_router_bwd(
+    lib("moe").hal_moe_router_bwd(
         CODE[logits.dtype],
         spec.probability,
         *addresses(logits, indices, dprobs, dlogits),

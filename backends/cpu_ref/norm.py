@@ -10,7 +10,7 @@ from torch import Tensor
 from hal import address, ops
 from hal.backend_tools import rows_of
 
-from .build import lib
+from .build import lib_for
 from .device import CpuRef
 from .memory import empty_like
 from .tensors import CODE, REAL, addresses, parameter, refuses
@@ -25,7 +25,7 @@ def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tenso
     mean, rstd = 0, stats.data_ptr() or address(stats)
     if db is not None:  # stats is contiguous, so the reciprocal standard deviations follow the means
         mean, rstd = rstd, rstd + stats.shape[1] * stats.element_size()
-    lib().hal_norm_bwd(
+    lib_for(x.dtype).hal_norm_bwd(
         CODE[x.dtype],
         db is not None,
         *addresses(x, w),
@@ -49,7 +49,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) 
     mean, rstd = 0, stats.data_ptr() or address(stats)
     if b is not None:
         mean, rstd = rstd, rstd + rows * stats.element_size()
-    lib().hal_norm_fwd(
+    lib_for(x.dtype).hal_norm_fwd(
         CODE[x.dtype],
         b is not None,
         x.data_ptr() or address(x),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal import address, ops
 
-from .build import lib
+from .build import lib_for
 from .device import CpuRef
 from .memory import empty_like
 from .tensors import CODE, REAL, refuses
@@ -21,7 +21,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor]:
     dy, dx = dy.contiguous(), empty_like(y)
     b, n, sq, sk = y.shape
     if y.numel():
-        lib().hal_softmax_bwd(
+        lib_for(y.dtype).hal_softmax_bwd(
             CODE[y.dtype],
             y.data_ptr() or address(y),
             address(x),
@@ -49,7 +49,7 @@ def scale_mask_softmax(
         mask = mask.expand(x.shape)  # a view: broadcast dimensions get stride 0
         at, strides = mask.data_ptr() or address(mask), mask.stride()
     if x.numel():
-        lib().hal_softmax_fwd(
+        lib_for(x.dtype).hal_softmax_fwd(
             CODE[x.dtype],
             x.data_ptr() or address(x),
             y.data_ptr() or address(y),

@@ -14,7 +14,7 @@ from torch import Tensor
 from hal import Comm, address, ops
 from hal.backend_tools import cross_entropy_from, rows_of, sharded_embedding, sharded_embedding_gradient
 
-from .build import lib
+from .build import lib_for
 from .device import CpuRef
 from .memory import empty_like
 from .tensors import CODE, REAL, addresses, refuses
@@ -25,7 +25,7 @@ def statistics(logits: Tensor, target: Tensor, stats: Tensor, smoothing: float, 
     maximum, the sum of exponentials relative to it, the target's logit (0 if it is another class), and, if smoothing,
     the sum of the logits relative to the maximum.
     """
-    lib().hal_cross_entropy_stats(
+    lib_for(logits.dtype).hal_cross_entropy_stats(
         CODE[logits.dtype],
         logits.data_ptr() or address(logits),
         target.data_ptr() or address(target),
@@ -76,7 +76,7 @@ def _cross_entropy_fwd(
     loss = torch.empty(target.shape, dtype=REAL[logits.dtype])
     sums = torch.empty(2, target.numel(), dtype=loss.dtype)
     if logits.numel():
-        lib().hal_cross_entropy_fwd(
+        lib_for(logits.dtype).hal_cross_entropy_fwd(
             CODE[logits.dtype],
             *addresses(logits, target, loss, sums),
             smoothing,
@@ -98,7 +98,7 @@ def cross_entropy_bwd(
     classes: int,
 ) -> None:
     """Writes dlogits [..., v_local], which may be the memory of logits; dloss and target are [...]."""
-    lib().hal_cross_entropy_bwd(
+    lib_for(logits.dtype).hal_cross_entropy_bwd(
         CODE[logits.dtype],
         *addresses(logits, target, sums, dloss, dlogits),
         smoothing,

@@ -102,6 +102,9 @@ HAL_INLINE void normal_f64(double v, double *cdf, double *pdf) {
 }
 
 #define HAL_SELF "activation.c"
+#ifndef HAL_OTHERS
+#define HAL_F32_ONLY
+#endif
 #include "dtypes.h"
 
 void hal_activation_fwd(int dtype, int kind, int gated, uintptr_t x, uintptr_t bias, uintptr_t y, int64_t rows,

@@ -15,7 +15,7 @@
 // Below this many elements a fork/join (0.3 us hot, far more when the team sleeps) costs more than it saves.
 #define HAL_PARALLEL_MIN 16384
 
-enum { HAL_F32 = 0, HAL_BF16 = 1, HAL_F16 = 2, HAL_F64 = 3 };
+enum { HAL_F32 = 0, HAL_BF16 = 1, HAL_F16 = 2, HAL_F64 = 3, HAL_DTYPES };
 
 typedef float f32;
 typedef double f64;

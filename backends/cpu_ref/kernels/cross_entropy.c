@@ -22,6 +22,9 @@ enum { VOCAB_BLOCK = 2048, GRADIENT_BLOCK = 512, ROWS = 4, AHEAD = 16384 };  // 
 HAL_INLINE int64_t rows_at_once(int64_t v) { return v > VOCAB_BLOCK ? 1 : ROWS; }
 
 #define HAL_SELF "cross_entropy.c"
+#ifndef HAL_OTHERS
+#define HAL_F32_ONLY
+#endif
 #include "dtypes.h"
 
 void hal_cross_entropy_stats(int dtype, uintptr_t logits, uintptr_t targets, uintptr_t stats, int smoothing, int64_t rows,

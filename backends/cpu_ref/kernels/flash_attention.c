@@ -194,22 +194,25 @@ static int rises(const int32_t *cu, int64_t batch, int64_t tokens) {
     return ok;
 }
 
+// The passes of each dtype: [0] forward, [1] backward. NULL: see fa_add. A dtype's entries are written once, before its
+// first call.
+static fa_pass *passes[HAL_DTYPES][2] = {
+    [HAL_F32] = {fa_forward_f32, fa_backward_f32}, [HAL_F16] = {fa_forward_f32, fa_backward_f32}};
+
+void fa_add(int64_t dtype, fa_pass *forward, fa_pass *backward) {
+    passes[dtype][0] = forward;
+    passes[dtype][1] = backward;
+}
+
 static int run(const struct fa_call *call, int forward) {
     const struct hal_flash_attention *g = call->shape;
     if (call->cu_q && !(rises(call->cu_q, g->batch, g->sq) && rises(call->cu_k, g->batch, g->sk))) return 2;
     if (g->batch == 0 || g->heads == 0) return 0;
+    fa_pass *pass = passes[g->dtype][forward ? 0 : 1];
+    if (!pass) return 3;
     struct fa_plan plan = {0};
     int status = fa_plan_make(call, &plan);
-    if (!status) {
-        if (g->dtype == HAL_F64)
-            status = forward ? fa_forward_f64(call, &plan) : fa_backward_f64(call, &plan);
-#ifdef FA_HAVE_BF16
-        else if (g->dtype == HAL_BF16)
-            status = forward ? fa_forward_bf16(call, &plan) : fa_backward_bf16(call, &plan);
-#endif
-        else
-            status = forward ? fa_forward_f32(call, &plan) : fa_backward_f32(call, &plan);
-    }
+    if (!status) status = pass(call, &plan);
     fa_plan_free(&plan);
     return status;
 }

@@ -27,7 +27,8 @@ struct hal_flash_attention {
 // cu_seqlens_k (int32 [batch + 1]) may be 0.
 // dbias: real [batch, heads, sq, sk], zeroed by the caller, receives the gradient of the scores after softcap; dsinks: real
 // like lse, receives each query's part of the gradient of the sinks. Both may be 0 = not requested.
-// The functions return 0, 1 when out of memory, or 2 when cu_seqlens do not rise from 0 to the number of tokens.
+// The functions return 0, 1 when out of memory, 2 when cu_seqlens do not rise from 0 to the number of tokens, or 3 when
+// the dtype's kind was not added.
 int hal_flash_attention_forward(const struct hal_flash_attention *shape, uintptr_t q, uintptr_t k, uintptr_t v,
                                 uintptr_t mask, uintptr_t bias, uintptr_t slopes, uintptr_t sinks, uintptr_t cu_seqlens_q,
                                 uintptr_t cu_seqlens_k, uint64_t seed, uint64_t offset, uintptr_t out, uintptr_t rest,

@@ -97,3 +97,8 @@ void fa_release(void *workspace);
 FA_DECLARE(f32)
 FA_DECLARE(f64)
 FA_DECLARE(bf16)
+
+// Makes the passes for a dtype known. f32 (float32 and float16) is known from the start; the other kinds are libraries of
+// their own, which are compiled and loaded at the first call that needs them.
+typedef int fa_pass(const struct fa_call *call, const struct fa_plan *plan);
+void fa_add(int64_t dtype, fa_pass *forward, fa_pass *backward);

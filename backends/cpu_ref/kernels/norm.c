@@ -17,6 +17,9 @@
 enum { ROWS = 4 };
 
 #define HAL_SELF "norm.c"
+#ifndef HAL_OTHERS
+#define HAL_F32_ONLY
+#endif
 #include "dtypes.h"
 
 void hal_norm_fwd(int dtype, int centered, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, uintptr_t mean,

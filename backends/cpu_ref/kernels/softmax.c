@@ -61,6 +61,9 @@ typedef struct {
 #define LARGEST_LSE 8192  // a float below it is within 2^-12 of the exact value, which is the precision of a float16 y
 
 #define HAL_SELF "softmax.c"
+#ifndef HAL_OTHERS
+#define HAL_F32_ONLY
+#endif
 #include "dtypes.h"
 
 void hal_softmax_fwd(int dtype, uintptr_t x, uintptr_t y, double scale, int causal, int64_t b, int64_t n, int64_t sq,

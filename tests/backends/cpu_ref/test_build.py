@@ -131,6 +131,32 @@ def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, mo
     assert len(set(keys)) == len(keys)
 
 
+def test_a_part_is_compiled_when_it_is_called_for_and_uses_the_core(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from a cache that was moved as a whole."""
+    (kernels / "more_api.h").write_text("int hal_more(int x);\n")
+    (kernels / "more.c").write_text('#include "answer_api.h"\nint hal_more(int x) { return 1 + hal_answer(x); }\n')
+    monkeypatch.setattr(build, "PARTS", {"more": ("more",)})
+    monkeypatch.setattr(build, "MODULE", "_hal_parts")
+    monkeypatch.setattr(build, "_loaded", {})
+    build.ensure_built()
+    assert re.findall(r"files: (\w+\.c)", capsys.readouterr().err) == ["answer.c"]
+    assert build.ensure_built("more").parent == build.ensure_built().parent
+    assert re.findall(r"files: (\w+\.c)", capsys.readouterr().err) == ["more.c"]
+    moved = kernels.parent / "moved"
+    (kernels.parent / "cache").rename(moved)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(moved))
+    assert build.lib("more").hal_more(20) == 43
+    assert "compiling" not in capsys.readouterr().err
+
+
+def test_every_kernel_file_of_a_part_exists() -> None:
+    assert {stem for stems in build.PARTS.values() for stem in stems} <= {
+        path.stem for path in build.KERNELS.glob("*.c")
+    }
+
+
 def test_without_a_compiler_the_error_says_what_to_install(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BackendUnavailable, match=r"(?s)no-such-compiler.*apt install gcc"):

@@ -1,0 +1,3 @@
+// cross_entropy.c for bfloat16, float16 and float64.
+#define HAL_OTHERS
+#include "cross_entropy.c"

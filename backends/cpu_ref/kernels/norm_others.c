@@ -1,0 +1,3 @@
+// norm.c for bfloat16, float16 and float64.
+#define HAL_OTHERS
+#include "norm.c"

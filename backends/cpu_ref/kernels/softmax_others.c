@@ -1,0 +1,3 @@
+// softmax.c for bfloat16, float16 and float64.
+#define HAL_OTHERS
+#include "softmax.c"
