@@ -77,7 +77,7 @@ def _weight_gradients(x: Tensor, dy: Tensor, group_sizes: Tensor, sizes: Sequenc
     small = any(size <= _FEW for size in sizes) and dw.numel() > 0 and fast(x.dtype)
     if small:
         x, dy, group_sizes = x.contiguous(), dy.contiguous(), group_sizes.contiguous()
-        small = lib().hal_grouped_linear_dw(CODE[x.dtype], *addresses(dy, x, group_sizes, dw), *dw.shape, _FEW)
+        small = lib("moe").hal_grouped_linear_dw(CODE[x.dtype], *addresses(dy, x, group_sizes, dw), *dw.shape, _FEW)
     start = 0
     for expert, size in enumerate(sizes):
         if size > _FEW or not small:

@@ -96,7 +96,7 @@ def test_a_loss_that_explodes_is_exit_code_1(cpu_ref, text, tmp_path, cache, cap
 
 def test_the_example_is_a_valid_config():
     config = parse(["--backend", "cpu_ref", "--config", str(ROOT / "examples" / "tiny.yaml")], {})
-    assert config.swiglu and config.train_iters == 1000
+    assert config.swiglu and config.train_iters == 400
 
 
 @pytest.mark.slow
