@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hal import BackendUnavailable
-from hal.backends.cpu_ref import CpuRef, build, cpu
+from hal.backends.cpu_ref import CpuRef, build, cpu, prebuilt
 
 USE = """
 import sys
@@ -149,6 +149,24 @@ def test_a_part_is_compiled_when_it_is_called_for_and_uses_the_core(
     monkeypatch.setenv("HAL_CACHE_DIR", str(moved))
     assert build.lib("more").hal_more(20) == 43
     assert "compiling" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not {"avx2", "fma"} <= cpu.features(), reason="builds for x86-64-v3")
+def test_prebuilt_parts_are_loaded_without_a_compiler(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernels / "more_api.h").write_text("int hal_more(int x);\n")
+    (kernels / "more.c").write_text('#include "answer_api.h"\nint hal_more(int x) { return 1 + hal_answer(x); }\n')
+    monkeypatch.setattr(build, "PARTS", {"more": ("more",)})
+    monkeypatch.setattr(build, "MODULE", "_hal_prebuilt_parts")
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(prebuilt, "FOLDER", kernels.parent / "prebuilt")
+    monkeypatch.delenv("HAL_CPU_REF_SANITIZE", raising=False)
+    v3 = next(variant for variant in prebuilt.VARIANTS if variant.name == "x86-64-v3")
+    build.build_variant(v3, build.find_compiler(), prebuilt.FOLDER / v3.name)
+    assert len(list((prebuilt.FOLDER / v3.name).iterdir())) == 2
+    monkeypatch.setenv("PATH", str(kernels))
+    monkeypatch.setenv("HAL_CACHE_DIR", str(kernels.parent / "unused"))
+    assert build.lib("more").hal_more(20) == 43
+    assert not (kernels.parent / "unused").exists()
 
 
 def test_every_kernel_file_of_a_part_exists() -> None:
