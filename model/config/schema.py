@@ -210,6 +210,9 @@ class Config:
     use_sandwich_norm: bool = _opt(
         False, "also normalise the outputs of attention and MLP before the residual addition"
     )
+    use_parallel_residual: bool = _opt(
+        False, "attention and MLP read the same input, and both outputs are added to it (GPT-NeoX)"
+    )
     attn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after attention (sandwich norm)", ">= 0")
     ffn_post_norm_scale: float = _opt(1.0, "initial gamma of the norm after the MLP (sandwich norm)", ">= 0")
     attention_dropout: float = _opt(0.1, "dropout on attention probabilities", "in [0, 1)")

@@ -91,7 +91,8 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); each sum includes bias, dropout and optionally a sandwich norm."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or with --use-parallel-residual both of the same x; each sum
+    includes bias, dropout and optionally a sandwich norm."""
 
     def __init__(self, config: Config, init: Init, layer: int) -> None:
         super().__init__()
@@ -101,6 +102,7 @@ class TransformerLayer(nn.Module):
             return Norm(init, f"{name}.{which}", h, kind=config.normalization, eps=config.norm_epsilon, scale=scale)
 
         self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
+        self.parallel_residual = config.use_parallel_residual
         self.input_layernorm = norm("input_layernorm")
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention = attention(config, init, f"{name}.self_attention", layer)
@@ -123,7 +125,10 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, mask)
         bias = self.self_attention.linear_proj.bias
-        if bias is None and self.post_attn_norm is None and (dropout_rng is None or self.p == 0.0):
+        if self.parallel_residual:
+            normed = self.pre_mlp_layernorm(x)
+            x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)
+        elif bias is None and self.post_attn_norm is None and (dropout_rng is None or self.p == 0.0):
             normed, x = self.pre_mlp_layernorm.of_sum(attended, x)
         else:
             x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)

@@ -204,6 +204,7 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": o["rope_scaling_factor"] if rope and o["use_rope_scaling"] else None,
         **{name: o[name] if o["rope_type"] == "yarn" else None for name in _YARN},
         "squared_relu": o["squared_relu"],
+        "use_parallel_residual": o["use_parallel_residual"],
         "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
         "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
         "next_tokens": min(0, o["next_tokens"] or 0),

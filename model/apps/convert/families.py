@@ -14,11 +14,11 @@ from .field_rules import (
     constant,
     count,
     dense_first,
-    either,
     expert_groups,
     fixed,
     linear_biases,
     number,
+    old_names,
     required,
     rope,
     shared_experts,
@@ -217,6 +217,36 @@ PHI3 = Family(
         "mlp.linear_fc2": _same("mlp.down_proj"),
     },
 )
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    (
+        *_SIZES,
+        number("norm_epsilon", "layer_norm_eps", 1e-5),
+        number("hidden_dropout", "hidden_dropout", 0.0),
+        choice("hidden_act", _GELU, "gelu"),
+        choice("use_parallel_residual", {n: {"use_parallel_residual": n} for n in (True, False)}, True),
+        constant("attention_bias", True),
+        untied(False),
+        old_names(rope(partial=True, percent=0.25), rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
+    ),
+    {
+        "embedding.word_embeddings": _same("gpt_neox.embed_in"),
+        "decoder.final_layernorm": _same("gpt_neox.final_layer_norm"),
+        "output_layer": _same("embed_out"),
+    },
+    {
+        **_NORMS,
+        # The rows are grouped by head, as Megatron's are with as many key/value heads as query heads.
+        "self_attention.linear_qkv": _same("attention.query_key_value"),
+        "self_attention.linear_proj": _same("attention.dense"),
+        "mlp.linear_fc1": _same("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": _same("mlp.dense_4h_to_h"),
+    },
+    layers="gpt_neox.layers",
+    ignored=(r".*\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
+    base="gpt_neox.",
+)
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -246,7 +276,7 @@ QWEN3_MOE = Family(
         *_GROUPED,
         _NO_BIAS_FIELD,
         _QK_NORM,
-        either(required("num_experts", "num_experts"), "num_local_experts"),
+        old_names(required("num_experts", "num_experts"), num_experts="num_local_experts"),
         count("moe_router_topk", "num_experts_per_tok", 8),
         required("moe_ffn_hidden_size", "moe_intermediate_size"),
         # Probabilities that are normalised after the choice are a softmax over the chosen experts.
@@ -272,7 +302,7 @@ DEEPSEEK_V3 = Family(
         required("qk_pos_emb_head_dim", "qk_rope_head_dim"),
         required("v_head_dim", "v_head_dim"),
         constant("rope_interleave", True),
-        either(required("num_experts", "n_routed_experts"), "num_local_experts"),
+        old_names(required("num_experts", "n_routed_experts"), n_routed_experts="num_local_experts"),
         count("moe_router_topk", "num_experts_per_tok", 8),
         required("moe_ffn_hidden_size", "moe_intermediate_size"),
         number("moe_router_topk_scaling_factor", "routed_scaling_factor", 2.5),
@@ -285,5 +315,7 @@ DEEPSEEK_V3 = Family(
     _WHOLE,
     {**_NORMS, **_LATENT, **_MLP, **_EXPERTS, **_SHARED},
 )
-FAMILIES = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
+FAMILIES = {
+    f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT_NEOX, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+}
 """All families by model_type. A model is written as the first that can express it."""

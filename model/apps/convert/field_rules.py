@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.experts import layer_pattern
 from ...config.schema import Config
 from .hf_config import Fields
 from .weights import require
@@ -121,9 +120,9 @@ _YARN = {
 }
 
 
-def rope(*kinds: str, partial: bool = False, base: float = 10000.0) -> Rule:
+def rope(*kinds: str, partial: bool = False, base: float = 10000.0, percent: float = 1.0) -> Rule:
     """Rotary positions. kinds: the scalings that the family's model applies, besides none. partial: it may rotate a
-    part of the channels. base: that of a file without one.
+    part of the channels. base, percent: those of a file without one.
 
     New files have rope_parameters; old ones rope_theta and rope_scaling, whose kind was first called "type".
     """
@@ -152,7 +151,7 @@ def rope(*kinds: str, partial: bool = False, base: float = 10000.0) -> Rule:
         options: Options = {"position_embedding_type": "rope"}
         options["rotary_base"] = float(new.number("rope_theta", f.number("rope_theta", base)))
         if partial:
-            options["rotary_percent"] = new.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
+            options["rotary_percent"] = new.number("partial_rotary_factor", f.number("partial_rotary_factor", percent))
         if kind == "llama3":
             for name, value in _LLAMA3.items():
                 scaling.only(name, (value,), value)
@@ -288,17 +287,12 @@ def shared_experts() -> Rule:
     return Rule(("n_shared_experts",), read, write)
 
 
-def either(rule: Rule, old: str) -> Rule:
-    """A rule of one field that some files call `old`."""
-    (field,) = rule.fields
+def old_names(rule: Rule, **names: str) -> Rule:
+    """A rule of fields that old files call otherwise. names: the old name of each."""
 
     def read(f: Fields) -> Options:
-        return rule.read(f if f.get(old, None) is None else f.renamed(old, field))
+        for new, old in names.items():
+            f = f if f.get(old, None) is None else f.renamed(old, new)
+        return rule.read(f)
 
-    return Rule((field, old), read, rule.write)
-
-
-def same_pattern(a: Config, b: Config) -> bool:
-    """Whether two models have experts in the same layers."""
-    patterns = [c.num_experts and layer_pattern(c.moe_layer_freq, c.num_layers) for c in (a, b)]
-    return patterns[0] == patterns[1]
+    return Rule((*rule.fields, *names.values()), read, rule.write)

@@ -132,7 +132,13 @@ def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) -> argparse.Namespace:
     """The args for Megatron's checkpoints. Raises ConversionError for features that Megatron's GPT does not have."""
-    for name, off in (("use_sandwich_norm", False), ("geglu", False), ("noop_layers", ()), ("window", (None, 0))):
+    for name, off in (
+        ("use_sandwich_norm", False),
+        ("use_parallel_residual", False),
+        ("geglu", False),
+        ("noop_layers", ()),
+        ("window", (None, 0)),
+    ):
         if getattr(config, name) != off:
             raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")
     for name in ("qk_layernorm", "squared_relu", "use_rope_scaling"):

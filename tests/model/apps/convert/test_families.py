@@ -103,6 +103,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
     "phi3": ("phi3", "Phi3", {**GROUPED, "sliding_window": 5}),
     "phi3-partial": ("phi3", "Phi3", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "gpt_neox": ("gpt_neox", "GPTNeoX", {**SIZES, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "gpt_neox-one-after-the-other": (
+        "gpt_neox",
+        "GPTNeoX",
+        {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", "Mixtral", {**GROUPED, "num_local_experts": 8, "rope_parameters": ROPE}),
     "qwen3_moe": (
         "qwen3_moe",
