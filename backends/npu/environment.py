@@ -17,6 +17,8 @@ import torch
 
 import hal
 
+from . import cann as cann_release
+
 VARIABLES: Mapping[str, str] = {
     "ASCEND_HOME_PATH": "where CANN is installed",
     "ASCEND_RT_VISIBLE_DEVICES": "the devices this process may use",
@@ -117,6 +119,11 @@ def look(simulated_devices: int | None) -> hal.Probe:
             "the Ascend driver is present but shows no device" if driver else "no Ascend driver (/dev/davinci_manager)"
         )
         return hal.Probe(False, 0, reason + hint, facts)
+    release = cann_release.release_of(cann)
+    facts["cann release"] = release or "not found (no ascend_*_install.info)"
+    wrong = cann_release.mismatch(version or "", release) if release else ""
+    if wrong:
+        return hal.Probe(False, 0, wrong + hint, facts)
     return hal.Probe(True, len(devices), f"{len(devices)} NPUs, torch_npu {version}, CANN in {cann}", facts)
 
 

@@ -34,12 +34,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tu
     return y, (x, weight, bias, mean, rstd)
 
 
+def _gamma(x: Tensor, weight: Tensor) -> Tensor:
+    """weight in a dtype that the operator takes beside x: that of x, or float32."""
+    return weight if weight.dtype == x.dtype else weight.float()
+
+
 def _rms_norm_bwd(residuals: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
     """dx like x and dweight [width], from dy like x."""
     x, weight, rstd = residuals
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(weight)
-    dx, dw = torch.ops.npu.npu_rms_norm_backward(dy.contiguous(), x, weight, rstd)
+    dx, dw = torch.ops.npu.npu_rms_norm_backward(dy.contiguous(), x, _gamma(x, weight), rstd)
     return dx, dw.to(weight.dtype)
 
 
@@ -48,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, tupl
     x, weight = x.contiguous(), weight.contiguous()
     if not x.numel():
         return torch.empty_like(x), (x, weight, x)
-    y, rstd = torch.ops.npu.npu_rms_norm(x, weight, eps)
+    y, rstd = torch.ops.npu.npu_rms_norm(x, _gamma(x, weight), eps)
     return y.to(x.dtype), (x, weight, rstd)
 
 

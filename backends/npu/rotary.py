@@ -9,42 +9,45 @@ from torch import Tensor
 
 from hal import Call, ops
 
+from .constraints import CONSTRAINTS
 from .device import Npu
 from .tensors import reasons
 
-_HEAD_LIMIT = 896
-
 
 def _why_not(call: Call) -> Sequence[str]:
-    refusals = reasons(call.x)
-    if 2 * call.cos.shape[-1] >= _HEAD_LIMIT:
-        refusals.append(f"{2 * call.cos.shape[-1]} rotated channels (npu_rotary_mul takes fewer than {_HEAD_LIMIT})")
-    return refusals
+    heads = call.x.shape[2 if call.layout in ("SBND", "BSND") else 1]
+    return [
+        *reasons(call.x),
+        *CONSTRAINTS["rotary.head_size"].refusal("rotated channels", 2 * call.cos.shape[-1]),
+        *CONSTRAINTS["rotary.half_heads"].refusal("heads", heads),
+    ]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, interleaved: bool) -> Tensor:
-    """x [s, b, n, d], in another layout or packed [t, n, d], rotated; cos and sin [s, r/2] or [b, s, r/2]."""
+    """x [s, b, n, d], in another layout or packed [t, n, d], rotated; cos and sin [s, r/2] or [b, s, r/2].
+
+    The operator gets all tokens as one sequence [1, t, n, r] with an angle per token, [1, t, 1, r]. That is the one
+    form which both modes take for any batch: interleaved, it has no angles per sample, and the product of batch and
+    heads is limited.
+    """
     half = cos.shape[-1]
     if not half or not x.numel():
         return x.clone()
-    # npu_rotary_mul takes one angle per channel, in four dimensions that broadcast against x.
+    # npu_rotary_mul takes one angle per channel.
     cos, sin = (
         t.repeat_interleave(2, dim=-1) if interleaved else torch.cat((t, t), dim=-1)
         for t in (cos.detach(), sin.detach())
     )
-    # The dimension of the heads, over which the angles broadcast.
-    heads = {"SBND": 2, "BSND": 2, "BNSD": 1, "TND": 2}[layout]
-    if layout == "TND":
-        x = x[None]
+    tokens = x.transpose(1, 2) if layout == "BNSD" else x  # [..., n, d], the leading dimensions count tokens
     if layout == "SBND":
         cos, sin = (t.transpose(0, 1) if t.ndim == 3 else t[:, None] for t in (cos, sin))
-    else:
-        cos, sin = (t if t.ndim == 3 else t[None] for t in (cos, sin))
-    cos, sin = (t.unsqueeze(heads).contiguous() for t in (cos, sin))
-    rotated = x[..., : 2 * half].float().contiguous()
+    leading = tokens.shape[:-2]
+    cos, sin = (t.expand(*leading, 2 * half).reshape(1, -1, 1, 2 * half) for t in (cos, sin))
+    rotated = tokens[..., : 2 * half].float().reshape(1, -1, tokens.shape[-2], 2 * half)
     y = torch.ops.npu.npu_rotary_mul(rotated, cos, sin, "interleave" if interleaved else "half").to(x.dtype)
-    y = torch.cat((y, x[..., 2 * half :]), dim=-1)
-    return y[0] if layout == "TND" else y
+    y = y.reshape(*leading, tokens.shape[-2], 2 * half)
+    y = y.transpose(1, 2) if layout == "BNSD" else y
+    return torch.cat((y, x[..., 2 * half :]), dim=-1)
 
 
 def _rotary_bwd(residuals: tuple[Tensor, Tensor, str, bool], dy: Tensor) -> tuple[Tensor]:

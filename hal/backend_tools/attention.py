@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -135,7 +135,7 @@ def bounded(tokens: int | None) -> int:
     return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
 
 
-_host_lists = WeakIdKeyDictionary()
+_host_lists: MutableMapping[Tensor, tuple[int, list[int]]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 """Tensor on a device -> (its version when it was read, its content as a list)."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedOp
 from . import residuals
+from .torch_versions import tags
 
 if TYPE_CHECKING:
     from .lower import Lowered
@@ -104,7 +105,7 @@ def _nested(info: Any, in_dims: Any, *args: Any) -> Any:
 
 def _define(name: str, schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     """An op on tokens, whose result is a token."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
+    _library.define(name + schema, tags=tags("pt2_compliant_tag", "cudagraph_unsafe"))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hal::{name}", fake, lib=_library)
     torch.library.register_vmap(f"hal::{name}", _nested, lib=_library)

@@ -29,6 +29,7 @@ from ..errors import HalError
 from . import batching, dispatch, gradients, residuals, torch_arguments
 from .backend import Impl
 from .op import Op
+from .torch_versions import tags
 
 _ALL = range(1 << 30)
 
@@ -75,10 +76,8 @@ class Lowered:
 
     def _define(self, name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
         """Defines a torch op and returns its one overload."""
-        tags = [torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides]
-        if not self._graph_safe(name):
-            tags.append(torch.Tag.cudagraph_unsafe)
-        LIBRARY.define(name + schema, tags=tuple(tags))
+        unsafe = () if self._graph_safe(name) else ("cudagraph_unsafe",)
+        LIBRARY.define(name + schema, tags=tags("pt2_compliant_tag", "needs_exact_strides", *unsafe))
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"hal::{name}", fake, lib=LIBRARY)
         return getattr(torch.ops.hal, name).default

@@ -19,6 +19,7 @@ import torch.utils._python_dispatch
 from . import torch_arguments
 from .shared_memory import refuse_shared_memory
 from .signature import Kind, Schema, define, fragments
+from .torch_versions import skip_frame
 
 _METADATA: dict[Kind, str] = {
     "tensor": "{0}.shape, {0}.dtype, {0}.is_cpu",
@@ -164,10 +165,7 @@ def eager(
         {"_memo": memo, **states, **f.scope},
         f"dispatch of {name}",
     )
-    # The effect of torch.compiler.disable without its wrapper, which costs 1 us per call.
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
+    skip_frame(call.__code__)
     return call
 
 

@@ -17,6 +17,7 @@ from torch.fx.experimental import proxy_tensor
 
 from ..errors import ContractError
 from ..rng import Rng
+from .torch_versions import is_exporting
 
 _U64 = 1 << 64
 _FORK = "rng_fork"
@@ -89,7 +90,7 @@ def state_of(rng: Rng | TensorRng) -> Tensor:
     """
     if isinstance(rng, TensorRng):
         return rng.state
-    if torch.compiler.is_exporting() or (not torch.compiler.is_dynamo_compiling() and recording()):
+    if is_exporting() or (not torch.compiler.is_dynamo_compiling() and recording()):
         raise ContractError(
             "an Rng would become a constant of the graph that is being traced, which would repeat the same random "
             "numbers in every call; pass hal.TensorRng(state), with the state an input of the graph, or trace without "

@@ -18,12 +18,18 @@ from torch import Tensor
 from hal import Call, ops
 from hal.backend_tools import AttentionSpec, CuSeqlens, attention_spec, packed_starts, with_signature_of
 
+from ..constraints import CONSTRAINTS
 from ..device import Npu
 from ..tensors import reasons
 from .fusion_call import FusionCall, Plan, aligned, full_mask, lse_of, plan, plan_packed, pse_of, triangle
 
-HEADS, HEAD_SIZE, TOKENS, BATCH, PACKED = 256, 768, 1 << 20, 1 << 21, 2048
-"""Documented limits of aclnnFlashAttentionScore on Atlas A2; PACKED: sequences of aclnnFlashAttentionVarLenScore."""
+_SIZES = {
+    "heads": "attention.heads",
+    "channels per head": "attention.head_size",
+    "batch entries": "attention.batch",
+    "tokens": "attention.tokens",
+    "packed tokens": "attention.packed_tokens",
+}
 
 
 def beyond_limits(spec: AttentionSpec, q: Tensor, *takes: str) -> list[str]:
@@ -31,20 +37,15 @@ def beyond_limits(spec: AttentionSpec, q: Tensor, *takes: str) -> list[str]:
 
     takes: see AttentionSpec.refusals, in addition to heads of two sizes.
     """
-    sizes = {
-        "heads": (spec.heads, HEADS),
-        "channels per head": (spec.d, HEAD_SIZE),
-        "batch entries": (spec.batch, BATCH),
-        "tokens": (max(spec.sq, spec.skv), TOKENS),
-    }
+    tokens = max(spec.sq, spec.skv)
+    sizes = {"heads": spec.heads, "channels per head": spec.d, "batch entries": spec.batch}
+    sizes["packed tokens" if spec.packed else "tokens"] = tokens
     refusals = [*reasons(q), *spec.refusals("npu_fusion_attention", ("dv", *takes))]
     if spec.dv > spec.d:
         refusals.append(
             f"heads of {spec.dv} channels in v and {spec.d} in k (npu_fusion_attention takes at most as many)"
         )
-    return refusals + [
-        f"{n} {what} (npu_fusion_attention takes up to {most})" for what, (n, most) in sizes.items() if n > most
-    ]
+    return refusals + [r for what, n in sizes.items() for r in CONSTRAINTS[_SIZES[what]].refusal(what, n)]
 
 
 def bias_refusals(call: Call, spec: AttentionSpec) -> list[str]:
@@ -68,8 +69,8 @@ def bias_refusals(call: Call, spec: AttentionSpec) -> list[str]:
 def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
     refusals = beyond_limits(spec, call.q, "bias", "top_left") + bias_refusals(call, spec)
-    if call.cu_seqlens_q is not None and len(call.cu_seqlens_q) - 1 > PACKED:
-        refusals.append(f"{len(call.cu_seqlens_q) - 1} packed sequences (npu_fusion_attention takes up to {PACKED})")
+    if call.cu_seqlens_q is not None:
+        refusals += CONSTRAINTS["attention.packed_sequences"].refusal("packed sequences", len(call.cu_seqlens_q) - 1)
     if spec.dropout_p > 0.0:
         refusals.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
     return refusals

@@ -19,7 +19,7 @@ import torch
 
 from hal import BackendUnavailable, backend_tools
 
-from .generate import TABLE, generate
+from .generate import LIMITS, TABLE, generate, generate_limits
 
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARIES = {
@@ -71,7 +71,7 @@ def _key(compiler: list[str]) -> str:
     digest = hashlib.sha256()
     for part in (*compiler, version, *_FLAGS, torch.__version__, importlib.metadata.version("torch_npu")):
         digest.update(part.encode() + b"\0")
-    for path in (*sorted(SOURCES.iterdir()), TABLE, TABLE.with_name("generate.py"), Path(__file__)):
+    for path in (*sorted(SOURCES.iterdir()), TABLE, LIMITS, TABLE.with_name("generate.py"), Path(__file__)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -84,10 +84,17 @@ def _build(compiler: list[str], headers: Path, work: Path) -> Path:
         f"compiling the NPU simulator ({len(units)} files, {compiler[0]}), once for this machine ..."
     )
     root = Path(torch.__file__).parent
-    includes = [f"-I{SOURCES}", f"-I{headers / 'acl' / 'inc'}", f"-I{headers / 'hccl' / 'inc'}", f"-I{headers.parent}"]
+    includes = [
+        f"-I{SOURCES}",
+        f"-I{work}",
+        f"-I{headers / 'acl' / 'inc'}",
+        f"-I{headers / 'hccl' / 'inc'}",
+        f"-I{headers.parent}",
+    ]
     system = ["-isystem", str(root / "include")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     (work / "operators.cpp").write_text(generate())
+    (work / "constraints.h").write_text(generate_limits())
     (work / "empty.cpp").touch()
 
     def compile_one(unit: str) -> None:

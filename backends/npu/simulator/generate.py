@@ -6,11 +6,13 @@ The generated GetWorkspaceSize has the C signature given by the argument kinds, 
 
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("operators.table")
+LIMITS = Path(__file__).parents[1] / "constraints.csv"
 
 C_TYPES = {
     "T": "const aclTensor*",
@@ -126,6 +128,22 @@ def parse(text: str) -> list[Operator]:
         rule = f'    rules::{match[3]}("aclnn{match[1]}", {match[4]});\n' if match[3] else ""
         operators[match[1]] = Operator(match[1], arguments, targets, expression.removeprefix("plan "), rule, planned)
     return list(operators.values())
+
+
+def generate_limits() -> str:
+    """The C++ header with the ranges of constraints.csv: `limits::attention_heads.least` and `.most`."""
+    lines = [line for line in LIMITS.read_text().splitlines() if line and not line.startswith("#")]
+    ranges = []
+    for row in csv.DictReader(lines):
+        if row["kind"] == "range":
+            least, most = row["value"].split("..")
+            ranges.append(f"constexpr Range {row['id'].replace('.', '_')}{{{least}, {most}}};")
+    return (
+        "#pragma once\n#include <cstdint>\nnamespace halsim::limits {\nstruct Range {\n  int64_t least, most;\n"
+        "  constexpr bool holds(int64_t n) const { return n >= least && n <= most; }\n};\n"
+        + "\n".join(ranges)
+        + "\n}  // namespace halsim::limits\n"
+    )
 
 
 def generate() -> str:

@@ -164,10 +164,10 @@ def test_packed_sequences_need_a_key_for_every_row(npu: Npu) -> None:
         attention(q, k, k, 2, "TND", actual_seq_qlen=[4, 12], actual_seq_kvlen=[4, 7])
 
 
-def test_packed_sequences_are_at_most_2048(npu: Npu) -> None:
-    x = torch.randn(2049, 1, 8).npu()
-    ends = list(range(1, 2050))
-    with pytest.raises(RuntimeError, match="up to 2048 packed sequences"):
+def test_packed_sequences_are_at_most_1024(npu: Npu) -> None:
+    x = torch.randn(1025, 1, 8).npu()
+    ends = list(range(1, 1026))
+    with pytest.raises(RuntimeError, match=r"packed sequences must be in 1\.\.1024"):
         attention(x, x, x, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
 
 

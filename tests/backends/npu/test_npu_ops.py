@@ -96,10 +96,10 @@ def test_the_vendors_operator_gets_a_bias_and_narrower_values(npu: Npu, how: dic
     assert hal.why(ops.flash_attention, q, q, given.pop("v", q), layout="BNSD", **given).chosen == chosen
 
 
-@pytest.mark.parametrize("sequences, chosen", [(2048, "npu/fusion_attention"), (2049, "npu/torch")])
+@pytest.mark.parametrize("sequences, chosen", [(1024, "npu/fusion_attention"), (1025, "npu/torch")])
 def test_packed_sequences_beyond_the_vendors_number_are_declined(npu: Npu, sequences: int, chosen: str) -> None:
     x = torch.randn(sequences, 1, 8).npu()
     cu = torch.arange(sequences + 1, dtype=torch.int32).npu()
     explanation = hal.why(ops.flash_attention, x, x, x, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu)
     assert explanation.chosen == chosen
-    assert ("2049 packed sequences" in str(explanation)) == (sequences > 2048)
+    assert ("1025 packed sequences" in str(explanation)) == (sequences > 1024)

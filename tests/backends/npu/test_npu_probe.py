@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 import hal
 from hal import cli
-from hal.backends.npu import Npu, environment, simulator
+from hal.backends.npu import Npu, cann, environment, simulator
 
 
 @pytest.fixture
@@ -87,6 +88,49 @@ def test_cann_with_and_without_driver_and_devices(
     monkeypatch.setattr(environment, "_devices", lambda: [f"/dev/davinci{i}" for i in range(devices)])
     probe = Npu().probe()
     assert (probe.ok, probe.count) == (ok, devices) and says in probe.reason
+
+
+@pytest.mark.parametrize(
+    "version, release, says",
+    [
+        ("2.11.0", "9.1.0", ""),
+        ("2.13.0", "9.9.0", ""),  # newer than the table, which cannot exclude it
+        ("2.7.1.post2", "8.5.0", ""),
+        ("2.8.0", "8.3.RC1.alpha003", ""),
+        ("2.11.0", "8.3.RC1", "torch_npu 2.11.0 needs CANN 9.1.0, and CANN 8.3.RC1 is installed; with CANN 8.3.RC1"),
+        ("2.8.0", "8.5.0", "install torch-npu 2.9.0 or 2.8.0.post2 or 2.7.1.post2 or 2.6.0.post5"),
+        ("2.7.1.post9", "9.0.0", "torch_npu 2.7.1.post9 is not for CANN"),
+        ("2.6.0", "9.1.0", "torch_npu 2.6.0 needs CANN 8.2.RC1"),
+    ],
+)
+def test_the_probe_refuses_the_pairs_that_the_vendors_table_excludes(
+    wheel: Callable[[str | None], None],
+    bare: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    version: str,
+    release: str,
+    says: str,
+) -> None:
+    """The release is in a file of the processor's folder, beside the lib64 that set_env.sh puts on the path."""
+    processor = tmp_path / f"{platform.machine()}-linux"
+    (processor / "lib64").mkdir(parents=True)
+    (processor / "lib64" / "libascendcl.so").touch()
+    (tmp_path / "lib64").symlink_to(processor / "lib64")
+    (processor / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={release}\n")
+    wheel(version)
+    monkeypatch.setattr(torch, "__version__", ".".join(version.split(".")[:2]) + ".0")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "_driver", lambda: True)
+    monkeypatch.setattr(environment, "_devices", lambda: ["/dev/davinci0"])
+    probe = Npu().probe()
+    assert probe.facts["cann release"] == release
+    assert probe.ok == (not says) and says in probe.reason, probe.reason
+
+
+def test_every_pair_of_the_table_is_accepted() -> None:
+    for version, release in cann.pairs():
+        assert cann.mismatch(version, release) == "", (version, release)
 
 
 def test_simulation_needs_a_compiler(wheel: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@
 #include <cfloat>
 
 #include "kernels.h"
+#include "constraints.h"
 
 namespace halsim::attention {
 namespace {
@@ -33,6 +34,9 @@ void require(bool fine, int code, const std::string& text) {
   if (!fine) refuse(code, text);
 }
 std::string str(int64_t value) { return std::to_string(value); }
+void within(const std::string& what, int64_t n, const limits::Range& range, int code = kTiling) {
+  require(range.holds(n), code, what + " must be in " + str(range.least) + ".." + str(range.most) + ", got " + str(n));
+}
 int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 struct Call {
@@ -85,7 +89,8 @@ void check_band(const Call& call, int64_t pre, int64_t next) {
 void check_prefix(const Call& call) {
   bool given = call.prefix.size() == static_cast<size_t>(call.batch);
   require(given || call.mode == 5, kTiling, "prefix must have one entry per batch entry");
-  require(call.batch <= 2048, kTiling, "prefix is supported up to 2048 batch entries");
+  const auto& most = call.tnd() ? limits::attention_packed_prefix_batch : limits::attention_prefix_batch;
+  within("batch entries with a prefix", call.batch, most);
   for (int64_t b = 0; given && b < call.batch; b++) {
     int64_t low = std::max<int64_t>(call.sk[b] - call.sq[b], 0);
     require(call.prefix[b] >= low && call.prefix[b] <= call.sk[b], kTiling,
@@ -144,10 +149,33 @@ void check_mask(const Call& call, const Tensor& mask) {
     require(size.size() == 4 && (size[0] == call.batch || call.batch == 1), kTiling, shape + "[B,N,Sq,Skv] or [B,1,Sq,Skv]");
 }
 
+// attention.pse and attention.packed_pse_modes of constraints.csv.
+void check_pse(const Call& call, const Tensor& pse) {
+  std::string shape = "pse " + c10::str(pse.sizes()) + ": ";
+  if (call.tnd()) {
+    require(call.mode != 7 && call.mode != 8, kTiling, shape + "sparse_mode 7 and 8 take none");
+    for (int64_t length : call.sq) require(length, kTiling, shape + "none is supported with a sequence of length 0");
+    return;
+  }
+  int64_t sq = call.max_q(), sk = call.max_k();
+  require(pse.dim() == 4, kTiling, shape + "4 dimensions are supported");
+  bool batch = pse.size(0) == call.batch || pse.size(0) == 1;
+  bool rows = pse.size(2) == sq || (pse.size(2) == 1 && pse.size(0) == call.batch);
+  require(batch && pse.size(1) == call.heads && pse.size(3) == sk && rows, kTiling,
+          shape + "[B,N,Sq,Skv], [B,N,1,Skv] and [1,N,Sq,Skv] are simulated (the library also takes the last 1024 rows)");
+}
+
+// attention.statistics and attention.packed_statistics of constraints.csv.
+void check_statistics(const Call& call, const Tensor& q, const Tensor& x, const char* name) {
+  int64_t tokens = q.size(0);
+  bool fits = call.tnd() ? x.dim() == 3 && x.size(2) == 8 && x.numel() == tokens * call.heads * 8
+                         : x.sizes() == at::IntArrayRef({call.batch, call.heads, call.max_q(), 8});
+  require(fits, kTiling, std::string(name) + " " + c10::str(x.sizes()) + (call.tnd() ? ": [T,N,8]" : ": [B,N,Sq,8]") + " is required");
+}
+
 Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse, const Tensor& drop,
-           const Tensor& padding, const Tensor& mask, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k,
-           double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise,
-           int64_t mode) {
+           const Tensor& padding, const Tensor& mask, const Ints& prefix, Ints lengths_q, Ints lengths_k, double keep,
+           int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise, int64_t mode) {
   auto type = q.scalar_type();
   require(type == at::kHalf || type == at::kBFloat16 || type == at::kFloat, kInvalid, "query must be float16, bfloat16 or float32");
   require(type == k.scalar_type() && type == v.scalar_type(), kInvalid, "query, key and value must have one dtype");
@@ -179,13 +207,19 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
     require(k.size(-1) == call.dim, kInvalid, "query and key must have the same D");
   }
   require(call.value_dim <= call.dim, kInvalid, "the D of value must not exceed the D of key");
-  require(call.dim > 0 && call.dim <= 768, kInvalid, "D must be in 1..768, got " + str(call.dim));
+  within("D", call.dim, limits::attention_head_size, kInvalid);
   require(call.kv_heads > 0 && heads % call.kv_heads == 0, kTiling, "head_num must be a multiple of the KV heads");
-  require(heads <= 256, kTiling, "head_num must be in 1..256, got " + str(heads));
+  within("head_num", heads, limits::attention_heads);
   require(keep > 0 && keep <= 1, kTiling, "keep_prob must be in (0, 1]");
   if (varlen) {
     require(lengths_q.size() == lengths_k.size(), kTiling, "actual_seq_qlen and actual_seq_kvlen differ in length");
-    require(lengths_q.size() <= 2048, kTiling, "up to 2048 packed sequences are supported, got " + str(lengths_q.size()));
+    within("the number of packed sequences", lengths_q.size(), limits::attention_packed_sequences);
+    if (q.numel() && k.numel()) {
+      within("T of query", q.size(0), limits::attention_packed_tokens);
+      within("T of key", k.size(0), limits::attention_packed_tokens);
+    }
+    // Zeros at the end stand for batch entries that take no part.
+    while (lengths_q.size() > 1 && !lengths_q.back() && !lengths_k.back()) lengths_q.pop_back(), lengths_k.pop_back();
     call.sq = lengths(lengths_q), call.sk = lengths(lengths_k);
     for (size_t b = 0; b < call.sq.size(); b++)
       require(call.sq[b] >= 0 && call.sk[b] >= 0, kTiling, "actual_seq lengths must be cumulative");
@@ -198,8 +232,15 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
     call.batch = q.size(batch_axis);
     call.sq.assign(call.batch, q.size(sequence_axis));
     call.sk.assign(call.batch, k.size(sequence_axis));
+    if (q.numel() && k.numel()) {
+      within("B", call.batch, limits::attention_batch);
+      within("Sq", q.size(sequence_axis), limits::attention_tokens);
+      within("Skv", k.size(sequence_axis), limits::attention_tokens);
+    }
   }
   require(varlen ? mode >= 0 && mode <= 8 && mode != 5 : mode >= 0 && mode <= 6, kTiling, "sparse_mode " + str(mode));
+
+  if (pse.defined()) check_pse(call, pse);
 
   int64_t total = 0;
   for (int64_t b = 0; b < call.batch; b++) total += call.heads * call.sq[b] * call.sk[b];
@@ -378,6 +419,10 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
   Call call = check(q, k, v, pse, drop, padding, mask, prefix, lengths_q, lengths_k, keep, pre, next, heads, layout,
                     precise, mode);
   require(dy.sizes() == out.sizes(), kTiling, "dy and attention_in differ in shape");
+  if (q.numel()) {
+    check_statistics(call, q, max, "softmax_max");
+    check_statistics(call, q, sum, "softmax_sum");
+  }
   return [=] {
     auto round = [&](const Tensor& x) { return x.to(q.scalar_type()).to(at::kFloat); };
     for (const Tensor& gradient : {dq, dk, dv}) gradient.zero_();

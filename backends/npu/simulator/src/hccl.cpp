@@ -96,6 +96,8 @@ HcclResult check(const char* call, const Shared& comm, HcclDataType type, const 
     return refuse(HCCL_E_NOT_SUPPORT, (where + ": the reductions are sum, prod, max and min").c_str());
   if (reducing && !halsim::reducible(type))
     return refuse(HCCL_E_NOT_SUPPORT, (where + ": no reduction of data type " + std::to_string(type)).c_str());
+  if (reducing && *reducing == HCCL_REDUCE_PROD && (type == HCCL_DATA_TYPE_INT16 || type == HCCL_DATA_TYPE_BFP16))
+    return refuse(HCCL_E_NOT_SUPPORT, (where + ": no product of data type " + std::to_string(type)).c_str());
   if (bytes && !halsim::is_device_memory(buffer, bytes))
     return refuse(HCCL_E_PARA, (where + ": the buffer is not in device memory").c_str());
   return HCCL_SUCCESS;

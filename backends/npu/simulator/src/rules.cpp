@@ -2,6 +2,8 @@
 
 #include <ATen/ExpandUtils.h>
 
+#include "constraints.h"
+
 namespace halsim::rules {
 namespace {
 void require(bool fine, const char* op, const std::string& text) {
@@ -13,14 +15,70 @@ void even(const char* op, const Tensor& x, int64_t dim) {
   require(x.size(dim) % 2 == 0, op, "dimension " + std::to_string(dim) + " of " + c10::str(x.sizes()) + " must be even");
 }
 
-void rotary(const char* op, const Tensor& x) {
+// The document names the layouts of x and lists the shapes of cos that each takes. A call does not say its layout, so
+// it is accepted if one of the layouts accepts it.
+void rotary(const char* op, const Tensor& x, const Tensor& cos, int64_t mode) {
   int64_t d = x.size(-1);
-  require(d % 2 == 0 && d < 896, op, "D must be even and below 896, got " + std::to_string(d));
+  auto within = [&](const std::string& what, int64_t n, const limits::Range& range) {
+    require(range.holds(n), op, what + " must be in " + std::to_string(range.least) + ".." + std::to_string(range.most) + ", got " + std::to_string(n));
+  };
+  require(d % 2 == 0 && limits::rotary_head_size.holds(d), op, "D must be even and below 896, got " + std::to_string(d));
+  within("the number of dimensions of x", x.dim(), limits::rotary_dimensions);
+  require(cos.dim() == x.dim() && cos.size(-1) == d, op, "cos " + c10::str(cos.sizes()) + " does not fit x " + c10::str(x.sizes()));
+  bool interleaved = mode == 1;
+  std::string fits;  // of cos, without D: 1 for a size of one, x for the size of x, x1 for both
+  for (int64_t i = 0; i + 1 < x.dim(); i++) {
+    bool one = cos.size(i) == 1, same = cos.size(i) == x.size(i);
+    require(one || same, op, "cos " + c10::str(cos.sizes()) + " does not broadcast to x " + c10::str(x.sizes()));
+    fits += one && same ? '*' : one ? '1' : 'x';
+  }
+  auto is = [&](const char* form) {
+    for (size_t i = 0; i < fits.size(); i++)
+      if (fits[i] != '*' && fits[i] != form[i]) return false;
+    return true;
+  };
+  struct Layout {
+    int64_t batch, heads, sequence;
+    bool shared, per_sample, per_head;  // the shapes of cos
+    bool bnsd;
+  };
+  std::vector<Layout> layouts;
+  if (x.dim() == 3) layouts = {{-1, 1, 0, is("x1"), false, is("xx"), false}};
+  if (x.dim() == 4)
+    layouts = {{0, 1, 2, is("11x"), is("x1x"), is("xxx"), true},
+               {0, 2, 1, is("1x1"), is("xx1"), is("xxx"), false},
+               {1, 2, 0, is("x11"), is("xx1"), is("xxx"), false}};
+  std::string why;
+  for (const Layout& l : layouts) {
+    int64_t b = l.batch < 0 ? 1 : x.size(l.batch), n = x.size(l.heads), s = x.size(l.sequence);
+    if (interleaved ? !l.shared : !(l.shared || l.per_sample || l.per_head)) continue;
+    if (interleaved && !limits::rotary_interleaved_batch_heads.holds(b * n)) {
+      why = "B * N must be below 1000 in interleave mode, got " + std::to_string(b * n);
+      continue;
+    }
+    if (!interleaved && !(limits::rotary_half_batch.holds(b) && limits::rotary_half_heads.holds(n))) {
+      why = "B and N must be below 1000 in half mode, got " + std::to_string(b) + " and " + std::to_string(n);
+      continue;
+    }
+    if (!interleaved && l.bnsd) {
+      int64_t block = 32 / x.element_size(), cores = 20;
+      bool few = d / 2 % block == 0 ? b * n <= s * 8 : b * n * 2 <= (s + cores - 1) / cores || d >= 80;
+      if (!few) {
+        why = "B * N is too large for S in layout BNSD: " + c10::str(x.sizes());
+        continue;
+      }
+    }
+    return;
+  }
+  require(false, op, why.empty() ? "cos " + c10::str(cos.sizes()) + " is not supported for x " + c10::str(x.sizes()) + " in this mode" : why);
 }
 
 void normalized(const char* op, const Tensor& x, const Tensor& gamma) {
   bool fits = gamma.dim() <= x.dim() && gamma.sizes() == x.sizes().slice(x.dim() - gamma.dim());
   require(fits, op, "gamma " + c10::str(gamma.sizes()) + " must have the last sizes of x " + c10::str(x.sizes()));
+  bool one = gamma.scalar_type() == x.scalar_type();
+  require(one || (gamma.scalar_type() == at::kFloat && x.element_size() == 2), op,
+          "gamma must have the dtype of x, or float32 with a 16-bit x; got " + std::string(c10::toString(gamma.scalar_type())));
 }
 
 void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, bool fixed_triu_mask) {

@@ -7,9 +7,9 @@
 namespace halsim::rules {
 // The dimension splits into halves of the same size.
 void even(const char* op, const Tensor& x, int64_t dim);
-// D is even and below 896.
-void rotary(const char* op, const Tensor& x);
-// The sizes of gamma are the last ones of x.
+// D, dimensions, batch and heads, and the shapes of cos in each layout and mode (0 half, 1 interleave).
+void rotary(const char* op, const Tensor& x, const Tensor& cos, int64_t mode);
+// The sizes of gamma are the last ones of x, and its dtype is that of x, or float32 beside 16 bits.
 void normalized(const char* op, const Tensor& x, const Tensor& gamma);
 // [B, N, S, T] with S and T multiples of 32 in 32..4096, a bool mask that broadcasts to it, no fixed_triu_mask.
 void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, bool fixed_triu_mask);

@@ -1,7 +1,7 @@
 // Streams and events. A stream is an ordered queue. An idle stream runs a task immediately in the calling thread;
 // otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
-// stream: every later submission and synchronisation returns its error and text, as after a device exception. So does a stream that waits for an event
-// of the stopped one.
+// stream: every later submission and synchronisation returns its error and text, as after a device exception. So does
+// a stream that waits for an event of the stopped one.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
