@@ -135,7 +135,7 @@ def bounded(tokens: int | None) -> int:
     return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
 
 
-_host_lists: MutableMapping[Tensor, tuple[int, list[int]]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_host_lists: MutableMapping[Tensor, tuple[int, list[int]]] = WeakIdKeyDictionary()
 """Tensor on a device -> (its version when it was read, its content as a list)."""
 
 
