@@ -80,7 +80,7 @@ def _lines(kind: str, chosen: Sequence[Row]) -> list[tuple[str, ...]]:
 def fill(page: str, rows: Sequence[Row]) -> str:
     """The page with its tables replaced by tables of `rows`. Raises ValueError as the module's docstring describes."""
     if len(_TABLE.findall(page)) != len(re.findall("<!-- (?:cases|rows) ", page)):
-        raise ValueError("a comment `<!-- cases|rows SUITE PATTERN -->` must be a line of its own before an empty line")
+        raise ValueError("a comment `<!-- cases|rows SUITE PATTERN -->` must be a separate line before an empty line")
     suites = {suite for _, _, suite, _ in _TABLE.findall(page)}
     left = dict.fromkeys(i for i, r in enumerate(rows) if r.suite in suites)  # an ordered set
 

@@ -2,7 +2,7 @@
 
 Every candidate runs in a child process under the allocator settings that its row names: "default" is glibc's own,
 "pooled" is MALLOC_MMAP_MAX_=0 and a huge MALLOC_TRIM_THRESHOLD_. Times mean little on a busy machine; the column of
-clean rounds says how busy it was.
+clean rounds shows how busy it was.
 
 `hal bench train` with options of `hal train` (--nproc-per-node 4 --tensor-model-parallel-size 2 ...) trains under that
 layout instead, on random tokens, and reports tokens/s, model FLOP/s and the peak memory of every rank.

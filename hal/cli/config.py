@@ -22,8 +22,8 @@ rights, to learn the command that it would start, and prints this command's opti
 While the script runs, {launchers} only record
 their arguments, and {stopped} do nothing; all other
 programs that it calls run. Its working folder is a temporary one with copies of the small text files of the current
-folder and of the script's. Comments in the YAML say what became of every option: translated, noted because it changes
-no result, or refused because HAL would train something else. With refused options the exit code is 1.
+folder and of the script's. Comments in the YAML state how every option was handled: translated, noted because it
+changes no result, or refused because HAL would train something else. With refused options the exit code is 1.
 
   --output FILE.yaml  write there instead of printing
   --number N          which of several recorded training commands, from 1"""

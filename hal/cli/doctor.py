@@ -85,7 +85,7 @@ def _next(name: str, simulated: bool, findings: Sequence[Finding]) -> str:
         return f"{wrong[0].help or 'correct what the line above names'}; then hal doctor {chosen} again"
     if missing:
         return (
-            f"hal parity {chosen} --todo says which of the {len(missing)} missing ops to write first; "
+            f"hal parity {chosen} --todo lists the {len(missing)} missing ops to write first; "
             f"until then --fallback reference runs them, slowly"
         )
     return f"hal parity {chosen} runs the whole conformance kit; hal train {chosen} trains"
@@ -99,12 +99,14 @@ def diagnose(name: str, given: dict[str, object]) -> Iterator[Finding]:
         yield Finding("FAIL", "load", str(error), "install, update or uninstall the package that the message names")
         return
     except Exception as error:
-        yield Finding("FAIL", "load", f"{type(error).__name__}: {error}", f"tell the authors of {_source(name)}")
+        yield Finding(
+            "FAIL", "load", f"{type(error).__name__}: {error}", f"report this to the authors of {_source(name)}"
+        )
         return
     try:
         probe = probed(backend)
     except HalError as error:
-        yield Finding("FAIL", "probe", str(error), f"tell the authors of {_source(name)}")
+        yield Finding("FAIL", "probe", str(error), f"report this to the authors of {_source(name)}")
         return
     if not probe.ok:
         can_simulate = not given and "simulate" in inspect.signature(type(backend)).parameters and _simulates(name)

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.prompt and arguments.prompt_file:
         command.error("--prompt and --prompt-file contradict each other; give one")
     if not all(arguments.stop):
-        command.error("--stop must not be empty: it would end every text at once")
+        command.error("--stop must not be empty: it would end every text immediately")
     require_writable("--output-file", arguments.output_file)
     settable = ("seed", "micro_batch_size")
     return load.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *settable)

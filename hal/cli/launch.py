@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         type=str.lower,
         choices=("true", "false"),
         default="true",
-        help="false: return at once; the job continues in the background",
+        help="false: return immediately; the job continues in the background",
     )
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, with its arguments")
     add("command", nargs=argparse.REMAINDER, help="a hal command or a script, with its arguments")

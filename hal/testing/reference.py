@@ -20,7 +20,7 @@ from hal.errors import BackendUnavailable
 class Reference(Backend):
     """Runs every op that is defined when the instance is created on that op's reference, on the CPU.
 
-    Composite ops have no implementation of their own, so that 16-bit results are rounded as on a backend that composes
+    Composite ops have no separate implementation, so that 16-bit results are rounded as on a backend that composes
     them.
     """
 

@@ -2,7 +2,7 @@
 
 The lineage in a checkpoint's state lists the runs that led to it, first the one that began at iteration 0: for each, a
 random id and the iteration at which it began. Every resumption appends an entry, so that the checkpoints that a run
-wrote before it was resumed from an older one can be told from its ancestors.
+wrote before it was resumed from an older one is distinguishable from its ancestors.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
 
 
 def _drop_zero(reading: Reading, values: GivenOptions, showing: bool) -> None:
-    """A ZeRO stage over one replica has no effect, whatever a script says beside its JSON file."""
+    """A ZeRO stage over one replica has no effect, whatever a script sets beside its JSON file."""
     probe = _probe(values)
     replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
     known = not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values

@@ -31,7 +31,7 @@ def problems(c: Config) -> Iterator[str]:
         )
     if c.num_query_groups != c.num_attention_heads:
         yield (
-            f"--multi-latent-attention gives each of {c.num_attention_heads} heads keys and values of its own; remove "
+            f"--multi-latent-attention gives each of {c.num_attention_heads} heads separate keys and values; remove "
             f"--num-query-groups {c.num_query_groups}"
         )
     if c.qk_pos_emb_head_dim % 2:

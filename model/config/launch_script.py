@@ -128,7 +128,7 @@ def _copied(script: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], timeout: float) -> None:
-    """Runs the script in a process group of its own, so that all its children end with it."""
+    """Runs the script in a separate process group, so that all its children end with it."""
     process = subprocess.Popen(
         command,
         cwd=work,

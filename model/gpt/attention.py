@@ -98,7 +98,7 @@ class CoreAttention:
         mask: Tensor | None,
     ) -> Tensor:
         """q [s, b, n, d], k [skv, b, g, d], v [skv, b, g, e] -> [s, b, n*e]; with context parallelism s counts this
-        rank's rows. cache: k and v are its content; it says which of them are hidden. mask: see SelfAttention."""
+        rank's rows. cache: k and v are its content; it determines which are hidden. mask: see SelfAttention."""
         window: Window = self.window
         if cache is not None:
             mask = cache.hidden(q.shape[0])

@@ -1,5 +1,5 @@
 """Latent attention (--multi-latent-attention; DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads
-are products of one small vector per token, which is all that generation has to remember.
+are products of one small vector per token, which is all that generation has to store.
 
 Parameter names and semantics are megatron-core 0.16.1's (megatron/core/transformer/multi_latent_attention.py).
 Shape letters: S sequence, B batch, N query heads of this rank, C channels of the latent (kv_lora_rank), K and E the

@@ -78,7 +78,7 @@ class ColumnParallelLinear(nn.Module):
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
         """The activation, one of `ops.linear_bias_activation`, of the product."""
         if self.parallel.sequence or _main_grads(self.weight, None) is not None:
-            y = column_linear(x, self.weight, None, self.parallel)  # a product with a backward pass of its own
+            y = column_linear(x, self.weight, None, self.parallel)  # a product with a its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
             return (ops.geglu if activation == "geglu" else ops.bias_gelu)(y, self.bias, approximate)

@@ -80,8 +80,8 @@ _ELSEWHERE = frozenset(
         "use_flash_attn",
     ]
 )
-"""Options that say where and how a run is executed, not what it computes; and paths and the seed, whose meaning is
-compared apart from their values."""
+"""Options that determine where and how a run is executed, not what it computes; and paths and the seed, whose meaning
+is compared apart from their values."""
 
 
 def data_state(data: Mapping[str, Split]) -> dict[str, Any]:
@@ -92,14 +92,15 @@ def data_state(data: Mapping[str, Split]) -> dict[str, Any]:
 def differences(state: Mapping[str, Any], config: Config, data: Mapping[str, Split], folder: Path) -> list[str]:
     """What this run changes relative to the checkpoint in `folder`, as lines for the log.
 
-    Raises ConfigError for other data (unless config.accept_changed_data), or a seed that the user did not ask for.
+    Raises ConfigError for other data (unless config.accept_changed_data), or a default seed that differs from the
+    checkpoint's.
     """
     notes = _hyperparameters(state, config)
     changed, moved = _data(state, data)
     if changed and not config.accept_changed_data:
         raise ConfigError(
             f"the checkpoint {folder} was made with other data: {'; '.join(changed)}. Give the data it was made with, "
-            "or --accept-changed-data to go on with these (--finetune begins a new run with the weights)"
+            "or --accept-changed-data to continue with these (--finetune begins a new run with the weights)"
         )
     rng = state.get("rng")
     if isinstance(rng, list) and rng[:1] != [config.seed]:
@@ -126,7 +127,7 @@ def _hyperparameters(state: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str], list[str]]:
-    """(differences of content, hints at such that the fingerprints do not cover)."""
+    """(differences of content, possible differences that the fingerprints do not cover)."""
     saved_splits = state.get("data")
     if not isinstance(saved_splits, dict):
         return [], []

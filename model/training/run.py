@@ -132,7 +132,7 @@ def train(config: Config) -> Trainer:
 
 
 class _StopTime:
-    """Measures the longest step and save, and tells the launcher how long a request to stop may take."""
+    """Measures the longest step and save, and reports to the launcher how long a request to stop may take."""
 
     def __init__(self, report: RunLog | NullRunLog) -> None:
         self._report, self._step, self._save, self._told = report, 0.0, 0.0, 0.0

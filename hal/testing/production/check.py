@@ -255,7 +255,7 @@ def _release_memory() -> None:
 
 
 def _host_memory() -> int | None:
-    """Bytes of host memory that are free, as far as the system says."""
+    """Bytes of host memory that are free, as reported by the system."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -82,7 +82,7 @@ def _schedule(reading: Reading, given: Any) -> None:
     warmup = params.get("warmup_num_steps", 1000)
     if warmup and params.get("warmup_type", "log") != "linear":
         raise reading.refuse(
-            f"{key}.warmup_type", 'the warm-up is linear here, and "log" by default there; say "linear"'
+            f"{key}.warmup_type", 'the warm-up is linear here, and "log" by default there; set it to "linear"'
         )
     reading.set("lr_warmup_iters", warmup, f"{key}.warmup_num_steps")
     if kind != "WarmupLR":

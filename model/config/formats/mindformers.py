@@ -61,7 +61,9 @@ def finish(reading: Reading) -> None:
         reading.set("make_vocab_size_divisible_by", divided, key)
     resume, key = take(reading, "resume")
     if resume is True:
-        raise reading.refuse(key, "True; the tutorial does not say from where. Give --load FOLDER and remove the key")
+        raise reading.refuse(
+            key, "True; the tutorial does not specify the source. Give --load FOLDER and remove the key"
+        )
     biases(reading)
     pipeline(reading)
 

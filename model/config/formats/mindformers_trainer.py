@@ -151,7 +151,7 @@ def _length(reading: Reading) -> None:
         samples = _whole(reading, epochs, key) * _whole(reading, size, where)
         reading.set("train_samples", samples, f"{key} x {where}")
     elif key and not given:
-        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not say; give --train-iters")
+        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
     if steps_key and _whole(reading, steps, steps_key) > 0:
         reading.set("lr_decay_iters", steps, steps_key)
     load, load_key = take(reading, "load")

@@ -74,7 +74,7 @@ def finish(reading: Reading) -> None:
         reading.set("context_parallel_algo", "ulysses", "parallel_config.context_parallel_algo (MindSpeed's default)")
     epochs, key = take(reading, "epochs")
     if key and not any(reading.either(name) for name in ("train_iters", "train_samples")):
-        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not say; give --train-iters")
+        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
     biases(reading)
     pipeline(reading)
 

@@ -38,7 +38,7 @@ class _LibraryTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Pipeline
 
         copy = Pipeline.from_str(self._pipeline.to_str())
-        # A special token has an id of its own in the vocabulary; being added, it is also found in a text.
+        # A special token has a separate id in the vocabulary; being added, it is also found in a text.
         copy.add_special_tokens([copy.id_to_token(self.eod)])
         return str(copy.to_str(pretty=True))
 

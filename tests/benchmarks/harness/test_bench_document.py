@@ -49,7 +49,7 @@ def test_every_row_needs_a_table_and_every_table_a_row():
         document.fill(HEAD, [row(1.0, suite="linear")])
     with pytest.raises(ValueError, match="two rows for thing 4x4 against eager, default malloc"):
         document.fill(HEAD, [row(1.0), row(2.0)])
-    with pytest.raises(ValueError, match="must be a line of its own before an empty line"):
+    with pytest.raises(ValueError, match="must be a separate line before an empty line"):
         document.fill(HEAD.replace("-->\n", "-->"), [row(1.0)])
     document.fill(HEAD, [row(1.0), row(1.0, suite="scaling")])  # the page shows no table of that suite
 

@@ -26,7 +26,7 @@ KINDS = {
 
 
 class Static(Spy):
-    """A backend that compiles every shape; notes the shapes and plain values of all calls of each op."""
+    """A backend that compiles every shape; records the shapes and plain values of all calls of each op."""
 
     def __init__(self, inner):
         self.shapes = {}

@@ -24,7 +24,7 @@ def lacking(*modules):
         return "MEGATRON_LM does not name a checkout of Megatron-LM"
     about = CHECKOUT / "megatron" / "core" / "package_info.py"
     if not about.is_file():
-        return f"MEGATRON_LM={CHECKOUT} is no checkout of Megatron-LM"
+        return f"MEGATRON_LM={CHECKOUT} is not a checkout of Megatron-LM"
     checkout_version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", about.read_text(), re.MULTILINE))
     if checkout_version != version("megatron-core"):
         return f"MEGATRON_LM is a checkout of {checkout_version}, not of core_v{version('megatron-core')}"

@@ -354,7 +354,7 @@ def test_buckets_of_replicated_gradients(from_file):
         (ds(optimizer__type="Lamb"), "", "the optimizer is AdamW"),
         (ds(optimizer__params__adam_w_mode=False), "", "decoupled"),
         (ds(scheduler__type="OneCycle"), "", "is not one of WarmupLR"),
-        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max_lr": 1e-3}), "", 'say "linear"'),
+        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max_lr": 1e-3}), "", 'set it to "linear"'),
         (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max": 1e-3}), "", "WarmupLR has"),
         (ds(fp16__initial_scale_power=1e9), "", "0 to 64"),
         (ds(gradient_accumulation_steps=0), "", "positive integer"),
