@@ -124,7 +124,7 @@ class Judge:
             result = measure(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
             self.worst = max(self.worst, result.tolerances)
             if result.tolerances > self.waiver:
-                error = errors(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
-                wrong = error > self.waiver
+                off = errors(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
+                wrong = off > self.waiver
                 text = f"{label}, {block.name}: {result.text} (allowed: {self.waiver:g})"
                 raise Wrong(text + hints.as_text(hints.pattern(wrong, y, right)), result.tolerances)

@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,12 @@ def check_production(
     seed: int = 0,
     dtypes: Collection[torch.dtype] | None = None,
     reduced: bool | None = None,
+    on_call: Callable[[str, int], None] = lambda row, calls: None,
 ) -> Iterator[Row]:
     """One row per implementation and dtype of the ops; dtypes: those to run, default all of each op's tolerances.
 
-    reduced: small forms of the calls, for simulators; default: if the backend is simulated. A call for which memory is
+    reduced: small forms of the calls, for simulators; default: if the backend is simulated. on_call: as of
+    `hal.testing.run`. A call for which memory is
     missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
     """
     small = backend.simulated if reduced is None else reduced
@@ -65,7 +67,7 @@ def check_production(
             refused: list[dict[str, str]] = []
             ran = False
             for impl in impls if of_dtype else ():
-                row, refusals = _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed)
+                row, refusals = _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed, on_call)
                 ran |= row.samples > 0
                 refused.append(refusals)
                 yield row
@@ -82,7 +84,9 @@ def _row(
     return Row(op.name, name, backend.name, backend.simulated, status, 0, None, reasons, impl.id if impl else None)
 
 
-def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: int) -> tuple[Row, dict[str, str]]:
+def _check_dtype(
+    subject: Subject, chosen: Sequence[Case], small: bool, seed: int, on_call: Callable[[str, int], None]
+) -> tuple[Row, dict[str, str]]:
     """The row of an implementation in one dtype, and the reasons of the calls that it refused, by case."""
     backend, op = subject.backend, subject.op
     row = _row(backend, op, subject.dtype, subject.impl, "pass", [])
@@ -91,6 +95,7 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
     not_run: list[str] = []
     with subject:
         for case in chosen:
+            on_call(str(subject), row.samples)
             sample = case.reduced if small else case.sample
             assert sample is not None
             call = _Call(subject, case, sample, seed)
@@ -161,7 +166,7 @@ class _Call:
             # The results are read as a model reads them: without synchronising the device, and outputs before anything
             # else is done, which would give late work time to finish.
             outcome = run(op, op, arguments, self.with_grad)
-            early = EarlyReads(blocks, outcome)
+            early = EarlyReads(blocks if _described(outcome.outputs) == shapes else (), outcome)
             if self.with_grad:
                 dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
                 outcome.gradients = backward(outcome, dys)
