@@ -392,7 +392,7 @@ def _rows() -> list[Case]:
             "scale_mask_softmax",
             "mask, 4096 tokens",
             _softmax(1, 4, 4096, 4096, mask=_masked((1, 1, 4096, 4096))),
-            _softmax(1, 4, 300, 608, mask=_masked((1, 1, 300, 608))),
+            _softmax(1, 4, 288, 608, mask=_masked((1, 1, 288, 608))),
             heads,
         ),
         Case(
