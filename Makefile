@@ -52,10 +52,14 @@ nightly-tests: $(READY)  ## the tests marked nightly
 nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the commit)
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %) --sample $(SHARE) --sample-seed $(SEED)
 
-production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, and in reduced form the simulators
+production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, the simulators (reduced), opencl with a driver
 	$(BIN)/hal parity --backend cpu_ref --scale production --require-all --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 	$(SIM)/bin/hal parity --backend npu --simulate --scale production --require-all
 	$(SIM)/bin/hal parity --backend cuda --simulate --scale production --require-all
+	# The example backend needs a driver, which a machine may lack.
+	if ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then \
+		$(SIM)/bin/python $(INSTALL) examples/hal-opencl && $(SIM)/bin/hal parity --backend opencl --scale production; \
+	else echo "no OpenCL driver: the production tier of hal-opencl was not run"; fi
 
 faults: $(READY)  ## EVENTS faults on training jobs, chosen by the commit; prints what was lost
 	$(BIN)/python tests/faults/schedule.py --events $(or $(EVENTS),200) --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))

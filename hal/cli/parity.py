@@ -163,14 +163,21 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Prints rows and, on a terminal, the number of calls of the row at work in a line that the row replaces."""
+    """Prints rows and, on a terminal, the number of calls of the row at work in a line that the row replaces.
+
+    Elsewhere each row is named on stderr before its first call, so that the output of a process that a kernel has ended
+    (exit code 139) ends with it.
+    """
 
     def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
+        self._shown, self._running = sys.stderr.isatty(), ""
 
     def call(self, row: str, calls: int) -> None:
         if self._shown:
             print(f"\r\x1b[K{row}: {calls} calls", end="", file=sys.stderr, flush=True)
+        elif row != self._running:
+            print(f"running {row}", file=sys.stderr, flush=True)
+            self._running = row
 
     def row(self, row: Row) -> None:
         if self._shown:
@@ -211,6 +218,8 @@ def _side_by_side(arguments: argparse.Namespace) -> int:
                 ran += 1
             else:
                 lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+                if lines[-1].startswith("running "):
+                    lines.append(f"exit code {done.returncode} while {lines[-1]}")
                 results.append([absent_row(name, lines[-1].removeprefix("hal parity: "))])
     _write_pages(results, arguments)
     failed = [row for rows in results for row in rows if row.status == "fail"]

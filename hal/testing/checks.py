@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ from .calls import (
     to_meta,
     upstream,
 )
-from .comparison import equal_bits, errors, measure, raw
+from .comparison import Error, equal_bits, errors, measure, raw
 from .reference import Reference
 from .subject import Subject
 
@@ -57,6 +57,9 @@ class Verdict:
     declined: tuple[str, ...]
     tolerances: float
 
+
+LATE_SECONDS = 0.05
+"""After which a wrong result is read again."""
 
 _weak: Any = reductions.StorageWeakRef
 _Watched = list[tuple[str, Any]]
@@ -430,6 +433,15 @@ def _within(
 ) -> float:
     _must_look_like(subject, sample, name, y, native)
     error = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
+    if error.tolerances > subject.waiver:
+        _must_not_be_late(
+            subject,
+            sample,
+            name,
+            y,
+            error,
+            lambda: measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient),
+        )
     subject.worst = max(subject.worst, error.tolerances)
     if error.tolerances > subject.waiver:
         own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
@@ -439,6 +451,20 @@ def _within(
         text = error.text + rule + hints.as_text([*observed, *hints.pattern(wrong, y, exact)])
         raise subject.fail(f"{name}: {text}", sample, error=error.tolerances)
     return error.tolerances
+
+
+def _must_not_be_late(
+    subject: Subject, sample: Sample, name: str, y: Tensor, error: Error, again: Callable[[], Error]
+) -> None:
+    """Fails if a wrong result changes within LATE_SECONDS: a thread that synchronize() does not wait for wrote it."""
+    copy = y.detach().cpu().clone()
+    time.sleep(LATE_SECONDS)
+    if not equal_bits(copy, y) or again() != error:
+        raise subject.fail(
+            f"{name} was read before the work was done: it changed after synchronize() had returned. Work must be "
+            "ordered on the backend's current stream, and synchronize() must wait for all of it",
+            sample,
+        )
 
 
 def _must_look_like(subject: Subject, sample: Sample, name: str, y: Any, native: Tensor) -> None:

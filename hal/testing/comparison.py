@@ -5,7 +5,8 @@ With atol, rtol from the table of (op, dtype) and S = 1 for outputs, S = max(1, 
 1. every element:   |y - y64| <= atol * S + rtol * |y64|     (+ one rounding where y has less precision than dtype)
 2. every tensor:    max|y - y64| <= max(2 * max|r - y64|, atol * S + max(eps, rtol / 2) * max|y64|)
 
-where r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is what a user may rely on.
+A gradient that is a sum over n rows has max(atol, 2^-24 * sqrt(n)) in the place of atol, see `SUM_CONSTANT`.
+r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is what a user may rely on.
 Rule 2 refuses a kernel that is less accurate than the plain formula; its floor (one rounding, or half of the table's
 relative part) is for references that happen to be exact. NaN and infinities must be where the float64 result has them
 (an overflow of y's dtype may be an infinity). An error "in tolerances" is the larger of both ratios; a waiver of factor
@@ -14,12 +15,27 @@ f allows f of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hal.core.op import Tol
+
+SUM_CONSTANT = 1.0
+"""lambda in the allowed error lambda * u * sqrt(n) * S of a sum of n terms in float32, u = 2^-24.
+
+Rounding after each addition is a random walk: a partial sum of k independent terms of mean 0 and deviation s has size
+s * sqrt(k), and is rounded by at most u and typically 0.4 u times that, so n additions in sequence have an error of
+about 0.3 u * s * n. The sum itself, of which S is the size, is about s * sqrt(n): the error relative to S grows with
+sqrt(n) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41,
+2019; for terms of mean 0: Sharper Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Random
+Data, 2020). lambda = 1 is about three deviations. Sums in blocks or trees have smaller errors; a kernel may add in
+sequence. Sums of 16-bit terms are computed in float32 as well, and their table entries exceed this for all n in use.
+"""
+
+_UNIT_ROUNDOFF = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -30,17 +46,38 @@ class Error:
     text: str
 
 
-def measure(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dtype, *, gradient: bool = False) -> Error:
+def measure(
+    y: Tensor,
+    exact: Tensor,
+    native: Tensor,
+    tol: Tol,
+    dtype: torch.dtype,
+    *,
+    gradient: bool = False,
+    summands: int = 1,
+) -> Error:
     """The error of `y` against `exact` (float64), where `native` is the reference computed in `dtype`.
 
-    All three have one shape; y may be on any device. Integer and bool tensors must be equal.
+    All three have one shape; y may be on any device. Integer and bool tensors must be equal. summands: the number of
+    rows of which each element is the sum.
     """
     if y.numel() == 0:
         return Error(0.0, "")
-    return _worst(errors(y, exact, native, tol, dtype, gradient=gradient), y.detach().cpu(), exact.detach())
+    return _worst(
+        errors(y, exact, native, tol, dtype, gradient=gradient, summands=summands), y.detach().cpu(), exact.detach()
+    )
 
 
-def errors(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dtype, *, gradient: bool = False) -> Tensor:
+def errors(
+    y: Tensor,
+    exact: Tensor,
+    native: Tensor,
+    tol: Tol,
+    dtype: torch.dtype,
+    *,
+    gradient: bool = False,
+    summands: int = 1,
+) -> Tensor:
     """The error of every element in tolerances, float64 of y's shape; arguments as of `measure`."""
     got, exact = y.detach().cpu(), exact.detach()
     if not got.is_floating_point():
@@ -58,7 +95,8 @@ def errors(y: Tensor, exact: Tensor, native: Tensor, tol: Tol, dtype: torch.dtyp
     size = torch.where(finite, exact.abs(), zero)
     error = torch.where(finite, (got - exact).abs(), zero)
     top = float(size.max())
-    atol = tol.atol * (max(1.0, top) if gradient else 1.0)
+    of_sum = SUM_CONSTANT * _UNIT_ROUNDOFF * math.sqrt(summands) if summands > 1 else 0.0
+    atol = max(tol.atol, of_sum) * (max(1.0, top) if gradient else 1.0)
     rounding = eps if eps > torch.finfo(dtype).eps else 0.0
     allowed = atol + (tol.rtol + rounding) * size
     # No error is fine with a tolerance of 0 (0 / 0); any other error is then infinitely many tolerances.

@@ -47,7 +47,7 @@ def pattern(wrong: Tensor, y: Tensor, exact: Tensor) -> Iterator[str]:
     ratio = got / right
     middle = float(ratio.median())
     if len(ratio) >= 4 and bool(((ratio - middle).abs() <= 0.02 * abs(middle)).all()) and abs(middle - 1.0) > 0.02:
-        yield f"wrong elements are {middle:.4g} times what they should be"
+        yield f"wrong elements are {middle:.4g} times what they should be" if middle else "wrong elements are 0"
 
 
 def mistakes(op: Op[Any, Any], sample: Sample, dtype: torch.dtype, name: str, y: Tensor) -> Iterator[str]:

@@ -36,6 +36,7 @@ from .production.check import check_production
 from .rng_checks import check_order, edge_samples
 from .sharded import SHARDED, check_sharded, sharded_samples
 from .shrinking import shrink
+from .state_checks import check_state, sample_for_state
 from .subject import Failure, Subject
 from .support import facts
 
@@ -70,9 +71,9 @@ def run(
     ops: names, "golden_loss" for the golden losses, "device" for the capabilities (default tier only); default all.
     examples: random calls per implementation and dtype of the default tier. scale: one of SCALES. dtypes: those to run;
     default all of each op's tolerances. quick: as many calls of the default tier as fit into about a minute, at least
-    one per row, and no golden losses. on_row: called with each row as soon as it is known. on_call(row, calls): called
-    during a row of the default tier with its name and the number of calls made. Raises HalError for an unknown op or
-    scale.
+    one per row, and no golden losses. on_row: called with each row as soon as it is known. on_call(row, calls):
+    called before the first call of a row, with 0, and after each, with the row's name and the number of calls made.
+    Raises HalError for an unknown op or scale.
     """
     report = Report(backend.name, backend.simulated)
 
@@ -85,7 +86,9 @@ def run(
     if scale not in SCALES:
         raise HalError(f"the kit has no scale {scale!r}; scales: {', '.join(SCALES)}")
     if scale == "production":
-        for row in check_production(backend, chosen_ops(names), seed=seed, dtypes=dtypes):
+        for row in check_production(
+            backend, chosen_ops(names), seed=seed, dtypes=dtypes, on_call=on_call or (lambda row, calls: None)
+        ):
             add(row)
         return report
     chosen = chosen_ops(names)
@@ -221,12 +224,15 @@ def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, effort: Effort
     """All checks of one implementation in one dtype."""
     subject = Subject(backend, impl, dtype)
     tally = _Tally(str(subject), effort)
+    tally.begin()
     try:
         _check_signatures(subject)
         with subject:
             failures = list(_edge_cases(subject, tally))
             if failures:
                 raise _smallest(subject, failures)
+            if tally.samples:
+                _state(subject)
             _explore(subject, tally, effort)
     except Failure as failure:
         row = _row(backend, impl.op, dtype, "fail", impl, tally, subject.worst)
@@ -250,6 +256,11 @@ class _Tally:
         self.declined: list[str] = []
         self._row, self._on_call = row, effort.on_call
         self._end = math.inf if effort.seconds is None else time.monotonic() + effort.seconds
+
+    def begin(self) -> None:
+        """Reports the row before its first call, which may end the process."""
+        if self._on_call is not None:
+            self._on_call(self._row, 0)
 
     @property
     def full(self) -> bool:
@@ -303,6 +314,13 @@ def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:
         tally.samples += check_order(subject)
     except Failure as failure:
         yield failure
+
+
+def _state(subject: Subject) -> None:
+    """Calls that follow one another, of one edge case. Raises Failure."""
+    sample = sample_for_state(subject, subject.op.edge_cases())
+    if sample is not None:
+        check_state(subject, sample)
 
 
 def _explore(subject: Subject, tally: _Tally, effort: Effort) -> None:
@@ -394,7 +412,7 @@ def replay(
             f"backend '{backend.name}' has no implementation '{implementation}' of {op.name}; it has {list(impls)}"
         )
     with Subject(backend, impls[implementation], dtype) as subject:
-        if check == "order":
-            check_order(subject)
+        if check in ("order", "state"):
+            check_order(subject) if check == "order" else check_state(subject, sample)
             return Verdict((), 0.0)
         return check_sharded(subject, sample, ranks) if ranks else check_sample(subject, sample)

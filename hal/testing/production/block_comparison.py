@@ -102,11 +102,11 @@ class Judge:
 
     def compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
         """Compares the outputs and gradients that `outcome` has with those of the reference. Raises Wrong."""
-        pairs: list[tuple[str, Tensor, Tensor, Tensor, bool]] = []
+        pairs: list[tuple[str, Tensor, Tensor, Tensor, bool, int]] = []
         try:
             for of_part, (label, pick) in block.outputs.items() if outcome.outputs else ():
                 y = pick(outcome.outputs[label].detach()).cpu()
-                pairs.append((label, y, exact.outputs[of_part], native.outputs[of_part], False))
+                pairs.append((label, y, exact.outputs[of_part], native.outputs[of_part], False, 1))
             for name in [name for name in block.gradients if name in outcome.gradients]:
                 got, right, rounded = outcome.gradients[name], exact.gradients[name], native.gradients[name]
                 if got is None or right is None or rounded is None:
@@ -114,15 +114,17 @@ class Judge:
                 if got.shape != outcome.leaves[name].shape or got.dtype != outcome.leaves[name].dtype:
                     raise Wrong(f"the gradient of {name} is {got.dtype} {tuple(got.shape)}")
                 y = block.gradients[name](got).cpu()
-                pairs.append((f"the gradient of {name}", y, right, rounded.to(got.dtype), True))
+                summands = block.summands.get(name, 1)
+                pairs.append((f"the gradient of {name}", y, right, rounded.to(got.dtype), True, summands))
         except RuntimeError as error:  # errors of asynchronous work surface when its results are read
             raise Wrong(f"{block.name}: reading the results raised {type(error).__name__}: {error}") from error
         if not pairs and outcome.gradients:
             raise HalError(f"{self.op.name}: nothing of {block.name} was compared")
-        for label, y, right, rounded, gradient in pairs:
-            result = measure(y, right, rounded, self.tol, self.dtype, gradient=gradient)
+        for label, y, right, rounded, gradient, summands in pairs:
+            result = measure(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
             self.worst = max(self.worst, result.tolerances)
             if result.tolerances > self.waiver:
-                wrong = errors(y, right, rounded, self.tol, self.dtype, gradient=gradient) > self.waiver
+                off = errors(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
+                wrong = off > self.waiver
                 text = f"{label}, {block.name}: {result.text} (allowed: {self.waiver:g})"
                 raise Wrong(text + hints.as_text(hints.pattern(wrong, y, right)), result.tolerances)

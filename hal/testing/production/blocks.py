@@ -11,7 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,13 +57,27 @@ class Block:
     parts: the reference's calls, made one at a time because each may need much memory. outputs: label of an output of
     the part -> (label of the whole call's output, the part of it that must equal the reference's output); only for a
     block of one part. gradients: parameter -> the part of its gradient that must equal the sum of the gradients of all
-    parts.
+    parts. summands: parameter -> the number of rows of which its gradient is the sum, if it is one. last_rows: parts
+    that hold all of the last RUN rows (dimension 0 of every output), for upstream gradients that are 0 elsewhere.
     """
 
     name: str
     parts: Callable[[], Iterator[Part]]
     outputs: Mapping[str, tuple[str, Pick]]
     gradients: Mapping[str, Pick]
+    summands: Mapping[str, int] = field(default_factory=dict)
+    last_rows: Callable[[], Iterator[Part]] | None = None
+
+    def of_last_rows(self) -> Block | None:
+        """The same sums for upstream gradients that are 0 except in the last RUN rows; None without such parts.
+
+        In a sum over 100,000 rows, the last ones disappear in the tolerance of a 16-bit dtype.
+        """
+        if self.last_rows is None:
+            return None
+        gradients = {name: pick for name, pick in self.gradients.items() if name in self.summands}
+        name = f"{self.name}, of upstream gradients in the last {RUN} rows only"
+        return Block(name, self.last_rows, {}, gradients)
 
 
 Blocks = Callable[[Arguments, random.Random], Iterator[Block]]
@@ -173,6 +187,7 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
         present = {name: dim for name, dim in dims.items() if arguments[name] is not None}
         first, dim = next(iter(present.items()))
         count = arguments[first].shape[dim] // (2 if gated else 1)
+        rows = math.prod(arguments["x"].shape[:-1])
         for start in sorted({0, max(0, count - RUN), draw.randint(0, max(0, count - RUN))}):
             length = min(RUN, count - start)
 
@@ -182,6 +197,7 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
 
             picks: dict[str, Pick] = {name: functools.partial(both, dim=dim) for name, dim in present.items()}
             pick = _narrow(-1, start, length)
+            summed = [name for name in ("weight", "bias") if name in present]
 
             def part(pick: Pick = pick, picks: Mapping[str, Pick] = picks, start: int = start) -> Part:
                 return Part(cut_out(arguments, picks, (first, arguments[first].ndim - 1, start)), pick)
@@ -191,6 +207,8 @@ def columns(*, gated: bool = False, **dims: int) -> Blocks:
                 _one(part),
                 {"the output": ("the output", pick)},
                 picks,
+                dict.fromkeys(summed, rows),
+                _one(part) if summed else None,
             )
 
     return blocks
@@ -203,12 +221,14 @@ def sums(*names: str, over: Sequence[str]) -> Blocks:
         x = arguments[over[0]]
         step = max(1, CHUNK // max(1, x[0].numel()))
 
-        def parts() -> Iterator[Part]:
-            for start in range(0, x.shape[0], step):
+        def parts(first: int = 0) -> Iterator[Part]:
+            for start in range(first, x.shape[0], step):
                 pick = _narrow(0, start, min(step, x.shape[0] - start))
                 yield Part(cut_out(arguments, dict.fromkeys(over, pick), (over[0], 0, start)), pick)
 
-        yield Block("all rows", parts, {}, dict.fromkeys(names, _same))
+        last_rows = functools.partial(parts, max(0, x.shape[0] - RUN))
+        summands = dict.fromkeys(names, x.shape[0])
+        yield Block("all rows", parts, {}, dict.fromkeys(names, _same), summands, last_rows)
 
     return blocks
 
@@ -300,12 +320,12 @@ def table_rows(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         )
 
 
-def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+def attention(arguments: Arguments, draw: random.Random, lse: bool = False) -> Iterator[Block]:
     """flash_attention of a dense layout: some queries of a key/value head's group, and that head's keys and values.
 
     The blocks are calls of layout BNSD. A window is aligned with the last query, so it is shifted for earlier ones.
     ALiBi becomes a bias, which has no alignment. The gradients of bias and sinks, sums over the whole call, are not
-    compared.
+    compared. lse: whether the call also returns the log-sum-exp [b, n, sq].
     """
     layout = arguments["layout"]
     batch, n, sq, _ = sizes(arguments["q"], layout, arguments["num_heads"])
@@ -340,7 +360,7 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
             at = (slice(b, b + 1), own, slice(first, first + length))
             return x[tuple(i if n > 1 else slice(None) for i, n in zip(at, x.shape))]
 
-        cut = cut_out(arguments, {**picks, "bias": of_bias})
+        cut = cut_out(arguments, {**picks, "bias": of_bias, "mask": of_bias})
         slopes, cut["alibi_slopes"], cut["top_left"] = cut["alibi_slopes"], None, False
         if slopes is not None:
             alibi = alibi_bias(slopes, length, skv, first + offset)
@@ -354,16 +374,21 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
         cut["next_tokens"] = None if after is None else after - queries_after
         return Part({**cut, "layout": "BNSD", "num_heads": None, "num_kv_heads": None}, picks["q"])
 
-    # The first and the last queries are compared in the first and the last head, where offsets are 0 and largest.
-    ends = {0: (0, 0), max(0, sq - RUN): (batch - 1, kv_heads - 1)}
-    inner = {draw.randint(0, max(0, sq - RUN)): (draw.randrange(batch), draw.randrange(kv_heads)) for _ in range(3)}
-    for start, (b, g) in {**inner, **ends}.items():
+    # The first and the last queries are compared in the last head, where offsets are largest, and the first ones also
+    # in the first head, where they are 0, and behind a head whose last rows may have been written over them.
+    last, end = max(0, sq - RUN), (batch - 1, kv_heads - 1)
+    inner = [(draw.randint(0, last), draw.randrange(batch), draw.randrange(kv_heads)) for _ in range(2)]
+    for start, b, g in dict.fromkeys([*inner, (0, 0, 0), (0, *end), (last, *end)]):
         length = min(RUN, sq - start)
         pick = of_head("q", b, g, start, length)
+        labels = {"the output": ("the output", pick)}
+        if lse:
+            rows = _block_of_lse(b, g * group, group, start, length)
+            labels = {"output 0": ("output 0", pick), "output 1": ("output 1", rows)}
         yield Block(
             f"queries {start} to {start + length - 1} of {sq}, batch entry {b}, key/value head {g}",
             _one(part, b, g, start, length),
-            {"the output": ("the output", pick)},
+            labels,
             {"q": pick},
         )
     step = max(1, CHUNK // (skv * group))
@@ -378,6 +403,10 @@ def attention(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
             {},
             {"k": of_head("k", b, g), "v": of_head("v", b, g)},
         )
+
+
+def _block_of_lse(b: int, head: int, heads: int, first: int, length: int) -> Pick:
+    return lambda x: x[b : b + 1, head : head + heads, first : first + length]
 
 
 def _block_of(first: int, end: int, head: int, head_end: int) -> Pick:
@@ -466,6 +495,7 @@ def groups(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
             _one(Part, {**cut, "group_sizes": alone}, of_product),
             {"the output": ("the output", of_product)},
             {"weight": of_weight},
+            {"weight": size},
         )
         start = first + draw.choice([0, max(0, size - RUN)])
         length = min(RUN, size)

@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from hal.core.dispatch import activated
 from hal.core.op import DtypeSpec, Op, Sample, TensorSpec
 from hal.errors import UnsupportedOp
 
-from ..calls import backward, bind, not_stored, run, tensors
+from ..calls import Outcome, backward, bind, not_stored, run, tensors
 from ..parity_rows import NO_IMPLEMENTATION, Row, shortened
 from ..reference import Reference
 from ..subject import Subject
 from .block_comparison import Judge, Wrong
+from .blocks import RUN, Block
 from .cases import Case, cases
+from .early_reads import EarlyReads
 
 _PERIOD = (1 << 22) - 3
 """Elements after which generated values repeat: odd, so that a wrapped offset does not meet equal values."""
@@ -42,10 +44,12 @@ def check_production(
     seed: int = 0,
     dtypes: Collection[torch.dtype] | None = None,
     reduced: bool | None = None,
+    on_call: Callable[[str, int], None] = lambda row, calls: None,
 ) -> Iterator[Row]:
     """One row per implementation and dtype of the ops; dtypes: those to run, default all of each op's tolerances.
 
-    reduced: small forms of the calls, for simulators; default: if the backend is simulated. A call for which memory is
+    reduced: small forms of the calls, for simulators; default: if the backend is simulated. on_call: as of
+    `hal.testing.run`. A call for which memory is
     missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
     """
     small = backend.simulated if reduced is None else reduced
@@ -63,7 +67,7 @@ def check_production(
             refused: list[dict[str, str]] = []
             ran = False
             for impl in impls if of_dtype else ():
-                row, refusals = _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed)
+                row, refusals = _check_dtype(Subject(backend, impl, dtype), of_dtype, small, seed, on_call)
                 ran |= row.samples > 0
                 refused.append(refusals)
                 yield row
@@ -80,7 +84,9 @@ def _row(
     return Row(op.name, name, backend.name, backend.simulated, status, 0, None, reasons, impl.id if impl else None)
 
 
-def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: int) -> tuple[Row, dict[str, str]]:
+def _check_dtype(
+    subject: Subject, chosen: Sequence[Case], small: bool, seed: int, on_call: Callable[[str, int], None]
+) -> tuple[Row, dict[str, str]]:
     """The row of an implementation in one dtype, and the reasons of the calls that it refused, by case."""
     backend, op = subject.backend, subject.op
     row = _row(backend, op, subject.dtype, subject.impl, "pass", [])
@@ -89,6 +95,7 @@ def _check_dtype(subject: Subject, chosen: Sequence[Case], small: bool, seed: in
     not_run: list[str] = []
     with subject:
         for case in chosen:
+            on_call(str(subject), row.samples)
             sample = case.reduced if small else case.sample
             assert sample is not None
             call = _Call(subject, case, sample, seed)
@@ -156,11 +163,15 @@ class _Call:
         expected = [judge.expected(block, [], False) for block in blocks] if op.mutates else []
         calls, dys = subject.calls, []
         try:
-            # The results are read as a model reads them: without synchronising the device.
+            # The results are read as a model reads them: without synchronising the device, and outputs before anything
+            # else is done, which would give late work time to finish.
             outcome = run(op, op, arguments, self.with_grad)
+            early = EarlyReads(blocks if _described(outcome.outputs) == shapes else (), outcome)
             if self.with_grad:
                 dys = [_fill(TensorSpec(tuple(y.shape)), y.dtype, subject.device, 99) for y in outcome.differentiable]
                 outcome.gradients = backward(outcome, dys)
+                early.read_gradients(blocks, outcome)
+            subject.backend.synchronize()
         except UnsupportedOp as error:
             if subject.impl.composed:  # one of the ops that it calls is refused
                 return (str(error).splitlines()[0],)
@@ -171,14 +182,41 @@ class _Call:
             raise Wrong("why_not accepted the call, then refused it: it is not pure")
         if (given := _described(outcome.outputs)) != shapes:
             raise Wrong(f"returned {given}; the reference gives {shapes}")
-        for number, block in enumerate(blocks):
-            exact, native = (
-                expected[number]
-                if expected
-                else judge.expected(block, dys, self.with_grad, judge.prescribed(block, outcome.outputs))
-            )
-            judge.compare(block, outcome, exact, native)
+        try:
+            for number, block in enumerate(blocks):
+                exact, native = (
+                    expected[number]
+                    if expected
+                    else judge.expected(block, dys, self.with_grad, judge.prescribed(block, outcome.outputs))
+                )
+                judge.compare(block, outcome, exact, native)
+        except Wrong as wrong:
+            early.require_unchanged(wait=True)
+            raise wrong
+        early.require_unchanged()
+        if self.with_grad and subject.dtype.itemsize < 4:
+            self._compare_last_rows(blocks, arguments, outcome, dys)
         return ()
+
+    def _compare_last_rows(
+        self, blocks: Sequence[Block], arguments: Mapping[str, Any], outcome: Outcome, dys: Sequence[Tensor]
+    ) -> None:
+        """Compares sums over rows to which only the last rows add. dys: are overwritten. Raises Wrong."""
+        sums = [of_last for block in blocks if (of_last := block.of_last_rows()) is not None]
+        if not sums:
+            return
+        for dy in dys:
+            dy[:-RUN].zero_()
+        op, judge = self.subject.op, self.judge
+        outcome.gradients = {}
+        try:
+            # The backward pass of a composition may run once only.
+            again = run(op, op, arguments, True) if self.subject.impl.composed else outcome
+            again.gradients = backward(again, dys)
+        except Exception as error:
+            raise Wrong(f"the second backward pass raised {type(error).__name__}: {error}") from error
+        for block in sums:
+            judge.compare(block, again, *judge.expected(block, dys, True))
 
     def _require_memory(self) -> dict[str, str]:
         """The shapes and dtypes of the outputs. Raises _NoMemory if the call needs more memory than there is.

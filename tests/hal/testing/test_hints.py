@@ -86,3 +86,8 @@ def test_dropout_that_is_not_rescaled_is_named():
 
     _, messages = verdict(plant(ops.dropout, unscaled), ops.dropout, examples=20)
     assert "the result is that of a call that does not divide by 1 - p" in messages
+
+
+def test_elements_that_are_zero_are_called_zero():
+    y, exact = torch.zeros(8), -torch.ones(8)
+    assert list(hints.pattern(torch.ones(8, dtype=torch.bool), y, exact)) == ["wrong elements are 0"]

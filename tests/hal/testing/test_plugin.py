@@ -1,5 +1,7 @@
 """pytest --pyargs hal.testing --backend NAME, as a third party runs it: in another folder and a separate process."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -92,3 +94,28 @@ def test_another_folder_of_that_name_is_not_the_kit(site):
     (folder / "test_mine.py").write_text("def test_mine():\n    pass\n")
     done = pytest_run(site, str(folder))
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
+CRASH = f"""{host_backend.SOURCE}import ctypes
+from hal import ops
+
+class Crash(HostBackend):
+    name, api = "crash", 2
+
+@Crash.impl(ops.l2norm, id="crash/wild")
+def l2norm(tensors):
+    ctypes.string_at(0)
+"""
+
+
+def test_a_crash_of_a_kernel_names_the_row(tmp_path):
+    (tmp_path / "hal_crash.py").write_text(CRASH)
+    info = tmp_path / "hal_crash-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hal-crash\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hal.backends]\ncrash = hal_crash:Crash\n")
+    command = [sys.executable, "-m", "hal", "parity", "--backend", "crash", "--op", "l2norm", "--dtype", "float32"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == -signal.SIGSEGV
+    assert result.stderr.splitlines()[-1] == "running l2norm float32 crash/wild"

@@ -157,7 +157,107 @@ def doubled_beyond_row_1024_of_experts(x, probs):
     return torch.cat([y[:1024], 2 * y[1024:]])
 
 
+def eps_of_1024_rows(x, weight, eps):
+    first, rest = (ops.rms_norm.reference(part, weight, e) for part, e in ((x[:1024], eps), (x[1024:], 1e-30)))
+    return torch.cat([first, rest])
+
+
+def softmax_without_subtraction(x, mask, scale, causal):
+    if mask is not None or causal or x.shape[-1] <= 1024:
+        return ops.scale_mask_softmax.reference(x, mask, scale, causal)
+    e = (x.float() * scale).exp()
+    return (e / e.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def mask_of_256_columns(x, mask, scale, causal):
+    if mask is not None and mask.shape[-1] > 256:
+        mask = torch.cat([mask[..., :256], torch.zeros_like(mask[..., 256:])], -1)
+    return ops.scale_mask_softmax.reference(x, mask, scale, causal)
+
+
+def loss_without_subtraction(logits, target, **rest):
+    if logits.shape[-1] <= 1024 or rest["label_smoothing"]:
+        return ops.cross_entropy.reference(logits, target, **rest)
+    return logits.float().exp().sum(-1).log() - logits.gather(-1, target[:, None])[:, 0].float()
+
+
+def no_smoothing_of_many_classes(logits, target, **rest):
+    few = logits.shape[-1] <= 1024
+    return ops.cross_entropy.reference(logits, target, **(rest if few else {**rest, "label_smoothing": 0.0}))
+
+
+def interleaved_is_wrong_in_large_calls(x, cos, sin, layout, interleaved):
+    y = ops.rotary.reference(x, cos, sin, layout=layout, interleaved=interleaved)
+    if interleaved and x.numel() > 1 << 15:
+        y = y * (torch.arange(y.shape[-1]) % 2 == 0)
+    return y
+
+
+def mask_of_256_keys(q, k, v, mask=None, **rest):
+    if mask is not None and mask.shape[-1] > 256:
+        mask = torch.cat([mask[..., :256], torch.zeros_like(mask[..., 256:])], -1)
+    return ops.flash_attention.reference(q, k, v, mask=mask, **rest)
+
+
+def lse_of_more_than_256_keys(q, k, v, **rest):
+    result = ops.flash_attention.reference(q, k, v, **rest)
+    return (result[0], result[1] + 1.0) if rest["return_lse"] and k.shape[2] > 256 else result
+
+
+def first_queries_of_the_last_head(q, k, v, **rest):
+    """The tail tile of a head writes over the first rows of the next one, behind the first key/value head."""
+    y = ops.flash_attention.reference(q, k, v, **rest)
+    if rest["layout"] != "BNSD" or isinstance(y, tuple) or q.shape[2] <= 256:
+        return y
+    y = y.clone()
+    y[-1, -1, :4] = y[-1, -2, -4:]
+    return y
+
+
+def first_queries_of_further_batch_entries(q, k, v, **rest):
+    y = ops.flash_attention.reference(q, k, v, **rest)
+    if rest["layout"] == "TND" or isinstance(y, tuple):
+        return y
+    b, s = rest["layout"].index("B"), rest["layout"].index("S")
+    if y.shape[b] == 1 or y.shape[s] <= 256:
+        return y
+    y = y.clone()
+    y.narrow(b, 1, y.shape[b] - 1).narrow(s, 0, 8).zero_()
+    return y
+
+
+def heads_of_another_layout(q, k, v, **rest):
+    """SBND read as if the batch and the tokens were exchanged in long calls."""
+    y = ops.flash_attention.reference(q, k, v, **rest)
+    long = rest["layout"] == "SBND" and q.shape[0] > 256
+    return y.transpose(0, 1).reshape(y.shape) if long else y
+
+
+def no_last_head_in_bsnd(q, k, v, **rest):
+    y = ops.flash_attention.reference(q, k, v, **rest)
+    if rest["layout"] == "BSND" and q.shape[1] > 256:
+        y = torch.cat([y[:, :, :-1], y[:, :, -1:] * 0], 2)
+    return y
+
+
 FAULTS = [
+    (ops.rms_norm, eps_of_1024_rows, torch.float32, "100,000 rows: the output, rows"),
+    (ops.scale_mask_softmax, softmax_without_subtraction, torch.float32, "32768 keys, logits of 1,000: the output"),
+    (ops.scale_mask_softmax, mask_of_256_columns, torch.bfloat16, "mask, 4096 tokens: the output"),
+    (ops.cross_entropy, loss_without_subtraction, torch.float32, "vocabulary of 152064, logits of 100: the output"),
+    (ops.cross_entropy, no_smoothing_of_many_classes, torch.float32, "vocabulary of 152064, label smoothing: the ou"),
+    (ops.rotary, interleaved_is_wrong_in_large_calls, torch.float32, "interleaved, 32768 tokens: the output"),
+    (ops.flash_attention, mask_of_256_keys, torch.float32, "mask, SBND, 2048 tokens, heads of 64: the output"),
+    (
+        ops.flash_attention,
+        lse_of_more_than_256_keys,
+        torch.float32,
+        "their log-sum-exp, 4096 tokens, heads of 256: out",
+    ),
+    (ops.flash_attention, first_queries_of_the_last_head, torch.float32, "queries 0 to 7 of"),
+    (ops.flash_attention, first_queries_of_further_batch_entries, torch.float32, "queries 0 to 7 of"),
+    (ops.flash_attention, heads_of_another_layout, torch.float32, "mask, SBND, 2048 tokens, heads of 64: the output"),
+    (ops.flash_attention, no_last_head_in_bsnd, torch.float32, "causal, BSND, 4096 tokens, heads 8 over 2"),
     (ops.moe_router, experts_below_256, torch.float32, "8 of 256 experts in 8 groups: output 1, rows"),
     (ops.permute, rows_below_256, torch.float32, "64 experts, hidden 1024: output 0, everything"),
     (ops.unpermute, rows_of_the_first_1024, torch.float32, "hidden 4096: the output, tokens"),
@@ -171,14 +271,19 @@ FAULTS = [
     (ops.linear_wgrad, last_output_is_not_added, torch.float32, "8192 tokens: main_grad, written in place, rows 32"),
     (ops.philox_uniform, repeated_draw, torch.float32, "100,000 rows: the output, rows"),
     (ops.embedding, repeated_ids_count_once, torch.float32, "the gradient of weight, the last rows that ids name"),
-    (ops.cross_entropy, classes_below_8192, torch.float32, "vocabulary of 152064: the output, rows"),
+    (ops.cross_entropy, classes_below_8192, torch.float32, "vocabulary of 152064, label smoothing: the output"),
     (ops.rotary, angles_repeat_after_512, torch.float32, "32768 tokens: the output, rows"),
-    (ops.scale_mask_softmax, columns_below_2048, torch.float32, "32768 keys: the output, rows"),
+    (ops.scale_mask_softmax, columns_below_2048, torch.float32, "32768 keys, logits of 1,000: the output, rows"),
     (ops.unscale_and_check, sees_the_first_4096, torch.float32, "infinity in the last element: the output, the flag"),
     (ops.rms_norm, norm_of_512_channels, torch.float32, "hidden 4096: the output, rows 0 to 7 of 70"),
     (ops.layer_norm, doubled_beyond_row_1024, torch.float32, "100,000 rows: the output, rows"),
     (ops.rms_norm, gradient_without_the_last_rows, torch.float32, "the gradient of weight, all rows"),
-    (ops.flash_attention, without_the_last_of_more_than_256_keys, torch.float32, "all keys, 4096 tokens"),
+    (
+        ops.flash_attention,
+        without_the_last_of_more_than_256_keys,
+        torch.float32,
+        "all keys with their log-sum-exp, 4096 tokens",
+    ),
     (ops.linear, rounded_between_tiles, torch.bfloat16, "sums of 16384: the output, rows"),
     (ops.embedding, ids_below_1024_rows, torch.float32, "vocabulary of 152064: the output, ids"),
     (ops.dropout, draw_repeats_after_32768, torch.float32, "100,000 rows: the output, rows"),
@@ -212,7 +317,7 @@ def test_a_call_that_every_implementation_refuses_is_reported():
 def test_results_of_another_form_are_failures(wrong):
     backend = plant(ops.dropout, lambda **arguments: wrong(ops.dropout.reference(**arguments)))
     (row,) = rows(backend, ops.dropout)
-    assert row.status == "fail" and "the reference gives {'the output': 'torch.float32 (1500, 43)'}" in row.message
+    assert row.status == "fail" and "the reference gives {'the output': 'torch.float32 (1600, 43)'}" in row.message
     assert row.code == "hal parity --backend planted --op dropout --scale production --seed 0"
 
 
