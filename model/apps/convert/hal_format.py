@@ -27,7 +27,8 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     folder, state = reader.read_state(root)
     saved = saved_options(state, folder)
     weights = Weights(
-        {n: v for n, v in saved.items() if n in model_options() and n not in ("bf16", "fp16")},
+        # The padding is removed below, so an option that gives its size no longer describes the weights.
+        {n: v for n, v in saved.items() if n in model_options() and n not in ("bf16", "fp16", "pad_vocab_size_to")},
         {},
         # Saved options leave out those at their defaults; without its type, a result would have no tokenizer.
         {"tokenizer_type": Config.tokenizer_type, **{n: v for n, v in saved.items() if n in TOKENIZER}},
