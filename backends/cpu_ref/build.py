@@ -104,11 +104,20 @@ def ensure_built(part: str = CORE) -> Path:
         return prebuilt.FOLDER / variant.name / f"{_name(part)}.so"
     compiler, flags = find_compiler(), _wanted_flags()
     files = [*KERNELS.glob("*.c"), *KERNELS.glob("*.h")] if part == CORE else _sources(part)
-    # The name of a part's module includes the core's key, because it is linked with this one core.
-    core = None if part == CORE else ensure_built()
+    # The name of a part's module includes the core's key, because it is linked with this one core: the one that this
+    # process uses, which is not always that of the present cache directory.
+    core = None if part == CORE else _loaded_core() or ensure_built()
     key = _key(compiler, [*flags, *([] if core is None else [core.name])], [*files, Path(__file__)])
-    target = backend_tools.cache_directory("cpu_ref") / f"{_name(part)}-{key}.so"
+    # A part looks for the core in its own folder.
+    folder = backend_tools.cache_directory("cpu_ref") if core is None else core.parent
+    target = folder / f"{_name(part)}-{key}.so"
     return backend_tools.build_once(target, lambda work: _build(part, core, compiler, flags, work))
+
+
+def _loaded_core() -> Path | None:
+    """The path of the core that this process uses; None before its first use."""
+    module = _loaded.get(CORE)
+    return None if module is None or module.__file__ is None else Path(module.__file__)
 
 
 def _name(part: str) -> str:

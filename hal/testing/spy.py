@@ -16,6 +16,7 @@ import torch
 from hal.comm.contract import Comm
 from hal.core.backend import Backend, Impl, Probe
 from hal.core.capabilities import Capabilities
+from hal.errors import HalError
 
 
 class Spy(Backend):
@@ -86,6 +87,9 @@ class Spy(Backend):
 
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities()
+
+    def device_failure(self, error: RuntimeError) -> HalError | None:
+        return self.inner.device_failure(error)
 
     def event(self) -> object:
         return self.inner.event()

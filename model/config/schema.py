@@ -530,6 +530,9 @@ class Config:
         return self.pre_tokens, 0 if self.next_tokens is None else min(0, self.next_tokens)
 
 
+_WARMUP = {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"}
+
+
 class GivenOptions(dict[str, Any]):
     """Values of the options that the user gave, by field name.
 
@@ -547,7 +550,11 @@ class GivenOptions(dict[str, Any]):
         self.adopted: set[str] = set()
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-        """Adds values; they override earlier ones."""
+        """Adds values; they override earlier ones, a way to give the warm-up also another way."""
+        if not _WARMUP.isdisjoint(values):
+            for name in _WARMUP - set(values):
+                self.pop(name, None)
+                self.origins.pop(name, None)
         self.update(values)
         self.origins.update(origins)
 

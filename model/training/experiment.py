@@ -77,6 +77,7 @@ _ELSEWHERE = frozenset(
         "tokenizer_model",
         "seed",
         "shape_order",
+        "pad_vocab_size_to",
         "use_flash_attn",
     ]
 )

@@ -53,9 +53,12 @@ def fetch_microbatches(
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`. A copy from ordinary host memory waits for all work of the device; one from pinned memory is
-    queued like other work."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    """x on `device`. A copy from ordinary host memory waits for all work of the device; one from pinned memory, which
+    torch has for its accelerator only, is queued like other work."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def counted_tokens(labels: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,9 +52,6 @@ def check_production(
     missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
     """
     small = backend.simulated if reduced is None else reduced
-    # torch reads this at its first large allocation. With small pages the tier takes a third longer, which the system
-    # spends on giving it gigabytes of new memory for every call.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     for op in ops:
         chosen = [case for case in cases() if case.op == op.name and (case.reduced is not None or not small)]
         impls = backend.implementations(op)

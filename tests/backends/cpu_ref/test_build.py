@@ -149,6 +149,9 @@ def test_a_part_is_compiled_when_it_is_called_for_and_uses_the_core(
     monkeypatch.setenv("HAL_CACHE_DIR", str(moved))
     assert build.lib("more").hal_more(20) == 43
     assert "compiling" not in capsys.readouterr().err
+    monkeypatch.setattr(build, "PARTS", {"more": ("more",), "again": ("more",)})
+    monkeypatch.setenv("HAL_CACHE_DIR", str(kernels.parent / "another"))
+    assert build.ensure_built("again").parent == Path(build._loaded[build.CORE].__file__).parent, "with the loaded core"
 
 
 @pytest.mark.skipif(not {"avx2", "fma"} <= cpu.features(), reason="builds for x86-64-v3")

@@ -131,7 +131,7 @@ def test_a_communicator_is_on_the_device_of_this_process(monkeypatch, count, lis
 def test_nccl_declares_what_it_lacks():
     assert NCCL.backend == "nccl"
     assert not NCCL.refuse("all_reduce", torch.bfloat16, "avg")
-    assert "rounding" in NCCL.refuse("all_reduce", torch.int64, "avg")[0]
+    assert "rounds" in NCCL.refuse("all_reduce", torch.int64, "avg")[0]
     assert "complex" in NCCL.refuse("all_gather", torch.complex64, None)[0]
     assert NCCL.carry[torch.bool][0] is torch.int32
 

@@ -52,7 +52,7 @@ def train(run_dir: Path, text: str, *words: str, launch: tuple[str, ...] = ()) -
 
 def test_the_readmes_model_follows_cpu_ref_with_dropout_on(text: str, tmp_path: Path) -> None:
     model = ["--config", str(ROOT / "examples" / "tiny.yaml"), *DROPOUT, "--train-iters", "4", "--eval-iters", "1"]
-    model += ["--lr-warmup-iters", "1", "--micro-batch-size", "2"]
+    model += ["--lr-warmup-fraction", "0.25", "--micro-batch-size", "2"]
     npu = train(tmp_path / "npu", text, *model, "--backend", "npu", "--simulate")
     reference = train(tmp_path / "cpu_ref", text, *model, "--backend", "cpu_ref")
     assert len(npu) == 4 and npu[-1] < npu[0] - 0.3

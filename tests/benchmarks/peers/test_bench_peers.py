@@ -88,7 +88,7 @@ def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
             assert goals.ratio(case.name, case.shape, peer, "default") == expected, (case.shape, peer)
 
 
-def test_every_odd_case_has_a_goal_and_it_is_four_fifths(monkeypatch):
+def test_every_odd_case_has_a_goal_and_a_ratio_is_four_fifths(monkeypatch):
     monkeypatch.setattr(machine, "vendor", lambda: "AuthenticAMD")
     odd = [c for module in (linear, fused) for c in module.cases() if c.name.startswith("odd ")]
     assert len(odd) == 13
@@ -100,6 +100,10 @@ def test_every_odd_case_has_a_goal_and_it_is_four_fifths(monkeypatch):
                 even_goal = goals.ratio(even, case.shape, peer, allocator)
                 assert goal == (None if even_goal is None else 0.8 * even_goal)
                 count += goal is not None
+        for allocator in case.allocators:
+            share = goals.share(case.name, case.shape, case.ceiling, allocator)
+            assert share == goals.share(even, case.shape, case.ceiling, allocator) or case.ceiling.startswith("GEMM")
+            count += share is not None
         assert count, case.name
 
 

@@ -40,7 +40,7 @@ def test_a_refusal_is_a_reason(run):
 @pytest.mark.parametrize(
     "argv, text",
     [
-        (("healthy",), f"hal parity --backend healthy --todo says which of the {len(SIMPLE) - 1} missing ops"),
+        (("healthy",), f"hal parity --backend healthy --todo lists the {len(SIMPLE) - 1} missing ops"),
         (("wrong",), "hal parity --backend wrong --op l2norm shows the call; then hal doctor --backend wrong again"),
         (("absent",), "install what is named above, or without the device: hal doctor --backend absent --simulate"),
         (("absent", "--simulate"), "hal parity --backend absent --simulate --todo"),

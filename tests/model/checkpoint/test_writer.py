@@ -286,7 +286,7 @@ def test_modes_are_the_same_whatever_the_umask(tmp_path):
 def test_a_run_leaves_nothing_open_under_umask_0(tiny, tmp_path, monkeypatch):
     """Also TensorBoard's event files, which HAL does not write itself."""
     config = tiny(save=str(tmp_path / "save"), train_iters=1, sample_tokens=0)
-    monkeypatch.setattr(command, "parse", lambda argv: config)
+    monkeypatch.setattr(command, "build_config", lambda values: config)
     config.backend, before = "cpu_ref", os.umask(0)
     try:
         assert command.main([]) == 0 and os.umask(0) == 0
