@@ -83,9 +83,9 @@ def test_the_page_does_what_it_says(fresh):
                     continue
                 result = fresh.run(command, timeout=280)
                 assert result.returncode == 0, f"$ {command}\n{result.stdout}"
-                assert pattern(expected).fullmatch(result.stdout), (
-                    f"$ {command}\n{result.stdout}\nexpected:\n{expected}"
-                )
+                # On a terminal, for which the page is written, a line of progress stands in place of these.
+                shown = "".join(x for x in result.stdout.splitlines(True) if not x.startswith("running "))
+                assert pattern(expected).fullmatch(shown), f"$ {command}\n{shown}\nexpected:\n{expected}"
 
 
 def test_the_page_names_every_step_that_is_tested():
