@@ -36,8 +36,8 @@ def cache_directory(name: str) -> Path:
     Raises BackendUnavailable for a directory that another user could have written to, or could replace through a folder
     above it: loading from it would run their code.
     """
-    asked = os.environ.get("HAL_CACHE_DIR")
-    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hal"
+    override = os.environ.get("HAL_CACHE_DIR")
+    base = Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hal"
     hint = "Set HAL_CACHE_DIR to a directory that only you can write to."
     try:
         for directory in (base, base / name):
@@ -129,12 +129,12 @@ def find_compiler(language: str, purpose: str) -> list[str]:
     Raises BackendUnavailable if there is none; `purpose` begins its message ("cpu_ref compiles its kernels").
     """
     variable, commands, hint = _COMPILERS[language]
-    asked = shlex.split(os.environ.get(variable, ""))
-    for command in [asked] if asked else [[c] for c in commands]:
+    override = shlex.split(os.environ.get(variable, ""))
+    for command in [override] if override else [[c] for c in commands]:
         path = shutil.which(command[0])
         if path is not None:
             return [path, *command[1:]]
-    tried = f"${variable}={shlex.join(asked)}" if asked else ", ".join(commands)
+    tried = f"${variable}={shlex.join(override)}" if override else ", ".join(commands)
     raise BackendUnavailable(
         f"{purpose} and found no {language} compiler (tried {tried}). Install one ({hint}) or point {variable} at one."
     )

@@ -1,7 +1,7 @@
-"""What HAL uses of torch that its oldest supported release (2.6) lacks.
+"""What HAL uses of torch that older releases lack, each marked with the first release that has it.
 
-Training and all ops work on every supported release. What torch lacks there is marked below with the release that has
-it; the features of torch.compile and torch.export that need it are documented as needing that release.
+The supported releases are those of setup.cfg. On older ones, down to 2.6, nothing here fails at import, but they are
+not tested: the features of torch.compile and torch.export that need a newer torch are missing there.
 """
 
 from __future__ import annotations

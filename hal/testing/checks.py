@@ -45,7 +45,7 @@ from .calls import (
     to_meta,
     upstream,
 )
-from .comparison import Error, equal_bits, errors, measure, raw
+from .comparison import Error, Expected, equal_bits, raw
 from .reference import Reference
 from .subject import Subject
 
@@ -160,7 +160,9 @@ def _check_call(subject: Subject, sample: Sample, watched: _Watched) -> Verdict:
         if not subject.repeats(y, repeated.outputs[name]):
             # Within tolerance the bits differ only: an implementation that is not deterministic. Otherwise it computed
             # from the overwritten arguments.
-            off = measure(repeated.outputs[name], oracle.outputs[name], native.outputs[name], subject.tol, dtype)
+            off = Expected(oracle.outputs[name], native.outputs[name], subject.tol, dtype).measure(
+                repeated.outputs[name]
+            )
             if off.tolerances <= subject.waiver:
                 raise subject.fail(f"{name} differs in bits in a second, equal call (without autograd)", sample)
             raise subject.fail(
@@ -432,21 +434,15 @@ def _within(
     subject: Subject, sample: Sample, name: str, y: Any, exact: Tensor, native: Tensor, gradient: bool = False
 ) -> float:
     _must_look_like(subject, sample, name, y, native)
-    error = measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient)
+    expected = Expected(exact, native, subject.tol, subject.dtype, gradient)
+    error = expected.measure(y)
     if error.tolerances > subject.waiver:
-        _must_not_be_late(
-            subject,
-            sample,
-            name,
-            y,
-            error,
-            lambda: measure(y, exact, native, subject.tol, subject.dtype, gradient=gradient),
-        )
+        _must_not_be_late(subject, sample, name, y, error, lambda: expected.measure(y))
     subject.worst = max(subject.worst, error.tolerances)
     if error.tolerances > subject.waiver:
-        own = measure(native, exact, native, subject.tol, subject.dtype, gradient=gradient)
+        own = expected.measure(native)
         rule = f" (allowed: {subject.waiver:g}; the reference in {subject.dtype} has {own.tolerances:.3g})"
-        wrong = errors(y, exact, native, subject.tol, subject.dtype, gradient=gradient) > subject.waiver
+        wrong = expected.errors(y) > subject.waiver
         observed = [] if gradient else list(hints.mistakes(subject.op, sample, subject.dtype, name, y))
         text = error.text + rule + hints.as_text([*observed, *hints.pattern(wrong, y, exact)])
         raise subject.fail(f"{name}: {text}", sample, error=error.tolerances)

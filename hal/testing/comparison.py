@@ -30,9 +30,10 @@ Rounding after each addition is a random walk: a partial sum of k independent te
 s * sqrt(k), and is rounded by at most u and typically 0.4 u times that, so n additions in sequence have an error of
 about 0.3 u * s * n. The sum itself, of which S is the size, is about s * sqrt(n): the error relative to S grows with
 sqrt(n) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41,
-2019; for terms of mean 0: Sharper Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Random
-Data, 2020). lambda = 1 is about three deviations. Sums in blocks or trees have smaller errors; a kernel may add in
-sequence. Sums of 16-bit terms are computed in float32 as well, and their table entries exceed this for all n in use.
+A2815, 2019; for terms of mean 0: Sharper Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with
+Random Data, SIAM J. Sci. Comput. 42, A3427, 2020). lambda = 1 is about three deviations. Sums in blocks or trees have
+smaller errors; a kernel may add in sequence. Sums of 16-bit terms are computed in float32 as well, and their table
+entries exceed this for all n in use.
 """
 
 _UNIT_ROUNDOFF = 2.0**-24
@@ -46,64 +47,54 @@ class Error:
     text: str
 
 
-def measure(
-    y: Tensor,
-    exact: Tensor,
-    native: Tensor,
-    tol: Tol,
-    dtype: torch.dtype,
-    *,
-    gradient: bool = False,
-    summands: int = 1,
-) -> Error:
-    """The error of `y` against `exact` (float64), where `native` is the reference computed in `dtype`.
+@dataclass(frozen=True)
+class Expected:
+    """What a result is compared with, and how much it may differ.
 
-    All three have one shape; y may be on any device. Integer and bool tensors must be equal. summands: the number of
-    rows of which each element is the sum.
+    exact: the reference's result in float64. native: its result in `dtype`, the dtype under test; both have the
+    result's shape. summands: the number of rows of which each element of a gradient is the sum.
     """
-    if y.numel() == 0:
-        return Error(0.0, "")
-    return _worst(
-        errors(y, exact, native, tol, dtype, gradient=gradient, summands=summands), y.detach().cpu(), exact.detach()
-    )
 
+    exact: Tensor
+    native: Tensor
+    tol: Tol
+    dtype: torch.dtype
+    gradient: bool = False
+    summands: int = 1
 
-def errors(
-    y: Tensor,
-    exact: Tensor,
-    native: Tensor,
-    tol: Tol,
-    dtype: torch.dtype,
-    *,
-    gradient: bool = False,
-    summands: int = 1,
-) -> Tensor:
-    """The error of every element in tolerances, float64 of y's shape; arguments as of `measure`."""
-    got, exact = y.detach().cpu(), exact.detach()
-    if not got.is_floating_point():
-        return _infinite_at(got != exact.to(got.dtype))
-    eps = torch.finfo(got.dtype).eps
-    got, native = got.to(torch.float64), native.detach().to(torch.float64)
-    # Beyond the range of y's dtype, infinity is the correct result.
-    limit = torch.finfo(y.dtype).max
-    right = torch.where(exact.abs() > limit, exact.sign() * float("inf"), exact)
-    finite = right.isfinite() & got.isfinite()
-    misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
-    if misplaced.any():
-        return _infinite_at(misplaced)
-    zero = torch.zeros_like(got)
-    size = torch.where(finite, exact.abs(), zero)
-    error = torch.where(finite, (got - exact).abs(), zero)
-    top = float(size.max())
-    of_sum = SUM_CONSTANT * _UNIT_ROUNDOFF * math.sqrt(summands) if summands > 1 else 0.0
-    atol = max(tol.atol, of_sum) * (max(1.0, top) if gradient else 1.0)
-    rounding = eps if eps > torch.finfo(dtype).eps else 0.0
-    allowed = atol + (tol.rtol + rounding) * size
-    # No error is fine with a tolerance of 0 (0 / 0); any other error is then infinitely many tolerances.
-    by_element = torch.where(error == 0, zero, error / allowed)
-    lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
-    by_tensor = error / max(2.0 * float(lost), atol + max(eps, tol.rtol / 2) * top, 1e-300)
-    return torch.maximum(by_element, by_tensor)
+    def measure(self, y: Tensor) -> Error:
+        """The error of `y`, which may be on any device. Integer and bool tensors must be equal."""
+        if y.numel() == 0:
+            return Error(0.0, "")
+        return _worst(self.errors(y), y.detach().cpu(), self.exact.detach())
+
+    def errors(self, y: Tensor) -> Tensor:
+        """The error of every element of `y` in tolerances, float64 of y's shape."""
+        got, exact = y.detach().cpu(), self.exact.detach()
+        if not got.is_floating_point():
+            return _infinite_at(got != exact.to(got.dtype))
+        eps = torch.finfo(got.dtype).eps
+        got, native = got.to(torch.float64), self.native.detach().to(torch.float64)
+        # Beyond the range of y's dtype, infinity is the correct result.
+        limit = torch.finfo(y.dtype).max
+        right = torch.where(exact.abs() > limit, exact.sign() * float("inf"), exact)
+        finite = right.isfinite() & got.isfinite()
+        misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
+        if misplaced.any():
+            return _infinite_at(misplaced)
+        zero = torch.zeros_like(got)
+        size = torch.where(finite, exact.abs(), zero)
+        error = torch.where(finite, (got - exact).abs(), zero)
+        top = float(size.max())
+        of_sum = SUM_CONSTANT * _UNIT_ROUNDOFF * math.sqrt(self.summands) if self.summands > 1 else 0.0
+        atol = max(self.tol.atol, of_sum) * (max(1.0, top) if self.gradient else 1.0)
+        rounding = eps if eps > torch.finfo(self.dtype).eps else 0.0
+        allowed = atol + (self.tol.rtol + rounding) * size
+        # No error is fine with a tolerance of 0 (0 / 0); any other error is then infinitely many tolerances.
+        by_element = torch.where(error == 0, zero, error / allowed)
+        lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
+        by_tensor = error / max(2.0 * float(lost), atol + max(eps, self.tol.rtol / 2) * top, 1e-300)
+        return torch.maximum(by_element, by_tensor)
 
 
 def _infinite_at(wrong: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hal.core.dispatch import activated
 from hal.core.op import Op, Sample
 
 from .calls import build, run, to_double
-from .comparison import measure
+from .comparison import Expected
 from .reference import Reference
 
 Arguments = dict[str, Any]
@@ -58,7 +58,8 @@ def mistakes(op: Op[Any, Any], sample: Sample, dtype: torch.dtype, name: str, y:
             return run(op, op.reference, to_double(arguments), False).outputs[name]
 
     def equals(other: Tensor) -> bool:
-        return other.shape == y.shape and measure(y, other, other.to(y.dtype), op.tol[dtype], dtype).tolerances <= 1.0
+        expected = Expected(other, other.to(y.dtype), op.tol[dtype], dtype)
+        return other.shape == y.shape and expected.measure(y).tolerances <= 1.0
 
     for text, change in _MISTAKES.get(op.name, {}).items():
         changed = change(build(op, sample, dtype))

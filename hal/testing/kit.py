@@ -223,7 +223,7 @@ def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterat
 def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, effort: Effort) -> Row:
     """All checks of one implementation in one dtype."""
     subject = Subject(backend, impl, dtype)
-    tally = _Tally(str(subject), effort)
+    tally = _Tally(subject, effort)
     tally.begin()
     try:
         _check_signatures(subject)
@@ -248,13 +248,25 @@ def check_dtype(backend: Backend, impl: Impl, dtype: torch.dtype, effort: Effort
     return row
 
 
+_COMPILED_SHAPES = 8
+
+
+def _shapes(sample: Sample) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a sample's tensors."""
+    values = (*sample.args, *sample.kwargs.values())
+    flat = (spec for value in values for spec in (value if isinstance(value, list) else [value]))
+    return tuple(spec.shape for spec in flat if isinstance(spec, TensorSpec))
+
+
 class _Tally:
     """The calls that ran, and the reasons of those that were declined, for one row."""
 
-    def __init__(self, row: str, effort: Effort) -> None:
+    def __init__(self, subject: Subject, effort: Effort) -> None:
         self.samples = 0
         self.declined: list[str] = []
-        self._row, self._on_call = row, effort.on_call
+        self._row, self._on_call = str(subject), effort.on_call
+        self._static_shapes = subject.backend.capabilities().static_shapes
+        self._compiled: set[tuple[tuple[int, ...], ...]] = set()
         self._end = math.inf if effort.seconds is None else time.monotonic() + effort.seconds
 
     def begin(self) -> None:
@@ -266,6 +278,16 @@ class _Tally:
     def full(self) -> bool:
         """Whether the row has run a call and its time is over."""
         return self.samples > 0 and time.monotonic() > self._end
+
+    def may_compile(self, sample: Sample) -> bool:
+        """Whether the sample's shapes may be run: on a device that compiles for shapes, if they were drawn before or
+        are among the first _COMPILED_SHAPES combinations.
+        """
+        shapes = _shapes(sample)
+        if self._static_shapes and shapes not in self._compiled and len(self._compiled) == _COMPILED_SHAPES:
+            return False
+        self._compiled.add(shapes)
+        return True
 
     def add(self, verdict: Verdict) -> None:
         if verdict.declined:
@@ -323,25 +345,14 @@ def _state(subject: Subject) -> None:
         check_state(subject, sample)
 
 
-_COMPILED_SHAPES = 8
-
-
-def _shapes(sample: Sample) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a sample's tensors."""
-    values = (*sample.args, *sample.kwargs.values())
-    flat = (spec for value in values for spec in (value if isinstance(value, list) else [value]))
-    return tuple(spec.shape for spec in flat if isinstance(spec, TensorSpec))
-
-
 def _explore(subject: Subject, tally: _Tally, effort: Effort) -> None:
     """Runs random calls; hypothesis shrinks one that fails. Raises Failure.
 
-    Those of a device that compiles for shapes have at most _COMPILED_SHAPES combinations of shapes; others are skipped.
+    Calls whose shapes are one combination too many for a device that compiles for shapes are skipped.
     """
     if effort.examples <= 0 or tally.full:
         return
     last: list[Failure] = []
-    few, drawn = subject.backend.capabilities().static_shapes, set[tuple[tuple[int, ...], ...]]()
 
     @hypothesis.seed(effort.seed)
     @settings(
@@ -359,11 +370,8 @@ def _explore(subject: Subject, tally: _Tally, effort: Effort) -> None:
         # Once a call has failed, the time limit no longer applies: hypothesis must still be able to shrink it.
         if tally.full and not last:
             return
-        if few and not last:
-            shapes = _shapes(sample)
-            if shapes not in drawn and len(drawn) == _COMPILED_SHAPES:
-                return
-            drawn.add(shapes)
+        if not last and not tally.may_compile(sample):
+            return
         try:
             tally.add(check_sample(subject, sample))
         except Failure as failure:

@@ -19,7 +19,7 @@ from hal.core.op import Sample, TensorSpec
 
 from .calls import Outcome, backward, build, run
 from .checks import Verdict, references
-from .comparison import measure
+from .comparison import Expected
 from .subject import Subject
 
 SHARDED = {"embedding": ("weight", 0), "cross_entropy": ("logits", -1), "linear_cross_entropy": ("weight", 0)}
@@ -93,7 +93,7 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
         nonlocal worst
         if y.shape != other.shape or y.dtype != other.dtype:
             raise fail(f"{label} is {y.dtype} {tuple(y.shape)}, not {other.dtype} {tuple(other.shape)}")
-        error = measure(y, exact, other, subject.tol, subject.dtype, gradient=gradient)
+        error = Expected(exact, other, subject.tol, subject.dtype, gradient).measure(y)
         worst = max(worst, error.tolerances)
         if error.tolerances > subject.waiver:
             raise fail(f"{label}: {error.text}", error.tolerances)

@@ -14,7 +14,7 @@ from hal.core.dispatch import activated
 from hal.core.op import Sample
 
 from .calls import build, map_tensors, not_stored, run, tensors, to_double
-from .comparison import equal_bits, measure
+from .comparison import Expected, equal_bits
 from .reference import Reference
 from .subject import Subject
 
@@ -117,6 +117,6 @@ def _must_be_right(subject: Subject, sample: Sample, arguments: Mapping[str, Any
     results = _call(subject, sample, arguments)
     subject.backend.synchronize()
     for name, y in results.items():
-        error = measure(y, exact[name], native[name], subject.tol, subject.dtype)
+        error = Expected(exact[name], native[name], subject.tol, subject.dtype).measure(y)
         if error.tolerances > subject.waiver:
             raise subject.fail(f"{name} {what}: {error.text}", sample, error=error.tolerances, check="state")

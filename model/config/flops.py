@@ -40,7 +40,7 @@ def flops_per_token(config: Config) -> float:
     matrices = 3 if c.swiglu or c.geglu else 2
     dense = c.hidden_size * c.ffn_hidden_size * matrices
     used = c.moe_router_topk * c.moe_ffn_hidden_size + (c.moe_shared_expert_intermediate_size or 0)
-    experts = c.hidden_size * (used * matrices + (c.num_experts or 0))  # those of a token, and the router
+    experts = c.hidden_size * (used * matrices + c.expert_count)  # those of a token, and the router
     present = [n for n in range(c.num_layers) if str(n) not in c.noop_layers]
     mlps = sum(experts if c.has_experts(n) else dense for n in present)
     layers = len(present)

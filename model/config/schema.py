@@ -503,6 +503,11 @@ class Config:
         step = self.make_vocab_size_divisible_by
         self.padded_vocab_size = -(-size // step) * step if step > 0 else size
 
+    @property
+    def expert_count(self) -> int:
+        """The experts of a mixture-of-experts layer; 0 if all layers are dense."""
+        return self.num_experts or 0
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` is a mixture of experts."""
         return self.num_experts is not None and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]

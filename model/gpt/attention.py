@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
@@ -70,8 +70,8 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
-        if rotation is not None:
-            q_SBND, k_SBGD = (ops.rotary(t, *rotation, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
+        if rotary_cos_sin is not None:
+            q_SBND, k_SBGD = (ops.rotary(t, *rotary_cos_sin, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
         y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, dropout_rng, cache, mask))

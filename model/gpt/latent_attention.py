@@ -78,13 +78,13 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """mask: bool [b, 1, s, s] of full sequences, True = hidden in addition to what the window hides."""
-        assert rotation is not None  # see config/latent.py
+        assert rotary_cos_sin is not None  # see config/latent.py
         q = self._queries(x)
         q = q.view(*q.shape[:2], -1, self.key + self.position)
         q_SBNK, q_SBNP = torch.split(q, [self.key, self.position], -1)
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         k_SBP = self.parallel.enter_region(k.contiguous())
         # Pairs (2i, 2i+1) as in DeepSeek's weights. megatron-core also separates even and odd channels, in queries and
         # keys alike, so the scores are the same.
-        q_SBNP, k_SB1P = (ops.rotary(t, *rotation, interleaved=True) for t in (q_SBNP, k_SBP[:, :, None]))
+        q_SBNP, k_SB1P = (ops.rotary(t, *rotary_cos_sin, interleaved=True) for t in (q_SBNP, k_SBP[:, :, None]))
         context = None
         if cache is not None:
             (keys,) = cache.append(self.layer, torch.cat((latent_SBC[:, :, None], k_SB1P), -1))

@@ -73,8 +73,7 @@ class Router(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str) -> None:
         super().__init__()
-        assert config.num_experts is not None
-        self.config, self.parallel, self.size = config, init.parallel, config.num_experts
+        self.config, self.parallel, self.size = config, init.parallel, config.expert_count
         self.weight = init.weight(f"{name}.weight", (self.size, config.hidden_size), config.init_method_std)
         floats: dict[str, Any] = {"dtype": torch.float32, "device": init.device}
         bias = torch.zeros(self.size, **floats) if config.moe_router_enable_expert_bias else None
@@ -254,8 +253,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str) -> None:
         super().__init__()
-        assert config.num_experts is not None
-        self.parallel, e = init.parallel, config.num_experts
+        self.parallel, e = init.parallel, config.expert_count
         self.size, self.local = e, e // init.parallel.ep.size
         h, ffn = config.hidden_size, config.moe_ffn_hidden_size
         parts = 2 if config.swiglu or config.geglu else 1

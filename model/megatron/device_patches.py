@@ -87,8 +87,8 @@ def _to_scripts(own: Callable[..., Any], answer: Callable[..., Any]) -> Callable
     def asked(*args: Any, **kwargs: Any) -> Any:
         # The module of the calling frame identifies the caller; the dot makes "torchvision" differ from "torch".
         asking = f"{sys._getframe(1).f_globals.get('__name__', '')}."
-        truthfully = any(asking.startswith(f"{package}.") for package in _TRUTH)
-        return (own if truthfully else answer)(*args, **kwargs)
+        asked_by_torch = any(asking.startswith(f"{package}.") for package in _TRUTH)
+        return (own if asked_by_torch else answer)(*args, **kwargs)
 
     return asked
 

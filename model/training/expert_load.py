@@ -71,7 +71,7 @@ class ExpertLoad:
         """Sums the counts over the ranks. All ranks call it after the last backward pass of the step."""
         if not self.layers:
             return
-        width = 2 * (self.config.num_experts or 0) + len(LOSSES) + 1
+        width = 2 * self.config.expert_count + len(LOSSES) + 1
         rows = [self.routers[n].sums if n in self.routers else None for n in self.layers]
         blank = torch.zeros(width, device=self.world.device)
         self._sums = self.world.all_reduce(torch.stack([blank if row is None else row for row in rows]))
@@ -88,7 +88,7 @@ class ExpertLoad:
         """The step's report, None for a model without experts."""
         if not self.layers or not len(self._sums):
             return None
-        c, e = self.config, self.config.num_experts or 0
+        c, e = self.config, self.config.expert_count
         load: dict[int, list[float]] = {}
         entropy: dict[int, float] = {}
         totals, counted, microbatches = [0.0] * len(LOSSES), 0.0, 0.0

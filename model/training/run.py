@@ -97,7 +97,7 @@ def train(config: Config) -> Trainer:
         log = RunLog(config, folder, trainer.iteration, trainer.verified) if trainer.lead else NullRunLog()
         with log as report:
             _announce(report, trainer)
-            trainer.say = report.say
+            trainer.write_line = report.write_line
             times = _StopTime(report)
             try:
                 with trainer.verified.watching(folder / "wrong-calls"):
@@ -117,17 +117,17 @@ def train(config: Config) -> Trainer:
                 trainer.saver.wait()  # all ranks reach this line, because a failed save raises on all of them
                 raise
             for path in trainer.saver.finished():
-                report.say(f" saved {path}")
+                report.write_line(f" saved {path}")
             if stopped:
-                report.say(
+                report.write_line(
                     f" stopped by {stop.asked or 'a signal to another process'} after iteration {trainer.iteration}"
                 )
             prompt, text = _sample(config, trainer, tokenizer, 0 if stopped else config.sample_tokens)
             report.finish(prompt, text)
             if text:
-                report.say(f" a sample:\n{prompt}{text}")
+                report.write_line(f" a sample:\n{prompt}{text}")
             memory = f"{peak_memory_bytes() / 2**20:,.0f} MiB at the peak"
-            report.say(f" {report.tokens_per_second():.0f} tokens/s; {memory}; results are in {folder}")
+            report.write_line(f" {report.tokens_per_second():.0f} tokens/s; {memory}; results are in {folder}")
     return trainer
 
 
@@ -154,7 +154,7 @@ class _StopTime:
 
     def saved(self, path: Path) -> None:
         """Called when a save is complete."""
-        self._report.say(f" saved {path}")
+        self._report.write_line(f" saved {path}")
         self._save = max(self._save, time.monotonic() - self._began)
 
 
@@ -244,13 +244,13 @@ def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
     simulated = " (simulated)" if backend.simulated else ""
     at, end = trainer.iteration, trainer.config.train_iters
     todo = f"iterations {at + 1} to {end}" if at < end else f"at iteration {at}: --train-iters {end} leaves none to do"
-    report.say(
+    report.write_line(
         f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {trainer.device}; {todo}"
     )
     for note in (*trainer.config.notes, *trainer.notes):
-        report.say(f" note: {note}")
+        report.write_line(f" note: {note}")
     if trainer.config.noted:
-        report.say(f" accepted, without effect here: {', '.join(trainer.config.noted)}")
+        report.write_line(f" accepted, without effect here: {', '.join(trainer.config.noted)}")
 
 
 def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class NullRunLog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Does nothing."""
 
     def step(self, result: StepResult) -> None:
@@ -110,7 +110,7 @@ class RunLog:
         for tracker in self._trackers:
             tracker.close()
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
         self._bar.print(text)
 
@@ -137,15 +137,15 @@ class RunLog:
             self._experts(result.iteration, result.experts)
         self._bar.update(result.iteration, f"loss {result.loss:.4f}  {tokens_per_second:,.0f} tok/s")
         if result.iteration % self.config.log_interval == 0 or result.iteration == self.config.train_iters:
-            self.say(self._line(self._since_log, self.config, self.flops_per_token))
+            self.write_line(self._line(self._since_log, self.config, self.flops_per_token))
             if self._verified is not None and self._verified.line():
-                self.say(self._verified.line())
+                self.write_line(self._verified.line())
             self._warn_of_collapse(result)
             self._since_log.clear()
             if time.monotonic() >= self._next_record:
                 self.record()
         elif result.iteration == 1:  # the interval goes on, so that its means do not depend on this line
-            self.say(self._line(self._since_log, self.config, self.flops_per_token))
+            self.write_line(self._line(self._since_log, self.config, self.flops_per_token))
 
     def _experts(self, iteration: int, experts: ExpertReport) -> None:
         """Records the load of the experts: the worst layer, or with --moe-per-layer-logging every layer."""
@@ -168,7 +168,7 @@ class RunLog:
         new = [layer for layer in collapsed if layer not in self._collapsed]
         self._collapsed.update(new)
         if new:
-            self.say(
+            self.write_line(
                 f" warning: the routers of layers {', '.join(map(str, new))} have collapsed: all tokens use hardly "
                 f"more than {self.config.moe_router_topk} of {self.config.num_experts} experts. Raise "
                 "--moe-aux-loss-coeff, or use --moe-router-enable-expert-bias"
@@ -180,7 +180,7 @@ class RunLog:
         self._scalars(iteration, {"lm loss validation": loss})
         # Limited as in Megatron. `min` would turn a NaN loss into a finite perplexity.
         perplexity = math.exp(20.0 if loss > 20.0 else loss)
-        self.say(
+        self.write_line(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
 
@@ -202,7 +202,7 @@ class RunLog:
             try:
                 _plot(self.folder / "loss.png", self.losses, self.evaluations)
             except (OSError, HalError) as error:  # the training has succeeded
-                self.say(f" loss.png could not be written: {error}")
+                self.write_line(f" loss.png could not be written: {error}")
 
     def tokens_per_second(self) -> float:
         """The mean over the steps of this process, without the first step, which warms up caches and kernels."""

@@ -88,7 +88,7 @@ class Trainer:
 
     One rank is a mesh of size 1. `iteration` and `consumed` (samples) are the progress of the run. `lead`: whether this
     process prints the log and writes the report of the run. `notes`: what a resumed run changes.
-    `bad_batches`: batches that were skipped because of their content. `say`: prints a line to the run's log.
+    `bad_batches`: batches that were skipped because of their content. `write_line`: prints a line to the run's log.
     """
 
     def __init__(self, config: Config, data: Mapping[str, Split], mesh: Mesh, layout: ParallelLayout) -> None:
@@ -103,7 +103,7 @@ class Trainer:
         self.bad_batches = 0
         self._rerun = RerunCheck() if config.rerun_mode == "validate_results" else None
         self.verified = VerifiedCalls(config, mesh.world)
-        self.say: Callable[[str], None] = lambda text: None
+        self.write_line: Callable[[str], None] = lambda text: None
         self.parallel, self.replicas = Parallel.of(mesh, config), mesh.comm("dp", "cp")
         self.stages = [self._make_stage(i) for i in layout.stages_of(mesh.at["pp"])]
         self.model = self.stages[0].model
@@ -290,7 +290,7 @@ class Trainer:
         action = (
             f"the batch is skipped ({self.bad_batches} of {self.config.skip_bad_batches})" if skip else "it goes on"
         )
-        self.say(f" rerun: {where}: {text}; {action}")
+        self.write_line(f" rerun: {where}: {text}; {action}")
         return None if skip else self._gradients()
 
     def _require_finite(self, loss: float, norm: float) -> None:

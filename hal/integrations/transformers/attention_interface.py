@@ -20,7 +20,7 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | str | None = "not said",
+    sliding_window: int | str | None = "not given",
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,

@@ -17,7 +17,7 @@ from hal.errors import HalError
 from .. import hints
 from ..calls import Outcome, backward, map_tensors, run, to_double
 from ..checks import wrong_choices
-from ..comparison import errors, measure
+from ..comparison import Expected
 from ..reference import Reference
 from .blocks import Block
 
@@ -102,11 +102,11 @@ class Judge:
 
     def compare(self, block: Block, outcome: Outcome, exact: Outcome, native: Outcome) -> None:
         """Compares the outputs and gradients that `outcome` has with those of the reference. Raises Wrong."""
-        pairs: list[tuple[str, Tensor, Tensor, Tensor, bool, int]] = []
+        pairs: list[tuple[str, Tensor, Expected]] = []
         try:
             for of_part, (label, pick) in block.outputs.items() if outcome.outputs else ():
                 y = pick(outcome.outputs[label].detach()).cpu()
-                pairs.append((label, y, exact.outputs[of_part], native.outputs[of_part], False, 1))
+                pairs.append((label, y, self._expected(exact.outputs[of_part], native.outputs[of_part])))
             for name in [name for name in block.gradients if name in outcome.gradients]:
                 got, right, rounded = outcome.gradients[name], exact.gradients[name], native.gradients[name]
                 if got is None or right is None or rounded is None:
@@ -115,16 +115,20 @@ class Judge:
                     raise Wrong(f"the gradient of {name} is {got.dtype} {tuple(got.shape)}")
                 y = block.gradients[name](got).cpu()
                 summands = block.summands.get(name, 1)
-                pairs.append((f"the gradient of {name}", y, right, rounded.to(got.dtype), True, summands))
+                pairs.append(
+                    (f"the gradient of {name}", y, self._expected(right, rounded.to(got.dtype), True, summands))
+                )
         except RuntimeError as error:  # errors of asynchronous work surface when its results are read
             raise Wrong(f"{block.name}: reading the results raised {type(error).__name__}: {error}") from error
         if not pairs and outcome.gradients:
             raise HalError(f"{self.op.name}: nothing of {block.name} was compared")
-        for label, y, right, rounded, gradient, summands in pairs:
-            result = measure(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
+        for label, y, expected in pairs:
+            result = expected.measure(y)
             self.worst = max(self.worst, result.tolerances)
             if result.tolerances > self.waiver:
-                off = errors(y, right, rounded, self.tol, self.dtype, gradient=gradient, summands=summands)
-                wrong = off > self.waiver
+                wrong = expected.errors(y) > self.waiver
                 text = f"{label}, {block.name}: {result.text} (allowed: {self.waiver:g})"
-                raise Wrong(text + hints.as_text(hints.pattern(wrong, y, right)), result.tolerances)
+                raise Wrong(text + hints.as_text(hints.pattern(wrong, y, expected.exact)), result.tolerances)
+
+    def _expected(self, exact: Tensor, native: Tensor, gradient: bool = False, summands: int = 1) -> Expected:
+        return Expected(exact, native, self.tol, self.dtype, gradient, summands)

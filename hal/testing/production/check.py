@@ -48,8 +48,8 @@ def check_production(
     """One row per implementation and dtype of the ops; dtypes: those to run, default all of each op's tolerances.
 
     reduced: small forms of the calls, for simulators; default: if the backend is simulated. on_call: as of
-    `hal.testing.run`. A call for which memory is
-    missing, or which every implementation refuses although some run other calls in its dtype, has status "not run".
+    `hal.testing.run`. A call for which memory is missing, or which every implementation refuses although some run other
+    calls in its dtype, has status "not run".
     """
     small = backend.simulated if reduced is None else reduced
     for op in ops:

@@ -102,4 +102,4 @@ class Experts(Layout):
         return [part for expert in tensor for part in expert.chunk(len(self.names))]
 
     def count(self, c: Config) -> int:
-        return c.num_experts or 0
+        return c.expert_count

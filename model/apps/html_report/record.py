@@ -131,8 +131,8 @@ def _rows(path: Path, key: str, rows: Any) -> Rows:
         raise ConfigError(f"{path} is not the record of a run: {key} should be a list of [iteration, value]")
     for n, _ in rows:
         if not 0 <= n < 1 << 53:
-            said = n if abs(n) < 1 << 62 else f"of {n.bit_length()} bits"
-            raise ConfigError(f"{path} is not the record of a run: {key} has an iteration {said}")
+            iteration = n if abs(n) < 1 << 62 else f"of {n.bit_length()} bits"
+            raise ConfigError(f"{path} is not the record of a run: {key} has an iteration {iteration}")
     known = [(n, _number(value)) for n, value in rows]
     return sorted((n, value) for n, value in known if value is not None)
 

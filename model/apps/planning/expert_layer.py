@@ -66,8 +66,7 @@ class Experts:
     @property
     def count(self) -> int:
         """e, the experts of a layer."""
-        assert self.config.num_experts is not None
-        return self.config.num_experts
+        return self.config.expert_count
 
     @property
     def gathers(self) -> bool:

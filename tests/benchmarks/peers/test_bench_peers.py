@@ -102,7 +102,9 @@ def test_every_odd_case_has_a_goal_and_a_ratio_is_four_fifths(monkeypatch):
                 count += goal is not None
         for allocator in case.allocators:
             share = goals.share(case.name, case.shape, case.ceiling, allocator)
-            assert share == goals.share(even, case.shape, case.ceiling, allocator) or case.ceiling.startswith("GEMM")
+            # Products have a share goal only at their even sizes, because the ceiling is measured there.
+            product = case.ceiling.startswith("GEMM")
+            assert share == (None if product else goals.share(even, case.shape, case.ceiling, allocator))
             count += share is not None
         assert count, case.name
 

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal import Tol
-from hal.testing.comparison import equal_bits, measure
+from hal.testing.comparison import Expected, equal_bits
 
 F32 = torch.float32
 
 
 def error(y, exact, native=None, tol=Tol(1e-3, 1e-2), dtype=F32, **kw):
     y, exact = torch.as_tensor(y), torch.as_tensor(exact, dtype=torch.float64)
-    return measure(y, exact, exact if native is None else torch.as_tensor(native), tol, dtype, **kw).tolerances
+    native = exact if native is None else torch.as_tensor(native)
+    return Expected(exact, native, tol, dtype, **kw).measure(y).tolerances
 
 
 def test_every_element_is_held_to_atol_plus_rtol():
@@ -67,8 +68,8 @@ def test_integers_and_booleans_are_equal_or_wrong():
 
 
 def test_the_message_points_at_the_worst_element():
-    result = measure(torch.tensor([[1.0, 2.0], [3.0, 9.0]]), *[torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()] * 2,
-                    Tol(1e-3, 0.0), F32)  # fmt: skip
+    exact = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
+    result = Expected(exact, exact, Tol(1e-3, 0.0), F32).measure(torch.tensor([[1.0, 2.0], [3.0, 9.0]]))
     assert "at [1, 1]: got 9, float64 says 4" in result.text
 
 

@@ -15,8 +15,8 @@ from hal.model.training.trainer import TrainingFailed
 def trainer(tiny, references):
     def make(**options):
         made = build(tiny(rerun_mode="validate_results", **options))[0]
-        made.said = []
-        made.say = made.said.append
+        made.lines = []
+        made.write_line = made.lines.append
         return made
 
     return make
@@ -48,8 +48,8 @@ def test_a_passing_fault_changes_nothing(trainer, monkeypatch):
         expected, found = whole.step(), faulty.step()
         assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
     assert same(weights(whole), weights(faulty))
-    assert len(faulty.said) == 1 and "iteration 3" in faulty.said[0] and "a transient fault" in faulty.said[0]
-    assert whole.said == []
+    assert len(faulty.lines) == 1 and "iteration 3" in faulty.lines[0] and "a transient fault" in faulty.lines[0]
+    assert whole.lines == []
 
 
 def test_a_batch_that_causes_it_is_skipped_if_allowed(trainer, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_batch_that_causes_it_is_skipped_if_allowed(trainer, monkeypatch):
     before = weights(made)
     result = made.step()
     assert result.skipped and math.isnan(result.loss) and result.grad_norm is None and same(before, weights(made))
-    assert "the batch is skipped (1 of 1)" in made.said[0] and made.bad_batches == 1
+    assert "the batch is skipped (1 of 1)" in made.lines[0] and made.bad_batches == 1
     made.step()
     with pytest.raises(TrainingFailed, match="the loss is nan"):
         made.step()
@@ -74,7 +74,7 @@ def test_an_outlier_goes_on_with_the_same_gradients(trainer, monkeypatch):
     monkeypatch.setattr(RerunCheck, "suspicion", lambda self, g: "planted" if next(seen) == 1 else plain(self, g))
     for _ in range(3):
         outlier.step()
-    assert "the batch or the model's state causes it; it goes on" in outlier.said[0]
+    assert "the batch or the model's state causes it; it goes on" in outlier.lines[0]
     assert same(weights(whole), weights(outlier))
 
 

@@ -110,8 +110,8 @@ def test_the_tolerance_of_a_sum_in_float32_grows_with_the_square_root_of_its_row
         total += row
 
     def tolerances(y, summands):
-        options = {"gradient": True, "summands": summands}
-        return comparison.measure(y, exact, native, tol, torch.float32, **options).tolerances
+        expected = comparison.Expected(exact, native, tol, torch.float32, gradient=True, summands=summands)
+        return expected.measure(y).tolerances
 
     assert 0.1 < tolerances(total, 8192) < 1.0
     assert tolerances(total, 8192) < tolerances(total, 1)
