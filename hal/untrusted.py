@@ -19,6 +19,9 @@ from .errors import HalError
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON file. An adversarial one takes about 20 times its size in memory."""
 
+MAX_TEXT_BYTES = 1 << 30
+"""Largest text that is read in one piece: a file of prompts or of an evaluation."""
+
 _SHOWN = 80
 
 
@@ -47,6 +50,14 @@ def read_bytes(path: Path, limit: int, error: type[HalError] = HalError) -> byte
     if len(content) > limit:
         raise error(f"{path} has more than {limit} bytes, the most that is read of such a file")
     return content
+
+
+def read_text(path: Path, error: type[HalError] = HalError, limit: int = MAX_TEXT_BYTES) -> str:
+    """The content of a UTF-8 file of at most `limit` bytes. Raises OSError like open()."""
+    try:
+        return read_bytes(path, limit, error).decode()
+    except UnicodeDecodeError as reason:
+        raise error(f"{path} is not UTF-8 text: {reason}") from None
 
 
 def parse_json(content: bytes | str, what: str, error: type[HalError] = HalError, limit: int = MAX_JSON_BYTES) -> Any:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from hal.errors import ContractError
 from hal.launch.agent import Job, run
-from hal.launch.hosts import Host, parse_hostfile, select, this_host
+from hal.launch.hosts import MAX_HOSTFILE_BYTES, Host, parse_hostfile, select, this_host
+from hal.untrusted import read_text
 
 from . import COMMANDS
 from .arguments import Parser
@@ -102,9 +103,9 @@ def _with_hosts(options: argparse.Namespace) -> Host | None:
             raise ContractError("--include and --exclude choose from a --hostfile, which was not given")
         return None
     try:
-        text = options.hostfile.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        text = read_text(options.hostfile, ContractError, MAX_HOSTFILE_BYTES)
+    except (OSError, ContractError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ContractError(
             f"--hostfile {options.hostfile} cannot be read ({reason}); it must have one 'name slots=COUNT' per line"
         ) from None

@@ -19,6 +19,9 @@ _NAME = re.compile(r"(?=.{1,253}$)\w[\w-]{0,62}(\.\w[\w-]{0,62})*\.?|[\da-fA-F.]
 """A host name of at most 253 characters, of parts of at most 63, or an IPv6 address."""
 _MOST_SLOTS = 4096
 """Most slots of a host; above the number of devices or cores of any machine."""
+MAX_HOSTFILE_BYTES = 64 << 20
+"""Largest hostfile; one with _MOST_SLOTS_TOGETHER hosts is smaller."""
+
 _MOST_SLOTS_TOGETHER = 1 << 20
 """Most slots of a job, which bound the memory that a hostfile can take."""
 

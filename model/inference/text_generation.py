@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hal import Rng
+from hal.untrusted import read_text
 
 from ..config.schema import ConfigError
 from ..data.tokenizers.tokenizer import Tokenizer
@@ -47,11 +48,8 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises ConfigError, with the line number, for invalid content.
     """
-    try:
-        # Split at "\n" only: other line separators of str.splitlines (U+2028, form feed) may occur inside a prompt.
-        *lines, last = (line.removesuffix("\r") for line in path.read_bytes().decode().split("\n"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    # Split at "\n" only: other line separators of str.splitlines (U+2028, form feed) may occur inside a prompt.
+    *lines, last = (line.removesuffix("\r") for line in read_text(path, ConfigError).split("\n"))
     lines += [last] if last else []
     if path.suffix != ".jsonl":
         return lines

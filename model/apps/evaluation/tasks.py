@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hal.untrusted import read_text
+
 from ...config.schema import ConfigError
 from ...data.tokenizers.tokenizer import Tokenizer
 from .scoring import Example, mean, per_token, perplexity
@@ -36,7 +38,7 @@ def lambada(path: Path, tokenizer: Tokenizer, seq_length: int, *, strict: bool) 
     are truncated on the left to seq_length. Raises ConfigError, with the line, for a text of less than two tokens.
     """
     examples, truncated = [], 0
-    for number, line in enumerate(_read(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path, ConfigError).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -90,7 +92,7 @@ def wikitext(path: Path, tokenizer: Tokenizer, seq_length: int, *, overlapping_e
     move = min(32, seq_length) if overlapping_eval is None else overlapping_eval
     if not 1 <= move <= seq_length:
         raise ConfigError(f"--overlapping-eval {move} must be between 1 and --seq-length {seq_length}")
-    raw = _read(path)
+    raw = read_text(path, ConfigError)
     words = len(raw.strip().split(" "))
     ids = _encode(tokenizer, detokenise_wikitext(raw), str(path))
     if len(ids) < 2 or words < 2:
@@ -151,13 +153,6 @@ def detokenise_wikitext(text: str) -> str:
     for pattern, replacement, is_regex in _WIKITEXT:
         text = re.sub(pattern, replacement, text) if is_regex else text.replace(pattern, replacement)
     return text
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--valid-data {path} is not UTF-8 text: {error}") from None
 
 
 def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:

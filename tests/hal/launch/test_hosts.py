@@ -111,6 +111,7 @@ def test_a_hostfile_becomes_the_job_of_this_node(tmp_path) -> None:
         (["--cluster-timeout", "nan", "x.py"], "--cluster-timeout is a number of seconds above 0"),
         (["--cluster-timeout", "-1", "x.py"], "--cluster-timeout is a number of seconds above 0"),
         (["--hostfile", "absent", "x.py"], "--hostfile absent cannot be read"),
+        (["--hostfile", "/dev/zero", "x.py"], "more than 67108864 bytes"),
     ],
 )
 def test_contradictions_are_refused_before_anything_starts(argv: list[str], message: str) -> None:
