@@ -34,7 +34,7 @@ def parser() -> Parser:
     result.add_argument(
         "--one-thread",
         action="store_true",
-        help="one thread, processor instead of wall-clock time: usable on a busy machine (goals are for two threads)",
+        help="one thread, CPU time instead of wall-clock time: usable on a busy machine (goals are for two threads)",
     )
     result.add_argument("--json", metavar="F", help="write the rows to F")
     result.add_argument("--html", metavar="F", help="write a page with tables and growth plots to F")
@@ -44,7 +44,8 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 1 if --check and a goal is missed or could not be measured; 2 if nothing was measured."""
+    """Exit code 1 if interrupted, or with --check if a goal was missed or could not be measured; 2 for wrong options,
+    if no case matches, or with --check if no goals are recorded for the selection."""
     from hal.bench.harness import machine, report, runner
     from hal.core import registry
 
@@ -58,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
             f"unrecognized arguments: {' '.join(layout)}; only `hal bench train` takes the options of hal train"
         )
     if layout:
+        unused = ("peer", "only", "one_thread", "html", "check")
+        given = [f"--{name.replace('_', '-')}" for name in unused if getattr(options, name)]
+        if given:
+            command.error(f"{', '.join(given)}: not available for a training layout ({' '.join(layout)})")
         return _layout(options, layout)
     suites = list(runner.SUITES) if options.suite == "all" else [options.suite]
     results = runner.run(
@@ -69,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if results.interrupted:
-        print("interrupted; what follows was measured before", file=sys.stderr)
+        print("interrupted: the results below are incomplete", file=sys.stderr)
     conditions = f"{machine.describe(options.one_thread)}; backend {options.backend}"
     print(conditions)
     if results.rows:

@@ -195,7 +195,7 @@ def _right_choice(subject: Subject, sample: Sample, choice: Choice, outcome: Out
             right = run(subject.op, subject.op.reference, given, False).outputs[name]
         raise subject.fail(
             f"{name}: {len(wrong)} of {len(chosen)} rows are not the choice of the reference, and rounding does not "
-            f"explain it: row {row} is {chosen[row].tolist()}, float64 says {right[row].tolist()}",
+            f"explain it: row {row} is {chosen[row].tolist()}, float64 reference {right[row].tolist()}",
             sample,
         )
     return chosen

@@ -8,9 +8,9 @@ With atol, rtol from the table of (op, dtype) and S = 1 for outputs, S = max(1, 
 A gradient that is a sum over n rows has max(atol, 2^-24 * sqrt(n)) in the place of atol, see `SUM_CONSTANT`.
 r is the reference in the dtype under test and eps the spacing of y's dtype. Rule 1 is what a user may rely on.
 Rule 2 refuses a kernel that is less accurate than the plain formula; its floor (one rounding, or half of the table's
-relative part) is for references that happen to be exact. NaN and infinities must be where the float64 result has them
-(an overflow of y's dtype may be an infinity). An error "in tolerances" is the larger of both ratios; a waiver of factor
-f allows f of them.
+relative part) is for references that happen to be exact. NaN and infinities must be where the float64 result has them;
+where it rounds to more than the largest number of y's dtype, the result must be the infinity of that sign. An error "in
+tolerances" is the larger of both ratios; a waiver of factor f allows f of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hal.core.op import Tol
 SUM_CONSTANT = 1.0
 """lambda in the allowed error lambda * u * sqrt(n) * S of a sum of n terms in float32, u = 2^-24.
 
-Rounding after each addition is a random walk: a partial sum of k independent terms of mean 0 and deviation s has size
-s * sqrt(k), and is rounded by at most u and typically 0.4 u times that, so n additions in sequence have an error of
-about 0.3 u * s * n. The sum itself, of which S is the size, is about s * sqrt(n): the error relative to S grows with
-sqrt(n) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41,
-A2815, 2019; for terms of mean 0: Sharper Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with
-Random Data, SIAM J. Sci. Comput. 42, A3427, 2020). lambda = 1 is about three deviations. Sums in blocks or trees have
-smaller errors; a kernel may add in sequence. Sums of 16-bit terms are computed in float32 as well, and their table
-entries exceed this for all n in use.
+Rounding after each addition is a random walk: a partial sum of k independent terms of mean 0 and standard deviation s
+has size s * sqrt(k), and is rounded by at most u and typically 0.4 u times that, so n additions in sequence have an
+error of about 0.3 u * s * n. The sum itself, of which S is the size, is about s * sqrt(n): the error relative to S
+grows with sqrt(n) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci.
+Comput. 41, A2815, 2019; for terms of mean 0: Sharper Probabilistic Backward Error Analysis for Basic Linear Algebra
+Kernels with Random Data, SIAM J. Sci. Comput. 42, A3427, 2020). lambda = 1 is about three standard deviations. Sums in
+blocks or trees have smaller errors; a kernel may add in sequence. Sums of 16-bit terms are computed in float32 as well,
+and their table entries exceed this for all n in use.
 """
 
 _UNIT_ROUNDOFF = 2.0**-24
@@ -75,9 +75,10 @@ class Expected:
             return _infinite_at(got != exact.to(got.dtype))
         eps = torch.finfo(got.dtype).eps
         got, native = got.to(torch.float64), self.native.detach().to(torch.float64)
-        # Beyond the range of y's dtype, infinity is the correct result.
-        limit = torch.finfo(y.dtype).max
-        right = torch.where(exact.abs() > limit, exact.sign() * float("inf"), exact)
+        # Infinity is the correct result from half a spacing beyond the largest number on, which is (2 - eps) times a
+        # power of two (IEEE 754, round to nearest).
+        limit = torch.finfo(y.dtype).max * (1.0 + 0.5 * eps / (2.0 - eps))
+        right = torch.where(exact.abs() >= limit, exact.sign() * float("inf"), exact)
         finite = right.isfinite() & got.isfinite()
         misplaced = ~finite & ~((got == right) | (got.isnan() & right.isnan()))
         if misplaced.any():
@@ -90,7 +91,7 @@ class Expected:
         atol = max(self.tol.atol, of_sum) * (max(1.0, top) if self.gradient else 1.0)
         rounding = eps if eps > torch.finfo(self.dtype).eps else 0.0
         allowed = atol + (self.tol.rtol + rounding) * size
-        # No error is fine with a tolerance of 0 (0 / 0); any other error is then infinitely many tolerances.
+        # With a tolerance of 0, an exact result must not become 0 / 0 = NaN; any other error becomes infinite.
         by_element = torch.where(error == 0, zero, error / allowed)
         lost = torch.where(finite & native.isfinite(), (native - exact).abs(), zero).max()
         by_tensor = error / max(2.0 * float(lost), atol + max(eps, self.tol.rtol / 2) * top, 1e-300)
@@ -110,7 +111,7 @@ def _worst(ratio: Tensor, got: Tensor, exact: Tensor) -> Error:
     return Error(
         worst,
         f"error of {worst:.3g} tolerances at {index}: "
-        f"got {float(got.flatten()[flat]):.9g}, float64 says {float(exact.flatten()[flat]):.9g}",
+        f"got {float(got.flatten()[flat]):.9g}, float64 reference {float(exact.flatten()[flat]):.9g}",
     )
 
 

@@ -1,5 +1,5 @@
 """Latent attention (--multi-latent-attention; DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads
-are products of one small vector per token, which is all that generation has to store.
+are up-projections of one latent vector per token. The cache stores that latent and the rotary key: C + P channels.
 
 Parameter names and semantics are megatron-core 0.16.1's (megatron/core/transformer/multi_latent_attention.py).
 Shape letters: S sequence, B batch, N query heads of this rank, C channels of the latent (kv_lora_rank), K and E the
@@ -71,7 +71,8 @@ class LatentAttention(nn.Module):
         self.linear_proj = RowParallelLinear(
             init, f"{name}.linear_proj", n * self.value, h, std=output_std(c), bias=not c.disable_bias_linear
         )
-        # YaRN's factor of all channels of queries and keys; that of the rotated ones is in the angles.
+        # YaRN's factor of all channels (mscale_all_dim), squared because queries and keys each have it. The rest of the
+        # factor of the rotated channels is in cos and sin (config/rotary.py).
         scale = yarn_factor(c, c.mscale_all_dim) ** 2 / math.sqrt(size)
         self.core_attention = CoreAttention(c, init, layer, scale)
 
@@ -83,14 +84,16 @@ class LatentAttention(nn.Module):
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """mask: bool [b, 1, s, s] of full sequences, True = hidden in addition to what the window hides."""
+        """x [s, b, h] -> [s, b, h]. rotary_cos_sin: [s, p/2] each. mask: bool [b, 1, s, s] of full sequences, True =
+        hidden in addition to what the window hides."""
         assert rotary_cos_sin is not None  # see config/latent.py
         q = self._queries(x)
         q = q.view(*q.shape[:2], -1, self.key + self.position)
         q_SBNK, q_SBNP = torch.split(q, [self.key, self.position], -1)
         latent, k = self.linear_kv_down_proj(x).split((self.latent, self.position), -1)
         latent_SBC = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent.contiguous())
-        # Each rank's heads give a part of the gradient of the key's rotated channels, as of a column-parallel input.
+        # The rotary key is the same on all tensor-parallel ranks, and its gradient is a partial sum on each, which is
+        # added up like that of a column-parallel layer's input.
         k_SBP = self.parallel.enter_region(k.contiguous())
         # Pairs (2i, 2i+1) as in DeepSeek's weights. megatron-core also separates even and odd channels, in queries and
         # keys alike, so the scores are the same.
@@ -118,7 +121,8 @@ class LatentAttention(nn.Module):
         return self.linear_q_up_proj.forward(latent if self.q_layernorm is None else self.q_layernorm(latent))
 
     def _absorbed(self, q_SBNK: Tensor, q_SBNP: Tensor, keys: Tensor, cache: KeyValueCache) -> Tensor:
-        """Attention of the next tokens to all tokens, of which only `keys` [skv, b, 1, c+p] are stored: [s, b, n*e].
+        """Attention of new tokens to the cached latents and rotary keys `keys` [skv, b, 1, c+p], by absorption of the
+        up-projections into queries and output. q_SBNK and q_SBNP: the queries' two parts. Returns [s, b, n*e].
 
         A score q . (W_k latent) is (W_k^T q) . latent, and a sum of values W_v latent is W_v times that of latents. So
         the queries are multiplied by W_k instead of the keys, and attention has one key of c+p channels for all

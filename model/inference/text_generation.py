@@ -24,7 +24,8 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Request:
-    """count: maximum tokens per sample. samples: per prompt. stop: strings that end a sample; they are removed."""
+    """count: maximum tokens per sample. samples: per prompt. stop: strings that end a sample, none of them empty; they
+    are removed."""
 
     count: int
     sampling: Sampling
@@ -129,7 +130,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
+        self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
         # _ids[:_read] and the first _returned characters of the ids after them have been returned. Decoding starts at
         # _start < _read, because a tokenizer may drop a space before the first token it decodes.
@@ -176,7 +177,8 @@ class IncrementalDetokenizer:
 def stream_text(
     engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], request: Request, number: int
 ) -> Iterator[tuple[str, Token]]:
-    """Pieces of the text of one continuation, each with the token that completed it."""
+    """The increments of the text of one continuation, each with the token that made it final. The last increment, which
+    may be empty, is the remaining text, with the last token again."""
     detokenizer, last = IncrementalDetokenizer(tokenizer, request.stop), None
     rng = rng_of(request.seed, number, 0)
     finished = stops(tokenizer, request.stop)

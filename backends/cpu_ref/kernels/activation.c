@@ -2,8 +2,8 @@
 //
 // With s the sigmoid, silu(v) = v s(v), gelu_tanh(v) = v s(2 sqrt(2/pi) (v + 0.044715 v^3)), gelu_fast(v) = v s(1.702
 // v): one family v s(z) with z = v (a + b v^2) and derivative s + v s (1 - s) (a + 3 b v^2). gelu(v) = v Phi(v) has
-// derivative Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx as a degree-9
-// polynomial in t = 1 / (1 + 0.35 a) fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
+// derivative Phi(v) + v phi(v); Phi comes from erfc(a) = exp(-a^2) erfcx(a), a = |v| / sqrt(2), erfcx(a) = t p(t)
+// with p a polynomial of degree 9 and t = 1 / (1 + 0.35 a), fitted to a relative error of 1e-8, so small tails keep their relative accuracy.
 // Rows are processed in blocks of 64 columns, whose intermediate values stay in L1. Large rows that do not begin on a
 // cache line are processed in pieces of such blocks (see streams in common.h). The bias gradient is summed over pieces
 // of consecutive rows (see piece_count), like a norm's weight gradient.
@@ -161,15 +161,15 @@ HAL_INLINE void NAME(put)(int stream, T *to, const real *values, int64_t columns
     for (; i < columns; i++) STORE(to + i, values[i]);
 }
 
-HAL_INLINE void NAME(ask)(const T *block, int64_t columns) {
+HAL_INLINE void NAME(prefetch_block)(const T *block, int64_t columns) {
     PREFETCH((uintptr_t)block + AHEAD, columns * (int64_t)sizeof(T), 3);
 }
 
 HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y, int64_t columns, int64_t width,
                                   family_t family, int stream) {
     _Alignas(64) real value[BLOCK];
-    if (stream) NAME(ask)(x, columns);
-    if (stream && gated) NAME(ask)(x + width, columns);
+    if (stream) NAME(prefetch_block)(x, columns);
+    if (stream && gated) NAME(prefetch_block)(x + width, columns);
     NAME(activate)(x, bias, columns, family, value, 0);
     if (gated) {
 #pragma omp simd
@@ -183,9 +183,9 @@ HAL_INLINE void NAME(fwd_columns)(int gated, const T *x, const real *bias, T *y,
 HAL_INLINE void NAME(bwd_columns)(int gated, const T *x, const real *bias, const T *dy, T *dx, int64_t dx_width, real *db,
                                   int64_t columns, int64_t width, family_t family, int stream) {
     _Alignas(64) real value[BLOCK], slope[BLOCK];
-    if (stream) NAME(ask)(x, columns);
-    if (stream && gated) NAME(ask)(x + width, columns);
-    if (stream) NAME(ask)(dy, columns);
+    if (stream) NAME(prefetch_block)(x, columns);
+    if (stream && gated) NAME(prefetch_block)(x + width, columns);
+    if (stream) NAME(prefetch_block)(dy, columns);
     NAME(activate)(x, bias, columns, family, value, slope);
     if (gated) {
 #pragma omp simd
@@ -300,7 +300,7 @@ static void NAME(activation_bwd)(int kind, int gated, uintptr_t x_, uintptr_t bi
     const int64_t x_width = gated ? 2 * width : width, pieces = piece_count(rows);
     const family_t family = family_of(kind);
     const int64_t row_bytes = width * (int64_t)sizeof(T);
-    // Not used together with running sums, where it is slower (measured).
+    // Ordinary stores with a bias: non-temporal ones were measured slower while its gradient is accumulated.
     const int stream = bias ? STREAM_NOT : streams(dx_, rows * x_width * (int64_t)sizeof(T), row_bytes);
     double *partial = bias ? hal_scratch((size_t)(pieces * x_width) * (sizeof(double) + sizeof(real))) : 0;
 #pragma omp parallel if (rows * width >= HAL_PARALLEL_MIN)

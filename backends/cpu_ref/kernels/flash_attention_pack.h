@@ -56,9 +56,9 @@ static const real *as_real(real *buffer, const char *src, int64_t dtype, int64_t
 
 #ifdef FA_KIND_BF16
 HAL_INLINE uvec widened(const bf16 *p) { return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
-#define WHAT_IS_LOST(v, rounded) ((v) - (vec)(widened((const bf16 *)(rounded)) << 16))
+#define ROUNDING_ERROR(v, rounded) ((v) - (vec)(widened((const bf16 *)(rounded)) << 16))
 #else
-#define WHAT_IS_LOST(v, rounded) ((void)(rounded), (v) - (v))
+#define ROUNDING_ERROR(v, rounded) ((void)(rounded), (v) - (v))
 #endif
 
 // Writes scale * src[0..n), rounded to dtype. rest, if not NULL, receives the rounding error.
@@ -68,7 +68,7 @@ static void write_row(char *dst, char *rest, const real *src, real scale, int64_
             const int64_t at = e / KU * (int64_t)sizeof(unit);
             const vec v = load(src + e) * scale;
             store_rounded(dst + at, v);
-            if (rest) store_rounded(rest + at, WHAT_IS_LOST(v, dst + at));
+            if (rest) store_rounded(rest + at, ROUNDING_ERROR(v, dst + at));
         }
         return;
     }
@@ -231,7 +231,7 @@ HAL_INLINE void transpose_block(uvec r[16]) {
     if (W > 2 * (int)PART) gather_parts(r, 2 * PART);
 }
 
-// dst [columns][ldd] = transpose of src [rows][lds]; both multiples of 16.
+// dst [columns][ldd] = transpose of src [rows][lds]; rows and columns are multiples of 16.
 static void transpose(unit *dst, int64_t ldd, const unit *src, int64_t lds, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i += W)
         for (int64_t j = 0; j < columns; j += W) {

@@ -93,3 +93,10 @@ def test_only_the_train_suite_takes_a_layout(capsys) -> None:
     assert "only `hal bench train` takes the options of hal train" in capsys.readouterr().err
     assert main(["bench", "train", "--tensor-model-parallel-size", "3", "--nproc-per-node", "2"]) == 2
     assert "world size 2 is not divisible by" in capsys.readouterr().err
+
+
+def test_options_that_a_layout_does_not_use_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "train", "--tensor-model-parallel-size", "2", "--check", "--one-thread"])
+    assert caught.value.code == 2
+    assert "--one-thread, --check: not available for a training layout" in capsys.readouterr().err

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from types import SimpleNamespace
 from hal.comm import watchdog
 
-asked = threading.Event()
+write_started = threading.Event()
 
 class Slow:
     def clone(self):
         return self
     def set(self, key, value):
-        asked.set()
+        write_started.set()
         threading.Event().wait(1.0)
         os.write(1, f"{key} = {value}".encode())
 
@@ -34,11 +34,11 @@ dist.distributed_c10d._get_default_store = Slow
 watchdog.INTERVAL = 0.01
 group = watchdog.Progress(None).group("world", 0, 2)
 group.arrive("barrier")
-asked.wait()
+write_started.wait()
 """
 
 
-def test_a_process_ends_when_the_store_has_answered() -> None:
+def test_exit_waits_for_a_pending_write_to_the_store() -> None:
     """A thread that returns from the store's C++ code after the interpreter has shut down aborts the process."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "world/0 = 1 barrier"), done.stderr

@@ -54,6 +54,14 @@ def test_a_result_beyond_the_dtype_is_an_infinity():
     assert error(-half, [70000.0, -1.0], dtype=torch.float16) == math.inf
 
 
+def test_the_range_of_a_dtype_ends_half_a_spacing_beyond_its_largest_number():
+    largest = torch.tensor([65504.0], dtype=torch.float16)
+    rounded = Tol(0.0, 2.0**-10)
+    assert error(largest, [65519.0], tol=rounded, dtype=torch.float16) < 1.0
+    assert error(largest, [65520.0], tol=rounded, dtype=torch.float16) == math.inf
+    assert error(largest * 2, [65520.0], tol=rounded, dtype=torch.float16) == 0.0
+
+
 def test_a_result_of_less_precision_than_the_inputs_may_be_rounded_once():
     exact = 1.0 + 2.0**-9
     y = torch.tensor([exact]).bfloat16()
@@ -70,7 +78,7 @@ def test_integers_and_booleans_are_equal_or_wrong():
 def test_the_message_points_at_the_worst_element():
     exact = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
     result = Expected(exact, exact, Tol(1e-3, 0.0), F32).measure(torch.tensor([[1.0, 2.0], [3.0, 9.0]]))
-    assert "at [1, 1]: got 9, float64 says 4" in result.text
+    assert "at [1, 1]: got 9, float64 reference 4" in result.text
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=8))

@@ -114,7 +114,7 @@ def activation_without_probabilities(x, probs):
     return ops.grouped_swiglu.reference(x, torch.ones_like(probs))
 
 
-@faults(ops.moe_router, "float64 says")
+@faults(ops.moe_router, "float64 reference")
 def highest_of_equal_scores(logits, indices, **rest):
     flipped = logits.flip(1)
     bias = rest.pop("expert_bias")
@@ -219,7 +219,7 @@ def test_close_scores_may_be_exchanged_and_the_rest_is_compared_for_the_same_cho
     (impl,) = backend.impls["moe_router"]
     with Subject(backend, impl, torch.float32) as subject:
         assert check_sample(subject, close(1.0 - 1.2e-7)).tolerances <= 1.0  # the noise exchanges the experts 0 and 1
-        with pytest.raises(Failure, match=r"row 0 is \[1\], float64 says \[0\]"):
+        with pytest.raises(Failure, match=r"row 0 is \[1\], float64 reference \[0\]"):
             check_sample(subject, close(1.0))  # of equal scores, the lowest expert
 
 

@@ -22,7 +22,7 @@ from hal.model.training.trainer_state import options
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 
 
-def written(root: Path, iteration: Any = 3, **more: Any) -> Path:
+def save_checkpoint(root: Path, iteration: Any = 3, **more: Any) -> Path:
     """A checkpoint of a random model; `more` are options and additional entries of its manifest."""
     config = Config(**SIZES, **more)
     config.set_vocabulary(257)
@@ -31,11 +31,11 @@ def written(root: Path, iteration: Any = 3, **more: Any) -> Path:
     return root
 
 
-def opened(root: Path, dtype: str | None = None, **given: Any) -> Any:
+def load_checkpoint(root: Path, dtype: str | None = None, **given: Any) -> Any:
     return open_pretrained({"backend": "cpu_ref", "load": str(root), **given}, dtype)
 
 
-def altered(root: Path, **change: Any) -> None:
+def edit_manifest(root: Path, **change: Any) -> None:
     """Changes the options in the manifest and updates its checksum, as a user who edits it could."""
     path = reader.folder_of(root, 3) / reader.MANIFEST
     manifest = json.loads(path.read_text())
@@ -44,8 +44,10 @@ def altered(root: Path, **change: Any) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def test_the_checkpoint_says_what_the_model_is(tmp_path: Path, cpu_ref: Any) -> None:
-    model = opened(written(tmp_path, swiglu=True, position_embedding_type="rope", rotary_base=500.0, seed=9))
+def test_the_model_options_come_from_the_checkpoint(tmp_path: Path, cpu_ref: Any) -> None:
+    model = load_checkpoint(
+        save_checkpoint(tmp_path, swiglu=True, position_embedding_type="rope", rotary_base=500.0, seed=9)
+    )
     c = model.config
     assert (c.swiglu, c.rotary_base, c.seed, model.iteration) == (True, 500.0, 9, 3)
     assert isinstance(model.tokenizer, ByteTokenizer) and model.engine.vocabulary == 257
@@ -53,13 +55,13 @@ def test_the_checkpoint_says_what_the_model_is(tmp_path: Path, cpu_ref: Any) -> 
 
 
 def test_precision_tokenizer_and_attention_can_be_chosen(tmp_path: Path, cpu_ref: Any) -> None:
-    written(tmp_path)
-    low = opened(tmp_path, "bf16", use_flash_attn=False)
+    save_checkpoint(tmp_path)
+    low = load_checkpoint(tmp_path, "bf16", use_flash_attn=False)
     assert low.engine.model.output_weight().dtype == torch.bfloat16 and not low.config.use_flash_attn
-    other = opened(tmp_path, tokenizer_type="NullTokenizer", vocab_size=300)
+    other = load_checkpoint(tmp_path, tokenizer_type="NullTokenizer", vocab_size=300)
     assert isinstance(other.tokenizer, NullTokenizer) and other.engine.vocabulary == 301
     with pytest.raises(hal.HalError, match="has 5001 ids and the model 384: this is not the tokenizer"):
-        opened(tmp_path, tokenizer_type="NullTokenizer", vocab_size=5000)
+        load_checkpoint(tmp_path, tokenizer_type="NullTokenizer", vocab_size=5000)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +82,16 @@ def test_precision_tokenizer_and_attention_can_be_chosen(tmp_path: Path, cpu_ref
 def test_a_manifest_that_does_not_fit_its_tensors_is_refused(
     tmp_path: Path, cpu_ref: Any, change: Any, reason: str
 ) -> None:
-    altered(written(tmp_path), **change)
+    edit_manifest(save_checkpoint(tmp_path), **change)
     with pytest.raises(hal.HalError, match=reason):
-        opened(tmp_path)
+        load_checkpoint(tmp_path)
 
 
-def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, cpu_ref: Any) -> None:
+def test_a_manifest_without_model_options_is_refused(tmp_path: Path, cpu_ref: Any) -> None:
     save(tmp_path, 3, {"a": torch.zeros(2)}, {"iteration": 3})
     with pytest.raises(hal.HalError, match="does not contain the options of its model"):
-        opened(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_a_release_opens(tmp_path: Path, cpu_ref: Any) -> None:
-    assert opened(written(tmp_path, reader.RELEASE)).iteration == 3
+    assert load_checkpoint(save_checkpoint(tmp_path, reader.RELEASE)).iteration == 3

@@ -102,8 +102,8 @@ TAILS(f16)
 FOLD(lanes_sum, PLUS)
 FOLD(lanes_max, fmax)
 
-// Iterates over the columns [begin, end) of a row that a work-item of a group processes: c is the first of LANES
-// columns, of which n exist.
+// Iterates over the columns [begin, end) of a row that a work-item of a group processes, LANES columns at a time,
+// starting at c; n is the number of columns left, which is less than LANES in the last iteration of a short row.
 #define FOR_COLUMNS(c, n, begin, end)                                                 \
     for (long c = (begin) + (long)get_local_id(0) * LANES, n; n = (end) - c, n > 0; c += GROUP * LANES)
 
