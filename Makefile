@@ -21,7 +21,7 @@ SIMULATED := tests/backends/npu tests/backends/cuda
 SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
-.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production faults mutation
+.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production fuzzers faults mutation
 .PHONY: test-opencl test-aarch64 gpu sanitize lint as-written check bench support reference docs clean
 .DEFAULT_GOAL := test
 
@@ -47,6 +47,8 @@ nightly:  ## all or PARTS="..." of the tests that take too long for CI; writes d
 
 nightly-tests: $(READY)  ## the tests marked nightly
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
+
+fuzzers: $(READY)  ## 100,000 inputs for every parser of files that others have made
 	HAL_FUZZ_EXAMPLES=100000 $(call TEST,$(BIN)) --dist load -m slow tests/faults/test_fuzzers.py
 
 nightly-sample: $(READY)  ## SHARE of the nightly tests, chosen by SEED (the commit)
@@ -61,8 +63,8 @@ production: $(READY) $(SIM)/.ready  ## the kit at the sizes of models: cpu_ref, 
 		$(SIM)/bin/python $(INSTALL) examples/hal-opencl && $(SIM)/bin/hal parity --backend opencl --scale production; \
 	else echo "no OpenCL driver: the production tier of hal-opencl was not run"; fi
 
-faults: $(READY)  ## EVENTS faults on training jobs, chosen by the commit; prints what was lost
-	$(BIN)/python tests/faults/schedule.py --events $(or $(EVENTS),200) --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
+faults: $(READY)  ## EVENTS faults on training jobs, chosen by the commit; writes docs/verified/faults.md
+	$(BIN)/python tests/faults/schedule.py --page --events $(or $(EVENTS),200) --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))
 
 mutation: $(READY)  ## random mistakes in core files, nine tenths of which their tests must notice
 	$(BIN)/python tests/mutation.py --samples 60 --require 0.9 --seed $$(printf %d 0x$$(git rev-parse --short=7 HEAD))

@@ -38,6 +38,8 @@ STAGES = {
         (".venv-sim/.ready",),
         ("nightly-tests",),
         ("production",),
+        ("fuzzers",),
+        ("faults",),
         ("test-aarch64",),
         ("mutation",),
     ),
@@ -46,8 +48,8 @@ PAGE = ROOT / "docs" / "verified" / "nightly.md"
 
 _COUNT = r"\d+ (?:passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?|rerun)"
 _SUMMARY = re.compile(rf"=*\s*((?:{_COUNT}, )*{_COUNT}) in \d[\d.:]*s")
-_RESULT = re.compile(r"\w+(?: \(simulated\))?: \d+ pass\b.*|[\d.]+% of \d+ mutants killed.*")
-"""The last lines of `hal parity` and of the mutation run, which the nightly page quotes."""
+_RESULT = re.compile(r"\w+(?: \(simulated\))?: \d+ pass\b.*|[\d.]+% of \d+ mutants killed.*|\d+ faults, \d+ violations")
+"""The last lines of `hal parity`, the mutation run and the run of faults, which the nightly page quotes."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A seeded schedule of faults on training jobs; after each, no checkpoint may be lost and the trajectory is bit-equal.
 
-`python tests/faults/schedule.py --events 200 --seed 1` (`make faults`) prints one line per fault and a table. A fault
-is injected when the run has written a random number of further checkpoints. Invariants after each:
+`python tests/faults/schedule.py --events 200 --seed 1` prints one line per fault and a table; `make faults` also writes
+the page. A fault is injected when the run has written a random number of further checkpoints. Invariants after each:
 - the newest intact checkpoint loads, and is not older than the newest before the fault that was not damaged
 - the files of every checkpoint (weights, optimizer state) have the bytes that they have without faults, and so have the
   recorded losses and gradient norms
@@ -321,16 +321,19 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hal-faults-") as name:
         results = run(options.events, options.seed, options.layout or list(LAYOUTS), Path(name))
-    print("\n" + table(results))
+    print(f"\n{table(results)}\n\n{_counts(results)}")
     if options.page:
         write_page(results, options.seed, time.monotonic() - began)
     return int(any(problems for _, _, problems in results))
 
 
+def _counts(results: Sequence[tuple[str, str, list[str]]]) -> str:
+    return f"{len(results)} faults, {sum(bool(problems) for _, _, problems in results)} violations"
+
+
 def write_page(results: Sequence[tuple[str, str, list[str]]], seed: int, seconds: float) -> None:
     """Writes the results to docs/verified/faults.md."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True).stdout
-    wrong = sum(bool(problems) for _, _, problems in results)
     PAGE.write_text(
         f"""# Injected faults
 
@@ -343,7 +346,7 @@ valid for the commit named below, which may be older than this page.
 - commit: {commit.strip() or "unknown"}
 - seed: {seed}
 - machine: {platform.machine()}, {os.cpu_count()} cores; {seconds:.0f} s
-- result: {len(results)} faults, {wrong} violations
+- result: {_counts(results)}
 
 {table(results)}
 """
