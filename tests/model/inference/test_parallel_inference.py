@@ -5,23 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import parallel_runs
 import pytest
 import torch
-from parallel_runs import (
-    CP2,
-    DEEPSEEK,
-    EP2,
-    ETP1,
-    GPT2,
-    LATENT,
-    LATENT_DENSE,
-    LLAMA,
-    MIXTRAL,
-    PP2,
-    TP2,
-    ULYSSES,
-    trainer,
-)
 
 import hal
 from hal.mesh import Mesh
@@ -47,7 +33,7 @@ def engine(options: dict[str, Any]) -> Engine:
 
 
 def _save(options: dict[str, Any], root: str) -> None:
-    run = trainer(options)
+    run = parallel_runs.trainer(options)
     run.save(Path(root))
 
 
@@ -62,16 +48,16 @@ def _loaded(options: dict[str, Any], root: str) -> list[float]:
 @pytest.mark.parametrize(
     "base",
     [
-        pytest.param(GPT2, id="tied"),
-        pytest.param(LLAMA, id="untied", marks=pytest.mark.nightly),
-        pytest.param(DEEPSEEK, id="experts", marks=pytest.mark.slow),
+        pytest.param(parallel_runs.GPT2, id="tied"),
+        pytest.param(parallel_runs.LLAMA, id="untied", marks=pytest.mark.nightly),
+        pytest.param(parallel_runs.DEEPSEEK, id="experts", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_loads_its_part_of_a_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
     """The last stage's copy of a tied weight is sharded, too, and stored under the first stage's name."""
     _save(base, str(tmp_path))
     one = _loaded(base, str(tmp_path))
-    for logits in run_processes(4, _loaded, {**base, **TP2, **PP2}, str(tmp_path)):
+    for logits in run_processes(4, _loaded, {**base, **parallel_runs.TP2, **parallel_runs.PP2}, str(tmp_path)):
         assert logits == pytest.approx(one, abs=1e-4)
 
 
@@ -105,13 +91,13 @@ def on(world: int, function: Any, options: dict[str, Any]) -> Any:
 
 
 GENERATING = {
-    "tp2-llama": (2, LLAMA, TP2),
-    "pp2-gpt2": (2, GPT2, PP2),
-    "etp2-mixtral": (2, MIXTRAL, TP2),
-    "ep2-tp2-deepseek": (2, DEEPSEEK, {**TP2, **EP2, **ETP1}),
-    "tp2-pp2-latent": (4, LATENT, {**TP2, **PP2}),
-    "tp2-pp2-gpt2": (4, GPT2, {**TP2, **PP2}),
-    "tp2-pp2-llama": (4, LLAMA, {**TP2, **PP2}),
+    "tp2-llama": (2, parallel_runs.LLAMA, parallel_runs.TP2),
+    "pp2-gpt2": (2, parallel_runs.GPT2, parallel_runs.PP2),
+    "etp2-mixtral": (2, parallel_runs.MIXTRAL, parallel_runs.TP2),
+    "ep2-tp2-deepseek": (2, parallel_runs.DEEPSEEK, {**parallel_runs.TP2, **parallel_runs.EP2, **parallel_runs.ETP1}),
+    "tp2-pp2-latent": (4, parallel_runs.LATENT, {**parallel_runs.TP2, **parallel_runs.PP2}),
+    "tp2-pp2-gpt2": (4, parallel_runs.GPT2, {**parallel_runs.TP2, **parallel_runs.PP2}),
+    "tp2-pp2-llama": (4, parallel_runs.LLAMA, {**parallel_runs.TP2, **parallel_runs.PP2}),
 }
 QUICK = {"tp2-llama", "pp2-gpt2"}
 
@@ -133,9 +119,9 @@ def test_a_seed_gives_the_same_text_on_every_layout(world: int, base: Any, layou
 
 SCORING = {
     **GENERATING,
-    "cp2-latent": (2, LATENT_DENSE, CP2),
-    "cp2-llama": (2, LLAMA, CP2),
-    "ulysses-gpt2": (2, GPT2, ULYSSES),
+    "cp2-latent": (2, parallel_runs.LATENT_DENSE, parallel_runs.CP2),
+    "cp2-llama": (2, parallel_runs.LLAMA, parallel_runs.CP2),
+    "ulysses-gpt2": (2, parallel_runs.GPT2, parallel_runs.ULYSSES),
 }
 
 
@@ -154,4 +140,4 @@ def _refused(options: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 def test_generation_with_sequences_cut_over_ranks_is_refused() -> None:
-    assert "--context-parallel-size 1" in on(2, _refused, {**LLAMA, **CP2})
+    assert "--context-parallel-size 1" in on(2, _refused, {**parallel_runs.LLAMA, **parallel_runs.CP2})
