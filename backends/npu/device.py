@@ -30,14 +30,25 @@ def _npu() -> Any:
 
 
 class Npu(hal.Backend):
-    """Options: simulate (None = HAL_SIMULATE), devices, memory_bytes and poison of the simulator (see docs)."""
+    """Options: simulate (None = HAL_SIMULATE); deterministic; devices, memory_bytes and poison of the simulator (see
+    docs).
+
+    deterministic: operators and HCCL add in a fixed order. CANN has one switch for all of them, which torch_npu sets
+    from `torch.use_deterministic_algorithms`, so the mode is one of the process.
+    """
 
     name = "npu"
     device_specs = DEVICE_SPECS
 
     def __init__(
-        self, simulate: bool | None = None, devices: int = 8, memory_bytes: int = 0, poison: bool = False
+        self,
+        simulate: bool | None = None,
+        devices: int = 8,
+        memory_bytes: int = 0,
+        poison: bool = False,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         asked = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = asked if simulate is None else simulate
         self.devices, self.memory_bytes, self.poison = devices, memory_bytes, poison
@@ -66,6 +77,12 @@ class Npu(hal.Backend):
                 importlib.import_module("torch_npu")
         except Exception as error:
             raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error
+        if self.deterministic:
+            # With warn_only, torch's own operations on the host that have no such mode go on as before. New memory is
+            # not filled, which torch does in this mode to make reads of uninitialised memory repeatable.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            os.environ.setdefault("HCCL_DETERMINISTIC", "true")
 
     def device(self, index: int = 0) -> torch.device:
         count = _npu().device_count()
@@ -75,7 +92,9 @@ class Npu(hal.Backend):
 
     def capabilities(self) -> hal.Capabilities:
         return hal.Capabilities(
-            dtypes=hal.Capabilities().dtypes | {torch.float64, torch.int8, torch.int16}, asynchronous=True
+            dtypes=hal.Capabilities().dtypes | {torch.float64, torch.int8, torch.int16},
+            asynchronous=True,
+            deterministic=self.simulated or self.deterministic,
         )
 
     def synchronize(self) -> None:

@@ -15,7 +15,7 @@ from hal import BackendUnavailable, HalError
 from . import build
 
 FAULTS = ("oom", "stream", "hccl_timeout", "slow_rank")
-COUNTERS = ("operators", "device_to_host", "host_to_device", "host_waits")
+COUNTERS = ("operators", "device_to_host", "host_to_device", "host_waits", "deterministic")
 SETTINGS = {
     "devices": 8,
     "memory_bytes": 61 << 30,
@@ -52,7 +52,8 @@ class Simulator:
 
     def counters(self) -> dict[str, int]:
         """What this process has asked of its devices so far: "operators" executed, copies "device_to_host" and
-        "host_to_device", and "host_waits", the calls in which the host waited for a stream, an event or a device."""
+        "host_to_device", "host_waits", the calls in which the host waited for a stream, an event or a device, and
+        "deterministic", the operators that were started while CANN's deterministic mode was on."""
         return {name: self._count(i) for i, name in enumerate(COUNTERS)}
 
     def inject(self, fault: str, nth: int = 1) -> None:

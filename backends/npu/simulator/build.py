@@ -34,12 +34,14 @@ LIBRARIES = {
         "operators",
     ),  # operators is generated from the table
     "hccl": ("hccl", "shared_memory"),
+    "hcomm": (),
     "acl_op_compiler": (),
     "ge_runner": (),
     "graph": (),
     "acl_tdt_channel": (),
 }
-"""Library -> its translation units. The empty libraries only depend on libascendcl, which contains their symbols."""
+"""Library -> its translation units. The empty libraries only depend on libascendcl, and libhcomm on libhccl, which
+contain their symbols."""
 
 _FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-fvisibility=default"]
 _JOBS = 2
@@ -108,6 +110,8 @@ def _build(compiler: list[str], headers: Path, work: Path) -> Path:
     for name, sources in LIBRARIES.items():
         objects = [str(work / f"{unit}.o") for unit in sources or ("empty",)]
         needs = [] if name == "ascendcl" else ["-Wl,--no-as-needed", f"-L{work / 'lib'}", "-lascendcl"]
+        if name == "hcomm":
+            needs.append("-lhccl")
         if name == "opapi":
             needs += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         soname = f"-Wl,-soname,lib{name}.so"

@@ -119,9 +119,16 @@ aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) 
 aclError aclrtGetDeviceUtilizationRate(int32_t, aclrtUtilizationInfo*) {
   return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "no utilisation is measured");
 }
+// The release that torch_npu 2.11 and later are made for (compatibility.csv); torch_npu asks either function.
 aclError aclsysGetVersionStr(char* package, char* version) {
   (void)package;
-  strcpy(version, "8.3.RC1");
+  strcpy(version, "9.1.0");
+  return ACL_SUCCESS;
+}
+aclError aclsysGetCANNVersion(aclCANNPackageName name, aclCANNPackageVersion* version) {
+  if (name == ACL_PKG_NAME_DRIVER) return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+  *version = {};
+  strcpy(version->version, "9.1.0");
   return ACL_SUCCESS;
 }
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
@@ -132,10 +139,14 @@ aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
 aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
-aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) {
-  *value = 0;
+// CANN has a value per context and one of the process, which torch_npu sets alike.
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  if (option == ACL_OPT_DETERMINISTIC) halsim::deterministic = value != 0;
+  return ACL_SUCCESS;
+}
+aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtCtxSetSysParamOpt(option, value); }
+aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
+  *value = option == ACL_OPT_DETERMINISTIC && halsim::deterministic;
   return ACL_SUCCESS;
 }
 aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }

@@ -172,9 +172,21 @@ bool move_all(Segment& segment, std::vector<Transfer> all, const Deadline& deadl
   }
 }
 
+// Messages between HcclGroupStart and HcclGroupEnd of this thread, by communicator and stream.
+struct Group {
+  int depth = 0;
+  std::map<std::pair<Shared, aclrtStream>, std::vector<Transfer>> messages;
+};
+thread_local Group group;
+
 HcclResult messages(const char* call, const Shared& comm, std::vector<Transfer> transfers, aclrtStream stream) {
   for (const Transfer& t : transfers)
     if (t.peer >= comm->segment->size()) return refuse(HCCL_E_PARA, "a message to a rank that does not exist");
+  if (group.depth) {
+    auto& waiting = group.messages[{comm, stream}];
+    waiting.insert(waiting.end(), transfers.begin(), transfers.end());
+    return HCCL_SUCCESS;
+  }
   auto task = [=]() -> int {
     if (halsim::fault("hccl_timeout")) return timed_out(*comm, call);
     bool fine = move_all(*comm->segment, transfers, Deadline(comm->timeout_ms));
@@ -371,6 +383,20 @@ HcclResult HcclRecv(void* data, uint64_t count, HcclDataType type, uint32_t peer
   Shared comm = find(handle);
   if (auto bad = check("HcclRecv", comm, type, data, count * item_size(type))) return bad;
   return messages("HcclRecv", comm, {{false, peer, static_cast<char*>(data), count * item_size(type)}}, stream);
+}
+// Messages of a group are under way together, in any order of senders and receivers.
+HcclResult HcclGroupStart() {
+  group.depth++;
+  return HCCL_SUCCESS;
+}
+HcclResult HcclGroupEnd() {
+  if (group.depth == 0) return refuse(HCCL_E_PARA, "HcclGroupEnd without HcclGroupStart");
+  if (--group.depth) return HCCL_SUCCESS;
+  auto all = std::move(group.messages);
+  group.messages.clear();
+  for (auto& [place, transfers] : all)
+    if (auto bad = messages("HcclGroupEnd", place.first, transfers, place.second)) return bad;
+  return HCCL_SUCCESS;
 }
 HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm handle, aclrtStream stream) {
   Shared comm = find(handle);

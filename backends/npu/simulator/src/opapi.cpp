@@ -147,6 +147,7 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
   auto work = std::move(executor->run);
   delete executor;
   count(Counter::operators);
+  if (deterministic) count(Counter::deterministic);
   return submit(stream, [name, work] {
     // Only plain CPU kernels run below: no autograd, and no Python mode of the calling thread.
     at::AutoDispatchBelowADInplaceOrView plain;

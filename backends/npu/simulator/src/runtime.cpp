@@ -33,6 +33,8 @@ size_t used[kDevices];
 std::atomic<int64_t> counters[static_cast<int>(Counter::count)];
 }  // namespace
 
+std::atomic<bool> deterministic{false};
+
 void count(Counter counter) { counters[static_cast<int>(counter)]++; }
 
 int fail(int code, const char* format, ...) {

@@ -4,6 +4,7 @@
 #pragma once
 #include <acl/acl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -23,8 +24,11 @@ bool fault(const char* name, Strike strike = Strike::once);
 
 // What the process has asked of its devices so far, read by halsim_count (ctypes). A host read waits for the device and
 // copies from it; a host wait is any call in which the host waits for a stream, an event or the device.
-enum class Counter { operators, device_to_host, host_to_device, host_waits, count };
+enum class Counter { operators, device_to_host, host_to_device, host_waits, deterministic, count };
 void count(Counter counter);
+
+// CANN's ACL_OPT_DETERMINISTIC: operators add in a fixed order. Those of the simulator always do.
+extern std::atomic<bool> deterministic;
 
 // A task returns an acl error code; a non-zero one stops the stream, as a device exception does.
 using Task = std::function<int()>;
