@@ -281,17 +281,33 @@ class Trainer:
         why = self._rerun.suspicion(gradients) if self._rerun else ""
         if self._rerun is None or not (wrong or why):
             return gradients
-        verdict = self._rerun.verdict_of_check if wrong else self._rerun.verdict
-        cause, text = verdict(gradients, wrong or why, self._gradients)
+        check = self._rerun.verdict_of_check if wrong else self._rerun.verdict
+        cause, text, repeated = check(gradients, wrong or why, self._gradients)
         if cause == "persistent":
             raise TrainingFailed(f"{where}: {text}; nothing was updated")
         skip = cause == "input" and self.bad_batches < self.config.skip_bad_batches
+        result = None if skip else self._gradients()
+        # A fault that occurs now and then, but in every execution, is not transient.
+        wrong = self.verified.wrong()
+        if wrong or not (result is None or result.same(repeated)):
+            problem = wrong or f"a third execution gave another result again ({result} instead of {repeated})"
+            raise TrainingFailed(f"{where}: {text}. But {problem}; nothing was updated")
         self.bad_batches += skip
         action = (
             f"the batch is skipped ({self.bad_batches} of {self.config.skip_bad_batches})" if skip else "it goes on"
         )
         self.write_line(f" rerun: {where}: {text}; {action}")
-        return None if skip else self._gradients()
+        return result
+
+    def _require_right_update(self) -> None:
+        """Raises TrainingFailed if --verify-ops has found a wrong result, on any rank, since the gradients were
+        examined: in the optimizer's step or an evaluation. Neither is repeated, since the weights have changed."""
+        wrong = self.verified.wrong()
+        if wrong:
+            raise TrainingFailed(
+                f"iteration {self.iteration}, after the gradients: {wrong}; the weights may be wrong, and no "
+                "checkpoint of this iteration was written. Continue from an earlier one with --load"
+            )
 
     def _require_finite(self, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -325,6 +341,7 @@ class Trainer:
             "skipped": self.skipped,
             "scheduled_samples": self.scheduled,
             "bad_batches": self.bad_batches,
+            "rerun_losses": list(self._rerun.losses) if self._rerun else [],
             "optimizer_steps": self.optimizer.steps,
             "loss_scaler": asdict(self.optimizer.scaler),
             "rng": list(self.rng.state()),
@@ -353,6 +370,8 @@ class Trainer:
         self.lineage = lineage.begin(state)
         self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
         self.skipped, self.bad_batches = state["skipped"], int(state.get("bad_batches") or 0)
+        if self._rerun:
+            self._rerun = RerunCheck(state.get("rerun_losses", []))
         if c.no_load_optim:
             return
         self.optimizer.steps = state["optimizer_steps"]
@@ -385,6 +404,7 @@ class Trainer:
             on_step(self.step())
             if evaluates(c) and self.iteration % (c.eval_interval or 1) == 0:
                 on_evaluation(self.iteration, self.evaluate())
+            self._require_right_update()
             if root and c.save_interval and self.iteration % c.save_interval == 0:
                 before_save()
                 self.save(root)

@@ -6,6 +6,7 @@ checkpoint does not depend on the layout of the ranks that wrote it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -126,6 +127,9 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
         n not in known or not isinstance(v, (int, float)) for n, v in scaler.items()
     ):
         wrong.append("loss_scaler")
+    losses = state.get("rerun_losses", [])  # absent in older checkpoints
+    if not isinstance(losses, list) or not all(type(x) in (int, float) and abs(x) < math.inf for x in losses):
+        wrong.append("rerun_losses")
     if wrong:
         raise HalError(f"the checkpoint {folder}: its state has no {', '.join(wrong)}, or not as training writes it")
 

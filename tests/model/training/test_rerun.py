@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from hal import HalError
 from hal.model.training import rerun
 from hal.model.training.rerun import Gradients, RerunCheck
 from hal.model.training.run import build
@@ -91,6 +92,42 @@ def test_what_is_suspect():
     assert check.suspicion(Gradients(1.0, None)) == "", "an overflow in float16 is handled by the loss scale"
 
 
+def test_a_resumed_run_remembers_the_losses_that_decide_what_is_an_outlier(trainer, tmp_path):
+    first, resumed = trainer(), trainer()
+    for _ in range(3):
+        first.step()
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    assert list(resumed._rerun.losses) == list(first._rerun.losses) and len(first._rerun.losses) == 3
+    assert "times the largest of the last 3" in resumed._rerun.suspicion(Gradients(1e3, 1.0))
+
+
+def test_losses_of_a_checkpoint_are_numbers(trainer, tmp_path):
+    first = trainer()
+    state = {**first.state(), "rerun_losses": ["a"]}
+    first.saver.save(tmp_path, 0, first.tensors(), state)
+    with pytest.raises(HalError, match="its state has no rerun_losses"):
+        trainer().load(tmp_path)
+
+
+def test_a_fault_of_every_execution_is_not_transient(trainer, monkeypatch):
+    made = trainer()
+    made.step()
+    plain, factors = made.forward_backward, iter([math.nan, 2.0, 3.0])
+    monkeypatch.setattr(made, "forward_backward", lambda: plain() * next(factors))
+    before = weights(made)
+    with pytest.raises(TrainingFailed, match=r"a transient fault\. But a third execution gave another result again"):
+        made.step()
+    assert same(before, weights(made))
+
+
+def test_a_wrong_backward_pass_is_persistent_although_the_loss_is_right(references):
+    again = iter([Gradients(2.0, math.nan), Gradients(2.0, 1.0)])
+    first = Gradients(2.0, math.nan)
+    verdict = RerunCheck().verdict(first, "the gradient norm is nan", lambda: next(again))
+    assert verdict.cause == "persistent" and "a loss of 2 and a gradient norm of 1:" in verdict.text
+
+
 @pytest.mark.parametrize(
     "results, cause",
     [([2.0], "transient"), ([math.nan, 2.0], "persistent"), ([math.nan, math.nan], "input"), ([math.inf], "transient")],
@@ -104,7 +141,7 @@ def test_the_cause_is_found_by_computing_again(references, results, cause):
 def test_a_lasting_fault_of_an_implementation_stops_the_run(trainer, monkeypatch):
     made = trainer()
     made.step()
-    monkeypatch.setattr(rerun.RerunCheck, "verdict", lambda *a: rerun.Verdict("persistent", "an implementation"))
+    monkeypatch.setattr(rerun.RerunCheck, "verdict", lambda *a: rerun.Verdict("persistent", "an implementation", None))
     monkeypatch.setattr(rerun.RerunCheck, "suspicion", lambda *a: "planted")
     before = weights(made)
     with pytest.raises(TrainingFailed, match=r"iteration 2, samples from .*: an implementation; nothing was updated"):

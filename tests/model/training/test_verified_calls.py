@@ -8,6 +8,7 @@ import pytest
 
 import hal
 from hal import ops
+from hal.model.checkpoint import reader
 from hal.model.training.run import train
 from hal.model.training.trainer import TrainingFailed
 
@@ -71,7 +72,10 @@ def test_a_persistent_corruption_is_found_within_200_steps(op, change, named, co
     folder = tmp_path / "run"
     with pytest.raises(TrainingFailed) as caught:
         train(tiny(verify_ops=0.05, train_iters=200, lr=1e-2, weight_decay=1.0, run_dir=str(folder)))
-    assert named in str(caught.value) and "nothing was updated" in str(caught.value)
+    assert named in str(caught.value)
+    # A wrong gradient is found before the update, a wrong update before the checkpoint.
+    consequence = "no checkpoint of this iteration was written" if op is ops.adamw else "nothing was updated"
+    assert consequence in str(caught.value)
     assert len(list((folder / "wrong-calls").iterdir())) >= 1
     (violation, *_) = json.loads((folder / "run.json").read_text())["verified_ops"]["violations"]
     assert named in violation
@@ -95,6 +99,41 @@ def test_a_passing_corruption_is_computed_again(corrupted, tiny, tmp_path):
     hal.use("cpu_ref")
     train(tiny(train_iters=4, run_dir=str(tmp_path / "whole")))
     assert record["losses"] == json.loads((tmp_path / "whole" / "run.json").read_text())["losses"]
+
+
+def test_a_corruption_now_and_then_ends_the_run(corrupted, tiny, tmp_path):
+    """Executions of the step differ, as after a transient fault, but each is wrong."""
+    calls = iter(range(1, 10**6))
+
+    def drifting(forward):
+        def linear(x, weight, bias=None):
+            y, residuals = forward(x, weight, bias)
+            return y * (1 + 0.1 * next(calls)), residuals
+
+        return linear
+
+    corrupted(ops.linear, drifting)
+    with pytest.raises(TrainingFailed, match=r"a transient fault. But linear .*; nothing was updated"):
+        train(tiny(verify_ops=1.0, rerun_mode="validate_results", train_iters=4))
+
+
+def test_a_wrong_update_is_found_before_it_is_saved(corrupted, tiny, tmp_path):
+    """In the last iteration, after which no other step would find it. Each has two calls: with and without decay."""
+    calls = iter(range(1, 10**6))
+
+    def last_wrong(forward):
+        @functools.wraps(forward)
+        def adamw(*lists, weight_decay, **rest):
+            forward(*lists, weight_decay=-weight_decay if next(calls) > 4 else weight_decay, **rest)
+
+        return adamw
+
+    corrupted(ops.adamw, last_wrong)
+    save = tmp_path / "save"
+    options = {"verify_ops": 1.0, "train_iters": 3, "weight_decay": 10.0, "save": str(save), "save_interval": 1}
+    with pytest.raises(TrainingFailed, match=r"iteration 3, after the gradients: adamw .*no checkpoint of this"):
+        train(tiny(**options))
+    assert reader.iterations(save) == [1, 2]
 
 
 def test_the_log_and_the_record_say_what_was_compared(tiny, tmp_path, capsys):
