@@ -50,12 +50,27 @@ def same_run(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def foreign(root: Path, state: Mapping[str, Any]) -> list[int]:
-    """The iterations after that of `state` of which `root` has a checkpoint of another run."""
+    """The iterations, from that of `state` on, of which `root` has a checkpoint of another run."""
     later = []
     for iteration, other in _states(root):
-        if iteration > state["iteration"] and lineage_of(other) and not same_run(other, state):
+        if iteration >= state["iteration"] and lineage_of(other) and not same_run(other, state):
             later.append(iteration)
     return later
+
+
+def holds(folder: Path, state: Mapping[str, Any]) -> bool:
+    """Whether an existing checkpoint has this `state`, so that it need not be written again.
+
+    A run that went back because a checkpoint was damaged, or was told to, arrives at its iteration again, and must
+    replace it.
+    """
+    entries = lineage_of(state)
+    if not entries or entries[-1][1] == state["iteration"]:  # of unknown origin, or unchanged since it was loaded
+        return True
+    try:
+        return led_to(read_manifest(folder)["state"], state)
+    except (HalError, OSError):
+        return False
 
 
 def _states(root: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -24,7 +24,7 @@ from hal import Comm, HalError, SingleRankComm
 
 from ..common.atomic_files import beside, make_folder, new_token, publish, write_text
 from ..config.schema import ConfigError
-from .lineage import prune
+from .lineage import holds, prune
 from .reader import (
     LATEST,
     MANIFEST,
@@ -109,7 +109,7 @@ class Saver:
         self.wait()
         folder, root_rank = folder_of(root, iteration), self.world.rank == 0
         if root_rank:
-            _make_room(root, iteration)
+            _make_room(root, iteration, state)
         exists, token = broadcast_integers(self.world, [int(folder.exists()), new_token()])
         if exists:
             if root_rank:
@@ -188,13 +188,14 @@ def _space(folder: Path) -> str:
     return f"Its disk has {free / 2**20:.1f} MiB left. " if free is not None and free < 64 << 20 else ""
 
 
-def _make_room(root: Path, iteration: int | str) -> None:
+def _make_room(root: Path, iteration: int | str, state: Mapping[str, Any]) -> None:
     make_folder(root)
     for leftover in root.glob(".*.tmp"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     folder = folder_of(root, iteration)
-    if folder.exists() and _tracked(root) != iteration:
-        # A run was killed after the rename and before the tracker file named the folder, or has gone back before it.
+    if folder.exists() and (_tracked(root) != iteration or not holds(folder, state)):
+        # A run was killed after the rename and before the tracker file named the folder, or has gone back before it,
+        # perhaps because it is damaged.
         shutil.rmtree(folder)
 
 

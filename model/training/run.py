@@ -234,7 +234,7 @@ def _require_free(config: Config, trainer: Trainer) -> None:
     others = foreign(save, trainer.state())
     if others:
         raise ConfigError(
-            f"--save {save} holds checkpoints of another run after iteration {start}, which this run would replace "
+            f"--save {save} holds checkpoints of another run from iteration {start} on, which this run would replace "
             f"({', '.join(map(str, others[:5]))}); give another folder, or remove them"
         )
 

@@ -87,6 +87,20 @@ def test_a_lost_tracker_does_not_restart_a_run(tmp_path, capsys):
     assert "holds a checkpoint of iteration 8" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_replaced_when_its_iteration_is_reached_again(tmp_path, recwarn):
+    options = [*TINY, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save"), "--load"]
+    options += [str(tmp_path / "save"), "--save-interval", "2", "--train-iters", "4"]
+    assert main(options) == 0
+    damage(tmp_path / "save", 4)
+    assert main(options) == 0
+    recwarn.clear()
+    assert reader.read_state(tmp_path / "save")[1]["iteration"] == 4 and not recwarn
+    before = reader.file_checksum(tmp_path / "save" / "iter_0000004" / reader.MANIFEST)
+    assert main(options) == 0
+    after = reader.file_checksum(tmp_path / "save" / "iter_0000004" / reader.MANIFEST)
+    assert after == before, "a checkpoint from which nothing was done is not written again"
+
+
 def test_a_run_with_only_damaged_checkpoints_is_refused(tmp_path, capsys):
     options = [*TINY, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save"), "--train-iters", "2"]
     assert main(options) == 0
@@ -102,7 +116,7 @@ def test_a_resumed_run_does_not_replace_the_checkpoints_of_another(tmp_path, cap
     assert main([*options, "4", "--save", str(tmp_path / "other")]) == 0
     shutil.copytree(tmp_path / "other" / "iter_0000004", save / "iter_0000004")
     assert main([*options, "6", "--load", str(save), "--save", str(save)]) == 2
-    assert "checkpoints of another run after iteration 2" in capsys.readouterr().err
+    assert "checkpoints of another run from iteration 2 on" in capsys.readouterr().err
 
 
 # Which checkpoints are removed.
