@@ -36,7 +36,8 @@ _SURPLUS = 0.005
 class Split:
     """The samples of one split. `fetch(n, count)` returns (tokens, labels), int64 [count, s] each.
 
-    source: fingerprints of the tokenizer and of the files, see fingerprint.py.
+    source: what determines the samples, as JSON values: fingerprints of the tokenizer and of the files (see
+    fingerprint.py), the weights of the files, and the part of each.
     """
 
     dataset: Any
@@ -91,9 +92,10 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
     fingerprints: dict[Path, dict[str, Any]] = {}
     opened = {}
     for name, count in samples.items():
+        source: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "files": []}
         if config.mock_data:
-            opened[name] = Split(_mock(config, tokenizer, name, count), tokenizer.vocab_size, tokenizer.eod)
-            opened[name].mask_loss = config.eod_mask_loss
+            mock = _mock(config, tokenizer, name, count)
+            opened[name] = Split(mock, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss, source)
             continue
         blend = _blend(config, tokenizer, name)
         for prefix in blend.prefixes:
@@ -106,9 +108,20 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
         for prefix in blend.prefixes:
             if prefix not in fingerprints:
                 fingerprints[prefix] = of_prefix(prefix)
-        source = {"tokenizer": tokenizer.fingerprint, "files": [fingerprints[prefix] for prefix in blend.prefixes]}
+        source["files"] = [fingerprints[prefix] for prefix in blend.prefixes]
+        weights = None if blend.weights is None else [round(w, 12) for w in blend.weights]
+        source["weights"], source["parts"] = weights, _parts(dataset)
         opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss, source)
     return opened
+
+
+def _parts(dataset: Any) -> list[list[int | None]]:
+    """[first sequence, last (exclusive), number of samples if it determines their order] of each of a split's files.
+
+    Every epoch but the first is shuffled together with others, so the order depends on the samples that a run needs.
+    """
+    datasets = dataset.datasets if isinstance(dataset, _Mixture) else [dataset]
+    return [[int(d.indices[0]), int(d.indices[-1]) + 1, d.num_samples] for d in datasets]
 
 
 def _mock(config: Config, tokenizer: Tokenizer, name: str, count: int) -> Any:

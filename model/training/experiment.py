@@ -6,6 +6,7 @@ changed hyperparameters and a changed seed are reported, because changing them c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,14 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
         if not isinstance(before, list) or len(before) != len(after):
             changed.append(f"the {name} split has another number of files")
             continue
+        now = split.source
+        if "weights" in saved and saved["weights"] != now.get("weights"):
+            changed.append(f"the {name} split has its files with the weights {_brief(saved, 'weights', now)}")
+        if "parts" in saved and saved["parts"] != now.get("parts"):
+            moved.append(
+                f"the {name} split may have other samples or another order of them: [first sequence, last sequence, "
+                f"samples if more than one epoch] of each file {_brief(saved, 'parts', now)}"
+            )
         for old, new in zip(before, after):
             if not isinstance(old, dict) or old.get("sha256") != new["sha256"]:
                 size = old.get("bytes") if isinstance(old, dict) else None
@@ -150,3 +159,8 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
             elif not new["complete"] and old.get("modified") != new["modified"]:
                 moved.append(f"{new['prefix']}.bin was modified or copied; the sampled parts of it are the same")
     return changed, moved
+
+
+def _brief(saved: Mapping[str, Any], key: str, now: Mapping[str, Any]) -> str:
+    """A changed value before and after, each cut to 80 characters."""
+    return " -> ".join(json.dumps(source.get(key))[:80] for source in (saved, now))

@@ -87,6 +87,33 @@ def test_another_text_is_refused(resume, tmp_path):
     assert code == 2 and "was made with other data" in output
 
 
+def test_artificial_data_are_other_data(resume):
+    code, output = resume("--lr", "1e-3", "--mock-data", data=[])
+    assert code == 2 and "was made with other data: the train split has another number of files" in output
+
+
+def test_other_weights_of_the_same_files_are_refused(resume, tmp_path):
+    write(tmp_path / "e", seed=1)
+    options = [*TINY, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "blend"), "--train-iters", "2"]
+    options += ["--load", str(tmp_path / "blend"), "--lr", "1e-3"]
+
+    def blend(first, second):
+        return [*options, "--data-path", first, str(tmp_path / "d"), second, str(tmp_path / "e")]
+
+    assert main(blend("0.3", "0.7")) == 0
+    assert main(blend("3", "7")) == 0
+    assert main(blend("0.7", "0.3")) == 2
+    assert main([*blend("0.7", "0.3"), "--accept-changed-data"]) == 0
+
+
+def test_another_order_or_part_of_the_same_files_is_reported(resume):
+    # An epoch has 39 x 60 tokens in samples of 16. A longer run shuffles its last epochs together.
+    code, output = resume("--lr", "1e-3", "--train-iters", "100", "--exit-interval", "1")
+    assert code == 0 and "[[0, 39, null]] -> [[0, 39, 200]]" in output
+    code, output = resume("--lr", "1e-3", "--split", "1,1,0")
+    assert code == 0 and "[[0, 39, 200]] -> [[0, 20, null]]" in output
+
+
 def test_another_tokenizer_is_refused(resume):
     code, output = resume("--lr", "1e-3", "--tokenizer-type", "NullTokenizer", "--vocab-size", "300")
     assert code == 2 and "the tokenizer of the train split" in output
