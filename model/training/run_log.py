@@ -201,8 +201,8 @@ class RunLog:
         if self.losses:
             try:
                 _plot(self.folder / "loss.png", self.losses, self.evaluations)
-            except (OSError, HalError) as error:  # the training has succeeded
-                self.write_line(f" loss.png could not be written: {error}")
+            except Exception as error:  # the training has ended, so no defect of matplotlib's setup may change how
+                self.write_line(f" loss.png could not be written: {one_line(error)}")
 
     def tokens_per_second(self) -> float:
         """The mean over the steps of this process, without the first step, which warms up caches and kernels."""

@@ -103,3 +103,13 @@ def test_a_full_disk_does_not_end_a_run(log, monkeypatch):
         log.step(step(iteration))
     assert attempts
     monkeypatch.undo()
+
+
+def test_a_plot_that_cannot_be_drawn_does_not_change_the_result(log, monkeypatch):
+    lines = []
+    monkeypatch.setattr(log, "write_line", lines.append)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    log.step(step(1))
+    log.finish("", "")
+    assert losses(log) == [[1, 1.0]] and (log.folder / "sample.txt").exists()
+    assert "loss.png could not be written: " in lines[-1]
