@@ -17,7 +17,7 @@ import torch.autograd.forward_ad
 import torch.utils._python_dispatch
 
 from . import torch_arguments
-from .shared_memory import refuse_shared_memory
+from .shared_memory import refuse_repeated, refuse_shared_memory
 from .signature import Kind, Schema, define, fragments
 from .torch_versions import skip_frame
 
@@ -85,7 +85,7 @@ def memo_key(schema: Schema) -> str | None:
     return ", ".join(elements)
 
 
-def source(signature: inspect.Signature, key: str | None, written: Sequence[str]) -> str:
+def source(signature: inspect.Signature, key: str | None, written: Sequence[str], lists: Sequence[str] = ()) -> str:
     """Source text of an op's __call__: looks up the function for the call's metadata, or calls `resolve` for a new one.
 
     This is the entire overhead compared with a direct call (0.6 to 1.1 us), hence one function without a loop. For
@@ -101,7 +101,7 @@ def source(signature: inspect.Signature, key: str | None, written: Sequence[str]
                 _run = _self.resolve(_key, x, weight, eps)
             return _run(x, weight, eps)
 
-    written: the parameters that are tensors and written in place.
+    written: the parameters that are tensors and written in place. lists: those that are lists of such tensors.
     """
     f = fragments(signature)
     end = f"    return _run({f.passed})\n"
@@ -111,6 +111,9 @@ def source(signature: inspect.Signature, key: str | None, written: Sequence[str]
     if written:
         read = [name for name in f.names if name not in written]
         end = f"    _refuse_shared(_self.name, {_named(written)}, {_named(read)})\n{end}"
+    if lists:
+        read = [name for name in f.names if name not in lists]
+        end = f"    _refuse_repeated(_self.name, {_named(lists)}, {_named(read)})\n{end}"
     start = (
         f"def __call__(_self, {f.header}):\n"
         # The last two are thread-local. The first may be true because of a mode in another thread.
@@ -156,12 +159,13 @@ def eager(
         "_transforms": torch._C._are_functorch_transforms_active,
         "_forward_ad": torch.autograd.forward_ad,
         "_refuse_shared": refuse_shared_memory,
+        "_refuse_repeated": refuse_repeated,
         "_Bound": Bound,
     }
-    written = [p.name for p in schema.parameters.values() if p.name in mutates and p.kind == "tensor"]
+    written = [p for p in schema.parameters.values() if p.name in mutates]
     call = define(
         "__call__",
-        source(signature, memo_key(schema), written),
+        source(signature, memo_key(schema), *([p.name for p in written if p.kind == k] for k in ("tensor", "tensors"))),
         {"_memo": memo, **states, **f.scope},
         f"dispatch of {name}",
     )

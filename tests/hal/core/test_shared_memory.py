@@ -88,6 +88,30 @@ def test_neighbours_in_one_buffer_and_equal_inputs_do_not_overlap():
     ops.linear_wgrad(x[:0], x[:0], main_grad, bias)
 
 
+def test_a_written_tensor_of_a_list_that_is_given_twice_is_refused():
+    p, g, m, v = ([torch.rand(4), torch.ones(4), torch.empty(0), torch.empty(0)] for _ in range(4))
+    before = p[1].clone()
+    for lists in ((p, g, p, v), (p, [g[0], p[1], *g[2:]], m, v), ([p[1], *p[1:]], g, m, v), (p, g, m, [v[0], *m[1:]])):
+        with pytest.raises(ContractError, match="separate memory; found that they are the same"):
+            ops.adamw(*lists, step=1, lr=0.1)
+    with pytest.raises(ContractError, match=r"adamw: expected params\[0\], .* and model_params\[0\] in separate memory"):
+        ops.adamw(p, g, m, v, step=1, lr=0.1, model_params=[x.view(x.shape) for x in p])
+    with pytest.raises(ContractError, match=r"grads\[0\], which is written, and grads\[2\]"):
+        ops.unscale_and_check([p[0], p[1], p[0]], 0.5)
+    assert torch.equal(p[1], before)
+    ops.adamw(p, g, m, v, step=1, lr=0.1)
+    with torch._subclasses.FakeTensorMode() as mode:
+        ops.unscale_and_check([mode.from_tensor(x) for x in p], 0.5)
+
+
+def test_what_is_only_read_may_be_given_twice():
+    p, m, v = ([torch.zeros(4), torch.zeros(4)] for _ in range(3))
+    g = torch.randn(4)
+    ops.adamw(p, [g, g], m, v, step=1, lr=0.1)
+    assert torch.equal(p[0], p[1]) and p[0].any()
+    ops.l2norm([g, g])
+
+
 def test_the_gradient_sums_of_experts_may_not_overlap_their_inputs():
     x = torch.randn(8, 8)
     with pytest.raises(ContractError, match="separate memory"):
