@@ -80,7 +80,7 @@ def _sinkhorn_bias(logits: Tensor) -> Tensor:
     """
     cost = logits.exp()
     tokens, experts = cost.shape
-    by_expert, error = torch.ones_like(cost[0]), torch.inf
+    by_expert, error = cost.new_ones(experts), torch.inf
     while error > _SINKHORN_TOLERANCE and tokens:
         by_token = 1.0 / (tokens * ((by_expert * cost).sum(1) + _SINKHORN_EPSILON))
         before, by_expert = by_expert, 1.0 / (experts * ((by_token[:, None] * cost).sum(0) + _SINKHORN_EPSILON))

@@ -29,6 +29,8 @@ def require_ids(op: str, name: str, ids: Tensor, vocab_start: int, comm: Comm | 
 
 def _check_embedding(call: Call) -> None:
     require(call.weight.ndim == 2, "embedding", "weight of shape [v_local, h]", tuple(call.weight.shape))
+    rows = call.weight.shape[0]
+    require(rows > 0 or not call.ids.numel(), "embedding", "a weight with rows, because there are ids", rows)
     require_ids("embedding", "ids", call.ids, call.vocab_start, call.comm)
 
 

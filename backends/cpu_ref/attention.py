@@ -173,6 +173,9 @@ def _backward(
         empty(k.shape, q.dtype),
         empty(v.shape, q.dtype),
     )
+    if not lse.numel():  # without queries or heads, the kernel writes nothing
+        dk.zero_()
+        dv.zero_()
     dbias = dsinks = None
     if bias is not None and needs[3]:
         sk = k.shape[layout.index("S")]

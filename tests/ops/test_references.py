@@ -109,3 +109,12 @@ def test_packed_attention_without_queries_gives_its_keys_a_gradient_of_zeros():
     assert out.shape == q.shape
     for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
         assert grad.shape == x.shape and not grad.any()
+
+
+def test_no_tokens_and_an_empty_table():
+    for function in ("softmax", "sigmoid", "sinkhorn"):
+        probs, indices = ops.moe_router(torch.empty(0, 8), 2, score_function=function)
+        assert probs.shape == indices.shape == (0, 2)
+    assert ops.embedding(torch.empty(0, 4), torch.empty(0, dtype=torch.int64)).shape == (0, 4)
+    with pytest.raises(hal.ContractError, match="a weight with rows"):
+        ops.embedding(torch.empty(0, 4), torch.zeros(1, dtype=torch.int64))

@@ -182,6 +182,17 @@ def test_empty_tensors(empty: str) -> None:
     check("SBND", b, (2, 1), (sq, sk), 8)
 
 
+def test_no_heads_give_gradients_of_zero() -> None:
+    """The memory of the gradients has other values before."""
+    q, k, v = torch.empty(1, 0, 5, 8), torch.ones(1, 2, 7, 8), torch.ones(1, 2, 7, 8)
+    for x in (q, k, v):
+        x.requires_grad_()
+    for _ in range(3):
+        torch.full((1, 2, 7, 8), 3.0)
+        dk, dv = torch.autograd.grad(ops.flash_attention(q, k, v, layout="BNSD").sum(), (k, v))
+        assert not dk.any() and not dv.any()
+
+
 def packed(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
