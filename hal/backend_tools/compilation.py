@@ -70,7 +70,7 @@ def intact(target: Path) -> bool:
     """Whether a file or folder of a cache is as `place` left it. One that was cut off ends the process that maps it."""
     try:
         owned = all(p.lstat().st_uid == os.geteuid() for p in (target, *target.rglob("*")))
-        return owned and _digest_path(target).read_text() == _digest(target)
+        return owned and _digest_path(target).read_bytes() == _digest(target).encode()
     except OSError:
         return False
 

@@ -99,7 +99,9 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_removes_what_a_crash_lef
     assert sorted(p.name for p in target.parent.iterdir()) == ["lock", "result.so", "result.so.sha256"]
 
 
-@pytest.mark.parametrize("how", ["cut off", "empty", "a changed byte", "another mode", "no digest", "another's digest"])
+@pytest.mark.parametrize(
+    "how", ["cut off", "empty", "a changed byte", "another mode", "no digest", "another's digest", "damaged digest"]
+)
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_damaged_result_is_built_again(cache: Path, how: str, kind: str) -> None:
     target, builds = backend_tools.cache_directory("mine") / "result.so", []
@@ -127,7 +129,7 @@ def test_a_damaged_result_is_built_again(cache: Path, how: str, kind: str) -> No
     elif how == "no digest":
         digest.unlink()
     else:
-        digest.write_text("0" * 64)
+        digest.write_bytes((b"0" if how == "another's digest" else b"\xff") * 64)
     assert not backend_tools.intact(target)
     backend_tools.build_once(target, build)
     assert len(builds) == 2 and file.read_bytes() == b"0123456789" and backend_tools.intact(target)
