@@ -17,6 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from hal.untrusted import who_can_replace
+
 from ..common.atomic_files import cache_dir, made_once, make_folder
 from ..config.schema import Config, ConfigError
 from ..config.validation import split_proportions
@@ -253,10 +255,21 @@ def _identity(prefix: Path) -> tuple[Any, ...]:
 
 def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> Path:
     """The folder of the index maps of one key, filled by `build(folder)` if it does not exist, and safe to open."""
-    root = cache_dir("index") if config.data_cache_path is None else make_folder(Path(config.data_cache_path))
+    root = cache_dir("index") if config.data_cache_path is None else _own_folder(Path(config.data_cache_path))
     folder = made_once(root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}", build)
     for path in folder.glob("*.npy"):
         _require_plain(path)
+    return folder
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder of --data-cache-path. Raises ConfigError if another user could change the index maps in it."""
+    problem = who_can_replace(make_folder(folder))
+    if problem:
+        raise ConfigError(
+            f"--data-cache-path {folder} is not safe: {problem}; give a folder that only you can write to, or leave "
+            "the option out"
+        )
     return folder
 
 

@@ -94,7 +94,9 @@ def test_a_written_tensor_of_a_list_that_is_given_twice_is_refused():
     for lists in ((p, g, p, v), (p, [g[0], p[1], *g[2:]], m, v), ([p[1], *p[1:]], g, m, v), (p, g, m, [v[0], *m[1:]])):
         with pytest.raises(ContractError, match="separate memory; found that they are the same"):
             ops.adamw(*lists, step=1, lr=0.1)
-    with pytest.raises(ContractError, match=r"adamw: expected params\[0\], .* and model_params\[0\] in separate memory"):
+    with pytest.raises(
+        ContractError, match=r"adamw: expected params\[0\], .* and model_params\[0\] in separate memory"
+    ):
         ops.adamw(p, g, m, v, step=1, lr=0.1, model_params=[x.view(x.shape) for x in p])
     with pytest.raises(ContractError, match=r"grads\[0\], which is written, and grads\[2\]"):
         ops.unscale_and_check([p[0], p[1], p[0]], 0.5)

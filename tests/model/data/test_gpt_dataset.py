@@ -177,6 +177,15 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(monkeypatch, tmp_path):
         text_corpus.standard_library(ByteTokenizer())
 
 
+def test_a_cache_of_index_maps_that_others_could_change_is_refused(prefix, tmp_path):
+    folder = tmp_path / "maps"
+    options = config(data_path=(str(prefix),), data_cache_path=str(folder))
+    gpt_dataset.open_data(options, NullTokenizer(300), {"train": 2})
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"--data-cache-path \S* is not safe: .* writable by others"):
+        gpt_dataset.open_data(options, NullTokenizer(300), {"train": 2})
+
+
 def test_two_builders_at_once_and_a_crash_leave_one_whole_folder(tmp_path):
     target = tmp_path / "folder"
     with publish_folder(target) as first:
