@@ -154,7 +154,10 @@ class Verifier:
         file = None
         if self.folder is not None and len(self.violations) < KEPT and call.kept is not None:
             file = self.folder / f"rank-{self.rank}-{len(self.violations)}-{name}.pt"
-            call.save(file, wrong)
+            try:
+                call.save(file, wrong)
+            except (OSError, RuntimeError) as error:  # a full disk must not hide the violation; torch.save raises both
+                wrong, file = f"{wrong} (its tensors could not be kept: {one_line(error)})", None
         self.violations.append(Violation(name, impl.id, self.rank, wrong, file))
 
 

@@ -115,6 +115,15 @@ def test_a_wrong_output_is_named_kept_and_repeated(corrupted, tmp_path):
     assert replay(found[0].file) == ""
 
 
+def test_a_wrong_output_that_cannot_be_kept_is_reported(corrupted, tmp_path):
+    corrupted(ops.rms_norm, doubled_last_row)
+    x, weight = tensors((40, 16), (16,))
+    (tmp_path / "file").write_text("")
+    found = verified(lambda: ops.rms_norm(x, weight), folder=tmp_path / "file").violations
+    assert found[0].file is None and "rows 32 to 39 of 40" in str(found[0])
+    assert "its tensors could not be kept: [Errno" in str(found[0])
+
+
 def test_a_wrong_gradient_is_found_however_small_it_is(corrupted, tmp_path):
     plain = hal.use("cpu_ref")
     first = plain.impls["layer_norm"][0]
