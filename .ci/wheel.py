@@ -27,7 +27,7 @@ def glibc(modules: list[Path]) -> tuple[int, int]:
     newest = (2, 17)
     for module in modules:
         listing = subprocess.run(["objdump", "-p", str(module)], check=True, capture_output=True, text=True).stdout
-        newest = max(newest, *((2, int(minor)) for minor in re.findall(r"\bGLIBC_2\.(\d+)", listing)))
+        newest = max([newest, *((2, int(minor)) for minor in re.findall(r"\bGLIBC_2\.(\d+)", listing))])
     return newest
 
 

@@ -285,11 +285,13 @@ HAL_ORDER = (
     "errors",
     "untrusted",
     "rng",
+    "spans",
     "comm",
     "core",
     "public",
     "__init__",
     "backend_tools",
+    "profiling",
     "nn",
     "integrations",
     "mesh",
@@ -316,6 +318,8 @@ TREES = {
 BETWEEN_TREES = {
     "hal.ops": {"hal"},
     "hal.backend_tools": {"hal.ops"},
+    # The operations of attention follow from its layouts.
+    "hal.profiling": {"hal.ops"},
     "hal.nn": {"hal.ops"},
     "hal.integrations": {"hal.ops"},
     # It runs Megatron's scripts, with what hal.model.megatron changes in them.
@@ -323,10 +327,21 @@ BETWEEN_TREES = {
     # Its golden losses are those of the GPT.
     "hal.testing": {"hal.ops", "hal.model"},
     # hal.launch starts the processes of --nproc-per-node; --verify-ops compares calls like the kit.
-    "hal.model": {"hal", "hal.ops", "hal.mesh", "hal.untrusted", "hal.launch", "hal.pages", "hal.testing"},
+    "hal.model": {
+        "hal",
+        "hal.ops",
+        "hal.mesh",
+        "hal.untrusted",
+        "hal.launch",
+        "hal.pages",
+        "hal.profiling",
+        "hal.spans",
+        "hal.testing",
+    },
     # Dispatch is measured into a kernel of cpu_ref, and `make gpu` runs cuda without the registry.
     "hal.bench": {
-        *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.testing"),
+        *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.profiling"),
+        "hal.testing",
         *("hal.backends.cpu_ref", "hal.backends.cuda"),
     },
     "hal.cli": {"hal.ops", "hal.model", "hal.bench"},

@@ -70,7 +70,7 @@ class SharedMemoryComm(hal.TorchComm):
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         return () if self._takes(collective, x) else super().why_not(collective, x, op)
 
-    def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
+    def _checked_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
         # Cached for collectives whose shape need not be checked: a full check takes as long as a small collective.
         key = (collective, op, source, x.dtype, x.is_cpu)
         try:
@@ -80,7 +80,7 @@ class SharedMemoryComm(hal.TorchComm):
         if codes is not None and self._unfinished is None:
             x = x.resolve_neg().contiguous()
             return self._transfer(collective, codes, x, torch.empty_like(x), x.numel(), source)
-        result = super()._now(collective, x, op, source)
+        result = super()._checked_now(collective, x, op, source)
         if collective in ("all_reduce", "broadcast") and x.dtype in _CODE and self._takes(collective, x):
             self._known[key] = _codes(collective, x.dtype, op)
         return result

@@ -85,7 +85,7 @@ class CountingComm(Comm):
         self.sent += share[collective] * x.nbytes
         return self.comm.start(collective, x, op=op, source=source)
 
-    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self.sent += sum(message.tensor.nbytes for message in sends)
         return self.comm.exchange_start(sends, receives)
 

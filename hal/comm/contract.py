@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ContractError, UnsupportedOp
+from ..spans import listeners, span
 
 REDUCE_OPS = ("sum", "max", "min", "avg")
 
@@ -85,7 +87,8 @@ class Message:
 class Comm(ABC):
     """A group of ranks that communicate. `name` is for error messages; `rank` is this process's rank in the group.
 
-    A transport implements `_start` and `exchange_start`; the other methods are built on these.
+    A transport implements `_start` and `_exchange_start`; the other methods are built on these. Every collective and
+    every wait for one is a span (hal.spans), from which profiles and the detection of slow ranks are made.
     """
 
     name: str
@@ -105,12 +108,27 @@ class Comm(ABC):
         """Starts a collective whose arguments have been checked. Must not change x, nor keep a reference to it."""
 
     @abstractmethod
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        """Starts a batch whose messages have been checked; see `exchange_start`."""
+
     def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         """Starts a batch of sends and receives. The function it returns waits, and returns what was received, in order.
 
         Between two ranks, messages are matched in the order in which each side lists them, and batches in the order
         in which they are started, regardless of the order in which they are waited for.
         """
+        self._check_messages(sends, receives)
+        if not listeners or self.size == 1:
+            return self._exchange_start(sends, receives)
+        size = sum(m.tensor.nbytes for m in sends)
+        with self._span("exchange", "start", size):
+            finish = self._exchange_start(sends, receives)
+
+        def observed() -> list[Tensor]:
+            with self._span("exchange", "wait", size):
+                return finish()
+
+        return observed
 
     def start(self, collective: str, x: Tensor, *, op: str = "sum", source: int = 0) -> Work:
         """Starts `collective` (a key of REFERENCE) on `x`.
@@ -121,11 +139,34 @@ class Comm(ABC):
         reasons.
         """
         self._check(collective, x, op, source)
-        return self._start(collective, x.detach() if x.requires_grad else x, op, source)
+        x = x.detach() if x.requires_grad else x
+        if not listeners or self.size == 1:
+            return self._start(collective, x, op, source)
+        size = x.nbytes
+        with self._span(collective, "start", size):
+            work = self._start(collective, x, op, source)
+
+        def finish() -> Tensor:
+            with self._span(collective, "wait", size):
+                return work.wait()
+
+        return Work(finish)
 
     def _now(self, collective: str, x: Tensor, op: str = "sum", source: int = 0) -> Tensor:
+        if not listeners or self.size == 1:
+            return self._checked_now(collective, x, op, source)
+        with self._span(collective, "blocking", x.nbytes):
+            return self._checked_now(collective, x, op, source)
+
+    def _checked_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
+        """Checks and runs a blocking collective. A transport overrides this if it can save checks."""
         self._check(collective, x, op, source)
         return self._run_now(collective, x.detach() if x.requires_grad else x, op, source)
+
+    def _span(self, collective: str, part: str, size: int) -> AbstractContextManager[None]:
+        """part: "blocking" (a complete collective), or the "start" or the "wait" of an asynchronous one. size: bytes of
+        this rank's input."""
+        return span("communication", collective, part=part, group=self.name, ranks=self.size, bytes=size)
 
     def _run_now(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
         """`_start`, then wait. A transport overrides this if it has a faster path for a blocking collective."""
@@ -197,8 +238,7 @@ class SingleRankComm(Comm):
         result = x.clone()
         return Work(lambda: result)
 
-    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        self._check_messages(sends, receives)
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         return list
 
 

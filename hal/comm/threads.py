@@ -72,8 +72,7 @@ class ThreadComm(Comm):
         self._wait(collective)
         return Work(lambda: result)
 
-    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        self._check_messages(sends, receives)
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         self._seq += 1
         for m in sends:
             self._meeting.box(self.rank, m.peer, self._sent[m.peer]).put(m.tensor.detach().clone())

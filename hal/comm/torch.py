@@ -225,8 +225,7 @@ class TorchComm(Comm):
 
         return Work(finish)
 
-    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        self._check_messages(sends, receives)
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         results = [torch.empty_like(m.tensor, memory_format=torch.contiguous_format) for m in receives]
         outgoing = [m.tensor.detach().resolve_conj().resolve_neg().contiguous() for m in sends]
         operations = [

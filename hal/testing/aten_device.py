@@ -107,7 +107,7 @@ class DeviceComm(Comm):
     def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
         return self.inner.start(collective, unwrap(x), op=op, source=source).then(wrap)
 
-    def exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+    def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         inner = [[Message(m.peer, unwrap(m.tensor)) for m in messages] for messages in (sends, receives)]
         finish = self.inner.exchange_start(*inner)
         return lambda: [wrap(x) for x in finish()]

@@ -85,6 +85,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in 0..4294967295": lambda x: 0 <= x < 2**32,
+    "in 0..2": lambda x: 0 <= x <= 2,
     "in 0..3": lambda x: 0 <= x <= 3,
     "in 0..100000": lambda x: 0 <= x <= 100_000,
     "in -2147483648..2147483647": lambda x: -(2**31) <= x < 2**31,
@@ -460,6 +461,25 @@ class Config:
     log_format: str = _opt(
         "auto", "log lines: compact on a terminal, Megatron's elsewhere", choices=("auto", "compact", "megatron")
     )
+    log_throughput: bool = _opt(False, "add the model's TFLOP/s per device to log lines and to the trackers")
+    timing_log_level: int = _opt(
+        0, "log the times of a step's phases: 1 the main ones, 2 also their parts and the communication", "in 0..2"
+    )
+    timing_log_option: str = _opt("minmax", "of these times over the ranks, show", choices=("max", "minmax", "all"))
+    log_timers_to_tensorboard: bool = _opt(False, "send the longest of these times over the ranks to the trackers")
+    log_straggler: bool = _opt(False, "log the ranks that compute slowest and fastest, without waiting for others")
+    straggler_minmax_count: int = _opt(1, "how many of these ranks are listed")
+    log_memory_to_tensorboard: bool = _opt(False, "send the device's memory statistics to the trackers")
+    log_memory_interval: int | None = _opt(None, "steps between log lines on memory; default none")
+    profile: bool = _opt(False, "profile some steps: a table of ops and traces in the folder profile of --run-dir")
+    profile_step_start: int = _opt(10, "the step after which profiling starts", ">= 0")
+    profile_step_end: int = _opt(12, "the last step that is profiled")
+    profile_ranks: tuple[str, ...] = _opt(("0",), "ranks that are profiled, e.g. 0 1", words=True)
+    use_pytorch_profiler: bool = _opt(
+        False, "also run torch's profiler, whose trace shows the device's own work, and do not wait between ops"
+    )
+    record_memory_history: bool = _opt(False, "record the tensors of the profiled steps, by kind and as a snapshot")
+    memory_snapshot_path: str = _opt("snapshot.pickle", "file of the snapshot; the rank is added to its name")
     wandb_project: str | None = _opt(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = _opt(None, "run name in Weights & Biases; default the name of --run-dir")
     sample_tokens: int = _opt(400, "tokens of sample text to generate after training", ">= 0")

@@ -197,6 +197,27 @@ def _pins(c: Config) -> Iterator[str]:
             yield f"--pin is OP=IMPLEMENTATION, e.g. flash_attention=cpu_ref/c; found {pin!r}"
 
 
+def _profile(c: Config) -> Iterator[str]:
+    """Contradictions between the options of --profile."""
+    if not c.profile:
+        return
+    if c.profile_step_end <= c.profile_step_start:
+        yield (
+            f"--profile-step-end {c.profile_step_end} must be above --profile-step-start {c.profile_step_start}, the "
+            "step after which profiling starts"
+        )
+    elif c.profile_step_start >= c.train_iters:
+        yield (
+            f"--profile-step-start {c.profile_step_start} leaves nothing to profile of --train-iters {c.train_iters}; "
+            "the default is 10"
+        )
+    ranks = [rank for rank in c.profile_ranks if not (rank.isdecimal() and int(rank) < world_size(c))]
+    if ranks and processes_given(c):
+        yield f"--profile-ranks {' '.join(ranks)}: this run has ranks 0 to {world_size(c) - 1}"
+    if c.verify_ops:
+        yield "--profile would measure the float64 references of --verify-ops; give one of them"
+
+
 _ALONE = (
     _bounds,
     _split,
@@ -209,6 +230,7 @@ _ALONE = (
     _recomputation,
     _data_sources,
     _pins,
+    _profile,
 )
 """Rules that depend on the options only, not on the number of processes."""
 
@@ -230,6 +252,15 @@ def _ignored(c: Config) -> Iterator[str]:
     ]
     for name, reader in _unread(c, rules):
         yield f"{_flag(name)} would be ignored: it needs {reader}. Remove it, or add that"
+
+
+def _logging_rules(c: Config) -> Iterator[tuple[str, bool, str]]:
+    """Rows for `idle`, about profiles and timers."""
+    yield "profile_step_start profile_step_end profile_ranks use_pytorch_profiler", c.profile, "--profile"
+    yield "record_memory_history", c.profile, "--profile"
+    yield "memory_snapshot_path", c.profile and c.record_memory_history, "--profile and --record-memory-history"
+    yield "timing_log_option log_timers_to_tensorboard", c.timing_log_level > 0, "--timing-log-level above 0"
+    yield "straggler_minmax_count", c.log_straggler, "--log-straggler"
 
 
 def idle(c: Config) -> Iterator[str]:
@@ -271,6 +302,7 @@ def idle(c: Config) -> Iterator[str]:
         ("no_load_optim no_load_rng accept_changed_data finetune", c.load is not None, "--load"),
         ("exit_on_missing_checkpoint", c.load is not None, "--load"),
         ("use_checkpoint_opt_param_scheduler", c.load is not None, "--load"),
+        *_logging_rules(c),
         ("skip_bad_batches", c.rerun_mode != "disabled", "--rerun-mode validate_results"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
         (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Sequence
 
 from ..config.schema import Config
+from ..config.validation import world_size
 from .trainer import StepResult
 
 
@@ -28,6 +29,7 @@ def megatron_line(steps: Sequence[StepResult], config: Config, flops_per_token: 
         f"iteration {last.iteration:8d}/{config.train_iters:8d}",
         f"consumed samples: {last.consumed:12d}",
         f"elapsed time per iteration (ms): {1000 * seconds:.1f}",
+        *_throughput(speed * flops_per_token, config),
         f"tokens per second: {speed:.1f}",
         f"model GFLOP/s: {speed * flops_per_token / 1e9:.1f}",
         f"learning rate: {last.lr:.6E}",
@@ -39,6 +41,12 @@ def megatron_line(steps: Sequence[StepResult], config: Config, flops_per_token: 
         f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
     ]
     return f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(cells) + " |"
+
+
+def _throughput(flops_per_second: float, config: Config) -> list[str]:
+    """Megatron's cell of --log-throughput."""
+    per_device = flops_per_second / 1e12 / world_size(config)
+    return [f"throughput per GPU (TFLOP/s/GPU): {per_device:.3f}"] if config.log_throughput else []
 
 
 def _expert_cells(last: StepResult) -> list[str]:

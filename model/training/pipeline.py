@@ -16,8 +16,8 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-import hal
 from hal import Rng
+from hal.profiling import phase
 
 from ..config.parallel_layout import ParallelLayout
 from ..config.schema import Config
@@ -103,16 +103,16 @@ class GradientAccumulation:
 
     def run(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
         """The loss of each microbatch, and its gradients if they are enabled."""
-        last, backend = len(microbatches) - 1, hal.backend()
+        last = len(microbatches) - 1
         for i, m in enumerate(microbatches):
             if isinstance(self.stage, FSDPModule) and torch.is_grad_enabled():
                 self._prepare(i == last)
             # The logits must not be assigned to a variable, because they would then stay in memory during the backward
             # pass and the next microbatch's forward pass.
-            with backend.profile_range("forward"):
+            with phase("forward"):
                 value = loss(self.stage(m.tokens, m.sample_numbers(), m.starts), m.labels)
             if torch.is_grad_enabled():
-                with backend.profile_range("backward"):
+                with phase("backward"):
                     value.backward()  # type: ignore[no-untyped-call]
                 if i == 0 and last > 0:
                     self.after_first()
@@ -135,15 +135,15 @@ class _PipelineStage(pipelining.PipelineStage):
     16-bit gradients are summed in float32 there as well."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with hal.backend().profile_range("forward"):
+        with phase("forward"):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with hal.backend().profile_range("backward"):
+        with phase("backward"):
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with hal.backend().profile_range("backward"):
+        with phase("backward"):
             result = super().backward_weight_one_chunk(*args, **kwargs)
         self.collect()
         return result

@@ -34,6 +34,7 @@ from ..data.gpt_dataset import open_data
 from ..data.tokenizers.build import build_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..inference.decoding import generate
+from .observed import Observed
 from .run_log import NullRunLog, RunLog
 from .trainer import StepResult, Trainer, TrainingFailed, make_trainer, peak_memory_bytes
 
@@ -98,7 +99,8 @@ def train(config: Config) -> Trainer:
         with log as report:
             _announce(report, trainer)
             trainer.write_line = report.write_line
-            times = _StopTime(report)
+            observed = Observed(config, trainer, folder, report)
+            times = _StopTime(report, observed)
             try:
                 with trainer.verified.watching(folder / "wrong-calls"):
                     trainer.run(
@@ -107,6 +109,7 @@ def train(config: Config) -> Trainer:
                         on_evaluation=report.evaluation,
                         on_save=times.saved,
                         before_save=times.saving,
+                        around_step=observed.step,
                     )
                 stopped = trainer.all_reduce_max(stop.asked is not None)
                 if stopped or save is not None:
@@ -134,13 +137,14 @@ def train(config: Config) -> Trainer:
 class _StopTime:
     """Measures the longest step and save, and reports to the launcher how long a request to stop may take."""
 
-    def __init__(self, report: RunLog | NullRunLog) -> None:
-        self._report, self._step, self._save, self._told = report, 0.0, 0.0, 0.0
+    def __init__(self, report: RunLog | NullRunLog, observed: Observed) -> None:
+        self._observed, self._report, self._step, self._save, self._told = observed, report, 0.0, 0.0, 0.0
         self._began = time.monotonic()
 
     def step(self, result: StepResult) -> None:
         """Called after each step."""
         self._report.step(result)
+        self._observed.after(result)
         self._step = max(self._step, result.seconds)
         expected = 10 + 2 * (self._step + self._save)
         if isinstance(self._report, RunLog) and expected > 1.2 * self._told:

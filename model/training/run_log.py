@@ -12,6 +12,7 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from ..common.atomic_files import make_folder, write_bytes, write_text
 from ..common.progress_bar import ProgressBar
 from ..config.flops import flops_per_token
 from ..config.schema import Config
+from ..config.validation import world_size
 from .expert_load import ExpertReport
 from .log_line import compact_line, megatron_line
 from .trackers import trackers
@@ -49,6 +51,9 @@ class NullRunLog:
         """Does nothing."""
 
     def evaluation(self, iteration: int, loss: float) -> None:
+        """Does nothing."""
+
+    def scalars(self, iteration: int, values: Mapping[str, float | None]) -> None:
         """Does nothing."""
 
     def record(self) -> None:
@@ -123,7 +128,7 @@ class RunLog:
         self._seconds.append(result.seconds)
         self._tokens.append(result.batch_size * self.config.seq_length)
         tokens_per_second = self._tokens[-1] / result.seconds
-        self._scalars(
+        self.scalars(
             result.iteration,
             {
                 "lm loss": result.loss,
@@ -131,6 +136,9 @@ class RunLog:
                 "learning-rate": result.lr,
                 "loss-scale": result.loss_scale,
                 "tokens-per-second": tokens_per_second,
+                "throughput": tokens_per_second * self.flops_per_token / 1e12 / world_size(self.config)
+                if self.config.log_throughput
+                else None,
             },
         )
         if result.experts is not None:
@@ -160,7 +168,7 @@ class RunLog:
             self.expert_loads.append([iteration, {str(layer): load for layer, load in experts.load.items()}])
             scalars |= {f"moe/imbalance/layer-{n}": value for n, value in imbalance.items()}
             scalars |= {f"moe/router-entropy/layer-{n}": value for n, value in experts.entropy.items()}
-        self._scalars(iteration, scalars)
+        self.scalars(iteration, scalars)
 
     def _warn_of_collapse(self, result: StepResult) -> None:
         """Warns once of each layer whose router sends all tokens to the same experts."""
@@ -177,7 +185,7 @@ class RunLog:
     def evaluation(self, iteration: int, loss: float) -> None:
         """Records and prints an evaluation."""
         self.evaluations.append([iteration, loss])
-        self._scalars(iteration, {"lm loss validation": loss})
+        self.scalars(iteration, {"lm loss validation": loss})
         # Limited as in Megatron. `min` would turn a NaN loss into a finite perplexity.
         perplexity = math.exp(20.0 if loss > 20.0 else loss)
         self.write_line(
@@ -210,7 +218,8 @@ class RunLog:
         steady, tokens = self._seconds[first:], self._tokens[first:]
         return sum(tokens) / sum(steady) if steady else 0.0
 
-    def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
+    def scalars(self, iteration: int, values: Mapping[str, float | None]) -> None:
+        """Sends metrics of an iteration to the trackers; None is left out."""
         scalars = {name: value for name, value in values.items() if value is not None}
         for tracker in self._trackers:
             tracker.scalars(iteration, scalars)

@@ -8,10 +8,12 @@ rounding; dropout is bit-equal, because each rank draws its block of the same nu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import HalError, Rng
+from hal import HalError, Rng, spans
 from hal.mesh import Mesh
+from hal.profiling import phase
 
 from ..checkpoint import lineage
 from ..checkpoint.saved_config import saved_options
@@ -178,14 +181,15 @@ class Trainer:
         divided by `_losses`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
         """
         c = self.config
-        with hal.backend().profile_range("data"):
+        with phase("data"):
             microbatches = fetch_microbatches(c, self.data[split], first, size, self.mesh, self.parallel, self.device)
         draws = torch.is_grad_enabled() and (c.attention_dropout > 0.0 or c.hidden_dropout > 0.0)
         # Forked by the iteration, so that a resumed run draws the same dropout masks as an uninterrupted one.
         for stage in self.stages:
             stage.dropout = self.rng.fork("dropout", self.iteration) if draws else None
         try:
-            self.pipeline.run(microbatches, self._loss(microbatches, self._losses(size), scale, total))
+            with spans.span("phase", "forward-backward"):
+                self.pipeline.run(microbatches, self._loss(microbatches, self._losses(size), scale, total))
         except RuntimeError as error:
             # A failure of torch's engines may be caused by another rank, which the error then names.
             alone, iteration = self.world.size == 1, self.iteration + 1
@@ -227,7 +231,7 @@ class Trainer:
         scale = self.optimizer.scaler.scale
         self.expert_load.start(scale * self.config.micro_batch_size / size)
         self._run("train", self.consumed, size, scale, total)
-        with hal.backend().profile_range("gradient reduction"):
+        with phase("gradient reduction"):
             loss = self.world.all_reduce(total) / self._losses(size)
             self._gradient_sums.finish()
             self.expert_load.finish()
@@ -242,7 +246,7 @@ class Trainer:
         if gradients is None:
             gradients, bad_batch = Gradients(math.nan, None), True
         overflow = gradients.norm is None and not bad_batch
-        with hal.backend().profile_range("optimizer"):
+        with phase("optimizer"):
             if gradients.norm is not None:
                 self._require_finite(gradients.loss, gradients.norm)
                 decoupled_lr = self.decoupled_scheduler.lr(self.scheduled)
@@ -391,17 +395,21 @@ class Trainer:
         on_evaluation: Callable[[int, float], None],
         on_save: Callable[[Path], None],
         before_save: Callable[[], None] = lambda: None,
+        around_step: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Iterates until train_iters, an exit_interval, exit_duration_in_mins, or stop(); saves and evaluates at their
         intervals.
 
         before_save: called before a checkpoint is written, when its iteration and evaluation are complete.
+        around_step: a context for each step, without what is done between steps.
         on_save: called with each completed checkpoint, which with async_save may be some iterations later.
         """
         c, began = self.config, time.monotonic()
         root = Path(c.save) if c.save else None
         while self.iteration < c.train_iters and not stop():
-            on_step(self.step())
+            with around_step():
+                result = self.step()
+            on_step(result)
             if evaluates(c) and self.iteration % (c.eval_interval or 1) == 0:
                 on_evaluation(self.iteration, self.evaluate())
             self._require_right_update()

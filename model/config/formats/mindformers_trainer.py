@@ -21,7 +21,13 @@ SECTIONS = ("runner_config", "runner_wrapper", "lr_schedule")
 @functools.cache
 def rules() -> dict[str, Rule]:
     """The rule of every key, and of sections."""
-    return load_rules(Path(__file__).with_name("mindformers_trainer.yaml"), CHOICES)
+    functions: dict[str, Rule] = {"profile_start_step": _profile_start_step}
+    return load_rules(Path(__file__).with_name("mindformers_trainer.yaml"), CHOICES, functions)
+
+
+def _profile_start_step(reading: Reading, key: str, value: Any) -> None:
+    """MindFormers counts the first profiled step, Megatron the one before it."""
+    reading.set("profile_step_start", _whole(reading, value, key, least=1) - 1, key)
 
 
 def finish(reading: Reading) -> None:

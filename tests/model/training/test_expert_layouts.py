@@ -182,7 +182,7 @@ def _events(options: dict[str, Any], layer: int) -> list[str]:
         def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
             return self.comm.start(collective, x, op=op, source=source)
 
-        def exchange_start(self, sends: Any, receives: Any) -> Any:
+        def _exchange_start(self, sends: Any, receives: Any) -> Any:
             events.append("start")
             finish = self.comm.exchange_start(sends, receives)
             return lambda: (events.append("wait"), finish())[1]

@@ -207,7 +207,7 @@ def test_layers_of_stages(from_file, problem, keys, expected):
             {"dataset_config.batch_size": 2, "dataset_config.micro_batch_num": 3, "global-batch-size": 4},
             "a global batch of 6, but",
         ),
-        ({"training_config.profile": True}, "no profiler option"),
+        ({"training_config.profile": True, "training_config.profile_step_end": 3}, "must be above"),
         ({"training_config": 5}, "holds keys; found 5"),
         ({"training_config.resume_training": True}, "needs training_config.load_checkpoint"),
     ],
