@@ -119,22 +119,25 @@ class _Backward:
             self._hook(node)
 
     def _hook(self, node: Any) -> None:
-        started: list[tuple[int, contextlib.AbstractContextManager[None], int]] = []
+        started: list[tuple[int, contextlib.AbstractContextManager[None], int, set[int]]] = []
 
         def before(grad_outputs: Any) -> None:
             self.recorder._synchronize()
             entered = self.recorder.backend.profile_range(f"{self.impl.op.name} ({self.impl.id}), backward")
             entered.__enter__()
-            started.append((time.perf_counter_ns(), entered, bytes_of(grad_outputs)))
+            given = {t.data_ptr() for t in grad_outputs if isinstance(t, Tensor)}
+            started.append((time.perf_counter_ns(), entered, bytes_of(grad_outputs), given))
 
         def after(grad_inputs: Any, grad_outputs: Any) -> None:
             self.recorder._synchronize()
-            begin, entered, upstream = started.pop()
+            begin, entered, upstream, given = started.pop()
             entered.__exit__(None, None, None)
             facts: dict[str, Any] = {"impl": self.impl.id, "direction": "backward", "dtype": self.dtype}
             if self._first:  # the work of the call is counted with the first of its nodes
                 flops = backward_flops(self.impl.op.name, self.flops, matrices(grad_inputs))
-                facts |= {"flops": flops, "bytes": self.read + upstream + bytes_of(grad_inputs)}
+                # A gradient that is the upstream one moves nothing, e.g. that of a residual addition.
+                new = bytes_of(g for g in grad_inputs if isinstance(g, Tensor) and g.data_ptr() not in given)
+                facts |= {"flops": flops, "bytes": self.read + upstream + new if new else 0}
                 self._first = False
             else:
                 facts |= {"flops": 0.0, "bytes": 0, "part": True}

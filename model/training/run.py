@@ -31,6 +31,7 @@ from ..config.sample_schedule import total_samples
 from ..config.schema import Config, ConfigError, GivenOptions
 from ..config.validation import evaluates
 from ..data.gpt_dataset import open_data
+from ..data.text_size import text_size
 from ..data.tokenizers.build import build_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..inference.decoding import generate
@@ -98,6 +99,8 @@ def train(config: Config) -> Trainer:
         log = RunLog(config, folder, trainer.iteration, trainer.verified) if trainer.lead else NullRunLog()
         with log as report:
             _announce(report, trainer)
+            if isinstance(report, RunLog):
+                report.tokenizer = text_size(config, tokenizer, trainer.data["train"])
             trainer.write_line = report.write_line
             observed = Observed(config, trainer, folder, report)
             times = _StopTime(report, observed)

@@ -87,6 +87,8 @@ class RunLog:
         self.expert_imbalance: list[list[Any]] = []
         self.router_entropy: list[list[Any]] = []
         self.expert_loads: list[list[Any]] = []
+        self.tokenizer: dict[str, Any] | None = None
+        """Its type, fingerprint and bytes per token, see data/text_size.py."""
         self._collapsed: set[int] = set()
         if start:
             self._continue(start)
@@ -236,6 +238,7 @@ class RunLog:
             "config": options(self.config),
             "notes": list(self.config.notes),
             "noted": dict(self.config.noted),
+            "tokenizer": self.tokenizer,
             "versions": versions,
             "device": {
                 "backend": backend.name,

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from hal import pages
 
 from . import chart
+from .profile_section import profile_section
 from .record import Parity, Rows, Run
 
 _PATHS = {"run_dir", "save", "load"}
@@ -39,10 +40,11 @@ class Plot:
 
 def build_page(runs: Sequence[Run], parity: Sequence[Parity] = (), title: str = "HAL report") -> str:
     """The HTML of a report on some runs; the others are compared with the first."""
-    first = dict(runs[0].losses)
+    first, units = dict(runs[0].losses), _units(runs)
     differences = {
         number: [(n, abs(loss - first[n])) for n, loss in run.losses if n in first]
         for number, run in enumerate(runs[1:], 1)
+        if not units.tokenizers or run.tokenizer == runs[0].tokenizer
     }
     names = sorted({name for run in runs for name, value in run.config.items() if value is not None} - _PATHS)
     options = {name: [_shown(run.config[name]) if name in run.config else "–" for run in runs] for name in names}
@@ -51,7 +53,9 @@ def build_page(runs: Sequence[Run], parity: Sequence[Parity] = (), title: str = 
         title=title,
         runs=runs,
         parity=parity,
-        plots=_plots(runs, differences),
+        units=units,
+        plots=_plots(runs, differences, units),
+        profiles=[s for s in map(profile_section, range(len(runs)), runs) if s is not None],
         differences={number: [gap for _, gap in rows] for number, rows in differences.items()},
         options=options,
         differing={name: values for name, values in options.items() if len(set(values)) > 1},
@@ -65,17 +69,39 @@ def build_page(runs: Sequence[Run], parity: Sequence[Parity] = (), title: str = 
     )
 
 
-def _plots(runs: Sequence[Run], differences: dict[int, Rows]) -> list[Plot]:
+@dataclass(frozen=True)
+class Units:
+    """In what the losses are compared. tokenizers: what distinguishes the runs' tokenizers, empty if they are the same
+    or not known. per_byte: whether losses are shown in bits per byte; unknown: names of the runs for which they cannot
+    be, because their records do not tell how many bytes a token has."""
+
+    tokenizers: Sequence[str]
+    per_byte: bool
+    unknown: Sequence[str]
+
+
+def _units(runs: Sequence[Run]) -> Units:
+    tokenizers = [run.tokenizer for run in runs]
+    if len({t for t in tokenizers if t}) < 2:
+        return Units((), False, ())
+    unknown = [run.name for run in runs if run.bits_per_byte is None]
+    return Units(tokenizers, not unknown, unknown)
+
+
+def _plots(runs: Sequence[Run], differences: dict[int, Rows], units: Units) -> list[Plot]:
     def plot(title: str, rows: Sequence[Rows], label: str, form: str, *, first: int = 0, **how: Any) -> Plot:
         drawn = chart.curves(rows, label, first=first, **how)
         return Plot(title, drawn, range(first, len(runs)), _listed(rows), form)
 
-    losses, evaluations = [run.losses for run in runs], [run.evaluations for run in runs]
-    plots = [plot("Loss", losses, "loss (nats per token)", ".4f", dots=evaluations)]
+    losses, evaluations, label = [run.losses for run in runs], [run.evaluations for run in runs], "nats per token"
+    if units.per_byte:
+        comparable = [run.bits_per_byte for run in runs]
+        losses, evaluations, label = [c[0] for c in comparable if c], [c[1] for c in comparable if c], "bits per byte"
+    plots = [plot("Loss", losses, f"loss ({label})", ".4f", dots=evaluations)]
     if differences:
-        gaps = list(differences.values())
         label = "|difference of the loss|"
-        plots.append(plot("Difference from the first run", gaps, label, ".2e", first=1, smooth=False, log=True))
+        by_run = [differences.get(number, []) for number in range(1, len(runs))]
+        plots.append(plot("Difference from the first run", by_run, label, ".2e", first=1, smooth=False, log=True))
     plots.append(plot("Gradient norm", [run.grad_norms for run in runs], "gradient norm", ".4g"))
     # Of the layer with the largest imbalance, and of that with the smallest entropy.
     for title, rows, label in (

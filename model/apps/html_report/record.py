@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.schema import ConfigError
+from .profile import Profile, read_profiles
 
 _MOST, _LEAST = 1e100, 1e-100
 """Bounds of a number's magnitude that keep charts from overflowing. Larger numbers are gaps, smaller ones are 0."""
@@ -36,6 +38,23 @@ class Run:
     tokens_per_second: float | None
     model_flops_per_second: float | None
     peak_memory_bytes: float | None
+    tokenizer: str
+    bytes_per_token: float | None
+    profiles: tuple[Profile, ...] = ()
+
+    @property
+    def bits_per_nat(self) -> float:
+        """Bits per byte of text that correspond to one nat per token, where the bytes of a token are known."""
+        return 1.0 / (math.log(2.0) * (self.bytes_per_token or 1.0))
+
+    @property
+    def bits_per_byte(self) -> tuple[Rows, Rows] | None:
+        """Losses and validation losses in bits per byte of text; None if the bytes of a token are not known."""
+        if not self.bytes_per_token:
+            return None
+        factor = self.bits_per_nat
+        losses, evaluations = ([(n, y * factor) for n, y in rows] for rows in (self.losses, self.evaluations))
+        return losses, evaluations
 
     @property
     def backend(self) -> str:
@@ -120,7 +139,17 @@ def _run(path: Path, name: str) -> Run:
         fields[key] = _rows(path, key, record.get(key, []))
     for key in ("tokens_per_second", "model_flops_per_second", "peak_memory_bytes"):
         fields[key] = _number(record.get(key))
-    return Run(name, **fields)
+    tokenizer = record.get("tokenizer") or {}
+    if not isinstance(tokenizer, dict):
+        raise ConfigError(f"{path} is not the record of a run: tokenizer is not a table")
+    size = _number(tokenizer.get("bytes_per_token"))
+    return Run(
+        name,
+        **fields,
+        tokenizer=f"{tokenizer.get('type', '')} {tokenizer.get('fingerprint', '')}".strip(),
+        bytes_per_token=size if size is not None and size > _LEAST else None,
+        profiles=read_profiles(path.parent / "profile"),
+    )
 
 
 def _rows(path: Path, key: str, rows: Any) -> Rows:

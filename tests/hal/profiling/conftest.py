@@ -1,0 +1,1 @@
+from active_backend import cpu_ref as cpu_ref

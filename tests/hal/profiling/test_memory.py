@@ -1,0 +1,51 @@
+"""The life of tensors: when they are made and freed, of what kind they are, and the file for torch's viewer."""
+
+import pickle
+import time
+
+import torch
+
+from hal.profiling.memory import REST, MemoryHistory
+from hal.spans import Span
+
+
+def test_a_storage_counts_from_its_operation_until_nothing_refers_to_it():
+    with MemoryHistory() as memory:
+        x = torch.zeros(1000)
+        view = x[10:]
+        y = x + 1
+        del x
+        z = view * 2  # the storage of x is still alive
+        del view, y, z
+    times, curves = memory.curve()
+    assert times == sorted(times) and set(curves) == {REST}
+    assert curves[REST] == [4000, 8000, 11960, *curves[REST][3:]] and curves[REST][-1] == 0
+    assert memory.peak() == {REST: 11960}
+
+
+def test_a_kind_holds_for_the_whole_life_and_for_storages_of_before():
+    weight = torch.ones(100, requires_grad=True)
+    with MemoryHistory() as memory:
+        memory.mark("weights", [weight.detach()])
+        (weight * 2).sum().backward()
+        memory.mark("gradients", [weight.grad])
+        weight.grad = None
+    _, curves = memory.curve()
+    assert curves["weights"] == [400] * len(curves["weights"])
+    assert max(curves["gradients"]) == 400 and curves["gradients"][-1] == 0
+
+
+def test_the_snapshot_has_the_form_of_torchs(tmp_path):
+    with MemoryHistory() as memory:
+        begin = time.perf_counter_ns()
+        x = torch.zeros(8)
+        recorded = [Span("phase", "forward", begin, time.perf_counter_ns(), 1)]
+        kept = torch.zeros(4)
+        del x
+    memory.save_snapshot(tmp_path / "snapshot.pickle", recorded)
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    (events,) = snapshot["device_traces"]
+    actions = [(e["action"], e["size"]) for e in events]
+    assert actions == [("alloc", 32), ("alloc", 16), ("free_requested", 32), ("free_completed", 32)]
+    assert [f["name"] for f in events[0]["frames"]][-1] == "forward" and len(events[1]["frames"]) == 1
+    assert kept.nbytes == 16 and snapshot["segments"] == []
