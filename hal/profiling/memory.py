@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,15 +38,23 @@ class _Life:
     kind: str = REST
 
 
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """The storages of plain tensors among `values`; wrappers like DTensor contain plain tensors."""
+    plain = (t for t in tree_leaves(values) if type(t) in (Tensor, torch.nn.Parameter) and t.device.type != "meta")
+    return [t.untyped_storage() for t in plain]
+
+
 class MemoryHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with MemoryHistory() as memory: ...`; then `memory.curve()` and `memory.save_snapshot(path)`.
 
-    A storage has the size with which it was made.
+    That a storage was freed or resized is seen at the next allocation.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lives, self._last = dict[int, _Life](), dict[int, _Life]()
+        self._lives: list[_Life] = []
+        # Storages by identity. The weak reference keeps the identity from being used again.
+        self._alive: dict[int, tuple[StorageWeakRef, _Life]] = {}
 
     def __enter__(self) -> MemoryHistory:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -54,53 +62,57 @@ class MemoryHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._sweep()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {s._cdata for s in _storages((args, kwargs))}  # before the call, since set_ replaces a storage
         result = function(*args, **(kwargs or {}))
-        inputs = None
-        for leaf in tree_leaves(result):
-            if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.device.type != "meta":
-                storage = leaf.untyped_storage()
-                if storage._cdata in self._last:
-                    continue
-                if inputs is None:
-                    inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
-                if storage._cdata not in inputs:
-                    self._add(storage, str(function))
+        for storage in _storages(result):
+            if storage._cdata not in self._alive and storage._cdata not in inputs:
+                self._add(storage, str(function))
         return result
 
     def _add(self, storage: torch.UntypedStorage, origin: str) -> _Life:
-        key = storage._cdata
+        self._sweep()
         life = _Life(storage.nbytes(), origin, time.perf_counter_ns())
-        number = len(self._lives)
-        self._lives[number] = self._last[key] = life
-        weakref.finalize(storage, self._free, key, number)
+        self._lives.append(life)
+        self._alive[storage._cdata] = StorageWeakRef(storage), life  # type: ignore[no-untyped-call]
         return life
 
-    def _free(self, key: int, number: int) -> None:
-        life = self._lives[number]
-        life.freed = time.perf_counter_ns()
-        if self._last.get(key) is life:
-            del self._last[key]
+    def _sweep(self) -> None:
+        """Notes what was freed or resized since the last allocation, e.g. by fully_shard. Autograd keeps storages
+        without their Python objects, whose finalizers would therefore run too early."""
+        now = time.perf_counter_ns()
+        for key, (reference, life) in list(self._alive.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes() == life.size:
+                continue
+            life.freed = now
+            if storage is None:
+                del self._alive[key]
+            else:
+                resized = _Life(storage.nbytes(), life.origin, now, kind=life.kind)
+                self._lives.append(resized)
+                self._alive[key] = reference, resized
 
     def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Names the kind of these tensors' storages, for their whole life; of those that existed before, too."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            life = self._last.get(storage._cdata)
-            if life is None:
-                life = self._add(storage, "before the recording")
+            known = self._alive.get(storage._cdata)
+            life = self._add(storage, "before the recording") if known is None else known[1]
+            if known is None:
                 life.made = 0
             life.kind = kind
 
     def curve(self) -> tuple[list[int], dict[str, list[int]]]:
         """(times in ns, bytes of each kind from then on). Storages that existed before are there from the start."""
         changes: list[tuple[int, str, int]] = []
-        for life in self._lives.values():
+        for life in self._lives:
             changes.append((life.made, life.kind, life.size))
             if life.freed is not None:
                 changes.append((life.freed, life.kind, -life.size))
-        now = {life.kind: 0 for life in self._lives.values()}
+        now = {life.kind: 0 for life in self._lives}
         times: list[int] = []
         curves: dict[str, list[int]] = {kind: [] for kind in now}
         for at, kind, change in sorted(changes, key=lambda c: c[0]):
@@ -126,8 +138,9 @@ class MemoryHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Writes a file for torch's memory viewer (pytorch.org/memory_viz): a pickle of dictionaries and numbers, like
         that of torch.cuda.memory._dump_snapshot. Addresses are numbers that are unique to a storage. recorded: spans,
         of which those around an allocation are shown as its stack."""
-        events, stacks = [], _stacks({n: life.made for n, life in self._lives.items()}, recorded)
-        for number, life in self._lives.items():
+        events: list[dict[str, Any]] = []
+        stacks = _stacks({n: life.made for n, life in enumerate(self._lives)}, recorded)
+        for number, life in enumerate(self._lives):
             names = [life.origin, *stacks[number]]
             frames = [{"filename": life.kind, "name": name, "line": 0} for name in names]
             event = {"addr": (number + 1) << 20, "size": life.size, "stream": 0, "frames": frames}

@@ -48,11 +48,11 @@ def _rows(x: Tensor) -> int:
 
 
 def _linear(call: Any) -> float:
-    return 2.0 * _rows(call.x) * call.x.shape[-1] * call.weight.shape[-2]
+    return 2.0 * _rows(call.x) * int(call.x.shape[-1]) * int(call.weight.shape[-2])
 
 
 def _wgrad(call: Any) -> float:
-    return 2.0 * _rows(call.x) * call.x.shape[-1] * call.dy.shape[-1]
+    return 2.0 * _rows(call.x) * int(call.x.shape[-1]) * int(call.dy.shape[-1])
 
 
 def _attention(call: Any) -> float:

@@ -10,11 +10,10 @@ from hal.spans import Span, listening, span
 
 def test_a_span_is_delivered_when_it_ends():
     heard: list[Span] = []
-    with listening(heard.append):
-        with span("phase", "outer", microbatch=3):
-            with span("phase", "inner"):
-                assert heard == []
-            assert [s.name for s in heard] == ["inner"]
+    with listening(heard.append), span("phase", "outer", microbatch=3):
+        with span("phase", "inner"):
+            assert heard == []
+        assert [s.name for s in heard] == ["inner"]
     inner, outer = heard
     assert outer.begin <= inner.begin <= inner.end <= outer.end and outer.facts == {"microbatch": 3}
     assert outer.seconds == (outer.end - outer.begin) * 1e-9

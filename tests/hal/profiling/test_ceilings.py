@@ -1,8 +1,8 @@
 """What the device can do is measured in the dtypes asked for, and not on a simulator."""
 
-import hal
 import torch
 
+import hal
 from hal.profiling import ceilings
 from hal.testing.spy import Spy
 

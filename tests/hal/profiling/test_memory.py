@@ -49,3 +49,25 @@ def test_the_snapshot_has_the_form_of_torchs(tmp_path):
     assert actions == [("alloc", 32), ("alloc", 16), ("free_requested", 32), ("free_completed", 32)]
     assert [f["name"] for f in events[0]["frames"]][-1] == "forward" and len(events[1]["frames"]) == 1
     assert kept.nbytes == 16 and snapshot["segments"] == []
+
+
+def test_what_is_kept_by_the_graph_only_is_alive_and_sizes_may_change():
+    weight = torch.ones(100, requires_grad=True)
+    with MemoryHistory() as memory:
+        loss = (weight * 2).exp().sum()  # exp keeps its result, to which no Python object refers
+        resized = torch.zeros(10)
+        resized.untyped_storage().resize_(4000)
+        held = torch.zeros(1)
+        loss.backward()
+        del held, resized, loss
+    _, curves = memory.curve()
+    assert memory.peak()[REST] >= 400 + 4000 + 4
+    assert max(curves[REST][:3]) < 4000
+
+
+def test_a_storage_that_replaces_another_counts():
+    """As for the large results of cpu_ref, whose memory is not torch's."""
+    with MemoryHistory() as memory:
+        storage = torch.frombuffer(bytearray(4000), dtype=torch.float32).untyped_storage()
+        kept = torch.empty(0).set_(storage, 0, (1000,))
+    assert memory.peak()[REST] == kept.nbytes == 4000

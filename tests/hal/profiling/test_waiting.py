@@ -57,7 +57,12 @@ def test_communicators_make_spans_of_every_collective():
     of = {t: [s for s in heard if s.thread == t] for t in threads}
     for spans in of.values():
         parts = [(s.name, s.facts["part"]) for s in spans[:4]]
-        expected = [("all_reduce", "blocking"), ("all_gather", "start"), ("all_gather", "wait"), ("barrier", "blocking")]
+        expected = [
+            ("all_reduce", "blocking"),
+            ("all_gather", "start"),
+            ("all_gather", "wait"),
+            ("barrier", "blocking"),
+        ]
         assert parts == expected and spans[0].facts["bytes"] == 16
     rows = waiting({n: collectives(spans[:4]) for n, spans in enumerate(of.values())})
     waits = [sum(s for c, s in row if c.name == "barrier") for row in rows.values()]

@@ -26,7 +26,7 @@ def test_attention_counts_its_two_products_in_every_layout(layout):
     b, s, n, g, d = 2, 6, 4, 2, 8
     shape = {"S": s, "B": b, "D": d}
     q, k = (
-        torch.zeros(*(shape["SB".index(c) == 0 and "S" or "B"] for c in layout[:2]), heads * d)
+        torch.zeros(*(shape[c] for c in layout[:2]), heads * d)
         if layout in ("SBH", "BSH")
         else torch.zeros(*({**shape, "N": heads}[c] for c in layout))
         for heads in (n, g)

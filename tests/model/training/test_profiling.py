@@ -1,5 +1,6 @@
 """--profile and its files, times of phases, slow ranks: what a run writes, on one rank and on two."""
 
+import gzip
 import json
 import math
 import pickle
@@ -7,6 +8,8 @@ import pickle
 import pytest
 
 from hal.model.apps.html_report.profile import read_profiles
+from hal.model.apps.planning.memory import memory
+from hal.model.config.parallel_layout import make_parallel_layout
 from hal.model.config.schema import ConfigError
 from hal.model.training.run import main, train
 from hal.model.training.step_timers import StepTimers, straggler_line, timing_lines
@@ -34,6 +37,9 @@ def test_a_profile_holds_the_steps_of_the_window_and_changes_no_result(tiny, cpu
     }
     assert record["op_seconds"] < record["seconds"] and record["ceilings"]["products"].keys() == {"float32"}
     assert 0 < record["mfu"] < math.inf
+    # An estimate of the planner, which tests hold to the trainer's bytes, is near the tensors that were seen.
+    estimate = memory(config, make_parallel_layout(config, 1))
+    assert sum(record["memory"]["peak"].values()) == pytest.approx(estimate.total, rel=0.15)
     weights = sum(p.nbytes for p in profiled.model.parameters())
     peak = record["memory"]["peak"]
     assert peak["weights"] == weights and peak["optimizer"] == 2 * weights and peak["gradients"] <= weights
@@ -49,10 +55,9 @@ def test_without_the_option_nothing_listens(tiny, cpu_ref, tmp_path, monkeypatch
 
 
 def test_torchs_profiler_writes_its_trace_with_hals_names(tiny, cpu_ref, tmp_path):
-    import gzip
-
     train(tiny(**WINDOW, use_pytorch_profiler=True))
-    trace = gzip.open(tmp_path / "run" / "profile" / "rank-0.torch.json.gz", "rt").read()
+    with gzip.open(tmp_path / "run" / "profile" / "rank-0.torch.json.gz", "rt") as file:
+        trace = file.read()
     assert "flash_attention (cpu_ref/" in trace and "forward" in trace
 
 
@@ -63,8 +68,12 @@ def test_a_rank_that_is_not_asked_for_writes_nothing(tiny, cpu_ref, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_are_put_on_one_clock(text, tmp_path, cpu_ref, capfd):
-    words = f"--backend cpu_ref --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --text-file {text}"
-    words += f" --global-batch-size 4 --micro-batch-size 2 --train-iters 4 --sample-tokens 0 --run-dir {tmp_path / 'run'}"
+    words = (
+        f"--backend cpu_ref --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --text-file {text}"
+    )
+    words += (
+        f" --global-batch-size 4 --micro-batch-size 2 --train-iters 4 --sample-tokens 0 --run-dir {tmp_path / 'run'}"
+    )
     words += " --nproc-per-node 2 --profile --profile-ranks 0 1 --profile-step-start 2 --profile-step-end 4"
     words += " --timing-log-level 2 --log-straggler --log-interval 4"
     assert main(words.split()) == 0
@@ -113,7 +122,7 @@ def test_a_slow_rank_is_named_with_its_ratio():
 class Trainer:
     """A rank whose world has one more, which takes twice as long."""
 
-    class world:  # noqa: N801
+    class world:
         device = "cpu"
 
         @staticmethod
