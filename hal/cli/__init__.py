@@ -44,6 +44,19 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()  # here rather than when the interpreter ends, so that a closed pipe is no error
+        return code
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (HalError, OSError) as error:
+        print(f"hal {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2
@@ -58,14 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean `hal {close[0]}`?" if close else ""
         print(f"hal: there is no command '{name}'.{hint} The commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    try:
-        return int(importlib.import_module(f"hal.cli.{name.replace('-', '_')}").main(rest))
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (HalError, OSError) as error:
-        print(f"hal {name}: {error}", file=sys.stderr)
-        return 2
+    return int(importlib.import_module(f"hal.cli.{name.replace('-', '_')}").main(rest))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The `hal` command itself: answers that need no torch, and suggestions for what does not exist."""
 
+import os
 import subprocess
 import sys
 
@@ -39,3 +40,14 @@ def test_every_error_is_explained(run):
 def test_an_unknown_error_is_suggested(run):
     code, _, err = run("explain", "UnsuportedOp")
     assert code == 2 and "there is no error 'UnsuportedOp'. Did you mean UnsupportedOp?" in err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["explain", "UnsupportedOp"]])
+def test_a_reader_that_stops_reading_is_no_error(words):
+    """As in `hal --help | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hal", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
