@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,11 +72,19 @@ def test_with_prebuilt_kernels_no_compiler_is_needed(installed: Path, monkeypatc
 WHEEL = Path(__file__).resolve().parents[3] / ".ci" / "wheel.py"
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of x86-64."""
+    if platform.machine() != "x86_64":
+        pytest.skip("builds the wheel of x86-64")
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, str(WHEEL), str(folder)], check=True)
+    (built,) = folder.glob("torch_hal-*-py3-none-manylinux_*_x86_64.whl")
+    return built
+
+
 @pytest.mark.nightly
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="builds the wheel of x86-64")
-def test_an_installed_wheel_trains_without_a_compiler(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(WHEEL), str(tmp_path / "dist")], check=True)
-    (wheel,) = (tmp_path / "dist").glob("torch_hal-*-py3-none-manylinux_*_x86_64.whl")
+def test_an_installed_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(pip, check=True)
@@ -91,3 +100,41 @@ def test_an_installed_wheel_trains_without_a_compiler(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "iteration        1/" in done.stdout and "compiling" not in done.stderr
+
+
+LOAD = """
+import importlib.util, pathlib, subprocess, sys
+import hal
+
+assert "torch" not in sys.modules
+for module in (pathlib.Path(hal.__file__).parent / "backends/cpu_ref/prebuilt/x86-64-v3").glob("*.so"):
+    spec = importlib.util.spec_from_file_location(module.name.split(".")[0], module)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    print(module.name, len(dir(loaded.lib)))
+subprocess.run([sys.executable, "-m", "hal", "--help"], check=True)
+"""
+
+
+def interpreter(version: str) -> str | None:
+    """The path of a Python of this version, in PATH or among those of pyenv."""
+    kept = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    return shutil.which(f"python{version}") or (str(kept[-1]) if kept else None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", ["3.10", "3.12", "3.13"])
+def test_other_pythons_install_the_wheel_and_load_its_kernels(wheel: Path, tmp_path: Path, version: str) -> None:
+    """Without torch, of which there may be no build for the CPU."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"needs Python {version}")
+    subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True)
+    inside = str(tmp_path / "venv" / "bin" / "python")
+    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+    if subprocess.run([*pip, "cffi"], check=False).returncode:
+        pytest.skip("needs cffi from a package index")
+    # Outside of the checkout, so that the installed package is imported.
+    done = subprocess.run([inside, "-c", LOAD], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.count(".so ") == 5 and "usage: hal COMMAND" in done.stdout
