@@ -151,6 +151,7 @@ class _Backward:
 def torch_profiler(path: str) -> Iterator[None]:
     """torch's own profiler with all activities that it supports here; its Chrome trace goes to `path` (.json or
     .json.gz). HAL's ops and phases are ranges in it."""
-    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+    activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+    with torch.profiler.profile(activities=activities) as profiler:
         yield
     profiler.export_chrome_trace(path)
