@@ -119,7 +119,8 @@ subprocess.run([sys.executable, "-m", "hal", "--help"], check=True)
 def interpreter(version: str) -> str | None:
     """The path of a Python of this version, in PATH or among those of pyenv."""
     kept = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(kept[-1]) if kept else None)
+    # First those of pyenv, whose commands in PATH exist for versions that are not chosen, too.
+    return str(kept[-1]) if kept else shutil.which(f"python{version}")
 
 
 @pytest.mark.nightly

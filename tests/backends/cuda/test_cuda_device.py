@@ -10,6 +10,7 @@ import hal
 from hal import ops
 from hal.backends.cuda import Cuda, compile, device, launch, order
 from hal.backends.cuda.comm import NCCL
+from hal.profiling import Recorder
 
 
 def probe_of(monkeypatch, *, cuda="13.0", driver=True, count=1, cupy=True):
@@ -198,3 +199,13 @@ def test_draws_are_made_on_the_current_device(monkeypatch):
 
 def test_draws_on_the_simulator_are_the_cpus(simulated):
     assert ops.philox_uniform((3,), hal.Rng(1)).device.type == "cpu"
+
+
+def test_a_profile_times_the_backward_that_torch_makes(simulated):
+    """cuda/torch has no backward of its own: autograd makes several nodes, which are one call."""
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((4, 8), (6, 8), (6,)))
+    with Recorder(simulated) as recorder:
+        hal.ops.linear(x, weight, bias).sum().backward()
+    rows = {row["direction"]: row for row in recorder.rows()}
+    assert rows["backward"]["implementation"] == "cuda/torch" and rows["backward"]["calls"] == 1
+    assert rows["backward"]["flops"] == 2 * rows["forward"]["flops"] == 2 * 2 * 4 * 8 * 6

@@ -11,6 +11,7 @@ import torch
 from hal import ops
 from hal.backends.npu import Npu, simulator
 from hal.backends.npu.simulator import generate
+from hal.profiling import Recorder
 
 BEGIN = """
 import torch, hal
@@ -196,3 +197,17 @@ def test_the_table_is_read_strictly() -> None:
     with pytest.raises(ValueError, match="there already"):
         generate.parse("Neg(T x): x = -x\nNeg(T x): x = -x")
     assert len(generate.parse(generate.TABLE.read_text())) > 100
+
+
+def test_a_recorder_waits_for_the_device_around_every_call(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    synchronize = npu.synchronize
+    monkeypatch.setattr(npu, "synchronize", lambda: (waits.append(None), synchronize())[1])
+    x = torch.randn(4, 8, device="npu").requires_grad_()
+    with Recorder(npu) as recorder:
+        before = len(waits)
+        ops.rms_norm(x, torch.ones(8, device="npu")).sum().backward()
+        assert len(waits) - before == 4
+    rows = {row["direction"]: row for row in recorder.rows()}
+    assert {row["implementation"] for row in rows.values()} == {npu.impls["rms_norm"][0].id}
+    assert rows["forward"]["calls"] == rows["backward"]["calls"] == 1 and rows["backward"]["bytes"] > 0
