@@ -71,3 +71,12 @@ def test_a_storage_that_replaces_another_counts():
         storage = torch.frombuffer(bytearray(4000), dtype=torch.float32).untyped_storage()
         kept = torch.empty(0).set_(storage, 0, (1000,))
     assert memory.peak()[REST] == kept.nbytes == 4000
+
+
+def test_views_and_changes_of_what_existed_before_are_no_allocations():
+    old = torch.zeros(1000)
+    with MemoryHistory() as memory:
+        view = old[10:]
+        view.add_(1)
+        old.mul_(2)
+    assert memory.peak() == {} and memory.curve() == ([], {})

@@ -79,3 +79,13 @@ def test_the_trace_has_one_event_per_span_and_one_per_collective_in_flight():
     begin, end = (e for e in events if e.get("cat") == "in flight")
     assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("b", 1.0, "e", 5.0) and begin["id"] == end["id"]
     assert title(spans[1]) == "all_reduce, start"
+
+
+def test_collectives_are_numbered_in_the_order_in_which_they_began():
+    """A span is recorded when it ends: one that another thread starts meanwhile ends first."""
+    spans = [
+        comm("broadcast", "start", 20, 21),
+        comm("all_reduce", "blocking", 10, 90),
+        comm("broadcast", "wait", 91, 95),
+    ]
+    assert [(c.name, c.number) for c in collectives(spans)] == [("all_reduce", 0), ("broadcast", 1)]
