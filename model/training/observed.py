@@ -26,6 +26,10 @@ class Observed:
         with self._timers.measuring(), self._profiling.step():
             yield
 
+    def finish(self) -> None:
+        """Ends what is still measured when the last step is done."""
+        self._profiling.finish()
+
     def after(self, result: StepResult) -> None:
         """Logs what is due after a step."""
         self._timers.step(result)

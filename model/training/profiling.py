@@ -59,16 +59,20 @@ class Profiling:
             return
         if self._stack is None:
             self._start()
-        begin = time.perf_counter_ns()
         try:
-            with spans.span("step", f"iteration {done + 1}"):
-                yield
+            with contextlib.ExitStack() as of_step:  # not of what is done between steps, such as an evaluation
+                if self._recorder is not None:
+                    of_step.enter_context(self._recorder)
+                    of_step.enter_context(spans.listening(self._note_gradients))
+                begin = time.perf_counter_ns()
+                with spans.span("step", f"iteration {done + 1}"):
+                    yield
+                self._steps.append((done + 1, begin, time.perf_counter_ns()))
         except BaseException:
             self.close()
             raise
-        self._steps.append((done + 1, begin, time.perf_counter_ns()))
-        if self.trainer.iteration >= min(c.profile_step_end, c.train_iters):
-            self._finish()
+        if self.trainer.iteration >= c.profile_step_end:
+            self.finish()
 
     def _start(self) -> None:
         """Starts to record. All ranks call it, because their clocks are compared."""
@@ -89,8 +93,6 @@ class Profiling:
             self._memory.mark("optimizer", [*state, *masters])
             self._stack.enter_context(self._memory)
         self._recorder = Recorder(backend, wait=not self.config.use_pytorch_profiler)
-        self._stack.enter_context(self._recorder)
-        self._stack.enter_context(spans.listening(self._note_gradients))
 
     def _note_gradients(self, span: Span) -> None:
         """At the end of each phase, names the storages of the gradients that exist then."""
@@ -107,10 +109,11 @@ class Profiling:
             self._stack.close()
             self._stack, self._recorder, self._memory = None, None, None
 
-    def _finish(self) -> None:
-        """Stops to record and writes the files. All ranks call it; each writes those of its own."""
+    def finish(self) -> None:
+        """Stops to record and writes the files; also of a run that ends within the window. Each rank writes its own."""
         recorder, memory, stack = self._recorder, self._memory, self._stack
-        assert stack is not None
+        if stack is None:
+            return
         stack.close()
         self._stack = None
         if recorder is not None:

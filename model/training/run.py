@@ -114,6 +114,7 @@ def train(config: Config) -> Trainer:
                         before_save=times.saving,
                         around_step=observed.step,
                     )
+                observed.finish()
                 stopped = trainer.all_reduce_max(stop.asked is not None)
                 if stopped or save is not None:
                     report.record()

@@ -7,12 +7,14 @@ import pickle
 
 import pytest
 
+from hal import spans
 from hal.model.apps.html_report.profile import read_profiles
 from hal.model.apps.planning.memory import memory
 from hal.model.config.parallel_layout import make_parallel_layout
 from hal.model.config.schema import ConfigError
 from hal.model.training.run import main, train
 from hal.model.training.step_timers import StepTimers, straggler_line, timing_lines
+from hal.model.training.trainer import Trainer, TrainingFailed
 from hal.spans import Span
 
 WINDOW = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
@@ -20,7 +22,9 @@ WINDOW = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
 
 def test_a_profile_holds_the_steps_of_the_window_and_changes_no_result(tiny, cpu_ref, tmp_path, capsys):
     plain = train(tiny(run_dir=str(tmp_path / "plain")))
-    config = tiny(**WINDOW, record_memory_history=True, bf16=False, run_dir=str(tmp_path / "run"))
+    # Evaluations between the steps are not recorded.
+    evaluations = {"eval_interval": 1, "eval_iters": 1}
+    config = tiny(**WINDOW, **evaluations, record_memory_history=True, run_dir=str(tmp_path / "run"))
     profiled = train(config)
     folder = tmp_path / "run" / "profile"
     assert f"profiled steps 3 to 4: {folder}" in capsys.readouterr().out
@@ -52,6 +56,27 @@ def test_without_the_option_nothing_listens(tiny, cpu_ref, tmp_path, monkeypatch
     monkeypatch.setattr(Span, "__init__", lambda *given: pytest.fail("a span was made"))
     train(tiny(train_iters=1))
     assert not (tmp_path / "run" / "profile").exists()
+
+
+@pytest.mark.parametrize("end", [{"exit_interval": 3}, {"train_iters": 3}])
+def test_a_run_that_ends_within_the_window_writes_what_it_has(tiny, cpu_ref, tmp_path, end):
+    train(tiny(**{**WINDOW, **end}))
+    record = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
+    assert [step[0] for step in record["steps"]] == [3] and not spans.listeners
+
+
+def test_a_step_that_fails_ends_the_recording(tiny, cpu_ref, tmp_path, monkeypatch):
+    steps = Trainer.step
+
+    def fail_at_the_fourth(self):
+        if self.iteration == 3:
+            raise TrainingFailed("as planned")
+        return steps(self)
+
+    monkeypatch.setattr(Trainer, "step", fail_at_the_fourth)
+    with pytest.raises(TrainingFailed, match="as planned"):
+        train(tiny(**WINDOW))
+    assert not spans.listeners
 
 
 def test_torchs_profiler_writes_its_trace_with_hals_names(tiny, cpu_ref, tmp_path):
@@ -119,7 +144,7 @@ def test_a_slow_rank_is_named_with_its_ratio():
     assert "slowest ranks: 2 (150.0 ms, 1.50x), 1 (100.0 ms, 1.00x)" in straggler_line([0.1, 0.1, 0.15, 0.09], 2)
 
 
-class Trainer:
+class Pair:
     """A rank whose world has one more, which takes twice as long."""
 
     class world:
@@ -146,7 +171,7 @@ class Report:
 def test_waiting_for_others_is_no_work_of_a_slow_rank(tiny, cpu_ref):
     config = tiny(timing_log_level=2, log_timers_to_tensorboard=True, log_straggler=True, log_interval=1)
     report = Report()
-    timers = StepTimers(config, Trainer, report)
+    timers = StepTimers(config, Pair, report)
     ms = 1_000_000
     with timers.measuring():
         facts = {"part": "blocking"}
@@ -164,7 +189,7 @@ def test_waiting_for_others_is_no_work_of_a_slow_rank(tiny, cpu_ref):
 def test_memory_goes_to_the_log_and_to_the_trackers(tiny, cpu_ref, monkeypatch):
     monkeypatch.setattr(cpu_ref, "memory_stats", lambda: {"allocated": 3 << 20})
     config, report = tiny(log_memory_to_tensorboard=True, log_memory_interval=2, log_interval=2), Report()
-    timers = StepTimers(config, Trainer, report)
+    timers = StepTimers(config, Pair, report)
     for iteration in (1, 2):
         timers.step(type("Result", (), {"iteration": iteration}))
     assert report.values == {"mem-allocated-bytes": 3 << 20}
