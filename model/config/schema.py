@@ -535,7 +535,8 @@ class Config:
         return self.pre_tokens, 0 if self.next_tokens is None else min(0, self.next_tokens)
 
 
-_WARMUP = {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"}
+WARMUP = {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"}
+"""The ways to give the warm-up; one replaces the others."""
 
 
 class GivenOptions(dict[str, Any]):
@@ -556,8 +557,8 @@ class GivenOptions(dict[str, Any]):
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Adds values; they override earlier ones, a way to give the warm-up also another way."""
-        if not _WARMUP.isdisjoint(values):
-            for name in _WARMUP - set(values):
+        if not WARMUP.isdisjoint(values):
+            for name in WARMUP - set(values):
                 self.pop(name, None)
                 self.origins.pop(name, None)
         self.update(values)
