@@ -102,7 +102,7 @@ class CoreAttention:
         rank's rows. cache: k and v are its content; it determines which are hidden. mask: see SelfAttention."""
         window: Window = self.window
         if cache is not None:
-            mask = cache.hidden(q.shape[0], window)
+            mask = cache.hidden(q.shape[0], self.window)
             window = (None, None) if mask is not None else window
         context: Tensor = recompute(self._attend, q, k, v, dropout_rng, mask, window, on=self.recompute)
         return context

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...config.schema import Config
 from ...gpt.model import shapes
 from ...training.trainer_state import architecture
-from .families import Family
+from .family import Family
 from .field_rules import window
 from .hf_config import Fields
 from .tensor_layout import Layout
