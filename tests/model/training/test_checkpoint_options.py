@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hal import HalError
+from hal.cli.config import main as show
 from hal.cli.generate import main as generate
 from hal.cli.train import main
 from hal.model.apps.convert import hal_format
@@ -152,6 +153,13 @@ def test_a_backend_of_a_checkpoint_that_is_not_here(checkpoint: Path, capsys: An
     # One that the user gave is not blamed on the checkpoint.
     assert main(["--load", str(checkpoint), "--train-iters", "3", "--backend", "weft"]) == 2
     assert "It is the backend of" not in capsys.readouterr().err
+
+
+def test_what_a_run_takes_over_is_shown(checkpoint: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert show(["show", "--load", str(checkpoint), "--train-iters", "9"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# norm-epsilon: 1e-06")]
+    assert f"the checkpoint {checkpoint}" in line
 
 
 def test_a_folder_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
