@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_load import altered, written
+from test_load import edit_manifest, save_checkpoint
 
 from hal.cli import main as hal_command
 from hal.cli.generate import main
@@ -21,7 +21,7 @@ from hal.model.inference.text_generation import read_prompts
 @pytest.fixture
 def run(tmp_path: Path, cpu_ref: Any, capsys: Any) -> Any:
     """Runs the command on a random model; returns its exit code and output."""
-    written(tmp_path / "model", init_method_std=0.3)
+    save_checkpoint(tmp_path / "model", init_method_std=0.3)
 
     def command(*argv: str) -> tuple[int, str]:
         capsys.readouterr()
@@ -45,14 +45,14 @@ def test_prompts_from_the_command_line_a_file_and_the_pipe_say_the_same(
 
 
 def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path, cpu_ref: Any, capsys: Any, monkeypatch: Any) -> None:
-    written(tmp_path / "model", backend="cpu_ref", pin=("linear=cpu_ref/onednn",))
+    save_checkpoint(tmp_path / "model", backend="cpu_ref", pin=("linear=cpu_ref/onednn",))
     monkeypatch.delenv("HAL_BACKEND")
     load = ["--load", str(tmp_path / "model"), "--prompt", "ab", "--greedy", "--num-tokens-to-generate", "3"]
     assert main(load) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("ab")
     assert "from the checkpoint" in captured.err and "--backend cpu_ref, --pin linear=cpu_ref/onednn" in captured.err
-    altered(tmp_path / "model", backend="warp", pin=())
+    edit_manifest(tmp_path / "model", backend="warp", pin=())
     monkeypatch.delenv("HAL_BACKEND")
     assert main(load) == 2
     assert "It is the backend of the checkpoint" in capsys.readouterr().err
@@ -61,7 +61,7 @@ def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path, cpu_ref: Any, cap
 
 
 def test_a_release_names_no_backend(tmp_path: Path, monkeypatch: Any) -> None:
-    written(tmp_path / "model")
+    save_checkpoint(tmp_path / "model")
     monkeypatch.delenv("HAL_BACKEND", raising=False)
     with pytest.raises(HalError, match=r"no backend was chosen, and --load .* has no checkpoint of a run that had one"):
         main(["--load", str(tmp_path / "model"), "--prompt", "ab"])

@@ -37,7 +37,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def altered(root: Path, **change: Any) -> None:
+def edit_manifest(root: Path, **change: Any) -> None:
     """Changes options in the manifest of the checkpoint and updates its checksum."""
     path = reader.folder_of(root, 2) / reader.MANIFEST
     manifest = json.loads(path.read_text())
@@ -143,7 +143,7 @@ def test_what_a_run_takes_over(tmp_path: Path, text: Path) -> None:
 
 def test_a_backend_of_a_checkpoint_that_is_not_here(checkpoint: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("HAL_BACKEND")
-    altered(checkpoint, backend="warp")
+    edit_manifest(checkpoint, backend="warp")
     assert main(["--load", str(checkpoint), "--train-iters", "3"]) == 2
     error = capsys.readouterr().err
     assert "no backend is called 'warp'" in error and error.count("\n") == 1
@@ -213,7 +213,7 @@ def test_a_hugging_face_folder_is_trained(tmp_path: Path, text: Path, monkeypatc
 
 
 def test_a_checkpoint_of_another_version_is_refused(checkpoint: Path) -> None:
-    altered(checkpoint, warp_factor=9)
+    edit_manifest(checkpoint, warp_factor=9)
     values = read(["--backend", "cpu_ref", "--load", str(checkpoint)])
     with pytest.raises(HalError, match=r"another version of HAL, with the options.*warp_factor"):
         adopt(values)
