@@ -30,6 +30,8 @@ def layer_pattern(frequency: str, layers: int, *, last: bool = False) -> tuple[b
     first on, or with `last` the last of each N; or a list of 0 and 1 as an expression such as ([0]*1+[1]*2)*3. Raises
     ValueError for anything else."""
     text = frequency.strip()
+    if layers > 1_000_000:  # of a damaged checkpoint: a pattern of as many would fill the memory
+        raise ValueError(f"{layers} layers are too many for a pattern")
     if text.isascii() and text.isdigit() and int(text) > 0:
         return tuple((n + last) % int(text) == 0 for n in range(layers))
     try:

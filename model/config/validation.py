@@ -136,7 +136,8 @@ def _shape(c: Config) -> Iterator[str]:
         yield f"rotary positions need at least two channels per head; the head size is {channels}"
     for name in ("window_attn_skip_freq", "no_rope_freq"):
         try:
-            layer_pattern(getattr(c, name) or "1", c.num_layers)
+            if getattr(c, name) is not None:
+                layer_pattern(getattr(c, name), c.num_layers)
         except ValueError as error:
             yield f"{_flag(name)}: {error}"
     if c.attn_logit_softcapping is not None and c.context_parallel_size > 1 and c.context_parallel_algo == "ring":
