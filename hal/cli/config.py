@@ -64,11 +64,14 @@ def _usage() -> str:
 
 
 def _show(argv: Sequence[str]) -> int:
+    from hal.model.checkpoint.saved_config import adopt
     from hal.model.config.command_line import GROUPS, build, read
     from hal.model.config.show import describe
     from hal.model.config.validation import check_given
 
-    for line in describe(build(read(argv, showing=True), check_given), GROUPS):
+    values = read(argv, showing=True)
+    adopt(values)
+    for line in describe(build(values, check_given), GROUPS):
         print(line)
     return 0
 

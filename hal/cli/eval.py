@@ -52,6 +52,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal eval` with these arguments."""
+    from hal.model.apps.convert.pretrained_folder import converted
     from hal.model.checkpoint.saved_config import data_options
     from hal.model.inference import load
 
@@ -73,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     more = ("seed", "micro_batch_size", *data)
     prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
     body = _harness if arguments.task == "lm-eval" else _measure
+    if hasattr(arguments, "load"):
+        arguments.load = str(converted(Path(arguments.load)) or arguments.load)
     return load.run_command("eval", argv, arguments, lambda m: body(arguments, m), *more, prepare=prepare)
 
 

@@ -48,6 +48,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `hal generate` with these arguments."""
+    from hal.model.apps.convert.pretrained_folder import converted
     from hal.model.inference import load
 
     command = parser()
@@ -64,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         command.error("--stop must not be empty: it would end every text immediately")
     require_writable("--output-file", arguments.output_file)
     settable = ("seed", "micro_batch_size")
+    if hasattr(arguments, "load"):
+        arguments.load = str(converted(Path(arguments.load)) or arguments.load)
     return load.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *settable)
 
 

@@ -1,21 +1,30 @@
-"""The options stored in a checkpoint, and which of them define the model, its tokenizer and its data."""
+"""The options stored in a checkpoint, and which of them a run or a command that loads it takes over."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hal import HalError
+from hal import HalError, backend_names
 
 from ..config import tokenizer_options
-from ..config.command_line import convert
-from ..config.schema import Config, ConfigError, GivenOptions
-from .reader import candidates, folder_of, read_manifest
+from ..config.command_line import ONE_MICROBATCH, convert
+from ..config.schema import WARMUP, Config, ConfigError, GivenOptions
+from .reader import RELEASE, candidates, folder_of, read_manifest
 
 TOKENIZER = ("tokenizer_type", *tokenizer_options.OPTIONS)
+
+EXECUTION = ("backend", "simulate", "fallback", "pin", "deterministic_mode")
+"""Options that say how a run is executed by its backend; those of a checkpoint go together."""
+
+SOURCES = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "text_file", "mock_data"}
+"""Options that name data."""
+
+_THIS_RUNS = {"exit_interval", "exit_duration_in_mins", "use_checkpoint_opt_param_scheduler", "data_cache_path"}
+"""Options of data and training that a resumed run does not take over: when it stops, and what --load means."""
 
 _SHAPES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 
@@ -51,11 +60,12 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def adopt(values: GivenOptions) -> None:
-    """Adds the model and the tokenizer of the checkpoint in --load to the options, as Megatron's --use-checkpoint-args.
+    """Adds to the options what the checkpoint in --load says: its backend, model and tokenizer, as Megatron's
+    --use-checkpoint-args, and for a run that resumes (not --finetune, not a release) its data and training options.
 
-    Options that the user gave stay, and a note names those that differ. Does nothing if there is no checkpoint. Raises
-    ConfigError for sizes that contradict it (other contradictions are refused when it is loaded), HalError for unknown
-    options in it.
+    Options that the user gave stay. Notes name what was taken over and, of the model, what differs. Does nothing if
+    there is no checkpoint. Raises ConfigError for sizes that contradict it (other contradictions are refused when it is
+    loaded), HalError for unknown options in it.
     """
     found = None if "load" not in values else _newest(Path(values["load"]))
     if found is None:
@@ -66,7 +76,11 @@ def adopt(values: GivenOptions) -> None:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
     if {"bf16", "fp16"} & set(values):
         saved = {n: v for n, v in saved.items() if n not in ("bf16", "fp16")}
-    saved = {n: v for n, v in saved.items() if n in {*model_options(), *TOKENIZER}}
+    described = {*model_options(), *TOKENIZER}
+    execution = set(() if values.get("backend", saved.get("backend")) != saved.get("backend") else EXECUTION)
+    resumes = not values.get("finetune") and folder.name != RELEASE
+    experiment = _experiment(values, saved, state["config"]) if resumes else set()
+    saved = {n: v for n, v in saved.items() if n in {*described, *execution, *experiment}}
     if "make_vocab_size_divisible_by" not in values and state["config"].get("padded_vocab_size"):
         # The embedding's rows are the checkpoint's, also if its tokenizer has fewer ids than those of another one.
         saved["pad_vocab_size_to"] = state["config"]["padded_vocab_size"]
@@ -78,13 +92,73 @@ def adopt(values: GivenOptions) -> None:
             raise ConfigError(
                 f"{option} {values[name]} contradicts the checkpoint {folder}, whose model has {value}; remove {option}"
             )
+    taken = []
     for name, value in saved.items():
         if name not in values:
             values.take({name: value}, {name: f"the checkpoint {folder}"})
             values.adopted.add(name)
-        elif values[name] != value:
-            option = f"--{name.replace('_', '-')}"
-            values.notes.append(f"{option} {values[name]} is given; the checkpoint {folder} was made with {value}")
+            taken += [] if name in described else [written(name, value)]
+        elif values[name] != value and name in described:
+            values.notes.append(
+                f"{written(name, values[name])} is given; the checkpoint {folder} was made with {value}"
+            )
+    values.notes.append(f"from the checkpoint {folder}: {', '.join(['model and tokenizer', *taken])}")
+
+
+def _experiment(values: GivenOptions, saved: Mapping[str, Any], complete: Mapping[str, Any]) -> set[str]:
+    """The options of data and training that a resumed run takes over from those `saved`, beside the given `values`.
+
+    complete: all options of the checkpoint, also those at their defaults.
+    """
+    names = [f.name for f in fields(Config)]
+    training = names[names.index("micro_batch_size") : names.index("tensor_model_parallel_size")]
+    result = {*data_options(), *training, "eval_interval", "eval_iters"} - _THIS_RUNS
+    if SOURCES & set(values):  # data are given as a whole
+        result -= SOURCES
+    if values.origins.get("global_batch_size") == ONE_MICROBATCH:
+        values.pop("global_batch_size")
+    if values.get("no_load_rng"):
+        result.discard("seed")
+    # Both units of the length, and all ways to give the warm-up, exclude each other.
+    in_samples = "train_samples" in values or ("train_samples" in saved and "train_iters" not in values)
+    result -= {n for n in training if n.endswith("_iters" if in_samples else "_samples")}
+    if complete.get("lr_decay_iters") == complete.get("train_iters"):
+        result.discard("lr_decay_iters")  # it followed from the length of the run
+    if WARMUP & set(values):
+        result -= WARMUP
+    elif "lr_warmup_fraction" in saved:
+        result.discard("lr_warmup_iters")
+    return result
+
+
+def written(name: str, value: Any) -> str:
+    """An option as on a command line."""
+    if value is True:
+        return f"--{name.replace('_', '-')}"
+    return f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def execution_of(root: Path) -> tuple[Path | None, dict[str, Any]]:
+    """(folder, the options of EXECUTION) of the checkpoint in `root`; None and no options if none names a backend."""
+    folder, state = _newest(root) or (None, {})
+    if folder is None or state["config"].get("backend") is None:
+        return None, {}
+    return folder, {n: v for n, v in saved_options(state, folder).items() if n in EXECUTION}
+
+
+@contextlib.contextmanager
+def backend_of(checkpoint: str | None) -> Iterator[None]:
+    """Adds to an error about the backend that the checkpoint chose it, unless that is None (the user chose it)."""
+    try:
+        yield
+    except HalError as error:
+        if checkpoint is None:
+            raise
+        names = ", ".join(backend_names())
+        raise HalError(
+            f"{error} It is the backend of {checkpoint}; --backend gives another one ({names}), which continues from "
+            "the same weights"
+        ) from error
 
 
 def _newest(root: Path) -> tuple[Path, dict[str, Any]] | None:

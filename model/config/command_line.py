@@ -40,6 +40,9 @@ GROUPS = {
 }
 """Titles of the groups in --help, by the first option of each group."""
 
+ONE_MICROBATCH = "one microbatch per replica (Megatron's default)"
+"""The origin of a global batch size that was not given."""
+
 _TYPES = typing.get_type_hints(Config)
 _OPTIONS = {f.name: f for f in fields(Config) if f.init}
 _SPELLINGS = {
@@ -131,8 +134,8 @@ def _adopt_megatron_defaults(values: GivenOptions) -> None:
     probe = _probe(values)
     replicas = _replicas(probe)
     if "global_batch_size" not in values and replicas > 1 and probe.micro_batch_size > 0:
-        why = "one microbatch per replica (Megatron's default)"
-        values.take({"global_batch_size": probe.micro_batch_size * replicas}, {"global_batch_size": why})
+        size = probe.micro_batch_size * replicas
+        values.take({"global_batch_size": size}, {"global_batch_size": ONE_MICROBATCH})
 
 
 def _replicas(probe: Config) -> int:

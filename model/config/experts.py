@@ -25,12 +25,15 @@ OPTIONS = (
 
 
 @functools.lru_cache
-def layer_pattern(frequency: str, layers: int) -> tuple[bool, ...]:
-    """Whether each of `layers` layers has experts, by Megatron's --moe-layer-freq: N for every N-th layer from the
-    first on, or a list of 0 and 1 as an expression such as ([0]*1+[1]*2)*3. Raises ValueError for anything else."""
+def layer_pattern(frequency: str, layers: int, *, last: bool = False) -> tuple[bool, ...]:
+    """Which of `layers` layers an option such as Megatron's --moe-layer-freq means: N for every N-th layer from the
+    first on, or with `last` the last of each N; or a list of 0 and 1 as an expression such as ([0]*1+[1]*2)*3. Raises
+    ValueError for anything else."""
     text = frequency.strip()
+    if layers > 1_000_000:  # of a damaged checkpoint: a pattern of as many would fill the memory
+        raise ValueError(f"{layers} layers are too many for a pattern")
     if text.isascii() and text.isdigit() and int(text) > 0:
-        return tuple(n % int(text) == 0 for n in range(layers))
+        return tuple((n + last) % int(text) == 0 for n in range(layers))
     try:
         pattern = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):

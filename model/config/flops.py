@@ -45,5 +45,5 @@ def flops_per_token(config: Config) -> float:
     mlps = sum(experts if c.has_experts(n) else dense for n in present)
     layers = len(present)
     weights = layers * attention_weights(c) + mlps + c.hidden_size * c.padded_vocab_size
-    pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
-    return 6.0 * (weights + layers * c.num_attention_heads * sum(c.head_sizes) * pairs)
+    pairs = sum(visible_pairs(c.seq_length, *c.window_of(n)) for n in present) / c.seq_length
+    return 6.0 * (weights + c.num_attention_heads * sum(c.head_sizes) * pairs)

@@ -29,6 +29,8 @@ def problems(c: Config) -> Iterator[str]:
             f"--multi-latent-attention rotates {c.qk_pos_emb_head_dim} channels of each head by position, and takes no "
             f"--position-embedding-type {c.position_embedding_type}; give --position-embedding-type rope"
         )
+    if c.no_rope_freq is not None:
+        yield f"--no-rope-freq {c.no_rope_freq} is for models without --multi-latent-attention; remove it"
     if c.num_query_groups != c.num_attention_heads:
         yield (
             f"--multi-latent-attention gives each of {c.num_attention_heads} heads separate keys and values; remove "

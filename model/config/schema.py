@@ -196,6 +196,7 @@ class Config:
     rope_scaling_factor: float = _opt(8.0, "by how much --use-rope-scaling slows the lowest frequencies")
     normalization: str = _opt("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = _opt(1e-5, "epsilon added to the variance in norms")
+    apply_layernorm_1p: bool = _opt(False, "norms store their factor minus 1 (centred at zero)")
     swiglu: bool = _opt(False, "gated MLP: silu(a) * b")
     geglu: bool = _opt(False, "gated MLP: gelu(a) * b")
     squared_relu: bool = _opt(False, "MLP with relu(a)^2")
@@ -237,6 +238,16 @@ class Config:
         "in -2147483648..2147483647",
         aliases=("next-tockens",),
     )
+    window_attn_skip_freq: str | None = _opt(
+        None, "layers without the window: every N-th, or a list of 1 (window) and 0 such as [1,0]*4"
+    )
+    no_rope_freq: str | None = _opt(
+        None, "layers without rotary positions: every N-th, or a list of 1 (without) and 0 such as [0,0,0,1]*4"
+    )
+    softmax_scale: float | None = _opt(None, "factor of the attention scores; default 1 / sqrt(kv_channels)")
+    attn_logit_softcapping: float | None = _opt(
+        None, "CAP of the attention scores: CAP tanh(score / CAP), before masks (Gemma 2)"
+    )
     shape_order: str = _opt(
         "SBH", "tensor layout passed to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD")
     )
@@ -259,6 +270,10 @@ class Config:
     beta_slow: float = _opt(1.0, "YaRN: channels that turn less often have it divided by rotary_scaling_factor")
     mscale: float = _opt(1.0, "YaRN: coefficient of the factor of the rotated channels", ">= 0")
     mscale_all_dim: float = _opt(0.0, "YaRN: coefficient of the factor of all channels", ">= 0")
+    embedding_multiplier_scale: float = _opt(1.0, "factor of the word embeddings (Gemma: sqrt(hidden_size))")
+    residual_multiplier: float = _opt(1.0, "factor of the outputs of attention and MLP in the residual sum (Granite)")
+    output_multiplier_scale: float = _opt(1.0, "factor of the logits")
+    output_logit_softcapping: float | None = _opt(None, "CAP of the logits: CAP tanh(logit / CAP) (Gemma 2)")
     make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
     pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
 
@@ -554,8 +569,22 @@ class Config:
         """(pre_tokens, next_tokens) of attention: the given window, never beyond causality."""
         return self.pre_tokens, 0 if self.next_tokens is None else min(0, self.next_tokens)
 
+    def window_of(self, layer: int) -> tuple[int | None, int]:
+        """The window of attention in layer number `layer`, of which --window-attn-skip-freq takes it."""
+        frequency = self.window_attn_skip_freq
+        if frequency is None:
+            return self.window
+        # A number says which layers have no window, and a list which have one.
+        windowed = layer_pattern(frequency, self.num_layers, last=True)[layer] != frequency.strip().isdigit()
+        return self.window if windowed else (None, 0)
 
-_WARMUP = {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"}
+    def has_rotation(self, layer: int) -> bool:
+        """Whether layer number `layer` has rotary positions, if the model has them."""
+        return self.no_rope_freq is None or not layer_pattern(self.no_rope_freq, self.num_layers, last=True)[layer]
+
+
+WARMUP = {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"}
+"""The ways to give the warm-up; one replaces the others."""
 
 
 class GivenOptions(dict[str, Any]):
@@ -576,8 +605,8 @@ class GivenOptions(dict[str, Any]):
 
     def take(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Adds values; they override earlier ones, a way to give the warm-up also another way."""
-        if not _WARMUP.isdisjoint(values):
-            for name in _WARMUP - set(values):
+        if not WARMUP.isdisjoint(values):
+            for name in WARMUP - set(values):
                 self.pop(name, None)
                 self.origins.pop(name, None)
         self.update(values)

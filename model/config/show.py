@@ -1,7 +1,7 @@
 """`hal config show`: the merged configuration with the origin of every value, as YAML that --config can read.
 
-Options that the user gave are written as YAML values; defaults and derived values are comments. Reading the text back
-therefore gives the same run with the same options marked as given.
+Options that the user gave are written as YAML values; defaults, derived values and those of the checkpoint in --load
+are comments. Reading the text back therefore gives the same run with the same options marked as given.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def describe(config: Config, groups: dict[str, str], *, defaults: bool = True) -
             line, origin = f"{name.replace('_', '-')}: {_text(value)}", config.origins.get(name, "given")
         else:
             line = f"# {name.replace('_', '-')}: {_text(value)}"
-            origin = "default" if value == option.default else "derived"
+            origin = config.origins.get(name) or ("default" if value == option.default else "derived")
         yield f"{line:<{width}}  # {origin}"
-    if config.notes or config.noted:
-        yield "\n# accepted, without effect"
+    if config.notes:
+        yield "\n# notes"
         yield from (f"# {note}" for note in config.notes)
+    if config.noted:
+        yield "\n# accepted, without effect"
         yield from (f"# {flag}: {reason}" for flag, reason in config.noted.items())
     needed, missing = list(lacking(config)), missing_processes(config)
     if missing:

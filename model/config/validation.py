@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
 from . import experts, latent
+from .experts import layer_pattern
 from .parallel_layout import problems, ranks_of_replica
 from .sample_schedule import learning_rate_samples, valid_ramp
 from .schema import BOUNDS, Config, ConfigError, report
@@ -133,6 +134,22 @@ def _shape(c: Config) -> Iterator[str]:
     channels = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.kv_channels
     if c.position_embedding_type == "rope" and int(channels * c.rotary_percent) < 2:
         yield f"rotary positions need at least two channels per head; the head size is {channels}"
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        try:
+            if getattr(c, name) is not None:
+                layer_pattern(getattr(c, name), c.num_layers)
+        except ValueError as error:
+            yield f"{_flag(name)}: {error}"
+    if c.attn_logit_softcapping is not None and c.context_parallel_size > 1 and c.context_parallel_algo == "ring":
+        yield (
+            "--context-parallel-algo ring computes gradients block by block, which --attn-logit-softcapping prevents; "
+            "give --context-parallel-algo ulysses"
+        )
+    if c.fuses_output_layer and (c.output_logit_softcapping is not None or c.output_multiplier_scale != 1.0):
+        yield (
+            "--cross-entropy-fusion-impl linear computes the loss without logits, which --output-logit-softcapping and "
+            "--output-multiplier-scale change; remove it, or these"
+        )
     if c.pre_tokens is not None and c.window[1] + c.pre_tokens < 0:
         yield f"--pre-tokens {c.pre_tokens} with --next-tokens {c.window[1]} leaves no key visible to any query"
 
@@ -272,7 +289,11 @@ def idle(c: Config) -> Iterator[str]:
     rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
     wsd, ramp = c.lr_decay_style == "WSD", c.weight_decay_incr_style != "constant"
     rules = [
-        ("rotary_base rotary_percent rotary_interleaved use_rope_scaling", rope, "--position-embedding-type rope"),
+        (
+            "rotary_base rotary_percent rotary_interleaved use_rope_scaling no_rope_freq",
+            rope,
+            "--position-embedding-type rope",
+        ),
         *latent.readers(c),
         ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
         (
@@ -281,6 +302,8 @@ def idle(c: Config) -> Iterator[str]:
             "--disable-bias-linear (biases are on, QKV's too)",
         ),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
+        ("window_attn_skip_freq", c.window != (None, 0), "a window: --pre-tokens or --next-tokens"),
+        ("softmax_scale", not c.multi_latent_attention, "attention without --multi-latent-attention"),
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
         ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
         ("make_vocab_size_divisible_by", c.pad_vocab_size_to is None, "a vocabulary without --pad-vocab-size-to"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hal import Rng, ops
@@ -47,10 +48,9 @@ class SelfAttention(nn.Module):
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:
-            kind, eps = config.normalization, config.norm_epsilon
-            self.q_layernorm = Norm(init, f"{name}.q_layernorm", d, kind=kind, eps=eps)
-            self.k_layernorm = Norm(init, f"{name}.k_layernorm", d, kind=kind, eps=eps)
-        self.layer, self.interleaved = layer, config.rotary_interleaved
+            self.q_layernorm = Norm(config, init, f"{name}.q_layernorm", d)
+            self.k_layernorm = Norm(config, init, f"{name}.k_layernorm", d)
+        self.layer, self.interleaved, self.rotated = layer, config.rotary_interleaved, config.has_rotation(layer)
         self.core_attention = CoreAttention(config, init, layer)
 
     def forward(
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
-        if rotary_cos_sin is not None:
+        if rotary_cos_sin is not None and self.rotated:
             q_SBND, k_SBGD = (ops.rotary(t, *rotary_cos_sin, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
@@ -79,13 +79,14 @@ class SelfAttention(nn.Module):
 
 
 class CoreAttention:
-    """softmax(scale q k^T) v of this rank's heads. The default of `scale` is 1/sqrt(D)."""
+    """softmax(scale q k^T) v of this rank's heads. The default of `scale` is --softmax-scale, else 1/sqrt(D)."""
 
     def __init__(self, config: Config, init: Init, layer: int, scale: float | None = None) -> None:
         self.heads, self.layer, self.p = config.num_attention_heads, layer, config.attention_dropout
         self.first_head = init.parallel.tp.rank * (self.heads // init.parallel.tp.size)
-        self.cp, self.cp_algorithm, self.scale = init.parallel.cp, init.parallel.cp_algorithm, scale
-        self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window
+        self.cp, self.cp_algorithm = init.parallel.cp, init.parallel.cp_algorithm
+        self.scale, self.softcap = scale or config.softmax_scale, config.attn_logit_softcapping
+        self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window_of(layer)
         self.recompute = config.recompute_granularity == "selective"
 
     def __call__(
@@ -101,7 +102,7 @@ class CoreAttention:
         rank's rows. cache: k and v are its content; it determines which are hidden. mask: see SelfAttention."""
         window: Window = self.window
         if cache is not None:
-            mask = cache.hidden(q.shape[0])
+            mask = cache.hidden(q.shape[0], self.window)
             window = (None, None) if mask is not None else window
         context: Tensor = recompute(self._attend, q, k, v, dropout_rng, mask, window, on=self.recompute)
         return context
@@ -155,6 +156,7 @@ class CoreAttention:
             next_tokens=next_,
             mask=mask,
             scale=self.scale,
+            softcap=self.softcap,
             **dropout,
         )
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
@@ -169,12 +171,14 @@ class CoreAttention:
         # [b, g, (n/g)*s, d], so that the query heads of a group share its keys without copying them.
         q_BGRD = q.view(s, b, g, n // g, d).permute(1, 2, 3, 0, 4).reshape(b, g, n // g * s, d)
         k_BGDS, v_BGSE = k.permute(1, 2, 3, 0), v.permute(1, 2, 0, 3)
-        scores = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0])
+        scores, scale = (q_BGRD @ k_BGDS).view(b, n, s, k.shape[0]), self.scale or 1.0 / math.sqrt(d)
+        if self.softcap is not None:
+            scores, scale = torch.tanh(scores * (scale / self.softcap)) * self.softcap, 1.0
         pre, next_ = window
         causal = next_ == 0
         band = band_mask(s, k.shape[0], pre, None if causal else next_, q.device)
         mask = band if mask is None else mask if band is None else mask | band
-        probabilities = ops.scale_mask_softmax(scores, mask, self.scale or 1.0 / math.sqrt(d), causal)
+        probabilities = ops.scale_mask_softmax(scores, mask, scale, causal)
         if dropout:
             probabilities = ops.dropout(probabilities, dropout["dropout_p"], dropout["rng"])
         context = probabilities.view(b, g, n // g * s, -1) @ v_BGSE
@@ -186,19 +190,9 @@ def output_std(config: Config) -> float:
     return config.init_method_std / math.sqrt(2.0 * config.num_layers)
 
 
-_FROM_SBND = {
-    "SBND": (0, 1, 2, 3),
-    "BSND": (1, 0, 2, 3),
-    "BNSD": (1, 2, 0, 3),
-    "SBH": (0, 1, 2, 3),
-    "BSH": (1, 0, 2, 3),
-}
-_TO_SBND = {"SBND": (0, 1, 2, 3), "BSND": (1, 0, 2, 3), "BNSD": (2, 0, 1, 3)}
-
-
 def _arrange(x_SBND: Tensor, layout: str) -> Tensor:
     """x [s, b, n, d] in the order of `layout`; a view except for BSH."""
-    x = x_SBND.permute(_FROM_SBND[layout])
+    x = x_SBND.permute(["SBND".index(dimension) for dimension in layout.replace("H", "ND")])
     return x.flatten(2) if layout.endswith("H") else x
 
 
@@ -206,4 +200,4 @@ def _restore(x: Tensor, layout: str) -> Tensor:
     """x in the order of `layout` -> [s, b, n*d]."""
     if layout.endswith("H"):
         return x if layout == "SBH" else x.transpose(0, 1)
-    return x.permute(_TO_SBND[layout]).flatten(2)
+    return x.permute([layout.index(dimension) for dimension in "SBND"]).flatten(2)

@@ -7,6 +7,7 @@ compile every shape, lengths are rounded up to powers of two, so that n tokens a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +62,8 @@ class KeyValueCache:
             n: [torch.zeros(self.capacity, batch, *x, dtype=config.params_dtype, device=device) for x in heads]
             for n in layers
         }
-        self._window, self._device = config.window, device
-        self._hidden: tuple[tuple[int, int], Tensor] | None = None
+        self._device = device
+        self._hidden: dict[tuple[Any, ...], Tensor] = {}
         self._angles = rotation(config, self.capacity, device) if config.position_embedding_type == "rope" else None
 
     def append(self, layer: int, *new: Tensor) -> list[Tensor]:
@@ -76,20 +77,21 @@ class KeyValueCache:
         end = self._rows(end)
         return [stored[:end] for stored in self.tensors[layer]]
 
-    def hidden(self, count: int) -> Tensor | None:
-        """Which keys each of the next `count` tokens does not see, bool [1, 1, count, keys], for attention without a
-        window of its own; None if the model's window says it for the tokens that `append` returns."""
-        key = self.length, count
+    def hidden(self, count: int, window: tuple[int | None, int]) -> Tensor | None:
+        """Which keys each of the next `count` tokens does not see with the layer's `window`, bool [1, 1, count, keys],
+        for attention without a window; None if the window says it for the tokens that `append` returns."""
+        key = self.length, count, window
         if not self.bucketed or self.length == 0:  # the tokens of a first pass are all keys there are
             return None
-        if self._hidden is None or self._hidden[0] != key:  # the same for all layers
-            position, keys = torch.arange(self.length, self.length + count)[:, None], torch.arange(self._rows(sum(key)))
-            pre, next_ = self._window
+        if key not in self._hidden:  # the same for all layers of a window
+            end, (pre, next_) = self.length + count, window
+            position, keys = torch.arange(self.length, end)[:, None], torch.arange(self._rows(end))
             hidden = keys > position + next_
             if pre is not None:
                 hidden |= keys < position - pre
-            self._hidden = key, hidden[None, None].to(self._device)
-        return self._hidden[1]
+            self._hidden = {k: mask for k, mask in self._hidden.items() if k[:2] == key[:2]}
+            self._hidden[key] = hidden[None, None].to(self._device)
+        return self._hidden[key]
 
     def _rows(self, end: int) -> int:
         """The number of rows that attention reads when the first `end` are filled."""

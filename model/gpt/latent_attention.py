@@ -55,7 +55,7 @@ class LatentAttention(nn.Module):
         def norm(which: str, channels: int) -> Norm | None:
             if not c.qk_layernorm:
                 return None
-            return Norm(init, f"{name}.{which}", channels, kind=c.normalization, eps=c.norm_epsilon)
+            return Norm(c, init, f"{name}.{which}", channels)
 
         self.linear_q_proj: ColumnParallelLinear | None = None
         if c.q_lora_rank is None:

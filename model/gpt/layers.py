@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hal import Comm, Rng, ops
 
+from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel, Shard
 
 mappings = ops.mappings
@@ -187,33 +188,40 @@ class VocabParallelEmbedding(nn.Module):
     """ids [s, ...] -> [s, ..., hidden] (with sequence parallelism this rank's rows); the table's rows (the vocabulary)
     are split over the ranks."""
 
-    def __init__(self, init: Init, name: str, vocabulary: int, hidden: int, *, std: float) -> None:
+    def __init__(self, config: Config, init: Init, name: str) -> None:
         super().__init__()
-        self.parallel = init.parallel
-        self.weight = init.weight(f"{name}.weight", (vocabulary, hidden), std, Shard(0))
+        self.parallel, shape = init.parallel, (config.padded_vocab_size, config.hidden_size)
+        self.weight = init.weight(f"{name}.weight", shape, config.embedding_init_method_std, Shard(0))
+        # Rounded to the model's dtype, as where the factor is a tensor (Gemma).
+        self.multiplier = torch.tensor(config.embedding_multiplier_scale, dtype=init.dtype, device="cpu").item()
 
     def forward(self, ids: Tensor) -> Tensor:
         start = self.parallel.tp.rank * self.weight.shape[0]
         x = ops.embedding(self.weight, ids, vocab_start=start, comm=self.parallel.tp)
+        x = x if self.multiplier == 1.0 else x * self.multiplier
         return mappings.scatter_to_region(x, self.parallel.tp, 0) if self.parallel.sequence else x
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension; gamma starts at `scale`."""
+    """LayerNorm or RMSNorm over the last dimension; gamma starts at `scale`, and may be 1 + weight (`centred`)."""
 
-    def __init__(self, init: Init, name: str, hidden: int, *, kind: str, eps: float, scale: float = 1.0) -> None:
+    def __init__(self, config: Config, init: Init, name: str, hidden: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = init.constant(f"{name}.weight", (hidden,), scale)
-        self.bias = init.constant(f"{name}.bias", (hidden,), 0.0) if kind == "LayerNorm" else None
+        self.eps, self.centred = config.norm_epsilon, config.apply_layernorm_1p
+        self.weight = init.constant(f"{name}.weight", (hidden,), scale - 1.0 if self.centred else scale)
+        self.bias = init.constant(f"{name}.bias", (hidden,), 0.0) if config.normalization == "LayerNorm" else None
+
+    def _gamma(self) -> Tensor:
+        # float32, because the sum of 1 and a small bfloat16 has too few bits for the latter.
+        return 1.0 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return ops.rms_norm(x, self.weight, self.eps)
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+            return ops.rms_norm(x, self._gamma(), self.eps)
+        return ops.layer_norm(x, self._gamma(), self.bias, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, the sum)."""
         if self.bias is None:
-            return ops.add_rms_norm(x, residual, self.weight, self.eps)
-        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+            return ops.add_rms_norm(x, residual, self._gamma(), self.eps)
+        return ops.add_layer_norm(x, residual, self._gamma(), self.bias, self.eps)

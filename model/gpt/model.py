@@ -63,10 +63,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Config, init: Init) -> None:
         super().__init__()
-        h, std = config.hidden_size, config.embedding_init_method_std
-        self.word_embeddings = VocabParallelEmbedding(
-            init, "embedding.word_embeddings", config.padded_vocab_size, h, std=std
-        )
+        self.word_embeddings = VocabParallelEmbedding(config, init, "embedding.word_embeddings")
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, init, "embedding.position_embeddings")
@@ -99,10 +96,10 @@ class TransformerLayer(nn.Module):
         name, h = f"decoder.layers.{layer}", config.hidden_size
 
         def norm(which: str, scale: float = 1.0) -> Norm:
-            return Norm(init, f"{name}.{which}", h, kind=config.normalization, eps=config.norm_epsilon, scale=scale)
+            return Norm(config, init, f"{name}.{which}", h, scale)
 
         self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
-        self.parallel_residual = config.use_parallel_residual
+        self.parallel_residual, self.multiplier = config.use_parallel_residual, config.residual_multiplier
         self.input_layernorm = norm("input_layernorm")
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention = attention(config, init, f"{name}.self_attention", layer)
@@ -114,6 +111,7 @@ class TransformerLayer(nn.Module):
         if config.use_sandwich_norm:
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
+        self.plain = self.post_attn_norm is None and self.multiplier == 1.0
 
     def forward(
         self,
@@ -128,7 +126,7 @@ class TransformerLayer(nn.Module):
         if self.parallel_residual:
             normed = self.pre_mlp_layernorm(x)
             x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)
-        elif bias is None and self.post_attn_norm is None and (dropout_rng is None or self.p == 0.0):
+        elif self.plain and bias is None and (dropout_rng is None or self.p == 0.0):
             normed, x = self.pre_mlp_layernorm.of_sum(attended, x)
         else:
             x = self._add(attended, bias, x, "attention_output", self.post_attn_norm, dropout_rng)
@@ -141,6 +139,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         if norm is not None:
             y, bias = norm(y if bias is None else y + bias), None
+        if self.multiplier != 1.0:
+            y, bias = (y if bias is None else y + bias) * self.multiplier, None
         if dropout_rng is None or self.p == 0.0:
             return ops.bias_dropout_add(y, bias, x)
         rng, shape = dropout_rng.hidden(name, self.layer, y.shape)
@@ -153,13 +153,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Config, init: Init, layers: Sequence[int], final: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(n): TransformerLayer(config, init, n) for n in layers})
-        self.final_layernorm = (
-            Norm(
-                init, "decoder.final_layernorm", config.hidden_size, kind=config.normalization, eps=config.norm_epsilon
-            )
-            if final
-            else None
-        )
+        self.final_layernorm = Norm(config, init, "decoder.final_layernorm", config.hidden_size) if final else None
         self.method = config.recompute_method if config.recompute_granularity == "full" else None
         self.recompute_layers = config.recompute_num_layers or 1
 
@@ -247,7 +241,11 @@ class GPT(nn.Module):
             cache.advance(full)
         if self.last and rows is not None:
             x = x[rows]
-        return column_linear(x, self.output_weight(), None, self.parallel) if self.last and logits else x
+        if not (self.last and logits):
+            return x
+        y, cap = column_linear(x, self.output_weight(), None, self.parallel), self.config.output_logit_softcapping
+        y = y if self.config.output_multiplier_scale == 1.0 else y * self.config.output_multiplier_scale
+        return y if cap is None else torch.tanh(y / cap) * cap
 
     def output_weight(self) -> Tensor:
         """The matrix [v_local, h] that computes logits: the output layer's, or the word embedding's if tied."""

@@ -21,7 +21,16 @@ from hal.mesh import Mesh
 
 from ..checkpoint import reader
 from ..checkpoint.safe_unpickle import stored_tensors
-from ..checkpoint.saved_config import TOKENIZER, data_options, model_options, saved_options
+from ..checkpoint.saved_config import (
+    SOURCES,
+    TOKENIZER,
+    backend_of,
+    data_options,
+    execution_of,
+    model_options,
+    saved_options,
+    written,
+)
 from ..config.command_line import add_options
 from ..config.parallel_layout import make_parallel_layout
 from ..config.schema import Config, ConfigError, resolve
@@ -46,7 +55,6 @@ LAYOUT = (
 RUNNING = ("use_flash_attn", "shape_order")
 DTYPES = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
-_SOURCES = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "text_file"}
 Prepare = Callable[[Config, Tokenizer, Mapping[str, Any]], Any]
 
 
@@ -83,29 +91,48 @@ def run_command(
         n: tuple(v) if isinstance(v, list) else v for n, v in vars(arguments).items() if n in names
     }
     given.setdefault("backend", os.environ.get("HAL_BACKEND"))
-    if given["backend"] is None:
-        raise ConfigError(f"no backend was chosen; give --backend, one of {', '.join(hal.backend_names())}")
     if "load" not in given:
         raise ConfigError("no model was chosen; give --load, a folder of checkpoints")
+    chosen_by: Path | None = None
+    execution: dict[str, Any] = {}
+    if given["backend"] is None:
+        chosen_by, execution = execution_of(Path(given["load"]))
+        if chosen_by is None:
+            raise ConfigError(
+                f"no backend was chosen, and --load {given['load']} has no checkpoint of a run that had one; give "
+                f"--backend, one of {', '.join(hal.backend_names())}"
+            )
+        given |= {n: v for n, v in execution.items() if n not in given or n == "backend"}
     if given.pop("nproc_per_node", 1) > 1 and "WORLD_SIZE" not in os.environ:
         return run(Job([name, *argv], nproc=arguments.nproc_per_node))
+    if chosen_by is not None and os.environ.get("RANK", "0") == "0":
+        options = ", ".join(written(n, given[n]) for n in execution)
+        print(f"hal {name}: from the checkpoint {chosen_by}: {options}", file=sys.stderr)
     try:
-        return body(open_pretrained(given, getattr(arguments, "dtype", None), prepare))
+        return body(open_pretrained(given, getattr(arguments, "dtype", None), prepare, chosen_by=chosen_by))
     except (HalError, OSError) as error:
         print(f"hal {name}: {error}", file=sys.stderr)
         return 2
 
 
-def open_pretrained(given: Mapping[str, Any], dtype: str | None = None, prepare: Prepare | None = None) -> Pretrained:
+def open_pretrained(
+    given: Mapping[str, Any],
+    dtype: str | None = None,
+    prepare: Prepare | None = None,
+    *,
+    chosen_by: Path | None = None,
+) -> Pretrained:
     """The latest checkpoint of given["load"], on the backend and layout of `given` (option values by name).
 
     prepare: called with the config, the tokenizer and the saved options; its result becomes `prepared`. It is called
     before the ranks join the world, because afterwards megatron-core would build index maps on one rank only.
+    chosen_by: the checkpoint that the backend comes from, for errors; None if the user gave it.
     Raises ConfigError for options that contradict the checkpoint, HalError if the checkpoint is damaged.
     """
     pins = dict(pin.split("=", 1) for pin in given.get("pin", ()))
     simulate = {"simulate": True} if given.get("simulate") or os.environ.get("HAL_SIMULATE") == "1" else {}
-    hal.use(given["backend"], fallback=given.get("fallback", "error"), pin=pins, **simulate)
+    with backend_of(None if chosen_by is None else f"the checkpoint {chosen_by}"):
+        hal.use(given["backend"], fallback=given.get("fallback", "error"), pin=pins, **simulate)
     folder, state = reader.read_state(Path(given["load"]))
     config = config_of(state, given, dtype, folder, data=prepare is not None)
     tokenizer = build_tokenizer(config)
@@ -125,7 +152,7 @@ def config_of(
     """The config of a checkpoint's model with the layout and tokenizer of `given`. data: also the data options."""
     names = {*model_options(), *TOKENIZER, "seed"}
     if data:
-        names |= set(data_options()) - (_SOURCES if _SOURCES & set(given) else set())
+        names |= set(data_options()) - (SOURCES if SOURCES & set(given) else set())
     saved = {n: v for n, v in saved_options(state, folder).items() if n in names}
     if "tokenizer_type" in given:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}

@@ -21,7 +21,7 @@ from hal.launch.worker import RESUME, expect_stop
 
 from ..checkpoint import reader
 from ..checkpoint.lineage import foreign
-from ..checkpoint.saved_config import adopt
+from ..checkpoint.saved_config import adopt, backend_of
 from ..checkpoint.writer import SaveFailed
 from ..common.atomic_files import FILE_MODE, make_folder, private, require_writable
 from ..common.stop_request import StopRequest
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None, prepare: Callable[[GivenOptions], No
         pins = dict(pin.split("=", 1) for pin in config.pin)
         simulate = {"simulate": True} if config.simulate else {}
         mode = config.deterministic_mode
-        hal.use(config.backend, fallback=config.fallback, pin=pins, deterministic=mode, **simulate)
+        with backend_of(values.origins["backend"] if "backend" in values.adopted else None):
+            hal.use(config.backend, fallback=config.fallback, pin=pins, deterministic=mode, **simulate)
         with private():
             train(config)
     except (TrainingFailed, SaveFailed, CollectiveFailed) as error:

@@ -179,6 +179,7 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
         "multi_latent_attention",
     ]
     names += ["qk_layernorm", "disable_bias_linear", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
+    names += ["apply_layernorm_1p"]
     return {
         "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
         **{name: o[name] for name in names},
@@ -194,6 +195,18 @@ def _pattern(o: Mapping[str, Any]) -> str:
     return "".join(str(int(experts)) for experts in layer_pattern(o["moe_layer_freq"], o["num_layers"]))
 
 
+def _windows(frequency: str, layers: int) -> str | None:
+    """The layers with a window, in one form for all that --window-attn-skip-freq accepts; None for all of them."""
+    pattern = [entry != frequency.strip().isdigit() for entry in layer_pattern(frequency, layers, last=True)]
+    return None if all(pattern) else str([*map(int, pattern)]).replace(" ", "")
+
+
+def _without(frequency: str, layers: int) -> str | None:
+    """The layers without rotary positions, as above; None for none of them."""
+    pattern = layer_pattern(frequency, layers, last=True)
+    return str([*map(int, pattern)]).replace(" ", "") if any(pattern) else None
+
+
 def _experts(o: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The values of options that only a model with experts has."""
     return {name: o[name] if o["num_experts"] else None for name in names}
@@ -201,7 +214,9 @@ def _experts(o: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a config that determine the function of the weights; None for options without effect."""
-    rope, pre = o["position_embedding_type"] == "rope", o["pre_tokens"]
+    rope, pre, n = o["position_embedding_type"] == "rope", o["pre_tokens"], o["num_layers"]
+    pre, next_ = None if pre is None or pre >= o["seq_length"] else pre, min(0, o["next_tokens"] or 0)
+    skips, windowed = o["window_attn_skip_freq"], (pre, next_) != (None, 0)
     return {
         "norm_epsilon": o["norm_epsilon"],
         **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
@@ -210,8 +225,11 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
         "squared_relu": o["squared_relu"],
         "use_parallel_residual": o["use_parallel_residual"],
         "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
-        "pre_tokens": None if pre is None or pre >= o["seq_length"] else pre,
-        "next_tokens": min(0, o["next_tokens"] or 0),
+        "pre_tokens": pre,
+        "next_tokens": next_,
+        "window_attn_skip_freq": _windows(skips, n) if skips and windowed else None,
+        "no_rope_freq": _without(o["no_rope_freq"], n) if rope and o["no_rope_freq"] else None,
+        **{name: o[name] for name in _SCALES},
         **_experts(o, _ROUTING),
         "moe_router_topk_scaling_factor": o["num_experts"] and (o["moe_router_topk_scaling_factor"] or 1.0),
     }
@@ -224,6 +242,14 @@ _YARN = (
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+)
+_SCALES = (
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "embedding_multiplier_scale",
+    "residual_multiplier",
+    "output_multiplier_scale",
+    "output_logit_softcapping",
 )
 _ROUTING = (
     "moe_router_topk",

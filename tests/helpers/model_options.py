@@ -54,6 +54,26 @@ ROPE_OPTIONS: dict[str, Any] = {
     "swiglu": True,
     "num_query_groups": 2,
 }
+SCALED_OPTIONS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "geglu": True,
+    "disable_bias_linear": True,
+    "num_query_groups": 2,
+    "apply_layernorm_1p": True,
+    "use_sandwich_norm": True,
+    "pre_tokens": 4,
+    "window_attn_skip_freq": "2",
+    "softmax_scale": 0.4,
+    "attn_logit_softcapping": 1.5,
+    "output_logit_softcapping": 3.0,
+    "embedding_multiplier_scale": 5.0,
+    "residual_multiplier": 0.7,
+    "output_multiplier_scale": 0.9,
+    "no_rope_freq": "3",
+}
+"""What Gemma 2, Granite and SmolLM3 add to a model, every factor different from 1."""
+
 CACHED_KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "no-flash-attn": {"use_flash_attn": False},
@@ -61,6 +81,7 @@ CACHED_KINDS: dict[str, dict[str, Any]] = {
     "window-that-lags": {"pre_tokens": 6, "next_tokens": -1, "use_flash_attn": False},
     "bnsd": {"shape_order": "BNSD"},
     "latent": LATENT_OPTIONS,
+    "scaled": SCALED_OPTIONS,
 }
 """Kinds of models whose attention reads a key/value cache in different ways."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_options import DEEPSEEK_OPTIONS, LATENT_OPTIONS, LLAMA_OPTIONS
+from model_options import DEEPSEEK_OPTIONS, LATENT_OPTIONS, LLAMA_OPTIONS, SCALED_OPTIONS
 from torch import Tensor
 
 import hal
@@ -59,6 +59,9 @@ DEEPSEEK = {
 LATENT = {**DEEPSEEK, **LATENT_OPTIONS}
 """All of DeepSeek-V3's options: latent attention, and experts in all layers but the first."""
 LATENT_DENSE = {**LLAMA, **LATENT_OPTIONS, "lr": 1e-3}  # norms of small vectors amplify rounding errors as experts do
+
+SCALED = {**COMMON, **SCALED_OPTIONS, "lr": 1e-3}
+"""The options of Gemma 2, Granite and SmolLM3."""
 
 
 @dataclass

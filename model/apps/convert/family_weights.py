@@ -11,7 +11,7 @@ from torch import Tensor
 from ...config.schema import Config
 from ...gpt.model import shapes
 from ...training.trainer_state import architecture
-from .families import Family
+from .family import Family
 from .field_rules import window
 from .hf_config import Fields
 from .tensor_layout import Layout
@@ -31,6 +31,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1),
     "clip_qkv": (None,),
+    "use_bidirectional_attention": (None, False),
+    "query_pre_attn_scalar": (None,),
     "use_qk_norm": (None, False),
     "qk_layernorm": (None, False),
     "num_experts": (None, 0, 1),

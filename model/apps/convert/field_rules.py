@@ -5,7 +5,7 @@ A row of the table of families (families.py) is a list of them. What a rule does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,35 +186,117 @@ def rope(*kinds: str, partial: bool = False, base: float = 10000.0, percent: flo
     return Rule(("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"), read, write)
 
 
-def window(switch: bool = False) -> Rule:
-    """sliding_window, the tokens that a query sees including its own, in all layers; --pre-tokens does not count that
-    one. switch: it is only used with use_sliding_window, which is off in a file that lacks it (Qwen)."""
+Pattern = Callable[[Fields, int], Sequence[bool]]
+"""(fields, number of layers) -> a property of each layer, for files that do not list it."""
+
+
+def behind(f: Fields, layers: int) -> list[bool]:
+    """Qwen's layers with a window: those from max_window_layers on."""
+    return [n >= f.number("max_window_layers", 28) for n in range(layers)]
+
+
+def every_other(f: Fields, layers: int) -> list[bool]:
+    """Gemma 2's layers with a window: the first, the third, and so on."""
+    return [n % 2 == 0 for n in range(layers)]
+
+
+def unrotated(f: Fields, layers: int) -> list[bool]:
+    """SmolLM3's layers without rotary positions, which are those with a window."""
+    listed, interval = f.get("no_rope_layers", None), f.count("no_rope_layer_interval", 4)
+    require(listed is None or isinstance(listed, list), f"no_rope_layers should be a list; found {listed!r}")
+    return [(n + 1) % interval == 0 for n in range(layers)] if listed is None else [not rotated for rotated in listed]
+
+
+def _layers_of(f: Fields) -> int:
+    return min(f.count("num_hidden_layers"), 10_000)  # a corrupt number would take long
+
+
+def _listed(pattern: Sequence[bool]) -> str:
+    return str([int(entry) for entry in pattern]).replace(" ", "")
+
+
+def no_rope() -> Rule:
+    """no_rope_layers, of which 1 is a layer with rotary positions and 0 one without."""
+
+    def read(f: Fields) -> Options:
+        pattern = unrotated(f, _layers_of(f))
+        return {"no_rope_freq": _listed(pattern)} if any(pattern) else {}
+
+    def write(c: Config) -> Options:
+        return {"no_rope_layers": [int(c.has_rotation(n)) for n in range(c.num_layers)]}
+
+    return Rule(("no_rope_layers", "no_rope_layer_interval"), read, write)
+
+
+def window(layers: Pattern | None = None, *, switch: bool = False, default: int | None = None) -> Rule:
+    """sliding_window, the tokens that a query sees including its own; --pre-tokens does not count that one.
+
+    layers: the layers that have it in a file without layer_types; None: all layers, and layer_types is not read.
+    switch: it is only used with use_sliding_window, which is off in a file that lacks it. default: the width in a file
+    without one.
+    """
+    names = ("full_attention", "sliding_attention")
 
     def read(f: Fields) -> Options:
         kinds = f.get("layer_types", None) or ()
-        known = isinstance(kinds, (list, tuple)) and all(k in ("full_attention", "sliding_attention") for k in kinds)
+        known = isinstance(kinds, (list, tuple)) and all(k in names for k in kinds)
         require(known, f"layer_types = {kinds!r} has no counterpart in HAL's model")
-        if f.get("sliding_window", None) is None or not f.flag("use_sliding_window", not switch):
+        if f.get("sliding_window", default) is None or not f.flag("use_sliding_window", not switch):
             return {}
-        width, length = f.count("sliding_window"), f.count("max_position_embeddings")
-        sliding = [kind == "sliding_attention" for kind in kinds]
-        if switch and not sliding:
-            layers = f.count("num_hidden_layers")
-            sliding = [n >= f.number("max_window_layers", layers) for n in range(min(layers, 10_000))]
-        if width >= length or (sliding and not any(sliding)):
+        width, length = f.count("sliding_window", default), f.count("max_position_embeddings")
+        sliding = [kind == names[1] for kind in kinds] or (layers or every_layer)(f, _layers_of(f))
+        if width >= length or (layers is not None and not any(sliding)):
             return {}
-        require(not sliding or all(sliding), "an attention window in some layers only is not converted")
-        return {"pre_tokens": width - 1}
+        require(layers is not None or all(sliding), "an attention window in some layers only is not in this family")
+        return {"pre_tokens": width - 1} | ({} if all(sliding) else {"window_attn_skip_freq": _listed(sliding)})
 
     def write(c: Config) -> Options:
+        sliding = [c.window_of(n) != (None, 0) for n in range(c.num_layers)]
         fields: Options = {"sliding_window": None if c.pre_tokens is None else c.pre_tokens + 1}
+        if layers is not None:
+            fields["layer_types"] = [names[entry] for entry in sliding]
         if switch:
-            kind = "full_attention" if c.pre_tokens is None else "sliding_attention"
-            fields |= {"use_sliding_window": c.pre_tokens is not None, "layer_types": [kind] * c.num_layers}
-            fields["max_window_layers"] = c.num_layers if c.pre_tokens is None else 0
+            fields |= {"use_sliding_window": any(sliding)}
+        if layers is behind:
+            fields |= {"max_window_layers": [*sliding, True].index(True)}
         return fields
 
     return Rule(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write)
+
+
+def every_layer(f: Fields, layers: int) -> list[bool]:
+    """All layers."""
+    return [True] * layers
+
+
+def cap(option: str, field: str, default: float | None) -> Rule:
+    """A soft cap, which null turns off. default: that of a file without the field."""
+
+    def read(f: Fields) -> Options:
+        return {} if f.get(field, default) is None else {option: float(f.number(field, default))}
+
+    return Rule((field,), read, lambda c: {field: getattr(c, option)})
+
+
+def power(option: str, field: str, exponent: float, default: float | None = None) -> Rule:
+    """A field that is the option's value to the power of 1 / exponent."""
+
+    def read(f: Fields) -> Options:
+        value = f.number(field, default)
+        require(value > 0, f"{field} should be positive; found {value!r}")
+        return {option: float(value**exponent)}
+
+    def write(c: Config) -> Options:
+        value = (getattr(c, option) or c.kv_channels**-0.5) ** (1.0 / exponent)
+        # The power of a power is off by a rounding; the fields are whole numbers in practice.
+        return {field: round(value) if abs(value - round(value)) < 1e-9 * value else value}
+
+    return Rule((field,), read, write)
+
+
+def scaled_embedding() -> Rule:
+    """Gemma's factor of the word embeddings, which follows from their size."""
+    return Rule((), lambda f: {"embedding_multiplier_scale": float(f.count("hidden_size") ** 0.5)}, lambda c: {})
 
 
 def _layers_with_experts(c: Config) -> list[bool]:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from . import family_weights, hf_tokenizer
-from .families import FAMILIES, Family
+from .families import FAMILIES
+from .family import Family
 from .hf_config import Fields, ends
 from .safetensors_files import read_config, read_tensors
 from .safetensors_files import write as write_files

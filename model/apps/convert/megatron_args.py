@@ -138,10 +138,22 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         ("geglu", False),
         ("noop_layers", ()),
         ("window", (None, 0)),
+        ("attn_logit_softcapping", None),
+        ("output_logit_softcapping", None),
+        ("embedding_multiplier_scale", 1.0),
+        ("residual_multiplier", 1.0),
+        ("output_multiplier_scale", 1.0),
     ):
         if getattr(config, name) != off:
             raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")
-    for name in ("qk_layernorm", "squared_relu", "use_rope_scaling"):
+    for name in (
+        "qk_layernorm",
+        "squared_relu",
+        "use_rope_scaling",
+        "apply_layernorm_1p",
+        "softmax_scale",
+        "no_rope_freq",
+    ):
         require(not getattr(config, name), f"--{name.replace('_', '-')} is not converted yet")
     require(config.gelu_approximate != "fast" or config.swiglu, "Megatron's GPT has no --gelu-approximate fast")
     groups = config.num_query_groups

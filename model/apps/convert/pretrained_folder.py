@@ -1,6 +1,6 @@
-"""A Hugging Face folder as the --load of a training run: it is converted once, into HAL's cache.
+"""A Hugging Face folder as the --load of a command: it is converted once, into HAL's cache.
 
-A run then loads it as any release, under every parallel layout.
+The command then loads it as any release, under every parallel layout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from ...checkpoint import reader
-from ...common.atomic_files import cache_dir, made_once
+from ...common.atomic_files import cache_dir, made_once, private
 from ...config.schema import GivenOptions
 from . import hal_format, huggingface
 
@@ -18,14 +18,22 @@ def prepare(values: GivenOptions) -> None:
     """Replaces a --load that is a Hugging Face folder by its conversion. Raises HalError for a model that HAL does not
     have, or a damaged folder."""
     folder = Path(values.get("load") or "")
-    if "load" not in values or not (folder / "config.json").is_file() or reader.newest(folder) is not None:
+    load = None if "load" not in values else converted(folder)
+    if load is None:
         return
-    converted = cache_dir("converted") / _key(folder)
-    made_once(converted, lambda new: hal_format.write(huggingface.read(folder), new))
-    values["load"] = str(converted)
+    values["load"] = str(load)
     values.origins["load"] = f"{values.origins.get('load', 'command line')}: {folder}, converted"
     if values.get("save") is not None and Path(values["save"]) == folder:
         values.notes.append(f"--save {folder}: checkpoints of HAL are written beside the files of Hugging Face")
+
+
+def converted(folder: Path) -> Path | None:
+    """The conversion of a Hugging Face folder, which is made if there is none yet; None for any other folder."""
+    if not (folder / "config.json").is_file() or reader.newest(folder) is not None:
+        return None
+    with private():
+        result = cache_dir("converted") / _key(folder)
+        return made_once(result, lambda new: hal_format.write(huggingface.read(folder), new))
 
 
 def _key(folder: Path) -> str:

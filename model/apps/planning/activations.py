@@ -28,7 +28,9 @@ def layer_bytes(shape: Shape, layer: int) -> int:
         mlp: float = hidden + _mlp(shape)
     else:
         mlp = hidden * experts.keeps_input() + experts.activations()
-    return int(2 * norm + hidden + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
+    # With parallel residuals both norms have the same input.
+    inputs = norm + _statistics(shape) if c.use_parallel_residual else 2 * norm
+    return int(inputs + hidden + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
 
 
 def _mlp(shape: Shape) -> int:
@@ -73,15 +75,15 @@ def _core(shape: Shape) -> int:
 
 def _scores(shape: Shape) -> int:
     """With flash attention one log-sum-exp per row. Otherwise the probabilities, a copy after dropout if there is any,
-    and in 16 bits one more copy and the statistics of the softmax."""
+    the scores if they are capped, and in 16 bits one more copy and the statistics of the softmax."""
     c, b = shape.config, shape.config.micro_batch_size
     rows = shape.rows * b * (c.num_attention_heads // shape.tp)
     if c.use_flash_attn:
         return rows * STATISTIC
-    dropped = c.attention_dropout > 0.0
+    dropped, capped = c.attention_dropout > 0.0, c.attn_logit_softcapping is not None
     narrow = shape.element < 4
     full = shape.rows * c.context_parallel_size if c.context_parallel_size > 1 else shape.rows
-    return rows * full * shape.element * (1 + dropped + narrow) + rows * STATISTIC * narrow
+    return rows * full * shape.element * (1 + dropped + capped + narrow) + rows * STATISTIC * narrow
 
 
 def _context(shape: Shape) -> int:
@@ -146,7 +148,8 @@ def token_bytes(shape: Shape) -> int:
 
 
 def head_bytes(shape: Shape) -> int:
-    """Bytes kept by the final norm, the output layer and the loss."""
+    """Bytes kept by the final norm, the output layer and the loss; a cap of the logits keeps them twice."""
     tokens = shape.rows * shape.config.micro_batch_size
     logits, labels = tokens * shape.vocabulary * shape.element, tokens * (8 + STATISTIC)
+    logits *= 1 if shape.config.output_logit_softcapping is None else 2
     return 2 * shape.hidden_bytes + _statistics(shape) + logits + labels

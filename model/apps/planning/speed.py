@@ -123,7 +123,7 @@ def _layer(shape: Shape, layer: int) -> tuple[float, float]:
     else:
         products += experts.products()
         moved = experts.moved()
-    pairs = visible_pairs(c.seq_length, *c.window) / c.seq_length
+    pairs = visible_pairs(c.seq_length, *c.window_of(layer)) / c.seq_length
     scores = 2.0 * tokens * (shape.heads + shape.context) * pairs
     # Two norms and two additions of hidden states; copies or rotations of q, k and v; the activation.
     moved += 10 * shape.hidden_bytes + tokens * shape.element * 2 * qkv + (0 if latent is None else latent.moved())

@@ -143,6 +143,14 @@ def _attention(reading: Reading) -> None:
     sliding, key = take(reading, "sliding_window")
     if key:
         reading.set("pre_tokens", _integers(reading, key, sliding, 1)[0] - 1, key)
+    _, key = take(reading, "input_embeds_norm")
+    if key:
+        reading.set("embedding_multiplier_scale", float(reading.either("hidden_size") or 0) ** 0.5, key)
+    scalar, key = take(reading, "query_pre_attn_scalar")
+    if key:
+        if number_of(scalar, key) <= 0.0:
+            raise reading.refuse(key, f"a number above 0; found {scalar!r}")
+        reading.set("softmax_scale", number_of(scalar, key) ** -0.5, key)
     kind, key = take(reading, "cp_comm_type")
     if key:
         names = {"p2p": "ring", "a2a": "ulysses", "allgather": "ring", "a2a+p2p": "ring"}

@@ -30,6 +30,16 @@ from hal.model.config.validation import evaluates
         ("--train-data-path x --valid-data-path y", "needs --eval-interval"),
         ("--train-data-path x --eval-interval 2", "give --valid-data-path"),
         ("--reset-position-ids --position-embedding-type none", "would be ignored"),
+        ("--window-attn-skip-freq [1,0] --pre-tokens 3", "--window-attn-skip-freq: '[1,0]' describes 2 layers"),
+        ("--no-rope-freq 0 --position-embedding-type rope", "--no-rope-freq: '0' is neither a positive integer"),
+        (
+            "--output-logit-softcapping 30 --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+            "computes the loss without logits",
+        ),
+        (
+            "--attn-logit-softcapping 50 --context-parallel-size 2 --nproc-per-node 2",
+            "--context-parallel-algo ring computes gradients block by block",
+        ),
         ("--split 1,nan,1", "three proportions"),
     ],
 )

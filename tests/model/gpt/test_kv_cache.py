@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_options import CACHED_KINDS, LATENT_OPTIONS, ROPE_OPTIONS, sizes
+from model_options import CACHED_KINDS, LATENT_OPTIONS, ROPE_OPTIONS, SCALED_OPTIONS, sizes
 
 import hal
 from hal.model.config.schema import Config
@@ -17,6 +17,7 @@ KINDS = {
     "window": {**ROPE_OPTIONS, "pre_tokens": 3},
     "latent-no-flash-attn": {**LATENT_OPTIONS, "use_flash_attn": False, "q_lora_rank": None},
     "latent-window": {**LATENT_OPTIONS, "pre_tokens": 3, "shape_order": "BSND"},
+    "scaled-no-flash-attn": {**SCALED_OPTIONS, "use_flash_attn": False},
     "sandwich": {**ROPE_OPTIONS, "use_sandwich_norm": True},
 }
 

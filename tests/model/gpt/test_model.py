@@ -15,6 +15,7 @@ from hal.model.gpt.model import GPT
 
 GPT2 = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 24}
 LLAMA = {**GPT2, **LLAMA_OPTIONS, "num_query_groups": 2}
+CAPPED = {"pre_tokens": 5, "window_attn_skip_freq": "2", "attn_logit_softcapping": 0.3, "softmax_scale": 0.4}
 
 
 def model(**options):
@@ -155,10 +156,32 @@ def assert_same(a, b, exact):
         torch.testing.assert_close(a[1][name], b[1][name], **({} if not exact else tolerance), msg=name)
 
 
-@pytest.mark.parametrize("window", [{}, {"pre_tokens": 5}, {"pre_tokens": 9, "next_tokens": -2}])
+@pytest.mark.parametrize("window", [{}, {"pre_tokens": 5}, {"pre_tokens": 9, "next_tokens": -2}, CAPPED])
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_both_attention_paths_agree_with_windows_and_dropout(cpu_ref, shape, window):
     assert_same(run(**shape, **window), run(**shape, **window, use_flash_attn=False), exact=False)
+
+
+def test_a_window_may_be_that_of_some_layers(cpu_ref):
+    windows = {"pre_tokens": 5, "window_attn_skip_freq": "2"}
+    gpt = model(**GPT2, **windows)
+    assert [layer.self_attention.core_attention.window for layer in gpt.decoder.layers.values()] == [(5, 0), (None, 0)]
+    assert run(**GPT2, **windows)[0] == run(**GPT2, pre_tokens=5, window_attn_skip_freq="[1,0]")[0]
+    assert len({run(**GPT2, pre_tokens=5, window_attn_skip_freq=f)[0].item() for f in ("[1,0]", "[0,1]", "[1]*2")}) == 3
+
+
+def test_norms_that_are_centred_at_zero_compute_the_same(cpu_ref):
+    gpt, centred = model(**LLAMA), model(**LLAMA, apply_layernorm_1p=True)
+    assert not centred.decoder.final_layernorm.weight.any()
+    tokens, _ = batch()
+    torch.testing.assert_close(centred(tokens), gpt(tokens), rtol=0, atol=0)
+    # In bfloat16 a weight may be smaller than the distance between 1 and the next number.
+    norm = model(**LLAMA, apply_layernorm_1p=True, bf16=True).decoder.final_layernorm
+    torch.nn.init.constant_(norm.weight, 2.0**-9)
+    x = torch.full((1, 1, 48), 1.0, dtype=torch.bfloat16)
+    x[..., ::2] = 3.0
+    exact = ops.rms_norm(x, torch.full((48,), 1.0 + 2.0**-9), norm.eps)
+    assert torch.equal(norm(x), exact)
 
 
 def test_a_window_changes_the_loss(cpu_ref):
@@ -269,9 +292,16 @@ def test_options_of_the_layers(references):
         {"position_embedding_type": "rope", "rotary_percent": 0.5},
         {"position_embedding_type": "rope", "rotary_base": 50.0},
         {"normalization": "RMSNorm"},
+        {"position_embedding_type": "rope", "no_rope_freq": "2"},
         {"kv_channels": 8},
+        {"softmax_scale": 0.5},
+        {"attn_logit_softcapping": 0.1},
+        {"output_logit_softcapping": 0.3},
+        {"embedding_multiplier_scale": 3.0},
+        {"residual_multiplier": 0.5},
+        {"output_multiplier_scale": 0.5},
     ):
         gpt = perturbed(model(**GPT2, **options))
         tokens, labels = batch()
         losses.add(gpt.loss(gpt(tokens), labels).item())
-    assert len(losses) == 13  # every option reaches the computation
+    assert len(losses) == 20  # every option reaches the computation

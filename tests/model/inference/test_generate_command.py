@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_load import written
+from test_load import edit_manifest, save_checkpoint
 
 from hal.cli import main as hal_command
 from hal.cli.generate import main
@@ -21,7 +21,7 @@ from hal.model.inference.text_generation import read_prompts
 @pytest.fixture
 def run(tmp_path: Path, cpu_ref: Any, capsys: Any) -> Any:
     """Runs the command on a random model; returns its exit code and output."""
-    written(tmp_path / "model", init_method_std=0.3)
+    save_checkpoint(tmp_path / "model", init_method_std=0.3)
 
     def command(*argv: str) -> tuple[int, str]:
         capsys.readouterr()
@@ -42,6 +42,29 @@ def test_prompts_from_the_command_line_a_file_and_the_pipe_say_the_same(
         assert run("--prompt-file", str(tmp_path / file), "--greedy") == (0, text)
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert run("--greedy") == (0, text)
+
+
+def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path, cpu_ref: Any, capsys: Any, monkeypatch: Any) -> None:
+    save_checkpoint(tmp_path / "model", backend="cpu_ref", pin=("linear=cpu_ref/onednn",))
+    monkeypatch.delenv("HAL_BACKEND")
+    load = ["--load", str(tmp_path / "model"), "--prompt", "ab", "--greedy", "--num-tokens-to-generate", "3"]
+    assert main(load) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("ab")
+    assert "from the checkpoint" in captured.err and "--backend cpu_ref, --pin linear=cpu_ref/onednn" in captured.err
+    edit_manifest(tmp_path / "model", backend="warp", pin=())
+    monkeypatch.delenv("HAL_BACKEND")
+    assert main(load) == 2
+    assert "It is the backend of the checkpoint" in capsys.readouterr().err
+    assert main([*load, "--backend", "cpu_ref"]) == 0
+    assert "from the checkpoint" not in capsys.readouterr().err
+
+
+def test_a_release_names_no_backend(tmp_path: Path, monkeypatch: Any) -> None:
+    save_checkpoint(tmp_path / "model")
+    monkeypatch.delenv("HAL_BACKEND", raising=False)
+    with pytest.raises(HalError, match=r"no backend was chosen, and --load .* has no checkpoint of a run that had one"):
+        main(["--load", str(tmp_path / "model"), "--prompt", "ab"])
 
 
 def test_only_a_newline_ends_a_prompt_of_a_file(tmp_path: Path) -> None:

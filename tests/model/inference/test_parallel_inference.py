@@ -91,6 +91,7 @@ def on(world: int, function: Any, options: dict[str, Any]) -> Any:
 
 
 GENERATING = {
+    "tp2-scaled": (2, parallel_runs.SCALED, parallel_runs.TP2),
     "tp2-llama": (2, parallel_runs.LLAMA, parallel_runs.TP2),
     "pp2-gpt2": (2, parallel_runs.GPT2, parallel_runs.PP2),
     "etp2-mixtral": (2, parallel_runs.MIXTRAL, parallel_runs.TP2),

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hal import HalError
+from hal.cli.config import main as show
+from hal.cli.generate import main as generate
 from hal.cli.train import main
 from hal.model.apps.convert import hal_format
 from hal.model.checkpoint import reader
@@ -35,12 +37,21 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+def edit_manifest(root: Path, **change: Any) -> None:
+    """Changes options in the manifest of the checkpoint and updates its checksum."""
+    path = reader.folder_of(root, 2) / reader.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["state"]["config"].update(change)
+    manifest["sha256"][reader.MANIFEST] = reader.state_checksum(manifest["state"])
+    path.write_text(json.dumps(manifest))
+
+
 def options_of(root: Path) -> dict[str, Any]:
     return reader.read_state(root)[1]["config"]
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {step["iteration"]: step["loss"] for step in json.loads((run / "run.json").read_text())["steps"]}
+    return dict(json.loads((run / "run.json").read_text())["losses"])
 
 
 def test_a_run_goes_on_with_the_checkpoint_and_a_number_of_steps(
@@ -80,6 +91,77 @@ def test_options_of_a_checkpoint_do_not_count_as_given(checkpoint: Path) -> None
     assert str(checkpoint) in config.origins["swiglu"]
 
 
+EXPERIMENT = "--lr 0.01 --lr-decay-iters 9 --seed 7 --micro-batch-size 2 --global-batch-size 4 --attention-dropout 0.2"
+
+
+def test_a_run_that_resumes_needs_no_option_but_its_length(
+    tmp_path: Path, text: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """It is the run that was never interrupted: backend, data, seed, batch and schedule come from the checkpoint."""
+    given = [*RUN, *SIZES.split(), *EXPERIMENT.split(), "--text-file", str(text), "--lr-warmup-fraction", "0.2"]
+    to = ["--save", str(tmp_path / "run"), "--run-dir", str(tmp_path / "half")]
+    assert main([*given, *to, "--train-iters", "2"]) == 0
+    assert main([*given, "--train-iters", "4", "--run-dir", str(tmp_path / "whole")]) == 0
+    monkeypatch.delenv("HAL_BACKEND")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    resumed = ["--load", "run", "--train-iters", "4"]
+    assert main([*resumed, "--run-dir", "rest", "--sample-tokens", "0"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "from the checkpoint" in line]
+    for option in ("--backend cpu_ref", f"--text-file {text}", "--seed 7", "--global-batch-size 4", "--lr 0.01"):
+        assert option in line
+    rest, whole = losses(tmp_path / "rest"), losses(tmp_path / "whole")
+    assert rest == {n: whole[n] for n in (3, 4)}
+    monkeypatch.delenv("HAL_BACKEND")
+    assert main(resumed) == 0
+
+
+TAKEN_OVER: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
+    ([], {"lr": 0.01, "lr_decay_iters": 9, "seed": 7, "global_batch_size": 4, "deterministic_mode": True}, {}),
+    (["--mock-data"], {"lr": 0.01}, {"text_file": None}),
+    (["--finetune"], {"backend": "cpu_ref"}, {"text_file": None, "lr": 6e-4, "seed": 1234, "global_batch_size": 4}),
+    (["--lr-warmup-iters", "1"], {"lr": 0.01}, {"lr_warmup_fraction": None}),
+    (["--train-samples", "400"], {"lr": 0.01}, {"lr_decay_iters": 100, "train_iters": 100}),
+    (["--no-load-rng"], {"lr": 0.01}, {"seed": 1234}),
+    (["--backend", "npu"], {"lr": 0.01}, {"pin": (), "deterministic_mode": False}),
+]
+
+
+def test_what_a_run_takes_over(tmp_path: Path, text: Path) -> None:
+    more = [*EXPERIMENT.split(), "--text-file", str(text), "--lr-warmup-fraction", "0.2", "--train-iters", "1"]
+    how = ["--deterministic-mode", "--pin", "linear=cpu_ref/onednn"]
+    to = ["--save", str(tmp_path / "run"), "--run-dir", str(tmp_path / "log")]
+    assert main([*RUN, *how, *SIZES.split(), *more, *to]) == 0
+    for given, taken, own in TAKEN_OVER:
+        values = read(["--load", str(tmp_path / "run"), *given], {})
+        adopt(values)
+        config = build(values)
+        for name, value in {**taken, **own}.items():
+            assert getattr(config, name) == value, (given, name)
+        assert set(taken) <= values.adopted and not set(own) & values.adopted, given
+
+
+def test_a_backend_of_a_checkpoint_that_is_not_here(checkpoint: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("HAL_BACKEND")
+    edit_manifest(checkpoint, backend="warp")
+    assert main(["--load", str(checkpoint), "--train-iters", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "no backend is called 'warp'" in error and error.count("\n") == 1
+    assert (
+        f"It is the backend of the checkpoint {checkpoint}" in error and "--backend gives another one (cpu_ref" in error
+    )
+    # One that the user gave is not blamed on the checkpoint.
+    assert main(["--load", str(checkpoint), "--train-iters", "3", "--backend", "weft"]) == 2
+    assert "It is the backend of" not in capsys.readouterr().err
+
+
+def test_what_a_run_takes_over_is_shown(checkpoint: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert show(["show", "--load", str(checkpoint), "--train-iters", "9"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# norm-epsilon: 1e-06")]
+    assert f"the checkpoint {checkpoint}" in line
+
+
 def test_a_folder_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     values = read(["--backend", "cpu_ref", "--load", str(tmp_path)])
     before = dict(values)
@@ -114,6 +196,11 @@ def test_a_hugging_face_folder_is_trained(tmp_path: Path, text: Path, monkeypatc
     stored = torch.empty(32, 48)
     reader.load_tensors(folder, {name: stored})
     assert torch.equal(stored, theirs.model.layers[1].mlp.down_proj.weight.detach())
+    # `hal generate` reads the folder too.
+    capsys.readouterr()
+    prompt = ["--prompt", "ab", "--greedy", "--num-tokens-to-generate", "3", "--tokenizer-type", "ByteTokenizer"]
+    assert generate(["--backend", "cpu_ref", "--load", str(tmp_path / "theirs"), *prompt]) == 0
+    assert capsys.readouterr().out.startswith("ab")
     # A second run does not convert again; a damaged folder is refused.
     (converted,) = (tmp_path / "cache" / "converted").iterdir()
     time = converted.stat().st_mtime_ns
@@ -126,11 +213,7 @@ def test_a_hugging_face_folder_is_trained(tmp_path: Path, text: Path, monkeypatc
 
 
 def test_a_checkpoint_of_another_version_is_refused(checkpoint: Path) -> None:
-    path = reader.folder_of(checkpoint, 2) / reader.MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["state"]["config"]["warp_factor"] = 9
-    manifest["sha256"][reader.MANIFEST] = reader.state_checksum(manifest["state"])
-    path.write_text(json.dumps(manifest))
+    edit_manifest(checkpoint, warp_factor=9)
     values = read(["--backend", "cpu_ref", "--load", str(checkpoint)])
     with pytest.raises(HalError, match=r"another version of HAL, with the options.*warp_factor"):
         adopt(values)

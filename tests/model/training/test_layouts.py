@@ -20,6 +20,7 @@ from parallel_runs import (
     PP2,
     PP4,
     RECOMPUTE,
+    SCALED,
     SP,
     TP2,
     TP4,
@@ -251,6 +252,16 @@ def test_a_growing_batch_trains_as_one_process(name: str) -> None:
 def test_norms_of_queries_and_keys_train_as_one_process(name: str) -> None:
     world, layout = LAYOUTS[name]
     base = {**LLAMA, "qk_layernorm": True, "lr": 1e-3}
+    close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2", *_marked(["cp2-ulysses"], ["cp2-ring", "tp2-sp", "pp2-interleaved", "dp2-zero3"])]
+)
+def test_caps_factors_and_layers_of_two_kinds_train_as_one_process(name: str) -> None:
+    world, layout = LAYOUTS[name]
+    # A ring cannot backpropagate through a cap, which is refused.
+    base = {**SCALED, "attn_logit_softcapping": None} if name == "cp2-ring" else SCALED
     close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
 
 

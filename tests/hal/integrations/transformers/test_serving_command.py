@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from model_options import LLAMA_OPTIONS
 from hal.cli.convert import main as convert_command
 from hal.cli.generate import main as generate_command
 from hal.model.apps.convert import hal_format
+from hal.model.apps.convert.hf_tokenizer import PLAIN_CHAT
 from hal.model.apps.convert.weights import Weights
 from hal.model.config.schema import Config
 from hal.model.gpt.model import GPT, OUTPUT_LAYER
@@ -61,6 +63,20 @@ def greedy(checkpoint: Path, prompt: str, count: int, out: Path) -> str:
     return str(json.loads(out.read_text())["text"])
 
 
+def page_commands(names: dict[str, Any]) -> list[str]:
+    """The export, the server and the client of docs/serve.md, with other names in place of those of the page."""
+    page = (Path(__file__).parents[4] / "docs" / "serve.md").read_text()
+    blocks = re.findall(r"^```(?:bash|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = [block for block in blocks if re.search(r"hal convert|transformers serve|import openai", block)]
+    assert len(found) == 3, "the page has an export, a server and a client"
+    result = []
+    for block in found:
+        for theirs, ours in names.items():
+            block = block.replace(theirs, str(ours))
+        result.append("\n".join(line for line in block.splitlines() if not line.startswith("pip ")))
+    return result
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -71,17 +87,21 @@ def free_port() -> int:
 def test_openais_client_chats_completes_streams_and_stops(checkpoint: Path, tmp_path: Path, cpu_ref: Any) -> None:
     import openai
 
-    exported = tmp_path / "exported"
-    assert convert_command(["--load", str(checkpoint), "--save", str(exported), "--saver", "huggingface"]) == 0
+    exported, port, log = tmp_path / "exported", free_port(), tmp_path / "server.log"
+    (tmp_path / "chat.jinja").write_text(PLAIN_CHAT)
+    names = {"run/checkpoints": checkpoint, "run/exported": exported, "chat.jinja": tmp_path / "chat.jinja"}
+    export, serve, client_code = page_commands({**names, "8000": port})
+    hal_name, convert_name, *arguments = shlex.split(export)
+    assert (hal_name, convert_name) == ("hal", "convert") and convert_command(arguments) == 0
     text = greedy(checkpoint, "import ", 16, tmp_path / "completion.jsonl")
     reply = greedy(checkpoint, "user: hi\nassistant:", 10, tmp_path / "chat.jsonl")
     assert len(text) == 16 and text.isalpha() and len(set(text)) > 4
 
-    port, log = free_port(), tmp_path / "server.log"
+    offline, python_name, *arguments = shlex.split(serve)
+    assert (offline, python_name, arguments[:2]) == ("HF_HUB_OFFLINE=1", "python", COMMAND[1:])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    options = ["serve", str(exported), "--backend", "cpu_ref", "--port", str(port)]
     with log.open("w") as file:
-        server = subprocess.Popen([*COMMAND, *options], stdout=file, stderr=subprocess.STDOUT, env=environment)
+        server = subprocess.Popen([sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
         while "Uvicorn running" not in log.read_text():
             assert server.poll() is None, log.read_text()
@@ -102,6 +122,10 @@ def test_openais_client_chats_completes_streams_and_stops(checkpoint: Path, tmp_
         deltas = [e.choices[0].delta.content for e in client.chat.completions.create(**talk, stream=True) if e.choices]
         assert "".join(filter(None, deltas)) == reply
         stopped = client.completions.create(**ask, stop=[text[5:7]]).choices[0]
+        # The page's program prints a text, the same in pieces, and an answer.
+        page = subprocess.run([sys.executable, "-c", client_code], capture_output=True, text=True, check=True)
+        longer = greedy(checkpoint, "import ", 20, tmp_path / "longer.jsonl")
+        assert page.stdout.startswith(f"{longer}\n{longer}")
         assert stopped.finish_reason == "stop" and text.startswith(stopped.text) and len(stopped.text) <= 7
     finally:
         server.terminate()

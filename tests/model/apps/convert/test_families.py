@@ -100,6 +100,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     ),
+    "qwen2-some-layers": (
+        "qwen2",
+        "Qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
     "phi3": ("phi3", "Phi3", {**GROUPED, "sliding_window": 5}),
     "phi3-partial": ("phi3", "Phi3", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
@@ -109,6 +114,61 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoX",
         {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new", "tie_word_embeddings": True},
     ),
+    "gemma": ("gemma", "Gemma", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "gemma2": (
+        "gemma2",
+        "Gemma2",
+        {
+            **GROUPED,
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        "Gemma2",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "granite": (
+        "granite",
+        "Granite",
+        {
+            **GROUPED,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": ("smollm3", "SmolLM3", {**GROUPED, "no_rope_layer_interval": 2, "rope_parameters": ROPE}),
+    "smollm3-window": (
+        "smollm3",
+        "SmolLM3",
+        {**GROUPED, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "arcee": ("arcee", "Arcee", {**GROUPED, "head_dim": 12}),
+    "nemotron": ("nemotron", "Nemotron", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "stablelm": ("stablelm", "StableLm", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "stablelm-biased": ("stablelm", "StableLm", {**GROUPED, "use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", "Starcoder2", {**GROUPED, "sliding_window": 5, "rope_parameters": ROPE}),
+    "starcoder2-unbiased": ("starcoder2", "Starcoder2", {**GROUPED, "use_bias": False}),
+    "gpt_bigcode": ("gpt_bigcode", "GPTBigCode", GPT2),
+    "gpt_bigcode-all-heads": ("gpt_bigcode", "GPTBigCode", {**GPT2, "multi_query": False}),
     "mixtral": ("mixtral", "Mixtral", {**GROUPED, "num_local_experts": 8, "rope_parameters": ROPE}),
     "qwen3_moe": (
         "qwen3_moe",
@@ -161,10 +221,26 @@ def gradients(model: Any, weights: Tensor, folder: Path) -> dict[str, Tensor]:
     return dict(huggingface.read(folder).tensors)
 
 
-LONGER = {
-    "deepseek_v3": pytest.mark.slow,
-    **dict.fromkeys(("deepseek_v3-plain", "qwen3_moe-normalised", "phi3-partial", "qwen2-window"), pytest.mark.nightly),
-}
+SLOW = ("deepseek_v3", "granite", "smollm3")
+NIGHTLY = (
+    "deepseek_v3-plain",
+    "qwen3_moe-normalised",
+    "phi3-partial",
+    "qwen2-window",
+    "qwen2-some-layers",
+    "gemma",
+    "gemma2-uncapped",
+    "smollm3-window",
+    "arcee",
+    "nemotron",
+    "stablelm",
+    "stablelm-biased",
+    "starcoder2",
+    "starcoder2-unbiased",
+    "gpt_bigcode",
+    "gpt_bigcode-all-heads",
+)
+LONGER = {**dict.fromkeys(SLOW, pytest.mark.slow), **dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=LONGER.get(c, ())) for c in CASES])

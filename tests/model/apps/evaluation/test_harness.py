@@ -7,13 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_options import byte_model
+from model_options import LLAMA_OPTIONS, byte_model, sizes
 
 from hal import HalError
+from hal.cli.convert import main as convert
+from hal.cli.eval import main as evaluate
+from hal.cli.generate import main as generate_command
+from hal.model.apps.convert import hal_format
+from hal.model.apps.convert.weights import Weights
 from hal.model.apps.evaluation import harness
 from hal.model.apps.evaluation.harness import RequestHandler
-from hal.model.config.schema import ConfigError
+from hal.model.config.schema import Config, ConfigError
 from hal.model.data.tokenizers.tokenizer import ByteTokenizer
+from hal.model.gpt.model import GPT
 from hal.model.inference.decoding import generate
 
 BYTES, LENGTH = ByteTokenizer(), 16
@@ -116,3 +122,85 @@ def test_tasks_of_the_harness_run(model, tmp_path):
     assert results["rolling"]["word_perplexity,none"] == pytest.approx(want, rel=1e-4)
     with pytest.raises(ConfigError, match="no task nothing"):
         harness.run_tasks(model, ["nothing"])
+
+
+def _task(folder, name, kind, metrics, *lines):
+    """Writes a task of documents in folder/NAME.jsonl."""
+    (folder / f"{name}.yaml").write_text(
+        f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {folder / name}.jsonl}}\n"
+        f"output_type: {kind}\ntest_split: test\n"
+        + "".join(f"{line}\n" for line in lines)
+        + f"metric_list: [{', '.join(f'{{metric: {metric}}}' for metric in metrics)}]\n"
+    )
+
+
+def _rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.nightly
+def test_the_harness_has_the_same_results_on_the_export(tmp_path, cpu_ref, monkeypatch):
+    """Its Hugging Face adapter on the exported folder, and `hal eval` on the checkpoint, on tasks from local files."""
+    for package in ("lm_eval", "datasets", "transformers", "accelerate", "safetensors"):
+        pytest.importorskip(package, reason=f"needs {package}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    options = {**sizes(2, 32, 4, 64), "init_method_std": 0.4, **LLAMA_OPTIONS, "hidden_dropout": 0.0}
+    config = Config(**options, make_vocab_size_divisible_by=1)
+    config.set_vocabulary(257)
+    tensors = {name: p.detach() for name, p in GPT(config, torch.device("cpu")).named_parameters()}
+    hal_format.write(Weights(options, tensors, {"tokenizer_type": "ByteTokenizer"}), tmp_path / "checkpoint")
+    load = ["--load", str(tmp_path / "checkpoint")]
+    assert convert([*load, "--save", str(tmp_path / "exported"), "--saver", "huggingface"]) == 0
+
+    speech = "to be or not to be that is the question whether it is nobler in the mind to suffer"
+    texts = [" ".join(speech.split()[n : n + 6]) for n in range(12)]
+    prompts = [f"{text}:" for text in texts]
+    _rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    # Every other document expects what the model says.
+    given = ["--prompt-file", str(tmp_path / "prompts.jsonl"), "--greedy", "--num-tokens-to-generate", "5"]
+    assert generate_command([*load, "--backend", "cpu_ref", *given, "--output-file", str(tmp_path / "said")]) == 0
+    said = [json.loads(line)["text"] for line in (tmp_path / "said").read_text().splitlines()]
+    rows = [{"prompt": p, "said": s if n % 2 else "no"} for n, (p, s) in enumerate(zip(prompts, said))]
+    _rows(tmp_path / "free.jsonl", rows)
+    _rows(tmp_path / "cloze.jsonl", [{"context": t.rsplit(" ", 1)[0], "word": t.rsplit(" ", 1)[1]} for t in texts])
+    _rows(tmp_path / "rolling.jsonl", [{"text": f"{a} {b} {a} {b}"} for a, b in zip(texts, texts[3:])])
+    _rows(tmp_path / "choice.jsonl", [{"question": t, "choices": ["x", "yes", "or no"], "right": 1} for t in texts])
+    _task(
+        tmp_path,
+        "cloze",
+        "loglikelihood",
+        ["perplexity", "acc"],
+        'doc_to_text: "{{context}}"',
+        'doc_to_target: " {{word}}"',
+    )
+    ppl = ["word_perplexity", "bits_per_byte"]
+    _task(tmp_path, "rolling", "loglikelihood_rolling", ppl, 'doc_to_text: ""', 'doc_to_target: "{{text}}"')
+    choice = ["doc_to_text: question", "doc_to_choice: choices", "doc_to_target: right"]
+    _task(tmp_path, "choice", "multiple_choice", ["acc", "acc_norm", "brier_score"], *choice)
+    _task(
+        tmp_path,
+        "free",
+        "generate_until",
+        ["exact_match"],
+        "doc_to_text: prompt",
+        "doc_to_target: said",
+        "generation_kwargs: {until: ['#'], max_gen_toks: 5, do_sample: false, temperature: 0.0}",
+    )
+    names = ["cloze", "rolling", "choice", "free"]
+    more = ["--task", "lm-eval", "--lm-eval-tasks", *names, "--lm-eval-path", str(tmp_path)]
+    assert evaluate([*load, "--backend", "cpu_ref", *more, "--output-file", str(tmp_path / "ours.json")]) == 0
+    ours = json.loads((tmp_path / "ours.json").read_text())
+    adapter = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=1, dtype="float32")
+    manager = TaskManager(include_path=str(tmp_path))
+    theirs = simple_evaluate(model=adapter, tasks=names, task_manager=manager, bootstrap_iters=0)["results"]
+    assert ours["free"]["exact_match,none"] == 0.5 and ours["rolling"]["word_perplexity,none"] > 1.0
+    for name in names:
+        metrics = [m for m in theirs[name] if m.endswith(",none") and "stderr" not in m]
+        assert metrics and all(m in ours[name] for m in metrics)
+        for metric in metrics:
+            assert ours[name][metric] == pytest.approx(theirs[name][metric], rel=1e-4), (name, metric)

@@ -53,6 +53,12 @@ def test_reasons_point_to_options_that_exist():
     [
         ("--batch-size 8", "--micro-batch-size 8"),
         (
+            "--gelu-tanh --post-norm --query-pre-attn-scalar 64 --interleave-sliding-window 5 --add-rmsnorm-offset "
+            "--input-embeds-norm --hidden-size 256",
+            "--geglu --gelu-approximate tanh --use-sandwich-norm --softmax-scale 0.125 --pre-tokens 4 "
+            "--window-attn-skip-freq 2 --apply-layernorm-1p --embedding-multiplier-scale 16 --hidden-size 256",
+        ),
+        (
             "--seq-length 8 --train-samples 9000 --train-tokens 80 --lr-decay-tokens 40 --lr-warmup-tokens 16",
             "--seq-length 8 --train-samples 10 --lr-decay-samples 5 --lr-warmup-samples 2",
         ),
