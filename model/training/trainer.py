@@ -213,8 +213,8 @@ class Trainer:
         return loss
 
     def _counted(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """With --eod-mask-loss, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
-        if not self.config.eod_mask_loss:
+        """If not all do, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
+        if not self.config.ignores_labels:
             return None
         counts = functools.reduce(torch.add, (counted_tokens(m.labels) for m in microbatches))
         return self.replicas.all_reduce(counts).clamp(min=1).float()
