@@ -50,6 +50,15 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {n: v for n, v in values.items() if v != known[n].default}
 
 
+def saved_vocabulary(state: Mapping[str, Any], folder: Path) -> int | None:
+    """The rows of a checkpoint's embedding without padding; None if it does not say. Raises HalError for another
+    value."""
+    count = (state.get("config") or {}).get("vocabulary")
+    if count is not None and (type(count) is not int or not 0 < count <= state["config"]["padded_vocab_size"]):
+        raise HalError(f"the checkpoint {folder}: vocabulary should be a count of rows; found {count!r}")
+    return count or None
+
+
 def adopt(values: GivenOptions) -> None:
     """Adds the model and the tokenizer of the checkpoint in --load to the options, as Megatron's --use-checkpoint-args.
 

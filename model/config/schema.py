@@ -481,6 +481,8 @@ class Config:
 
     # not options
     padded_vocab_size: int = field(default=0, init=False)
+    vocabulary: int = field(default=0, init=False)
+    """The rows of the embedding without padding. Finetuning predicts none of the others."""
     epoch_sequences: int = field(default=0, init=False)
     """The sequences of one pass over the examples with --sft; 0 until the data are open."""
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
@@ -509,6 +511,7 @@ class Config:
 
     def set_vocabulary(self, size: int) -> None:
         """Pads a vocabulary of `size` ids. Unlike in Megatron, the result does not depend on the parallel layout."""
+        self.vocabulary = size
         if self.pad_vocab_size_to is not None:
             if size > self.pad_vocab_size_to:
                 raise ConfigError(

@@ -272,11 +272,17 @@ class GPT(nn.Module):
         if self.config.ignores_labels:
             counts = target != document_mask.IGNORED
             target = target * counts
+        rows = self.config.padded_vocab_size // tp.size
+        start = tp.rank * rows
+        # A finetuned model has learnt elsewhere, without the ids that pad the vocabulary here.
+        ids = min(rows, max(0, self.config.vocabulary - start)) if self.config.sft else rows
         if hidden:
             x, weight = self.parallel.enter_region(y), self.output_weight()
-            losses = ops.linear_cross_entropy(x, weight, target, vocab_start=tp.rank * weight.shape[0], comm=tp)
+            weight = weight if ids == rows else weight[:ids]
+            losses = ops.linear_cross_entropy(x, weight, target, vocab_start=start, comm=tp)
         else:
-            start = tp.rank * y.shape[-1]
+            if ids < rows:
+                y[..., ids:].fill_(torch.finfo(y.dtype).min)
             losses = ops.cross_entropy(y, target, vocab_start=start, comm=tp, inplace_backward=inplace_backward)
         return losses.mean() if counts is None else (losses * counts).sum() / counts.sum().clamp(min=1)
 

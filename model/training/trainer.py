@@ -24,7 +24,7 @@ from hal import HalError, Rng
 from hal.mesh import Mesh
 
 from ..checkpoint import lineage
-from ..checkpoint.saved_config import saved_options
+from ..checkpoint.saved_config import saved_options, saved_vocabulary
 from ..checkpoint.sharded_tensor import LocalShard
 from ..checkpoint.writer import Saver
 from ..config.device_limits import device_problems
@@ -363,6 +363,7 @@ class Trainer:
         """
         c = self.config
         folder, state, weights_only = read_checkpoint(root, c, self.world)
+        c.vocabulary = saved_vocabulary(state, folder) or c.vocabulary
         self.notes = [] if weights_only else differences(state, c, self.data, folder)
         self._model_state.load(folder, moments=not (c.no_load_optim or weights_only))
         if weights_only:

@@ -20,17 +20,20 @@ def prepare(values: GivenOptions) -> None:
     folder = Path(values.get("load") or "")
     if "load" not in values or not (folder / "config.json").is_file() or reader.newest(folder) is not None:
         return
-    converted = cache_dir("converted") / _key(folder)
-    made_once(converted, lambda new: hal_format.write(huggingface.read(folder), new))
+    # The vocabulary is padded as far as its shards need it: such rows are zeros, and their logits part of the softmax.
+    divisor = values.get("make_vocab_size_divisible_by") or values.get("tensor_model_parallel_size") or 1
+    converted = cache_dir("converted") / _key(folder, divisor)
+    made_once(converted, lambda new: hal_format.write(huggingface.read(folder), new, divisible_by=divisor))
     values["load"] = str(converted)
     values.origins["load"] = f"{values.origins.get('load', 'command line')}: {folder}, converted"
     if values.get("save") is not None and Path(values["save"]) == folder:
         values.notes.append(f"--save {folder}: checkpoints of HAL are written beside the files of Hugging Face")
 
 
-def _key(folder: Path) -> str:
-    """What identifies the content of a folder: its path, and the names, sizes and times of the files that are read."""
-    digest = hashlib.sha256(str(folder.resolve()).encode())
+def _key(folder: Path, divisor: int) -> str:
+    """What identifies a conversion: the path of the folder, the names, sizes and times of the files that are read, and
+    what the vocabulary is made divisible by."""
+    digest = hashlib.sha256(f"{divisor} {folder.resolve()}".encode())
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".txt"):
             status = path.stat()

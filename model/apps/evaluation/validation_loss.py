@@ -15,6 +15,7 @@ from .scoring import per_token, perplexity
 
 def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
     """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
+    padding = not engine.config.sft  # as in GPT.loss
     scores = torch.zeros(samples, 3, device=engine.device)
     for number, first in enumerate(range(0, samples, batch)):
         if number % engine.replicas != engine.replica:
@@ -22,7 +23,7 @@ def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dic
         tokens, labels = split.fetch(first, min(batch, samples - first))
         counted: Tensor = labels != document_mask.IGNORED
         starts = split.starts(first, tokens) if engine.config.has_documents else None
-        scores[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True, starts=starts)
+        scores[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=padding, starts=starts)
     loss = per_token(engine.total(scores).double())
     ppl = perplexity(loss)
     return {

@@ -72,7 +72,7 @@ def _encode(path: Path, renderer: Renderer, folder: Path) -> None:
             try:
                 ids, counted = renderer.encode(parse(raw.content))
             except BadExample as error:
-                wrong, problems = wrong + 1, [*problems, f"{path}:{raw.line}: {error}"][:_LISTED]
+                wrong, problems = wrong + 1, [*problems, f"{path}:{raw.line}: {error.text}"][:_LISTED]
                 continue
             if not 0 <= min(ids) <= max(ids) < MAX_VOCABULARY:
                 raise ConfigError(f"{path}:{raw.line}: the tokenizer gave an id outside of 0 to {MAX_VOCABULARY - 1}")

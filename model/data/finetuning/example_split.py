@@ -44,17 +44,18 @@ class ExampleSequences:
         self.order = functools.lru_cache(2)(self._order)
         lengths = numpy.array([files[f].bounds[n + 1] - files[f].bounds[n] - 1 for f, n in examples], numpy.int64)
         first = numpy.array([files[f].first_counted[n] for f, n in examples], numpy.int64)
-        self.longer = int((lengths > self._length).sum())
-        if self.longer and not config.truncation:
+        longer = int((lengths > self._length).sum())
+        if longer and not config.truncation:
             longest = int(lengths.argmax())
             file, number = examples[longest]
             raise ConfigError(
-                f"{self.longer} of {len(examples)} examples have more than {self._length + 1} tokens, which is what "
+                f"{longer} of {len(examples)} examples have more than {self._length + 1} tokens, which is what "
                 f"--seq-length {self._length} holds; the longest, {files[file].path}:{files[file].lines[number]}, has "
                 f"{lengths[longest] + 1}. Raise --seq-length, or cut their ends off with --truncation"
             )
         kept = numpy.flatnonzero(first <= self._length)
         self.unanswered = len(examples) - len(kept)
+        self.cut = longer - self.unanswered
         lengths = numpy.minimum(lengths[kept], self._length)
         self._sequences: Sequences = pack(lengths, self._length) if config.packing else [[i] for i in range(len(kept))]
         self.examples, self.filled = examples[kept], int(lengths.sum())
@@ -89,10 +90,11 @@ class ExampleSequences:
         """The counts that a user should know, on one line."""
         share = self.filled / (self.sequences * self._length)
         text = f"{len(self.examples)} examples in {self.sequences} sequences, of which {share:.0%} are filled"
-        if self.longer:
-            text += f"; {self.longer} were cut to {self._length + 1} tokens"
+        if self.cut:
+            text += f"; {self.cut} {'was' if self.cut == 1 else 'were'} cut to {self._length + 1} tokens"
         if self.unanswered:
-            text += f"; {self.unanswered} more are left out, because no token of their answers remained"
+            text += f"; {self.unanswered} more {'is' if self.unanswered == 1 else 'are'} left out, because no token of "
+            text += "the answer remained"
         return text
 
 
@@ -124,7 +126,7 @@ def open_examples(config: Config, tokenizer: Tokenizer, names: list[str]) -> dic
         try:
             encoded[path] = encode_file(config, path, renderer)
         except ConfigError as error:
-            problems.append(str(error))
+            problems.append(error.text)
     if problems:
         raise ConfigError("\n".join(problems))
     for name in names:

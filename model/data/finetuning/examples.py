@@ -80,7 +80,7 @@ def _conversation(value: dict[str, Any]) -> Conversation:
         try:
             _check_message(message, number == 1)
         except BadExample as error:
-            raise BadExample(f"message {number}: {error}") from None
+            raise BadExample(f"message {number}: {error.text}") from None
     if not any(message["role"] == "assistant" for message in messages):
         raise BadExample("no message is of the assistant: there is no answer to learn")
     return Conversation(messages, tools)
