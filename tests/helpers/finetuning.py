@@ -46,7 +46,7 @@ def tokenizer(template: str | None = MARKED) -> Any:
     )
 
 
-def save_llama(folder: Path, template: str | None = MARKED) -> Any:
+def save_llama(folder: Path, template: str | None = MARKED, layers: int = 2) -> Any:
     """Writes model and tokenizer, and returns the model. The initial weights are far from a flat start."""
     import torch
     import transformers
@@ -55,7 +55,7 @@ def save_llama(folder: Path, template: str | None = MARKED) -> Any:
         vocab_size=333,  # more than the tokenizer has, and odd, so that two shards need padding
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

@@ -25,7 +25,7 @@ BATCH = ["--micro-batch-size", "1", "--global-batch-size", "4"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """llama/, completions.jsonl and conversations.jsonl."""
-    finetuning.save_llama(tmp_path / "llama")
+    finetuning.save_llama(tmp_path / "llama", layers=4)
     finetuning.write_lines(tmp_path / "completions.jsonl", finetuning.completions(24))
     finetuning.write_lines(tmp_path / "conversations.jsonl", finetuning.conversations(24))
     return tmp_path
