@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hal import HalError
+from hal.untrusted import shown
 
 from ..config import tokenizer_options
 from ..config.command_line import convert
@@ -53,10 +54,11 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def saved_vocabulary(state: Mapping[str, Any], folder: Path) -> int | None:
     """The rows of a checkpoint's embedding without padding; None if it does not say. Raises HalError for another
     value."""
-    count = (state.get("config") or {}).get("vocabulary")
-    if count is not None and (type(count) is not int or not 0 < count <= state["config"]["padded_vocab_size"]):
-        raise HalError(f"the checkpoint {folder}: vocabulary should be a count of rows; found {count!r}")
-    return count or None
+    stored = state.get("config")
+    count = stored.get("vocabulary") if isinstance(stored, dict) else None
+    if count is not None and (type(count) is not int or count < 1):
+        raise HalError(f"the checkpoint {folder}: vocabulary should be a count of rows; found {shown(count)}")
+    return count
 
 
 def adopt(values: GivenOptions) -> None:

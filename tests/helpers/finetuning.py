@@ -48,7 +48,6 @@ def tokenizer(template: str | None = MARKED) -> Any:
 
 def save_llama(folder: Path, template: str | None = MARKED, layers: int = 2) -> Any:
     """Writes model and tokenizer, and returns the model. The initial weights are far from a flat start."""
-    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -61,9 +60,26 @@ def save_llama(folder: Path, template: str | None = MARKED, layers: int = 2) -> 
         max_position_embeddings=128,
         initializer_range=0.2,
     )
-    with torch.random.fork_rng():
+    return _save(folder, transformers.LlamaForCausalLM, config, template)
+
+
+def save_gpt2(folder: Path) -> Any:
+    """The same of a GPT-2, whose positions are learned."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=333, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2
+    )
+    config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0.0
+    return _save(folder, transformers.GPT2LMHeadModel, config, MARKED)
+
+
+def _save(folder: Path, kind: Any, config: Any, template: str | None) -> Any:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
+        model = kind(config)
     model.save_pretrained(folder)
     tokenizer(template).save_pretrained(folder)
     return model
