@@ -36,29 +36,30 @@ class ExampleSequences:
     of its own, whose labels are ignored.
     """
 
-    def __init__(self, config: Config, files: list[EncodedFile], examples: numpy.ndarray, pad: int, train: bool):
-        """examples: int64 [count, 2], numbers of a file and of an example in it. pad: the id of padding. train: whether
-        the order of the sequences is drawn anew in every epoch."""
+    def __init__(self, config: Config, files: list[EncodedFile], span: tuple[int, int], pad: int, train: bool):
+        """span: the first and last (exclusive) example, counted through the files. pad: the id of padding. train:
+        whether the order of the sequences is drawn anew in every epoch."""
         self._files, self._length, self._pad, self._shuffled = files, config.seq_length, pad, train
         self._seed = config.seed
         self.order = functools.lru_cache(2)(self._order)
-        lengths = numpy.array([files[f].bounds[n + 1] - files[f].bounds[n] - 1 for f, n in examples], numpy.int64)
-        first = numpy.array([files[f].first_counted[n] for f, n in examples], numpy.int64)
+        self._ends = numpy.cumsum([len(file) for file in files])
+        lengths = numpy.concatenate([numpy.diff(file.bounds) - 1 for file in files])[slice(*span)]
+        first = numpy.concatenate([file.first_counted for file in files])[slice(*span)]
         longer = int((lengths > self._length).sum())
         if longer and not config.truncation:
             longest = int(lengths.argmax())
-            file, number = examples[longest]
+            file, number = self._find(span[0] + longest)
             raise ConfigError(
-                f"{longer} of {len(examples)} examples have more than {self._length + 1} tokens, which is what "
-                f"--seq-length {self._length} holds; the longest, {files[file].path}:{files[file].lines[number]}, has "
+                f"{longer} of {len(lengths)} examples have more than {self._length + 1} tokens, which is what "
+                f"--seq-length {self._length} holds; the longest, {file.path}:{file.lines[number]}, has "
                 f"{lengths[longest] + 1}. Raise --seq-length, or cut their ends off with --truncation"
             )
         kept = numpy.flatnonzero(first <= self._length)
-        self.unanswered = len(examples) - len(kept)
+        self.unanswered = len(lengths) - len(kept)
         self.cut = longer - self.unanswered
         lengths = numpy.minimum(lengths[kept], self._length)
         self._sequences: Sequences = pack(lengths, self._length) if config.packing else [[i] for i in range(len(kept))]
-        self.examples, self.filled = examples[kept], int(lengths.sum())
+        self.examples, self.filled = span[0] + kept, int(lengths.sum())
         self.sequences = len(self._sequences)
 
     def __len__(self) -> int:
@@ -71,8 +72,8 @@ class ExampleSequences:
         labels = torch.full((self._length,), document_mask.IGNORED)
         starts, begin = torch.empty(self._length, dtype=torch.int64), 0
         for example in self._sequences[number]:
-            file, inner = self.examples[example]
-            ids, counted = (x[: self._length + 1] for x in self._files[file].example(inner))
+            file, inner = self._find(int(self.examples[example]))
+            ids, counted = (x[: self._length + 1] for x in file.example(inner))
             end = begin + len(ids) - 1
             tokens[begin:end] = torch.from_numpy(ids[:-1])
             labels[begin:end] = torch.from_numpy(numpy.where(counted[1:], ids[1:], document_mask.IGNORED))
@@ -80,6 +81,11 @@ class ExampleSequences:
             begin = end
         starts[begin:] = begin
         return {"tokens": tokens, "labels": labels, "starts": starts}
+
+    def _find(self, number: int) -> tuple[EncodedFile, int]:
+        """The file of an example, and its number in the file."""
+        at = int(numpy.searchsorted(self._ends, number, "right"))
+        return self._files[at], number - int(self._ends[at] - len(self._files[at]))
 
     def _order(self, epoch: int) -> numpy.ndarray:
         """The numbers of the sequences in the order of an epoch, int64 [sequences]."""
@@ -131,7 +137,7 @@ def open_examples(config: Config, tokenizer: Tokenizer, names: list[str]) -> dic
         raise ConfigError("\n".join(problems))
     for name in names:
         files = [encoded[path] for path in paths[name]]
-        sequences = ExampleSequences(config, files, _examples(config, files, name), tokenizer.eod, name == "train")
+        sequences = ExampleSequences(config, files, _span(config, files, name), tokenizer.eod, name == "train")
         if not sequences.sequences:
             raise ConfigError(f"the {name} split has no examples with an answer; raise --seq-length, or give more data")
         opened[name] = ExampleSplit(
@@ -154,16 +160,14 @@ def _paths(config: Config, name: str) -> list[Path]:
     return list(dict.fromkeys(paths))
 
 
-def _examples(config: Config, files: list[EncodedFile], name: str) -> numpy.ndarray:
-    """The examples of a split, int64 [count, 2]: as in pretraining, a range of them in the order of the files."""
-    numbers = [numpy.stack([numpy.full(len(file), f), numpy.arange(len(file))], 1) for f, file in enumerate(files)]
-    examples = numpy.concatenate(numbers)
+def _span(config: Config, files: list[EncodedFile], name: str) -> tuple[int, int]:
+    """The examples of a split: as in pretraining, a range of them in the order of the files."""
+    count = sum(len(file) for file in files)
     if config.train_data_path:
-        return examples
+        return 0, count
     # Without an evaluation there is no reason to leave examples out, unless the user has asked for it.
     whole = "split" not in config.given and not evaluates(config) and name == "train"
-    begin, end = ranges("1,0,0" if whole else config.split, len(examples))[name]
-    return examples[begin:end]
+    return ranges("1,0,0" if whole else config.split, count)[name]
 
 
 def _source(tokenizer: Tokenizer, renderer: Renderer, paths: list[Path]) -> dict[str, Any]:

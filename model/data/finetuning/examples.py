@@ -53,10 +53,8 @@ def parse(line: bytes) -> Completion | Conversation:
         return _conversation(value)
     answers = [name for name in ("completion", "response") if name in value]
     if "prompt" not in value or len(answers) != 1:
-        names = ", ".join(map(repr, list(value)[:8])) or "no field"
-        raise BadExample(
-            f"an example has 'messages', or 'prompt' with 'completion' or 'response'; found {shown(names)}"
-        )
+        names = ", ".join(map(repr, value))[:80] or "no field"
+        raise BadExample(f"an example has 'messages', or 'prompt' with 'completion' or 'response'; found {names}")
     prompt, completion = _text(value, "prompt"), _text(value, answers[0])
     if not completion.strip():
         raise BadExample(f"'{answers[0]}' is empty: there is no answer to learn")

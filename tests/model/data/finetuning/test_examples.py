@@ -28,7 +28,7 @@ def test_the_forms_of_an_example() -> None:
         ('{"prompt": "\\ud8', "the line is not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
         ([], "an example is a JSON object; found list"),
-        ({}, "found 'no field'"),
+        ({}, "found no field"),
         ({"text": "2 + 2 = 4"}, "an example has 'messages', or 'prompt' with 'completion' or 'response'"),
         ({"prompt": "2"}, "an example has 'messages'"),
         ({"prompt": "2", "completion": "4", "response": "4"}, "an example has 'messages'"),
