@@ -80,11 +80,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_split(arguments: argparse.Namespace) -> Callable[[Config, Tokenizer, Mapping[str, Any]], Any]:
-    from hal.model.data.gpt_dataset import open_data
+    from hal.model.data.splits import open_splits
 
     def prepare(config: Config, tokenizer: Tokenizer, saved: Mapping[str, Any]) -> Any:
         samples = arguments.eval_samples or saved.get("eval_iters", 10) * (saved.get("global_batch_size") or 1)
-        return open_data(config, tokenizer, {arguments.task: samples})[arguments.task], samples
+        return open_splits(config, tokenizer, {arguments.task: samples})[arguments.task], samples
 
     return prepare
 

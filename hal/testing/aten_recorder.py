@@ -70,13 +70,17 @@ VOCABULARY = 31
 class _Data:
     """Random tokens, in documents of a few tokens."""
 
-    eod = 0
     source: ClassVar[dict[str, object]] = {}
 
     def fetch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         length = SIZES["seq_length"] + 1
         tokens = torch.randint(8, (count, length), generator=torch.Generator().manual_seed(first))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def starts(self, first: int, tokens: Tensor) -> Tensor:
+        from hal.model.parallel import document_mask
+
+        return document_mask.starts(tokens, 0)
 
 
 @dataclass

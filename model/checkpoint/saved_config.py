@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hal import HalError, backend_names
+from hal.untrusted import shown
 
 from ..config import tokenizer_options
 from ..config.command_line import ONE_MICROBATCH, convert
@@ -57,6 +58,16 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
     values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
     return {n: v for n, v in values.items() if v != known[n].default}
+
+
+def saved_vocabulary(state: Mapping[str, Any], folder: Path) -> int | None:
+    """The rows of a checkpoint's embedding without padding; None if it does not say. Raises HalError for another
+    value."""
+    stored = state.get("config")
+    count = stored.get("vocabulary") if isinstance(stored, dict) else None
+    if count is not None and (type(count) is not int or count < 1):
+        raise HalError(f"the checkpoint {folder}: vocabulary should be a count of rows; found {shown(count)}")
+    return count
 
 
 def adopt(values: GivenOptions) -> None:

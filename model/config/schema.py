@@ -8,6 +8,7 @@ validation.py finds contradictions between options.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -330,6 +331,14 @@ class Config:
     reset_position_ids: bool = _opt(False, "restart position ids after each end-of-document token")
     reset_attention_mask: bool = _opt(False, "mask attention across document boundaries")
     eod_mask_loss: bool = _opt(False, "mask the loss where the input is the end-of-document token")
+    sft: bool = _opt(
+        False,
+        "supervised finetuning: data are JSON lines with prompt and completion (or response), or messages; the loss "
+        "counts answers only",
+    )
+    chat_template: str | None = _opt(None, "Jinja template of messages (--sft); default the tokenizer's own")
+    packing: bool = _opt(False, "put several examples into a sequence, without attention between them (--sft)")
+    truncation: bool = _opt(False, "cut examples that are longer than the sequence, instead of refusing them (--sft)")
     split: str = _opt("969,30,1", "proportions of training, validation and test data")
     data_cache_path: str | None = _opt(None, "folder for index maps of the data; default in HAL's cache")
     tokenizer_type: str = _opt("ByteTokenizer", "kind of tokenizer", choices=TOKENIZERS)
@@ -349,12 +358,17 @@ class Config:
     )
     train_iters: int = _opt(100, "steps; with --train-samples as many as these take", aliases=("steps",))
     train_samples: int | None = _opt(None, "sequences to train on, instead of --train-iters")
+    num_train_epochs: float | None = _opt(
+        None, "passes over the examples, instead of --train-iters (--sft); default 1 if that is not given either"
+    )
     exit_duration_in_mins: float | None = _opt(None, "save and stop after this many minutes")
     exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")
     seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
-    lr: float = _opt(6e-4, "peak learning rate", ">= 0")
+    lr: float = _derived(
+        lambda c: 2e-5 if c.sft else 6e-4, "peak learning rate; default 6e-4, or 2e-5 with --sft", ">= 0"
+    )
     min_lr: float = _opt(0.0, "learning rate after the decay", ">= 0")
     lr_decay_style: str = _opt(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -502,6 +516,10 @@ class Config:
 
     # not options
     padded_vocab_size: int = field(default=0, init=False)
+    vocabulary: int = field(default=0, init=False)
+    """The rows of the embedding without padding. Finetuning predicts none of the others."""
+    epoch_sequences: int = field(default=0, init=False)
+    """The sequences of one pass over the examples with --sft; 0 until the data are open."""
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
     """Names of the options that the user set, in any source."""
 
@@ -528,6 +546,7 @@ class Config:
 
     def set_vocabulary(self, size: int) -> None:
         """Pads a vocabulary of `size` ids. Unlike in Megatron, the result does not depend on the parallel layout."""
+        self.vocabulary = size
         if self.pad_vocab_size_to is not None:
             if size > self.pad_vocab_size_to:
                 raise ConfigError(
@@ -537,6 +556,43 @@ class Config:
             return
         step = self.make_vocab_size_divisible_by
         self.padded_vocab_size = -(-size // step) * step if step > 0 else size
+
+    def set_epoch(self, sequences: int) -> None:
+        """Sets the number of steps of a run that is given in passes over its data, of `sequences` each."""
+        counts, self.epoch_sequences = self.counts_epochs, sequences
+        if counts:
+            size = self.global_batch_size
+            steps = math.ceil((self.num_train_epochs or 1) * sequences / size)  # the last batch is filled up
+            self.train_iters = iterations(self, steps * size)
+            if "lr_decay_iters" not in self.given:
+                self.lr_decay_iters = self.train_iters
+            if self.lr_warmup_fraction is not None and "lr_warmup_iters" not in self.given:
+                self.lr_warmup_iters = int(self.lr_warmup_fraction * self.lr_decay_iters)
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the number of steps follows from that of the examples."""
+        return self.sft and self.train_samples is None and "train_iters" not in self.given
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether every document has positions of its own."""
+        return self.reset_position_ids or self.sft
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.reset_attention_mask or self.sft
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the model needs to know where documents begin."""
+        return self.restarts_positions or self.separates_documents
+
+    @property
+    def ignores_labels(self) -> bool:
+        """Whether there are labels that the loss does not count."""
+        return self.eod_mask_loss or self.sft
 
     @property
     def expert_count(self) -> int:

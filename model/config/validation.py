@@ -48,6 +48,8 @@ def lacking(c: Config) -> Iterator[str]:
     missing = missing_options(c)
     if missing is not None:
         yield missing
+    if c.sft and not (c.data_path or c.train_data_path):
+        yield "--sft needs examples; give a file of JSON lines with --data-path"
     if c.tokenizer_type == "NullTokenizer" and not (c.data_path or c.train_data_path or c.mock_data):
         yield "--tokenizer-type NullTokenizer cannot read text; give --data-path, or another tokenizer"
 
@@ -176,6 +178,8 @@ def _learning_rate(c: Config) -> Iterator[str]:
         for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
             if name in c.given and getattr(c, name):
                 yield f"{_flag(name)} contradicts --train-samples; give {_flag(name).replace('iters', 'samples')}"
+    if c.counts_epochs and not c.epoch_sequences:
+        return  # the length of the run is known, and checked, when the data are open
     warmup, decay, wsd = (number if in_samples else number / c.global_batch_size for number in learning_rate_samples(c))
     if warmup >= decay:
         yield f"--lr-warmup-{unit} {warmup:g} must be below the {decay:g} {unit} of the decay"
@@ -204,6 +208,12 @@ def _data_sources(c: Config) -> Iterator[str]:
     given = [_flag(name) for name in names if getattr(c, name)]
     if len(given) > 1:
         yield f"{given[0]} and {given[1]} contradict each other; give one"
+    if c.sft and (c.text_file or c.mock_data):
+        yield f"--sft and {'--text-file' if c.text_file else '--mock-data'} contradict each other; give --data-path"
+    if c.num_train_epochs is not None:
+        for name in ("train_iters", "train_samples"):
+            if name in c.given and getattr(c, name) is not None:
+                yield f"--num-train-epochs and {_flag(name)} contradict each other; give one"
     if evaluates(c) and c.train_data_path and not c.valid_data_path:
         yield "--eval-interval needs validation data; give --valid-data-path beside --train-data-path"
 
@@ -259,6 +269,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("split", not c.train_data_path, "data that all splits share, not --train-data-path"),
         ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
         ("valid_data_path", c.eval_interval is not None, "--eval-interval"),
+        ("chat_template packing truncation num_train_epochs", c.sft, "--sft"),
         ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
         ("lr_decay_samples lr_warmup_samples lr_wsd_decay_samples", c.train_samples is not None, "--train-samples"),
         (
@@ -301,6 +312,7 @@ def idle(c: Config) -> Iterator[str]:
             c.disable_bias_linear or c.multi_latent_attention,
             "--disable-bias-linear (biases are on, QKV's too)",
         ),
+        ("reset_position_ids reset_attention_mask eod_mask_loss", not c.sft, "data other than those of --sft"),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
         ("window_attn_skip_freq", c.window != (None, 0), "a window: --pre-tokens or --next-tokens"),
         ("softmax_scale", not c.multi_latent_attention, "attention without --multi-latent-attention"),

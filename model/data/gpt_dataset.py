@@ -22,7 +22,7 @@ from hal.untrusted import who_can_replace
 from ..common.atomic_files import cache_dir, made_once, make_folder
 from ..config.schema import Config, ConfigError
 from ..config.validation import split_proportions
-from ..gpt import document_mask
+from ..parallel import document_mask
 from .fingerprint import of_prefix
 from .indexed_dataset import check_ids, read_index, read_note, require_ids, require_match
 from .megatron_datasets import gpt_dataset, helpers, indexed_dataset
@@ -59,6 +59,10 @@ class Split:
         low, top = (int(t) for t in torch.aminmax(torch.cat((tokens, labels))))
         require_ids(low, top, self.vocabulary)
         return tokens, labels.masked_fill(tokens == self.eod, document_mask.IGNORED) if self.mask_loss else labels
+
+    def starts(self, first: int, tokens: Tensor) -> Tensor:
+        """Where each token's document begins, int64 [count, s], in the samples `tokens` from `first` on."""
+        return document_mask.starts(tokens, self.eod)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _mock(config: Config, tokenizer: Tokenizer, name: str, count: int) -> Any:
     """megatron-core's artificial documents: the numbers 1, 2, 3, ... (modulo the vocabulary) and an end-of-document."""
     module = gpt_dataset()
     documents = module.MockGPTLowLevelDataset(tokenizer)
-    span = _ranges(config.split, len(documents))[name]
+    span = ranges(config.split, len(documents))[name]
     lengths = documents.sequence_lengths[slice(*span)]
     if int(lengths.sum(dtype=numpy.int64)) <= config.seq_length:
         raise ConfigError(f"the {name} split of --mock-data is too small for --seq-length; change --split")
@@ -209,7 +213,7 @@ def _checked_lengths(config: Config, tokenizer: Tokenizer, prefix: Path) -> nump
     return index.lengths
 
 
-def _ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
+def ranges(split: str, sequences: int) -> dict[str, tuple[int, int]]:
     """First and last (exclusive) sequence of each split, by Megatron's rule: rounded cumulative proportions."""
     proportions = split_proportions(split)
     edges = [round(sum(proportions[:i]) / sum(proportions) * sequences) for i in range(4)]
@@ -293,7 +297,7 @@ def _open_one(
     count: int | None,
 ) -> Any:
     """The part of a split that comes from one prefix. count: number of samples needed, or None for one epoch."""
-    span = _ranges(config.split, len(lengths[prefix]))[name] if blend.shared else (0, len(lengths[prefix]))
+    span = ranges(config.split, len(lengths[prefix]))[name] if blend.shared else (0, len(lengths[prefix]))
     tokens = int(lengths[prefix][slice(*span)].sum(dtype=numpy.int64))
     if tokens <= config.seq_length:
         raise ConfigError(

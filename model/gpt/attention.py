@@ -18,6 +18,7 @@ from hal.ops.attention import band_mask
 
 from ..config.schema import Config
 from ..parallel.context_parallel import Ring, ring_attention, ulysses
+from ..parallel.document_mask import Documents
 from .activation_checkpointing import recompute
 from .dropout_rng import DropoutRng
 from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 Window = tuple[int | None, int | None]
 """(pre_tokens, next_tokens) of flash_attention."""
+Hidden = Tensor | Documents | None
+"""What is hidden in addition to the window's outside: a mask (bool, True = hidden), or all other documents."""
 
 
 class SelfAttention(nn.Module):
@@ -59,9 +62,9 @@ class SelfAttention(nn.Module):
         rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
-        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """mask: bool [b, 1, s, s] of full sequences, True = hidden in addition to what the window hides."""
+        """documents: of full sequences; attention stays within each of them."""
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
@@ -74,7 +77,7 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = (ops.rotary(t, *rotary_cos_sin, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if cache is not None:
             k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, dropout_rng, cache, mask))
+        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, dropout_rng, cache, documents))
         return y
 
 
@@ -96,33 +99,35 @@ class CoreAttention:
         v: Tensor,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None,
-        mask: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         """q [s, b, n, d], k [skv, b, g, d], v [skv, b, g, e] -> [s, b, n*e]; with context parallelism s counts this
-        rank's rows. cache: k and v are its content; it determines which are hidden. mask: see SelfAttention."""
+        rank's rows. cache: k and v are its content; it determines which are hidden. documents: see SelfAttention."""
+        hidden: Hidden = documents
         window: Window = self.window
         if cache is not None:
-            mask = cache.hidden(q.shape[0], self.window)
-            window = (None, None) if mask is not None else window
-        context: Tensor = recompute(self._attend, q, k, v, dropout_rng, mask, window, on=self.recompute)
+            hidden = cache.hidden(q.shape[0], self.window)
+            window = (None, None) if hidden is not None else window
+        context: Tensor = recompute(self._attend, q, k, v, dropout_rng, hidden, window, on=self.recompute)
         return context
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, mask: Tensor | None, window: Window
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, hidden: Hidden, window: Window
     ) -> Tensor:
         """Like `__call__`, over the ranks that share the sequence."""
         if self.cp.size == 1:
-            return self._whole(q, k, v, dropout_rng, self.first_head, mask, window)
+            return self._whole(q, k, v, dropout_rng, self.first_head, hidden, window)
         if self.cp_algorithm == "ulysses":
             first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
-            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, mask, window))
+            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, hidden, window))
         draw, full = None, q.shape[0] * self.cp.size
         if dropout_rng is not None and self.p > 0.0:
 
             def draw(q_start: int, k_start: int) -> Rng:
                 return dropout_rng.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
 
-        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, mask, self.scale))
+        assert not isinstance(hidden, Tensor)  # a cache belongs to a model without context parallelism
+        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, hidden, self.scale))
 
     def _whole(
         self,
@@ -131,7 +136,7 @@ class CoreAttention:
         v: Tensor,
         dropout_rng: DropoutRng | None,
         first_head: int,
-        mask: Tensor | None,
+        hidden: Hidden,
         window: Window,
     ) -> Tensor:
         """Attention over full sequences; the first head of q is head `first_head` of the model."""
@@ -139,8 +144,29 @@ class CoreAttention:
         if dropout_rng is not None and self.p > 0.0:
             rng = dropout_rng.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
             dropout = {"dropout_p": self.p, "rng": rng}
+        if isinstance(hidden, Documents) and self.flash and not dropout:
+            return self._packed(q, k, v, hidden, window)
+        # Dropout is drawn for [b, n, s, skv], which packed sequences do not have, so it needs a mask.
+        mask = hidden.mask() if isinstance(hidden, Documents) else hidden
         attend = self._flash if self.flash else self._softmax
         return attend(q, k, v, mask, window, dropout)
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: Window) -> Tensor:
+        """Like `_whole`, of every document alone, without a mask in memory."""
+        s, b, cu = *q.shape[:2], documents.cu_seqlens
+        packed = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+        out = ops.flash_attention(
+            *packed,
+            layout="TND",
+            pre_tokens=window[0],
+            next_tokens=window[1],
+            scale=self.scale,
+            softcap=self.softcap,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+        )
+        assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
+        return out.reshape(b, s, -1).transpose(0, 1)
 
     def _flash(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: Window, dropout: dict[str, Any]

@@ -19,6 +19,7 @@ from hal import ops
 
 from ..config.rotary import yarn_factor
 from ..config.schema import Config
+from ..parallel.document_mask import Documents
 from .attention import CoreAttention, output_std
 from .dropout_rng import DropoutRng
 from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, linear
@@ -82,10 +83,10 @@ class LatentAttention(nn.Module):
         rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
-        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """x [s, b, h] -> [s, b, h]. rotary_cos_sin: [s, p/2] each. mask: bool [b, 1, s, s] of full sequences, True =
-        hidden in addition to what the window hides."""
+        """x [s, b, h] -> [s, b, h]. rotary_cos_sin: [s, p/2] each. documents: of full sequences; attention stays within
+        each of them."""
         assert rotary_cos_sin is not None  # see config/latent.py
         q = self._queries(x)
         q = q.view(*q.shape[:2], -1, self.key + self.position)
@@ -109,7 +110,7 @@ class LatentAttention(nn.Module):
             k_SBNK, v_SBNE = kv.split((self.key, self.value), -1)
             k_SBNP = k_SB1P.expand(-1, -1, k_SBNK.shape[2], -1)
             q, k = torch.cat((q_SBNK, q_SBNP), -1), torch.cat((k_SBNK, k_SBNP), -1)
-            context = self.core_attention(q, k, v_SBNE, dropout_rng, cache, mask)
+            context = self.core_attention(q, k, v_SBNE, dropout_rng, cache, documents)
         y: Tensor = self.linear_proj(context)
         return y
 

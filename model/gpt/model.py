@@ -17,8 +17,9 @@ from hal import ops
 
 from ..config.rotary import rotation
 from ..config.schema import Config
+from ..parallel import document_mask
+from ..parallel.document_mask import Documents
 from ..parallel.tensor_sharding import Parallel, Shard
-from . import document_mask
 from .activation_checkpointing import recompute
 from .attention import SelfAttention
 from .dropout_rng import DropoutRng
@@ -119,9 +120,9 @@ class TransformerLayer(nn.Module):
         rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
-        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, mask)
+        attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, documents)
         bias = self.self_attention.linear_proj.bias
         if self.parallel_residual:
             normed = self.pre_mlp_layernorm(x)
@@ -163,13 +164,13 @@ class Decoder(nn.Module):
         rotary_cos_sin: tuple[Tensor, Tensor] | None,
         dropout_rng: DropoutRng | None,
         cache: KeyValueCache | None = None,
-        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         layers = list(self.layers.values())
 
         def run(x: Tensor, start: int, end: int) -> Tensor:
             for layer in layers[start:end]:
-                x = layer(x, rotary_cos_sin, dropout_rng, cache, mask)
+                x = layer(x, rotary_cos_sin, dropout_rng, cache, documents)
             return x
 
         step = self.recompute_layers if self.method == "uniform" else 1
@@ -222,7 +223,7 @@ class GPT(nn.Module):
 
         dropout_rng: dropout of this microbatch; None = no dropout (evaluation). cache: keys and values of the tokens
         before these. rows: return logits for these positions only. starts: where each token's document begins
-        (`document_mask.starts`), int64 [b, s] of full sequences, for --reset-position-ids and --reset-attention-mask.
+        (see document_mask.py), int64 [b, s] of full sequences on the CPU, if Config.has_documents.
 
         With context parallelism, tokens are this rank's columns (`Parallel.context_rows`) of each sequence.
         """
@@ -233,10 +234,10 @@ class GPT(nn.Module):
         if dropout_rng is not None:
             dropout_rng = replace(dropout_rng, rows=self.parallel.hidden_rows(full))
         if self.embedding is not None:
-            x = self.embedding(x, dropout_rng, 0 if cache is None else cache.length, self._positions(starts))
+            x = self.embedding(x, dropout_rng, 0 if cache is None else cache.length, self._positions(starts, x.device))
         rotary_cos_sin = self._rotation(full, x.device, starts) if cache is None else cache.rotary_cos_sin(full)
-        mask = None if starts is None or not self.config.reset_attention_mask else document_mask.mask(starts)
-        x = self.decoder(x, rotary_cos_sin, dropout_rng, cache, mask)
+        documents = None if starts is None or not self.config.separates_documents else Documents.of(starts, x.device)
+        x = self.decoder(x, rotary_cos_sin, dropout_rng, cache, documents)
         if cache is not None:
             cache.advance(full)
         if self.last and rows is not None:
@@ -261,29 +262,37 @@ class GPT(nn.Module):
     def loss(self, y: Tensor, labels: Tensor, *, inplace_backward: bool = False, hidden: bool = False) -> Tensor:
         """Mean cross entropy (float32 scalar) of y, logits [s, b, v_local], against labels [b, s].
 
-        With --eod-mask-loss, labels equal to document_mask.IGNORED do not count; if no label counts, the mean is 0.
+        With Config.ignores_labels, labels document_mask.IGNORED do not count; if no label counts, the mean is 0.
         inplace_backward: the caller does not read the logits again, so the backward pass may overwrite them. hidden: y
         is what the last stage returns with logits=False, and the backend need not keep its logits in memory.
         """
         tp, target, counts = self.parallel.tp, labels.t().contiguous(), None
-        if self.config.eod_mask_loss:
+        if self.config.ignores_labels:
             counts = target != document_mask.IGNORED
             target = target * counts
+        rows = self.config.padded_vocab_size // tp.size
+        start = tp.rank * rows
+        # A finetuned model has learnt elsewhere, without the ids that pad the vocabulary here.
+        ids = min(rows, max(0, self.config.vocabulary - start)) if self.config.sft else rows
         if hidden:
             x, weight = self.parallel.enter_region(y), self.output_weight()
-            losses = ops.linear_cross_entropy(x, weight, target, vocab_start=tp.rank * weight.shape[0], comm=tp)
+            weight = weight if ids == rows else weight[:ids]
+            losses = ops.linear_cross_entropy(x, weight, target, vocab_start=start, comm=tp)
         else:
-            start = tp.rank * y.shape[-1]
+            if ids < rows:
+                y[..., ids:].fill_(torch.finfo(y.dtype).min)
             losses = ops.cross_entropy(y, target, vocab_start=start, comm=tp, inplace_backward=inplace_backward)
         return losses.mean() if counts is None else (losses * counts).sum() / counts.sum().clamp(min=1)
 
-    def _positions(self, starts: Tensor | None) -> Tensor | None:
-        return None if starts is None or not self.config.reset_position_ids else document_mask.positions(starts)
+    def _positions(self, starts: Tensor | None, device: torch.device) -> Tensor | None:
+        if starts is None or not self.config.restarts_positions:
+            return None
+        return document_mask.positions(starts).to(device)
 
     def _rotation(self, full: int, device: torch.device, starts: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":
             return None
-        rows, positions = self.parallel.context_rows(full), self._positions(starts)
+        rows, positions = self.parallel.context_rows(full), self._positions(starts, device)
         if positions is not None:
             if self._angles is None or self._angles[0].shape[0] != full:
                 self._angles = rotation(self.config, full, device)

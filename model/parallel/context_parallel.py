@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hal import Comm, Message, Rng, ops
 
+from .document_mask import Documents
+
 mappings = ops.mappings
 
 
@@ -37,15 +39,15 @@ class Ring:
     """The parameters of a ring attention besides q, k and v.
 
     window: (pre_tokens, next_tokens) over the full sequence. draw(q_start, k_start) gives the dropout stream of a block
-    of probabilities; p is its probability. mask: bool [b, 1, s, s] of the full sequence, True = hidden. scale: of the
-    scores; default 1/sqrt(head size).
+    of probabilities; p is its probability. documents: of full sequences, between which there is no attention. scale:
+    of the scores; default 1/sqrt(head size).
     """
 
     comm: Comm
     window: tuple[int | None, int | None]
     p: float = 0.0
     draw: Callable[[int, int], Rng] | None = None
-    mask: Tensor | None = None
+    documents: Documents | None = None
     scale: float | None = None
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -69,8 +71,8 @@ class Ring:
                     "pre_tokens": None if pre is None or distance + c - 1 <= pre else pre - distance,
                     "next_tokens": None if next_ is None or distance - c + 1 + next_ >= 0 else next_ + distance,
                 }
-                if self.mask is not None:
-                    window["mask"] = self.mask[:, :, a * c : a * c + c, b * c : b * c + c].contiguous()
+                if self.documents is not None:  # a mask of this block only, never one of full sequences
+                    window["mask"] = self.documents.mask(slice(a * c, a * c + c), slice(b * c, b * c + c))
                 yield slice(i * c, i * c + c), slice(j * c, j * c + c), a * c, b * c, window
 
     def dropout(self, q_start: int, k_start: int) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
                 size = old.get("bytes") if isinstance(old, dict) else None
                 changed.append(f"the {name} split has {new['prefix']} ({size} -> {new['bytes']} bytes)")
             elif not new["complete"] and old.get("modified") != new["modified"]:
-                moved.append(f"{new['prefix']}.bin was modified or copied; the sampled parts of it are the same")
+                moved.append(f"{new['prefix']} was modified or copied; the sampled parts of it are the same")
     return changed, moved
 
 

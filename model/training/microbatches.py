@@ -11,7 +11,7 @@ from hal.mesh import Mesh
 
 from ..config.schema import Config
 from ..data.gpt_dataset import Split
-from ..gpt import document_mask
+from ..parallel import document_mask
 from ..parallel.tensor_sharding import Parallel
 
 
@@ -20,7 +20,7 @@ class Microbatch:
     """This rank's part of some samples of the global batch, on its device.
 
     tokens, labels: int64 [b, s]; with context parallelism this rank's columns. first_sample: index in the global batch.
-    starts: where each token's document begins, int64 [b, s] of full sequences, or None (see GPT.forward).
+    starts: where each token's document begins, int64 [b, s] of full sequences on the CPU, or None (see GPT.forward).
     """
 
     tokens: Tensor
@@ -44,9 +44,7 @@ def fetch_microbatches(
     columns, microbatches = parallel.context_rows(c.seq_length), []
     for place in range(mesh.at["dp"] * size, batch, mesh.layout.dp * size):
         tokens, labels = split.fetch(first + place, size)
-        starts = None
-        if c.reset_position_ids or c.reset_attention_mask:
-            starts = _to_device(document_mask.starts(tokens, split.eod), device)
+        starts = split.starts(first + place, tokens) if c.has_documents else None
         tokens, labels = (_to_device(columns.take(x, 1), device) for x in (tokens, labels))
         microbatches.append(Microbatch(tokens, labels, place, starts))
     return microbatches
@@ -62,5 +60,5 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def counted_tokens(labels: Tensor) -> Tensor:
-    """The number of labels [b, s] that count with --eod-mask-loss, int64 scalar."""
+    """The number of labels [b, s] that count, int64 scalar."""
     return (labels != document_mask.IGNORED).sum()

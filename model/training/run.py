@@ -29,8 +29,9 @@ from ..config.command_line import build as build_config
 from ..config.command_line import read
 from ..config.sample_schedule import total_samples
 from ..config.schema import Config, ConfigError, GivenOptions
-from ..config.validation import evaluates
-from ..data.gpt_dataset import open_data
+from ..config.validation import check, evaluates
+from ..data.finetuning.example_split import ExampleSplit
+from ..data.splits import open_splits
 from ..data.text_size import text_size
 from ..data.tokenizers.build import build_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer
@@ -185,7 +186,14 @@ def build(config: Config) -> tuple[Trainer, Tokenizer]:
     if evaluates(config):
         samples["valid"] = config.eval_iters * config.global_batch_size
     # Data is opened first, because once the world is initialised, megatron-core builds index maps on one rank only.
-    return make_trainer(config, open_data(config, tokenizer, samples)), tokenizer
+    data = open_splits(config, tokenizer, samples)
+    for name, split in data.items():
+        if isinstance(split, ExampleSplit):
+            config.notes += (f"{name}: {split.dataset.summary()}",)
+            if name == "train":
+                config.set_epoch(split.dataset.sequences)
+                check(config)  # of what depends on the number of steps
+    return make_trainer(config, data), tokenizer
 
 
 def _save_folder(config: Config) -> Path | None:
@@ -265,8 +273,10 @@ def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
 def _sample(config: Config, trainer: Trainer, tokenizer: Tokenizer, count: int) -> tuple[str, str]:
     """(prompt, continuation): the prompt is the beginning of one of the run's texts."""
     split = trainer.data.get("valid") or trainer.data["train"]
-    tokens, _ = split.fetch(0, 1)
-    prompt = [i for i in tokens[0, : max(1, config.seq_length // 4)].tolist() if i != tokenizer.eod] or [tokenizer.eod]
+    tokens, labels = split.fetch(0, 1)
+    # Of an example, what comes before its answer.
+    shown_tokens = 1 + int((labels[0] >= 0).int().argmax()) if config.sft else max(1, config.seq_length // 4)
+    prompt = [i for i in tokens[0, :shown_tokens].tolist() if i != tokenizer.eod] or [tokenizer.eod]
     rng = trainer.rng.fork("sample", trainer.iteration)
     model = trainer.whole_model() if count else trainer.model
     if not trainer.lead:

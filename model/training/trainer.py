@@ -27,7 +27,7 @@ from hal.mesh import Mesh
 from hal.profiling import phase
 
 from ..checkpoint import lineage
-from ..checkpoint.saved_config import saved_options
+from ..checkpoint.saved_config import saved_options, saved_vocabulary
 from ..checkpoint.sharded_tensor import LocalShard
 from ..checkpoint.writer import Saver
 from ..config.device_limits import device_problems
@@ -217,8 +217,8 @@ class Trainer:
         return loss
 
     def _counted(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """With --eod-mask-loss, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
-        if not self.config.eod_mask_loss:
+        """If not all do, the number of tokens of the global batch that count (float32 scalar, at least 1)."""
+        if not self.config.ignores_labels:
             return None
         counts = functools.reduce(torch.add, (counted_tokens(m.labels) for m in microbatches))
         return self.replicas.all_reduce(counts).clamp(min=1).float()
@@ -367,6 +367,7 @@ class Trainer:
         """
         c = self.config
         folder, state, weights_only = read_checkpoint(root, c, self.world)
+        c.vocabulary = saved_vocabulary(state, folder) or c.vocabulary
         self.notes = [] if weights_only else differences(state, c, self.data, folder)
         self._model_state.load(folder, moments=not (c.no_load_optim or weights_only))
         if weights_only:

@@ -18,7 +18,9 @@ def prepare(values: GivenOptions) -> None:
     """Replaces a --load that is a Hugging Face folder by its conversion. Raises HalError for a model that HAL does not
     have, or a damaged folder."""
     folder = Path(values.get("load") or "")
-    load = None if "load" not in values else converted(folder)
+    # The vocabulary is padded as far as its shards need it: such rows are zeros, and their logits part of the softmax.
+    divisor = values.get("make_vocab_size_divisible_by") or values.get("tensor_model_parallel_size") or 1
+    load = None if "load" not in values else converted(folder, divisor)
     if load is None:
         return
     values["load"] = str(load)
@@ -27,18 +29,22 @@ def prepare(values: GivenOptions) -> None:
         values.notes.append(f"--save {folder}: checkpoints of HAL are written beside the files of Hugging Face")
 
 
-def converted(folder: Path) -> Path | None:
-    """The conversion of a Hugging Face folder, which is made if there is none yet; None for any other folder."""
+def converted(folder: Path, divisor: int = 1) -> Path | None:
+    """The conversion of a Hugging Face folder, which is made if there is none yet; None for any other folder.
+
+    divisor: the vocabulary is padded to a multiple of it.
+    """
     if not (folder / "config.json").is_file() or reader.newest(folder) is not None:
         return None
     with private():
-        result = cache_dir("converted") / _key(folder)
-        return made_once(result, lambda new: hal_format.write(huggingface.read(folder), new))
+        result = cache_dir("converted") / _key(folder, divisor)
+        return made_once(result, lambda new: hal_format.write(huggingface.read(folder), new, divisible_by=divisor))
 
 
-def _key(folder: Path) -> str:
-    """What identifies the content of a folder: its path, and the names, sizes and times of the files that are read."""
-    digest = hashlib.sha256(str(folder.resolve()).encode())
+def _key(folder: Path, divisor: int) -> str:
+    """What identifies a conversion: the path of the folder, the names, sizes and times of the files that are read, and
+    what the vocabulary is made divisible by."""
+    digest = hashlib.sha256(f"{divisor} {folder.resolve()}".encode())
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors", ".txt"):
             status = path.stat()

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from ...data.gpt_dataset import Split
-from ...gpt import document_mask
 from ...inference.engine import Engine
+from ...parallel import document_mask
 from .scoring import per_token, perplexity
 
 
 def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
     """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
+    padding = not engine.config.sft  # as in GPT.loss
     scores = torch.zeros(samples, 3, device=engine.device)
-    reset = engine.config.reset_position_ids or engine.config.reset_attention_mask
     for number, first in enumerate(range(0, samples, batch)):
         if number % engine.replicas != engine.replica:
             continue
         tokens, labels = split.fetch(first, min(batch, samples - first))
         counted: Tensor = labels != document_mask.IGNORED
-        starts = document_mask.starts(tokens, split.eod).to(engine.device) if reset else None
-        scores[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=True, starts=starts)
+        starts = split.starts(first, tokens) if engine.config.has_documents else None
+        scores[first : first + batch] = engine.score(tokens, labels * counted, counted, padding=padding, starts=starts)
     loss = per_token(engine.total(scores).double())
     ppl = perplexity(loss)
     return {

@@ -8,6 +8,7 @@ import torch
 
 import hal
 from hal.model.checkpoint import reader
+from hal.model.checkpoint.saved_config import saved_vocabulary
 from hal.model.config.schema import Config, ConfigError
 from hal.model.training import run as command
 from hal.model.training.loss_scaler import LossScaler
@@ -226,3 +227,14 @@ def test_peak_memory_is_the_backends_or_the_processs(references):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hal.backend(), "memory_stats", lambda: {"peak": 7})
         assert peak_memory_bytes() == 7
+
+
+@pytest.mark.parametrize("count", [0, -1, 3.0, "330", True, [330]])
+def test_a_vocabulary_that_is_no_count_is_refused(count):
+    with pytest.raises(hal.HalError, match="vocabulary should be a count of rows; found"):
+        saved_vocabulary({"config": {"vocabulary": count}}, Path("saved"))
+
+
+def test_older_checkpoints_do_not_say_which_rows_are_padding():
+    assert saved_vocabulary({}, Path("saved")) is saved_vocabulary({"config": {}}, Path("saved")) is None
+    assert saved_vocabulary({"config": {"vocabulary": 330}}, Path("saved")) == 330

@@ -12,7 +12,7 @@ from hal.model.config.schema import Config, ConfigError
 from hal.model.data import gpt_dataset, indexed_dataset, text_corpus
 from hal.model.data.indexed_dataset import read_index
 from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
-from hal.model.gpt.document_mask import IGNORED
+from hal.model.parallel.document_mask import IGNORED
 
 
 @pytest.fixture(autouse=True)

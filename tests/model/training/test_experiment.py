@@ -161,5 +161,5 @@ def test_data_that_are_only_sampled_and_were_modified_are_reported():
     saved = {"data": {"train": {"tokenizer": "t", "files": [old]}}}
     assert experiment._data(saved, {"train": split}) == (
         [],
-        ["d.bin was modified or copied; the sampled parts of it are the same"],
+        ["d was modified or copied; the sampled parts of it are the same"],
     )

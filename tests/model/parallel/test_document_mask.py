@@ -8,8 +8,9 @@ import torch
 
 from hal.model.config.command_line import build
 from hal.model.data.gpt_dataset import Split
-from hal.model.gpt import document_mask
 from hal.model.gpt.model import GPT
+from hal.model.parallel import document_mask
+from hal.model.parallel.document_mask import Documents
 from hal.model.training.trainer import make_trainer
 
 EOD, VOCABULARY = 9, 50
@@ -33,7 +34,7 @@ def test_positions_and_masks_are_megatrons():
     for n, row in enumerate(tokens):
         mask, loss_mask, positions = gpt_dataset()._get_ltor_masks_and_position_ids(row, EOD, True, True, True, True)
         assert torch.equal(document_mask.positions(starts)[n], positions)
-        assert torch.equal(document_mask.mask(starts)[n, 0] | causal, mask[0])
+        assert torch.equal(Documents.of(starts, starts.device).mask()[n, 0] | causal, mask[0])
         assert torch.equal(labels[n] != document_mask.IGNORED, loss_mask.bool())
 
 

@@ -1,0 +1,1 @@
+"""Supervised finetuning: examples with answers, rendered, packed and given to the trainer as batches."""
