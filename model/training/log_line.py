@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 
 from ..config.schema import Config
-from .trainer import StepResult
+from .step_result import StepResult
 
 
 def mean_loss(steps: Sequence[StepResult]) -> float | None:

@@ -27,8 +27,9 @@ from ..config.flops import flops_per_token
 from ..config.schema import Config
 from .expert_load import ExpertReport
 from .log_line import compact_line, megatron_line
+from .step_result import StepResult
 from .trackers import trackers
-from .trainer import StepResult, peak_memory_bytes
+from .trainer import peak_memory_bytes
 from .trainer_state import options
 from .verified_calls import VerifiedCalls
 

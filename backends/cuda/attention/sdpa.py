@@ -84,7 +84,8 @@ def _forward(
     saved = (q, k, v, bias, out, lse, seed, offset, causal, dead)
     lse = lse[..., : spec.sq]
     if dead is not None:
-        out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead.squeeze(-1), -math.inf)
+        out = out.masked_fill(dead, 0.0)
+        lse = lse.masked_fill(dead.squeeze(-1), -math.inf) if given.lse else lse
     return out, lse, saved
 
 

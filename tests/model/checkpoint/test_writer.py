@@ -18,7 +18,8 @@ from hal.model.checkpoint import reader, writer
 from hal.model.checkpoint.reader import RELEASE
 from hal.model.config.schema import ConfigError
 from hal.model.training import run as command
-from hal.model.training.trainer import Trainer, TrainingFailed
+from hal.model.training.step_result import TrainingFailed
+from hal.model.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
