@@ -123,9 +123,9 @@ def register(
 ) -> None:
     """Registers an implementation of flash_attention.
 
-    forward(spec, q, k, v, given) -> (out, lse, saved); lse only has to be right if given.lse. backward(spec, saved, dout)
-    -> (dq, dk, dv), and the gradients of bias and sinks if it takes them. Without backward, `forward` is differentiable
-    by torch. takes: see AttentionSpec.refusals.
+    forward(spec, q, k, v, given) -> (out, lse, saved), where lse has to be right only if given.lse.
+    backward(spec, saved, dout) -> (dq, dk, dv), and the gradients of bias and sinks if it takes them. Without backward,
+    `forward` is differentiable by torch. takes: see AttentionSpec.refusals.
     """
     without = {"bias", "sinks"}.difference(takes)
 
