@@ -36,7 +36,7 @@ def test_every_kernel_compiles_without_warnings_and_without_spills(name, archite
 
 STORES_VECTORS = (
     r"activation|cross_entropy_bwd|dropout|philox_uniform|norm|adamw|unscale|softmax|rotary<f32, 4|rotary<b?f16, 8"
-    r"|moe_scatter|moe_gather|weighted_swiglu"
+    r"|moe_scatter|moe_gather|weighted_swiglu|attention_(fwd|dq|dkv)"
 )
 
 

@@ -86,7 +86,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (torch.bfloat16, {"next_tokens": 0}, "cuda/flash", "accepts"),
         (torch.bfloat16, {"pre_tokens": 128, "next_tokens": 0}, "cuda/flash", "cudnn takes none, or causal squares"),
         (torch.float32, {"next_tokens": 0}, "cuda/sdpa", "flash takes bfloat16 and float16"),
-        (torch.bfloat16, {"dropout_p": 0.1, "rng": hal.Rng(1)}, "cuda/unfused", "HAL's are the same on every backend"),
+        (torch.bfloat16, {"dropout_p": 0.1, "rng": hal.Rng(1)}, "cuda/fused", "HAL's are the same on every backend"),
         (torch.bfloat16, {"next_tokens": -1}, "cuda/sdpa", "reads a negative side as unbounded"),
     ],
 )
