@@ -90,6 +90,7 @@ class Cuda(hal.Backend):
         # Devices that are too old are skipped, because they may be present as long as they are not used.
         architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
+        launch.load(torch.cuda.current_device())
         name = torch.cuda.get_device_name()
         self.set_attention_order(name, "sm_{}{}".format(*torch.cuda.get_device_capability()))
 
@@ -129,6 +130,7 @@ class Cuda(hal.Backend):
             return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
         local = torch.device("cuda", self.local_index())
         torch.cuda.set_device(local)  # NCCL uses the current device, which would otherwise be device 0 in every process
+        launch.load(local.index)
         return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
 
     def memory_stats(self) -> Mapping[str, int]:

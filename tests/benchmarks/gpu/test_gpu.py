@@ -45,7 +45,9 @@ def test_the_order_of_attention_is_read_from_the_rows():
     name = "attention causal fwd"
     rows = [row(name=name, peer=p, ratio_median=r) for p, r in (("cuda/sdpa", 1.9), ("cuda/flash", 1.0))]
     rows.append({"name": name, "shape": "", "peer": "cuda/flex", "absent": "no Triton"})
-    assert gpu_report.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
+    rows += [row(name=name, peer="SDPA cuDNN"), row(name="attention window 512 fwd", peer="cuda/flex")]
+    assert gpu_report.attention_order(rows) == {"square": ["cuda/flash", "cuda/sdpa"], "window": ["cuda/flex"]}
+    assert gpu_report.attention_order([row()]) == {}
 
 
 def complete(*rows):
@@ -79,7 +81,9 @@ def test_the_report_shows_every_row():
     assert "- graph of rotary cuda/kernel: passes" in text and "**memory statistics: 64 MiB show as 0**" in text
     assert "| rotary | float32 | cuda/kernel | pass | 3 | 0.123 |" in text
     assert "| 1.50 | 1.40..1.60 | 10.0 us | 90% |" in text and "no Triton" in text and "0.0010 over 2 steps" in text
-    assert "3000 GB/s" in text and "order.py`): cuda/flash." in text and "**train_step, u: killed by SIGSEGV**" in text
+    assert (
+        "3000 GB/s" in text and '{"square": ["cuda/flash"]}' in text and "**train_step, u: killed by SIGSEGV**" in text
+    )
 
 
 def test_losses_that_differ_are_a_failure_and_nan_is_too():
@@ -267,10 +271,10 @@ def test_the_digest_changes_with_the_sources_only(monkeypatch, tmp_path):
     (tmp_path / "ops").mkdir()
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     digests = set()
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", "")):
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", ""), ("attention_order.json", "{}")):
         (tmp_path / "ops" / name).write_text(text)
         digests.add(gpu.sources())
-    assert len(digests) == 3  # notes.md is not a source
+    assert len(digests) == 3  # notes.md and the order of attention, which follows a report, are no sources
 
 
 FAKE_PYTHON = """#!/bin/sh
