@@ -122,7 +122,7 @@ def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, mon
             if trainer.iteration < 1:
                 return norm()
             threading.Timer(0.2, gate.set).start()
-            return float("nan")
+            return torch.tensor(float("nan"))
 
         trainer.optimizer.grad_norm = grad_norm
         return trainer, tokenizer
