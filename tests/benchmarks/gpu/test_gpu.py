@@ -16,7 +16,7 @@ import hal
 from hal.backends.cuda import Cuda, launch
 from hal.bench.gpu import cases as gpu_cases
 from hal.bench.gpu import checks as gpu_checks
-from hal.bench.gpu import gpu_report
+from hal.bench.gpu import gpu_report, preflight
 from hal.bench.gpu import parts as gpu_parts
 from hal.bench.gpu import run as gpu
 
@@ -151,7 +151,7 @@ def parts(monkeypatch, tmp_path):
     machine = {"device": "NVIDIA Test 1", "sources": "s", "torch": "t", "CUDA": "13", "date": "d", "commit": "c"}
     monkeypatch.setattr(gpu, "machine", lambda: dict(machine))
     monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", PARTS, *arguments])
-    monkeypatch.setattr(gpu_parts, "lacking", lambda part: "")
+    monkeypatch.setattr(preflight, "lacking", lambda part: "")
 
     def run(*arguments, changed=None, **units):
         machine.update(changed or {})
@@ -235,8 +235,8 @@ def test_a_run_that_is_killed_loses_no_finished_unit(parts, monkeypatch, tmp_pat
 
 
 def test_a_part_whose_packages_are_missing_is_recorded_with_what_to_install(parts, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_parts, "lacking", LACKING)
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
+    monkeypatch.setattr(preflight, "lacking", LACKING)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
     code, ran, report = parts("checks", "training")
     assert (code, ran) == (1, ["checks a", "checks b"])
     why = "megatron-core and cffi are not installed: pip install megatron-core==0.16.1 cffi"
@@ -244,12 +244,12 @@ def test_a_part_whose_packages_are_missing_is_recorded_with_what_to_install(part
     assert f"training did not run: {why}" in capsys.readouterr().out
 
 
-LACKING = gpu_parts.lacking
+LACKING = preflight.lacking
 
 
 def test_a_module_of_a_missing_package_is_missing(monkeypatch):
-    monkeypatch.setitem(gpu_parts.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
-    assert gpu_parts.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
+    monkeypatch.setitem(preflight.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
+    assert preflight.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
 
 
 def test_an_unknown_part_is_wrong_usage(capsys):
@@ -279,30 +279,61 @@ def test_the_digest_changes_with_the_sources_only(monkeypatch, tmp_path):
 
 FAKE_PYTHON = """#!/bin/sh
 echo "$0 $@" >> "{log}"
-case "$1 $2" in
--c*) exit {has_gpu} ;;
-"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+case "$1" in
+*preflight.py) exit {code} ;;
 esac
 """
 
 
-@pytest.mark.parametrize("has_gpu", [0, 1])
-def test_make_gpu_installs_packages_only_where_some_are_missing(tmp_path, has_gpu):
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("environment", [False, True])
+def test_make_gpu_installs_nothing_and_runs_only_where_it_can(tmp_path, code, environment):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     log, python, venv = tmp_path / "log", tmp_path / "python", tmp_path / "venv"
-    python.write_text(FAKE_PYTHON.format(log=log, has_gpu=has_gpu))
-    python.chmod(0o755)
+    used = venv / "bin" / "python" if environment else python
+    for path in (python, used):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(FAKE_PYTHON.format(log=log, code=code))
+        path.chmod(0o755)
     command = ["make", "gpu", f"PYTHON={python}", f"GPU={venv}", "PARTS=parity checks"]
-    subprocess.run(command, cwd=gpu.ROOT, check=True, capture_output=True)
-    probe, *ran = log.read_text().splitlines()
-    for needed in ("torch.cuda.is_available", "cupy", "hypothesis"):
-        assert needed in probe
-    if has_gpu == 0:
-        assert ran == [f"{python} -m hal.bench.gpu.run parity checks"]
-    else:
-        assert ran[0] == f"{python} -m venv {venv}" and "pip install" in ran[1]
-        assert ran[2:] == [f"{venv}/bin/python -m hal.bench.gpu.run parity checks"]
+    done = subprocess.run(command, cwd=gpu.ROOT, check=False, capture_output=True)
+    ran = [f"{used} benchmarks/gpu/preflight.py parity checks", f"{used} -m hal.bench.gpu.run parity checks"]
+    assert log.read_text().splitlines() == (ran[:1] if code else ran)
+    assert (done.returncode != 0) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("absent", "answer", "code", "text"),
+    [
+        ((), "13.0 True", 0, ""),
+        (("hypothesis",), "13.0 True", 0, "the part parity will not run: hypothesis is not installed"),
+        (("triton",), "13.0 True", 0, "without triton, these are absent: cuda/flex"),
+        (("cupy",), "13.0 True", 1, "cupy-cuda13x is not installed"),
+        ((), "none False", 1, "this torch is built without CUDA"),
+        ((), "13.0 False", 1, "torch (for CUDA 13.0) finds no GPU"),
+        ((), "", 1, "torch cannot be imported: no message"),
+    ],
+)
+def test_the_preflight_names_what_is_missing(monkeypatch, capsys, absent, answer, code, text):
+    monkeypatch.setattr(preflight, "_installed", lambda module: module not in absent)
+    monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: "libcuda.so.1")
+    done = subprocess.CompletedProcess([], 0, answer, "")
+    monkeypatch.setattr(preflight.subprocess, "run", lambda *args, **how: done)
+    assert preflight.main([]) == code
+    printed = capsys.readouterr().out
+    assert text in printed and ("nothing can run" in printed) == bool(code) and bool(printed) == bool(text)
+
+
+def test_the_preflight_knows_the_parts_and_needs_no_package():
+    assert set(preflight.ALL) == set(gpu_report.PARTS)
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({preflight.__file__!r})"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_peer_that_raises_is_absent_and_ours_a_failure(monkeypatch):
