@@ -56,6 +56,8 @@ def test_vectors_are_stored_in_16_byte_pieces(monkeypatch, name):
         text = entries[lowered]
         assert not re.findall(r"\bst(?!\.local|\.shared|\.param|\.v4)[\w.]*\s+\[%\w+\+\d\d?\]", text), kernel
         assert ("st.v4.b32" in text) == bool(re.match(STORES_VECTORS, kernel)), kernel
+        # Products in 16 bits are the tensor cores', and those in float32 are not, as TF32 would lose bits.
+        assert ("mma.sync" in text) == bool(re.match(r"attention_(fwd|dq|dkv)<b?f16", kernel)), kernel
 
 
 @pytest.mark.slow

@@ -97,6 +97,37 @@ def test_results_repeat_and_do_not_depend_on_the_grid(simulated: Cuda, simulator
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, third))
 
 
+def _far_apart() -> bool:
+    """Whether rows of q and of k that are 2^27 elements apart give what adjacent ones do; their memory is not touched
+    elsewhere."""
+    rows, step, d = 20, 1 << 27, 8
+    q, k, v = (torch.randn(1, 1, rows, d, dtype=torch.bfloat16) for _ in range(3))
+    far = [torch.empty((rows - 1) * step + d, dtype=torch.bfloat16) for _ in range(2)]
+    views = [x.as_strided((1, 1, rows, d), (step * rows, step * rows, step, 1)).copy_(y) for x, y in zip(far, (q, k))]
+    near = FUSED.call(q, k, v, layout="BNSD", next_tokens=0)
+    return torch.equal(FUSED.call(*views, v, layout="BNSD", next_tokens=0), near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted_offset", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_offsets_beyond_32_bits(simulator: Callable[..., Simulator], planted_offset: bool) -> None:
+    fault = planted("attention.cu", "x + (first + row) * stride + j);", "x + (int)((first + row) * stride) + j);")
+    simulator(_sources(fault if planted_offset else {}))
+    with hal.activated(Cuda(simulate=True)):
+        if planted_offset:
+            with pytest.raises(hal.HalError, match="CUDA simulator, kernel attention_fwd"):
+                _far_apart()
+        else:
+            assert _far_apart()
+
+
+def _sources(changed: dict[str, str]) -> dict[str, str]:
+    """The kernel files with these changes, and only for bfloat16 and small heads, because compiling takes time."""
+    texts = {f: (compile.KERNELS / f).read_text() for f in ("attention.cu", "attention_tiles.h")} | changed
+    texts["attention.cu"] = re.sub(r"(?m)^EXPORT\(.*<(?!bf16, 64>|bf16>).*\n", "", texts["attention.cu"])
+    return texts
+
+
 FAULTS = {
     "fragments of A in another order": (
         "attention_tiles.h",
@@ -131,12 +162,7 @@ def _marks(name: str) -> Any:
 @pytest.mark.parametrize("name", map(_marks, FAULTS))
 def test_a_planted_fault_is_found(simulator: Callable[..., Simulator], name: str) -> None:
     file, old, new = FAULTS[name]
-    texts = {f: (compile.KERNELS / f).read_text() for f in ("attention.cu", "attention_tiles.h")} | planted(
-        file, old, new
-    )
-    # The other kernels are not compiled, which takes most of the time.
-    texts["attention.cu"] = re.sub(r"(?m)^EXPORT\(.*<(?!bf16, 64>|bf16>).*\n", "", texts["attention.cu"])
-    simulator(texts)
+    simulator(_sources(planted(file, old, new)))
     with hal.activated(Cuda(simulate=True)):
         try:
             worst = max(max(_errors(torch.bfloat16, case)) for case in ("packed", "dropout in a window"))
