@@ -92,12 +92,12 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the packages that .ci/aarch64 names
 	PYTHON=$(PYTHON) .ci/aarch64
 
-# Nothing is installed if $(PYTHON) already has all packages, e.g. on a GPU machine without a network.
-HAS_GPU := import cupy, hypothesis, sys, torch; sys.exit(not torch.cuda.is_available())
-
+# The environment of `make gpu-environment` if it exists, otherwise $(PYTHON). Nothing is installed here.
 gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
-	@if $(PYTHON) -c "$(HAS_GPU)" 2>/dev/null; then set -x; $(PYTHON) -m hal.bench.gpu.run $(PARTS); \
-	else set -x; $(MAKE) --no-print-directory $(GPU)/.ready && $(GPU)/bin/python -m hal.bench.gpu.run $(PARTS); fi
+	@python="$(PYTHON)"; if [ -x $(GPU)/bin/python ]; then python=$(GPU)/bin/python; fi; set -x; \
+	"$$python" benchmarks/gpu/preflight.py $(PARTS) && "$$python" -m hal.bench.gpu.run $(PARTS)
+
+gpu-environment: $(GPU)/.ready  ## the packages of `make gpu` in build/gpu; needs a network
 
 $(GPU)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(GPU)

@@ -36,6 +36,10 @@ def _check_adamw(call: Call) -> None:
     require(integer and step >= 1, "adamw", "step, the number of this step, counted from 1", step)
     require(0 <= call.beta1 < 1 and 0 <= call.beta2 < 1, "adamw", "beta1 and beta2 in [0, 1)", (call.beta1, call.beta2))
     require(call.eps >= 0 and call.lr >= 0, "adamw", "eps >= 0 and lr >= 0", (call.eps, call.lr))
+    factor = call.clip_factor
+    if factor is not None:
+        scalar = factor.dtype == torch.float32 and factor.ndim == 0
+        require(scalar, "adamw", "a float32 scalar as clip_factor", (factor.dtype, tuple(factor.shape)))
 
 
 def _adamw_call(shapes: list[tuple[int, ...]], model: torch.dtype | None = None, **kw: Any) -> Sample:
@@ -56,7 +60,14 @@ def _edge_cases_adamw() -> list[Sample]:
         _adamw_call([(4, 9), (1,)], model=torch.bfloat16, grad_scale=0.25, weight_decay=0.01),
         _adamw_call([(130, 3)], lr=0.0),
         _adamw_call([], step=2),
+        *(_adamw_call([(5, 3), (70,)], clip_factor=_factor(value)) for value in (0.0, 0.3, math.inf, math.nan)),
+        _adamw_call([(4, 9)], model=torch.bfloat16, grad_scale=0.5, clip_factor=_factor(0.125)),
+        _adamw_call([(4, 9)], model=torch.bfloat16, weight_decay=0.1, clip_factor=_factor(math.nan)),
     ]
+
+
+def _factor(value: float) -> TensorSpec:
+    return TensorSpec((), "values", values=(value,), dtype=torch.float32)
 
 
 def _samples_adamw() -> SearchStrategy[Sample]:
@@ -74,6 +85,7 @@ def _samples_adamw() -> SearchStrategy[Sample]:
             beta2=draw(st.sampled_from([0.95, 0.999])),
             weight_decay=draw(st.sampled_from([0.0, 0.1])),
             grad_scale=draw(st.sampled_from([1.0, 0.5])),
+            clip_factor=draw(st.sampled_from([None, _factor(0.7), _factor(math.nan)])),
         )
 
     return call()
@@ -100,15 +112,22 @@ def adamw(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
     model_params: Sequence[Tensor] | None = None,
+    clip_factor: Tensor | None = None,
 ) -> None:
     """One AdamW step, in place, on lists of tensors (any shapes; float32 params and moments).
 
     step: this step's number, from 1 (the bias correction is 1 - beta**step). weight_decay is decoupled: p *= 1 - lr *
     weight_decay, before the update. grads (any float dtype) are multiplied by grad_scale on the fly, which folds
     gradient clipping in. model_params: low-precision copies that receive the new params in the same pass.
+    clip_factor: a further factor of grads, a float32 scalar on their device, so that the host need not read the norm
+        from which it is computed. If it is not finite, nothing is written.
 
     Source: Loshchilov, Hutter, "Decoupled weight decay regularization", arXiv 1711.05101, algorithm 2.
     """
+    if clip_factor is not None:
+        written = [*params, *exp_avgs, *exp_avg_sqs, *(model_params or ())]
+        before = [t.clone() for t in written]
+        grads = [g.to(p.dtype) * clip_factor for p, g in zip(params, grads)]
     correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
         g = g.to(p.dtype) * grad_scale
@@ -118,6 +137,9 @@ def adamw(
         p.sub_(lr / correction1 * m / ((v / correction2).sqrt() + eps))
     for p, copy in zip(params, model_params or ()):
         copy.copy_(p)
+    if clip_factor is not None:
+        for after, old in zip(written, before):
+            after.copy_(torch.where(torch.isfinite(clip_factor), after, old))
 
 
 def _require_floating(op: str, name: str, tensors: Sequence[Tensor]) -> None:

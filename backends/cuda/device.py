@@ -19,7 +19,7 @@ import hal
 from . import compile, launch
 from .comm import NCCL
 from .device_specs import DEVICE_SPECS
-from .order import DEFAULT, MEASURED, order_for, source_for
+from .order import class_of, orders, source_for
 from .simulator.build import GRID, SHARED, Simulator, find_compiler, library
 
 OLDEST = (8, 0)
@@ -56,7 +56,7 @@ class Cuda(hal.Backend):
         self.simulate = self.simulated = simulate
         self.grid, self.shared = grid, shared
         self.deterministic = deterministic
-        self.order_sources = {"flash_attention": source_for("this device")}
+        self.set_attention_order("this device", "")
         if simulate:
             torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
             self.stand_ins = dict.fromkeys(torch_kernels, STAND_IN)
@@ -90,9 +90,18 @@ class Cuda(hal.Backend):
         # Devices that are too old are skipped, because they may be present as long as they are not used.
         architectures = ["sm_{}{}".format(*c) for c in sorted(capabilities) if c >= OLDEST]
         launch.set_engine(launch.Device({a: compile.cubins(a) for a in architectures}))
+        launch.load(torch.cuda.current_device())
         name = torch.cuda.get_device_name()
-        self.impls = in_measured_order(self.impls, name)  # type: ignore[misc]
-        self.order_sources = {"flash_attention": source_for(name)}
+        self.set_attention_order(name, "sm_{}{}".format(*torch.cuda.get_device_capability()))
+
+    def set_attention_order(self, device_name: str, architecture: str) -> None:
+        """Prefers implementations of attention as on a device of this name and architecture ("sm_90")."""
+        self._orders = orders(device_name, architecture)
+        self.order_sources = {"flash_attention": source_for(device_name, architecture)}
+
+    def preference(self, op: hal.Op[Any, Any]) -> Callable[[hal.Call], tuple[str, ...]] | None:
+        by_class = self._orders
+        return (lambda call: by_class[class_of(call)]) if op.name == "flash_attention" else None
 
     def device(self, index: int = 0) -> torch.device:
         if self.simulated:
@@ -121,6 +130,7 @@ class Cuda(hal.Backend):
             return hal.torch_comm(hal.GLOO, ranks, timeout=timeout)
         local = torch.device("cuda", self.local_index())
         torch.cuda.set_device(local)  # NCCL uses the current device, which would otherwise be device 0 in every process
+        launch.load(local.index)
         return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
 
     def memory_stats(self) -> Mapping[str, int]:
@@ -224,7 +234,7 @@ def _probe_device() -> hal.Probe:
         return hal.Probe(False, 0, f"the NVIDIA driver shows no device{hint}; see nvidia-smi, or {simulate}", facts)
     if compile.missing():
         return hal.Probe(False, 0, compile.missing(), facts)
-    facts["attention order"] = f"{', '.join(DEFAULT)} where no device was measured: {', '.join(MEASURED) or 'none yet'}"
+    facts["attention order"] = source_for("this device", "")
     return hal.Probe(True, count, f"{count} NVIDIA device{'s' if count > 1 else ''}", facts)
 
 
@@ -246,13 +256,3 @@ def _require_kernels_for(capability: tuple[int, int]) -> None:
 
 def _has_driver() -> bool:
     return ctypes.util.find_library("cuda") is not None or os.path.exists("/dev/nvidiactl")
-
-
-def in_measured_order(impls: dict[str, list[hal.Impl]], device_name: str) -> dict[str, list[hal.Impl]]:
-    """The implementations, with those of attention in the order measured on `device_name`, if there is a
-    measurement."""
-    order = order_for(device_name)
-    return {
-        name: sorted(by_op, key=lambda i: order.index(i.id)) if name == "flash_attention" else list(by_op)
-        for name, by_op in impls.items()
-    }

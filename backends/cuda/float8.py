@@ -14,6 +14,7 @@ from hal import Call, ops
 
 from . import launch
 from .device import Cuda
+from .tensors import different_devices
 
 _MULTIPLE = 16
 """Of the sizes of the weight: 16 bytes, which cuBLASLt reads at a time."""
@@ -21,12 +22,10 @@ _MULTIPLE = 16
 
 def _why_not(call: Call) -> Sequence[str]:
     x, weight, scales = call.x, call.weight, (call.x_scale, call.weight_scale)
-    reasons = []
+    reasons = different_devices((x, weight, *scales))
     for t in (x, weight, *scales):
         if not t.is_meta and t.device.type != launch.device_type():
             reasons.append(f"a tensor on {t.device} (this backend's tensors are on {launch.device_type()})")
-        elif not t.is_meta and launch.wrong_device(t.device):
-            reasons.append(launch.wrong_device(t.device))
     if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE or not x.numel() or not weight.numel():
         reasons.append("a weight whose sizes are not multiples of 16, or no rows (torch._scaled_mm takes neither)")
     if x.dtype == weight.dtype == torch.float8_e5m2:

@@ -34,8 +34,6 @@ class Engine(Protocol):
     max_blocks: int
     shared_memory: int
 
-    def wrong_device(self, device: torch.device) -> str: ...
-
     def launch(
         self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]
     ) -> None: ...
@@ -62,9 +60,10 @@ def simulated() -> bool:
     return _engine is not None and _engine.device_type == "cpu"
 
 
-def wrong_device(device: torch.device) -> str:
-    """The reason why a kernel launched now cannot read a tensor on `device`: another GPU is current ("" if it can)."""
-    return "" if _engine is None else _engine.wrong_device(device)
+def load(device: int) -> None:
+    """Loads the kernels on a device, if they run on devices."""
+    if isinstance(_engine, Device):
+        _engine.load(device)
 
 
 def multiprocessors() -> int:
@@ -125,9 +124,18 @@ def run(kernel: str, grid: tuple[int, int], threads: int, *parameters: Any, shar
     _require().launch(kernel, grid, threads, shared, parameters)
 
 
+def _primary_context(device: int) -> int:
+    """The context of torch and of CUDA's runtime on a device. Retained, so that it stays until the process ends."""
+    driver, handle, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    error = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), device)
+    error = error or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    if error or context.value is None:
+        raise hal.HalError(f"CUDA's driver gives no context on cuda:{device} (error {error}); see nvidia-smi")
+    return context.value
+
+
 class Device:
-    """Kernels on a GPU. All are loaded at the first launch on a device, because they cannot be loaded during
-    capture."""
+    """Kernels on the GPUs of this process, launched on the device of their tensors."""
 
     device_type = "cuda"
     max_blocks = 1 << 30  # of a grid's first dimension; callers limit the second one
@@ -139,21 +147,32 @@ class Device:
 
         self._driver, self._cubins = driver, cubins
         self._functions: dict[tuple[int, str], int] = {}
-        self._loading, self._thread = threading.Lock(), threading.local()
+        self._contexts: dict[int, int] = {}
+        self._loading = threading.Lock()
         self._stream = torch._C._cuda_getCurrentRawStream
         self._current = torch.cuda.current_device
         self._multiple_devices = torch.cuda.device_count() > 1
         self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
-    def wrong_device(self, device: torch.device) -> str:
-        if not self._multiple_devices or device.index is None or device.index == self._current():
-            return ""
-        return f"a tensor on {device} while cuda:{self._current()} is the current device (torch.cuda.set_device)"
+    def load(self, device: int) -> None:
+        """Loads all kernels on a device. Not possible while a graph is captured, so it is done before the first call
+        on the devices that this process is known to use."""
+        restore = self._bind(device)
+        try:
+            self._load(device)
+        finally:
+            if restore is not None:
+                self._driver.ctxSetCurrent(restore)
 
     def _load(self, device: int) -> None:
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         if architecture not in self._cubins:
             raise hal.HalError(f"cuda:{device} is an {architecture}; HAL's kernels need sm_80 or later")
+        if torch.cuda.is_current_stream_capturing():
+            raise hal.HalError(
+                f"HAL's kernels are not loaded on cuda:{device}, and cannot be while a graph is captured; run one of "
+                "HAL's ops there before the capture"
+            )
         modules: dict[int, int] = {}
         functions: dict[tuple[int, str], int] = {}
         with self._loading:
@@ -165,28 +184,49 @@ class Device:
                 functions[device, kernel] = self._driver.moduleGetFunction(modules[id(cubin)], name)
             self._functions.update(functions)
 
-    def _enter_thread(self, device: int) -> None:
-        """Makes the device's context current in this thread.
+    def _bind(self, device: int) -> int | None:
+        """Makes the device's context current in this thread; returns the one to restore afterwards, None for none.
 
-        A new thread has no current context. This includes autograd's threads, because torch omits cudaSetDevice for
-        device 0. The driver's functions, unlike those of the runtime, need a context; torch.cuda.set_device makes it
-        current.
+        The driver's functions need it, unlike those of the runtime. A new thread has none, and torch makes none for
+        device 0 (autograd's threads). Another context is restored, because it determines torch's current device.
         """
-        torch.cuda.set_device(device)
-        self._thread.entered = True
+        context = self._contexts.get(device)
+        if context is None:
+            context = self._contexts[device] = _primary_context(device)
+        before: int = self._driver.ctxGetCurrent()
+        if before == context:
+            return None
+        restore = before if before or device != self._current() else None
+        self._driver.ctxSetCurrent(context)
+        return restore
+
+    def _device_of(self, parameters: Sequence[Any]) -> int:
+        """The device of the launch's tensors, which are all on one."""
+        if self._multiple_devices:
+            for _, tensor in tensors_of(parameters):
+                if tensor.device.index is not None:
+                    return int(tensor.device.index)
+        return self._current()
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
-        device = self._current()
-        if not hasattr(self._thread, "entered"):
-            self._enter_thread(device)
-        if (device, kernel) not in self._functions:
-            self._load(device)
-        function = self._functions[device, kernel]
+        device = self._device_of(parameters)
         packed = pack(parameters)
         buffer = ctypes.create_string_buffer(packed, len(packed))
         size = ctypes.c_size_t(len(packed))
         # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
-        self._driver.launchKernel(
-            function, *grid, 1, threads, 1, 1, shared, self._stream(device), 0, ctypes.addressof(extra)
-        )
+        restore = self._bind(device)
+        try:
+            if (device, kernel) not in self._functions:
+                self._load(device)
+            self._driver.launchKernel(
+                self._functions[device, kernel],
+                *grid,
+                *(1, threads, 1, 1, shared),
+                self._stream(device),
+                0,
+                ctypes.addressof(extra),
+            )
+        finally:
+            if restore is not None:
+                self._driver.ctxSetCurrent(restore)

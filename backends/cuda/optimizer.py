@@ -48,12 +48,18 @@ _refuses = partial(backend_tools.why_not_tensors, reasons=lambda *tensors: _reas
 
 def _why_not_adamw(call: Call) -> Sequence[str]:
     written = backend_tools.adamw_written(call)
-    return backend_tools.in_place_reasons(written) or _reasons([*written, *call.grads])
+    factor = [] if call.clip_factor is None else [call.clip_factor]
+    return backend_tools.in_place_reasons(written) or _reasons([*written, *call.grads, *factor])
+
+
+# The kernel reads clip_factor, so that the host does not wait for the norm from which it is computed.
+_members = partial(backend_tools.adamw_members, read=False)
+_scalars = partial(backend_tools.adamw_scalars, read=False)
 
 
 @Cuda.impl(ops.adamw, id="cuda/kernel", why_not=_why_not_adamw)
-@with_signature_of(ops.adamw, members=backend_tools.adamw_members, scalars=backend_tools.adamw_scalars)
-def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars) -> None:
+@with_signature_of(ops.adamw, members=_members, scalars=_scalars)
+def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars, clip_factor: Tensor | None) -> None:
     s, (correction1, correction2) = scalars, scalars.corrections
     # The factors are computed here in double, so that the kernel rounds them to float32 only once.
     # struct Adam: decay, beta1, beta2, rate, correction, eps, grad_scale
@@ -61,7 +67,7 @@ def adamw(members: Sequence[AdamWMember], scalars: AdamWScalars) -> None:
     dense = [(p, g.contiguous(), m, v, copy) for p, g, m, v, copy in members]
     for (grad_dtype, copy_dtype), group in backend_tools.adamw_groups(dense).items():
         for table, blocks in _tables(list(zip(*group))):
-            launch.run(f"adamw<{TYPE[grad_dtype]}, {TYPE[copy_dtype]}>", (blocks, 1), 256, table, adam)
+            launch.run(f"adamw<{TYPE[grad_dtype]}, {TYPE[copy_dtype]}>", (blocks, 1), 256, table, adam, clip_factor)
 
 
 @Cuda.impl(ops.l2norm, id="cuda/kernel", why_not=_refuses(ops.l2norm, "tensors"))

@@ -59,9 +59,6 @@ def _why_not_uniform(call: Call) -> Sequence[str]:
     device = call.device
     if device is not None and torch.device(device).type not in (launch.device_type(), "meta"):
         return [f"device {device} (this backend draws on {launch.device_type()})"]
-    wrong_device = "" if device is None else launch.wrong_device(torch.device(device))
-    if wrong_device:
-        return [wrong_device]
     return draw_reasons(call.rng, call.shape)
 
 

@@ -24,11 +24,13 @@ LANES = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}
 
 def reasons(*tensors: Tensor | None) -> Sequence[str]:
     """Reasons why the kernels cannot take these tensors."""
-    where = launch.device_type()
+    where, first = launch.device_type(), None
     for t in tensors:
         if t is None or (t.is_meta and t.dtype in TYPE):
             continue
-        if t.dtype not in TYPE or t.device.type != where or launch.wrong_device(t.device):
+        device = t.device
+        first = device if first is None else first
+        if t.dtype not in TYPE or device.type != where or device != first:
             return _reasons(tensors, where)
     return ()
 
@@ -40,9 +42,14 @@ def _reasons(tensors: Sequence[Tensor | None], where: str) -> Sequence[str]:
             texts.append(f"dtype {t.dtype} (the CUDA kernels take float32, bfloat16 and float16)")
         if t is not None and t.device.type != where and not t.is_meta:
             texts.append(f"a tensor on {t.device} (this backend's tensors are on {where})")
-        elif t is not None and not t.is_meta and launch.wrong_device(t.device):
-            texts.append(launch.wrong_device(t.device))
+    texts += different_devices(tensors)
     return list(dict.fromkeys(texts))
+
+
+def different_devices(tensors: Sequence[Tensor | None]) -> list[str]:
+    """The reason why one kernel cannot take these tensors together; none if they are on one device."""
+    devices = sorted({str(t.device) for t in tensors if t is not None and not t.is_meta})
+    return [f"tensors on {' and '.join(devices)} (a kernel runs on one device)"] if len(devices) > 1 else []
 
 
 refuses = partial(why_not_tensors, reasons=reasons)

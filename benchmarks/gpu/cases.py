@@ -29,6 +29,7 @@ Function = Callable[..., Any]
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS, HEADS, KV_HEADS, SIZE, WINDOW = 32768, 16, 4, 128, 1024
 """Sizes of the attention cases: tokens in a batch, heads, key/value heads, channels of a head, keys in the window."""
+DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ def _forward_backward(function: Function, sets: Sequence[Sequence[Tensor]], want
     return run
 
 
-def _sdpa(backend: SDPBackend) -> Function:
-    """torch's causal attention, computed by one of its kernels."""
+def _sdpa(backend: SDPBackend, dropout_p: float = 0.0) -> Function:
+    """torch's causal attention, computed by one of its kernels; dropout with torch's bits."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v, None, dropout_p, True, enable_gqa=True)
 
     return run
 
@@ -116,7 +117,8 @@ def _pinned(impl: hal.Impl) -> Function:
 
 
 def attention(shrink: int = 1) -> Iterator[GpuCase]:
-    """Causal attention, and causal with a window; bfloat16, grouped-query heads; all functions take [b, n, s, d].
+    """Causal attention, with a window, and with dropout; bfloat16, grouped-query heads; all functions take
+    [b, n, s, d].
 
     flex_attention, torch's peer for windows, appears as cuda/flex: the same kernel, compiled once for both.
     """
@@ -139,6 +141,9 @@ def attention(shrink: int = 1) -> Iterator[GpuCase]:
                 functions["SDPA efficient"] = _sdpa(SDPBackend.EFFICIENT_ATTENTION)
             name = "attention causal" if window is None else f"attention window {window}"
             yield from _both(name, shape, functions, (q, k, v), 3, 0)
+        dropout = partial(ops.flash_attention, layout="BNSD", next_tokens=0, dropout_p=DROPOUT, rng=hal.Rng(1))
+        functions = {OURS: dropout, "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION, DROPOUT)}
+        yield from _both("attention with dropout", shape, functions, (q, k, v), 3, 0)
 
 
 def _op_case(

@@ -114,21 +114,25 @@ def missed(row: GpuRow) -> str:
     return "; ".join(misses)
 
 
-def attention_order(rows: Sequence[GpuRow]) -> list[str]:
-    """The implementations of attention, fastest first, by the mean logarithm of their forward and backward times.
+def attention_order(rows: Sequence[GpuRow]) -> dict[str, list[str]]:
+    """By class of call, the implementations of attention, fastest first, by the mean logarithm of their forward and
+    backward times.
 
-    This is the entry for this device in MEASURED of backends/cuda/order.py. Only implementations that ran every such
-    case are included.
+    This is the entry for this device under "measured" of backends/cuda/attention_order.json. Only implementations that
+    ran every case of a class are included.
     """
-    times: dict[str, list[float]] = {}
-    for r in rows:
-        if "peer" not in r or "absent" in r:
-            continue
-        if r["name"].startswith("attention causal") and r["peer"].startswith("cuda/"):
-            # All ratios of a case have the same divisor, so their logarithms order like those of the times.
-            times.setdefault(r["peer"], []).append(math.log(r["ratio_median"]))
-    complete = max(map(len, times.values()), default=0)
-    return sorted((i for i, t in times.items() if len(t) == complete), key=lambda i: statistics.fmean(times[i]))
+    orders = {}
+    for kind, name in (("square", "attention causal"), ("window", "attention window")):
+        times: dict[str, list[float]] = {}
+        for r in rows:
+            if "peer" in r and "absent" not in r and r["name"].startswith(name) and r["peer"].startswith("cuda/"):
+                # All ratios of a case have the same divisor, so their logarithms order like those of the times.
+                times.setdefault(r["peer"], []).append(math.log(r["ratio_median"]))
+        complete = max(map(len, times.values()), default=0)
+        fastest_first = sorted(times, key=lambda i: statistics.fmean(times[i]))
+        if times:
+            orders[kind] = [i for i in fastest_first if len(times[i]) == complete]
+    return orders
 
 
 def losses(report: Report) -> tuple[dict[str, list[float]], float | None]:
@@ -221,8 +225,10 @@ def _ratios(report: Report) -> list[str]:
     copies = sorted({round(r["copy_bandwidth"] / 1e9) for r in measured if r.get("copy_bandwidth")})
     if copies:
         lines += ["", f"Copy bandwidth, measured: {' and '.join(map(str, copies))} GB/s."]
-    order = ", ".join(attention_order(measured)) or "nothing ran"
-    return [*lines, "", f"Attention, fastest first (for `MEASURED` in `backends/cuda/order.py`): {order}."]
+    orders = attention_order(measured)
+    entry = json.dumps({report["machine"]["device"]: orders})[1:-1] if orders else "nothing ran"
+    where = '"measured" in `backends/cuda/attention_order.json`, which is not part of the digest'
+    return [*lines, "", f"Attention, fastest first by class of call (for {where}): `{entry}`."]
 
 
 def _training(report: Report) -> list[str]:

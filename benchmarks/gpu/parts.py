@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,7 @@ from .gpu_report import TRAIN, GpuRow
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, SECONDS = 7, 0.03
 """The number of timing rounds of a case, and the seconds per round."""
-NEEDS = {
-    "parity": {"hypothesis": "hypothesis"},
-    "checks": {"hypothesis": "hypothesis"},
-    "training": {"megatron.core": "megatron-core==0.16.1", "cffi": "cffi"},
-}
-"""Part -> module -> the pip requirement that provides it. The backend's probe names what all parts need."""
-
 Unit = tuple[str, Callable[[], Iterable[GpuRow]]]
-
-
-def lacking(part: str) -> str:
-    """The missing packages of a part and how to install them; "" if none is missing."""
-    missing = [package for module, package in NEEDS.get(part, {}).items() if not _installed(module)]
-    if not missing:
-        return ""
-    names = " and ".join(package.split("=")[0] for package in missing)
-    return f"{names} {'is' if len(missing) == 1 else 'are'} not installed: pip install {' '.join(missing)}"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that contains the module is missing
-        return False
 
 
 def alive() -> bool:

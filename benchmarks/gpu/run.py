@@ -30,7 +30,7 @@ import torch
 import hal
 from hal.backends.cuda import Cuda
 
-from . import gpu_report, parts
+from . import gpu_report, parts, preflight
 from .gpu_report import COMPLETE, NOT_RUN, PARTS, RUNNING, STOPPED, GpuRow, PartRecord, Report, UnitRecord
 
 ROOT = parts.ROOT
@@ -154,7 +154,7 @@ def run_parts(device: dict[str, Any], names: Sequence[str], out: Path) -> int:
 
 def run_part(path: Path, part: str) -> None:
     """Runs a part to its end, in one or more processes."""
-    why = parts.lacking(part)
+    why = preflight.lacking(part)
     if why:
         _update(path, part, {"units": {}, "seconds": 0.0, "state": NOT_RUN, "why": why, "current": ""})
         return

@@ -36,6 +36,6 @@ def step_of(config: Config, device: torch.device, tokens: Tensor, labels: Tensor
         optimizer.zero_grad()
         # As in the trainer, the loss writes its gradient over the logits.
         model.loss(model(tokens), labels, inplace_backward=True).backward()  # type: ignore[no-untyped-call]
-        optimizer.step(1e-4, 0.0)
+        optimizer.step(1e-4)
 
     return step

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
-
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hal import ops
 from hal.core.call import Call
 from hal.core.op import require
 from hal.rng import Rng
+
+from .tensors import host_value
 
 UNBOUNDED = 1 << 40
 """Replaces None in pre_tokens and next_tokens. It exceeds every sequence length and is far from 64-bit overflow."""
@@ -135,22 +134,6 @@ def bounded(tokens: int | None) -> int:
     return UNBOUNDED if tokens is None else max(-UNBOUNDED, min(tokens, UNBOUNDED))
 
 
-_host_lists: MutableMapping[Tensor, tuple[int, list[int]]] = WeakIdKeyDictionary()
-"""Tensor on a device -> (its version when it was read, its content as a list)."""
-
-
-def _host_list(x: Tensor) -> list[int]:
-    """x [n] as a list; of a tensor on a device, read again only after x has changed."""
-    if x.device.type == "cpu" or x.is_inference():  # nothing to wait for; and inference tensors count no versions
-        values: list[int] = x.tolist()
-        return values
-    known = _host_lists.get(x)
-    if known is None or known[0] != x._version:
-        _host_lists[x] = known = (x._version, x.tolist())
-    values = known[1]
-    return values
-
-
 CuSeqlens = tuple[list[int], list[int]] | None
 """Start offsets of the query and of the key sequences, as returned by `packed_starts`; None for a dense call."""
 
@@ -166,7 +149,7 @@ def packed_starts(call: Call) -> CuSeqlens:
     """
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return None
-    starts = _host_list(call.cu_seqlens_q), _host_list(call.cu_seqlens_k)
+    starts: tuple[list[int], list[int]] = host_value(call.cu_seqlens_q), host_value(call.cu_seqlens_k)
     for name, values, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, (call.q.shape[0], call.k.shape[0])):
         rising = values[0] == 0 and values[-1] == tokens and all(a <= b for a, b in pairwise(values))
         require(rising, "flash_attention", f"{name} rising from 0 to {tokens}", values)

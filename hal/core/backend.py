@@ -216,6 +216,12 @@ class Backend(ABC):
 
         return [*own, Impl(op, COMPOSITION, op.decompose, why_not, op.decompose, None, {}, True)]
 
+    def preference(self, op: Op[Any, Any]) -> Callable[[Call], tuple[str, ...]] | None:
+        """For an op whose best implementation depends on the call: a function from a call to the ids of its
+        implementations, best first. It must be pure and cheap, and may read only metadata. Ids that it leaves out
+        follow in the order of registration. None, the default: the order of registration for all calls."""
+        return None
+
     def _in_mode(self, impl: Impl) -> Impl:
         """The implementation, which in deterministic mode refuses every call if it is nondeterministic."""
         if not (self.deterministic and impl.nondeterministic):

@@ -1,8 +1,9 @@
 """Selects the implementation that a call runs on.
 
-Order: a pin > the active backend's order of registration > the reference (only with fallback="reference") >
-`UnsupportedOp` with every reason. Only declared refusals (`why_not`) move on to the next candidate; an exception inside
-a kernel propagates. Every use of the reference as a fallback is warned about once, counted, and printed at exit.
+Order: a pin > the active backend's order (of registration, or of its `preference`) > the reference (only with
+fallback="reference") > `UnsupportedOp` with every reason. Only declared refusals (`why_not`) move on to the next
+candidate; an exception inside a kernel propagates. Every use of the reference as a fallback is warned about once,
+counted, and printed at exit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,18 @@ def _candidates(op: Op[Any, Any], active: _Active) -> tuple[Impl, ...]:
         # The parts that the backend lacks run their references, and the others their implementations.
         impls = [dataclasses.replace(i, why_not=accept) if i.composed else i for i in impls]
     return tuple(i for i in impls if pin is None or i.id == pin)
+
+
+def _in_order(op: Op[Any, Any], call: Call, active: _Active) -> list[Impl]:
+    """The candidates in the order of preference for `call`."""
+    preference = active.backend.preference(op)
+    return _sorted(_candidates(op, active), () if preference is None else preference(call))
+
+
+def _sorted(impls: Sequence[Impl], ids: tuple[str, ...]) -> list[Impl]:
+    """The implementations in the order of `ids`, and after them those that are not listed there, in their order."""
+    rank = {id: i for i, id in enumerate(ids)}
+    return sorted(impls, key=lambda impl: rank.get(impl.id, len(ids)))
 
 
 def _state() -> _Active:
@@ -292,7 +305,7 @@ class _ActiveDispatcher:
 
     def by_metadata(self, op: Op[Any, Any], call: Call) -> Callable[..., Any] | None:
         active = _state()
-        for impl in _candidates(op, active):
+        for impl in _in_order(op, call, active):
             # If the why_not of a preferred implementation depends on more than metadata, it must run on every call, so
             # the choice of a later implementation cannot be cached either.
             if not impl.by_metadata:
@@ -303,18 +316,29 @@ class _ActiveDispatcher:
 
     def candidates(self, op: Op[Any, Any]) -> Callable[..., Any]:
         active, f = _state(), fragments(op.signature)
+        preference = active.backend.preference(op)
+        orders: dict[tuple[str, ...], Any] = {}
+
+        def ordered(ids: tuple[str, ...]) -> Any:
+            known = orders.get(ids)
+            if known is None:
+                known = orders[ids] = tuple((i.why_not, _run(i, active)) for i in _sorted(_candidates(op, active), ids))
+            return known
+
         # Generated, because binding *args and **kwargs to a signature would take longer than all of dispatch may.
         source = (
             f"def ask({f.header}):\n"
             f"    _call = _Call({f.passed})\n"
-            f"    for _why_not, _run in _candidates:\n"
+            f"    for _why_not, _run in {'_candidates' if preference is None else '_ordered(_preference(_call))'}:\n"
             f"        if not _why_not(_call):\n"
             f"            return _run({f.passed})\n"
             f"    return _refused({f.passed})\n"
         )
         scope = {
             "_Call": op.Call,
-            "_candidates": tuple((impl.why_not, _run(impl, active)) for impl in _candidates(op, active)),
+            "_candidates": ordered(()),
+            "_ordered": ordered,
+            "_preference": preference,
             "_refused": lambda *args, **kwargs: _refused(op, active, args, kwargs),
             **f.scope,
         }
@@ -377,7 +401,7 @@ def why(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Why:
     """
     active = _state()
     call = op.verify(*args, **kwargs)
-    reasons = {i.id: i.refusals(call) for i in _candidates(op, active)}
+    reasons = {i.id: i.refusals(call) for i in _in_order(op, call, active)}
     chosen = next((id for id, why_not in reasons.items() if not why_not), None)
     if chosen is None and active.fallback == "reference":
         chosen = "reference"

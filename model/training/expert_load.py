@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hal import Comm
 
@@ -76,23 +77,30 @@ class ExpertLoad:
         blank = torch.zeros(width, device=self.world.device)
         self._sums = self.world.all_reduce(torch.stack([blank if row is None else row for row in rows]))
 
-    def update_biases(self) -> None:
+    def counts(self) -> list[Tensor]:
+        """The counts of this step, from which `report` makes its report: one float32 [n], none without experts."""
+        return [self._sums.flatten()] if self.layers else []
+
+    def update_biases(self, clip_factor: Tensor) -> None:
         """Raises the bias of experts below the mean load and lowers that of the others, by a constant step (Wang et
-        al., arXiv 2408.15664, algorithm 1)."""
+        al., arXiv 2408.15664, algorithm 1). Changes nothing if clip_factor (scalar) is not finite, like ops.adamw."""
         for layer, router in self.routers.items():
             if router.expert_bias is not None:
                 load = self._sums[self.layers.index(layer), : router.size].to(router.expert_bias.device)
-                router.expert_bias += self.config.moe_router_bias_update_rate * torch.sign(load.mean() - load)
+                change = self.config.moe_router_bias_update_rate * torch.sign(load.mean() - load)
+                router.expert_bias += torch.where(torch.isfinite(clip_factor), change, 0.0)
 
-    def report(self) -> ExpertReport | None:
-        """The step's report, None for a model without experts."""
-        if not self.layers or not len(self._sums):
+    def report(self, counts: Sequence[float]) -> ExpertReport | None:
+        """The report of the step with these `counts`, None for a model without experts."""
+        if not counts:
             return None
+        width = len(counts) // len(self.layers)
+        rows = [counts[i : i + width] for i in range(0, len(counts), width)]
         c, e = self.config, self.config.expert_count
         load: dict[int, list[float]] = {}
         entropy: dict[int, float] = {}
         totals, counted, microbatches = [0.0] * len(LOSSES), 0.0, 0.0
-        for layer, row in zip(self.layers, self._sums.double().tolist()):
+        for layer, row in zip(self.layers, rows):
             assigned, scores = row[:e], row[e : 2 * e]
             load[layer] = [n / max(1.0, sum(assigned)) for n in assigned]
             entropy[layer] = _entropy([s / sum(scores) for s in scores]) / math.log(e) if sum(scores) else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..config.schema import Config
 from ..config.validation import world_size
-from .trainer import StepResult
+from .step_result import StepResult
 
 
 def mean_loss(steps: Sequence[StepResult]) -> float | None:

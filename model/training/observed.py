@@ -9,8 +9,9 @@ from pathlib import Path
 from ..config.schema import Config
 from .profiling import Profiling
 from .run_log import NullRunLog, RunLog
+from .step_result import StepResult
 from .step_timers import StepTimers
-from .trainer import StepResult, Trainer
+from .trainer import Trainer
 
 
 class Observed:

@@ -7,7 +7,6 @@ HAL (unscale_and_check, l2norm, adamw), each of which processes all tensors in o
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -145,23 +144,32 @@ class Optimizer:
         overflow = ops.unscale_and_check(list(self.grads().values()), 1.0 / self.scaler.scale)
         return bool(self.world.all_reduce(overflow, "max").item())
 
-    def grad_norm(self) -> float:
-        """The norm of all gradients of the model together."""
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the model together, a float32 scalar on the device."""
         owned = [grad for name, grad in self.grads().items() if name in self.owned]
         if self.world.size == 1:
-            return float(ops.l2norm(owned))  # not summed as a square, which may overflow float32
+            return ops.l2norm(owned)  # not summed as a square, which may overflow float32
         device = next(iter(self.main.values())).device
         norm = ops.l2norm(owned) if owned else torch.zeros((), device=device)
-        return math.sqrt(float(self.world.all_reduce(norm * norm)))
+        return self.world.all_reduce(norm * norm).sqrt()
+
+    def clip_factor(self, grad_norm: Tensor) -> Tensor:
+        """The factor that clips gradients of this norm to `clip_grad`; both float32 scalars on the device."""
+        limit = self.config.clip_grad
+        return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit > 0.0 else torch.ones_like(grad_norm)
 
     def step(
-        self, lr: float, grad_norm: float, *, decoupled_lr: float | None = None, weight_decay: float | None = None
+        self,
+        lr: float,
+        clip_factor: Tensor | None = None,
+        *,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
     ) -> None:
-        """One AdamW step with the gradients clipped to `clip_grad`. decoupled_lr: of word embeddings and output layer,
-        default lr; weight_decay: default the config's."""
+        """One AdamW step. clip_factor: of the gradients, float32 scalar on the device; no update if it is not finite.
+        decoupled_lr: of word embeddings and output layer, default lr; weight_decay: default the config's."""
         c, grads = self.config, self.grads()
         self.steps += 1
-        clip = min(1.0, c.clip_grad / (grad_norm + 1e-6)) if c.clip_grad > 0.0 else 1.0
         decay = c.weight_decay if weight_decay is None else weight_decay
         for group, decayed, own in self.groups:
             names = [n for n in group if n in grads]
@@ -178,6 +186,6 @@ class Optimizer:
                 beta2=c.adam_beta2,
                 eps=c.adam_eps,
                 weight_decay=decay if decayed else 0.0,
-                grad_scale=clip,
                 model_params=[local(self.model[n]) for n in names] if self.low else None,
+                clip_factor=clip_factor,
             )

@@ -38,7 +38,8 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..inference.decoding import generate
 from .observed import Observed
 from .run_log import NullRunLog, RunLog
-from .trainer import StepResult, Trainer, TrainingFailed, make_trainer, peak_memory_bytes
+from .step_result import StepResult, TrainingFailed
+from .trainer import Trainer, make_trainer, peak_memory_bytes
 
 
 def main(argv: Sequence[str] | None = None, prepare: Callable[[GivenOptions], None] = lambda values: None) -> int:
@@ -109,7 +110,7 @@ def train(config: Config) -> Trainer:
             try:
                 with trainer.verified.watching(folder / "wrong-calls"):
                     trainer.run(
-                        stop=lambda: bool(trainer.all_reduce_max(stop.asked is not None)),
+                        stop=lambda: stop.asked is not None,
                         on_step=times.step,
                         on_evaluation=report.evaluation,
                         on_save=times.saved,

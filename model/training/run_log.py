@@ -29,8 +29,9 @@ from ..config.schema import Config
 from ..config.validation import world_size
 from .expert_load import ExpertReport
 from .log_line import compact_line, megatron_line
+from .step_result import StepResult
 from .trackers import trackers
-from .trainer import StepResult, peak_memory_bytes
+from .trainer import peak_memory_bytes
 from .trainer_state import options
 from .verified_calls import VerifiedCalls
 

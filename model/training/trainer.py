@@ -12,9 +12,9 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal import HalError, Rng, spans
+from hal import Rng, spans
 from hal.mesh import Mesh
 from hal.profiling import phase
 
@@ -39,37 +39,18 @@ from ..data.gpt_dataset import Split
 from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
 from .experiment import data_state, differences
-from .expert_load import ExpertLoad, ExpertReport
+from .expert_load import ExpertLoad
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
 from .lr_scheduler import LRScheduler, weight_decay
 from .microbatches import Microbatch, counted_tokens, fetch_microbatches
 from .optimizer import Optimizer, local, owned_names
 from .pipeline import GradientAccumulation, Loss, Pipeline, Stage, shard
-from .rerun import Gradients, RerunCheck
+from .rerun import RerunCheck
+from .step_result import DeviceGradients, PendingStep, PendingSteps, Progress, StepResult, TrainingFailed
+from .stop_vote import StopVote
 from .trainer_state import ModelState, options, read_checkpoint
 from .verified_calls import VerifiedCalls
-
-
-class TrainingFailed(HalError):
-    """The run cannot continue because the loss or the gradients are not finite."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one iteration; `consumed` counts all samples so far, grad_norm is None for a skipped step (fp16
-    overflow), seconds is its wall time, batch_size its number of samples, experts what the routers counted."""
-
-    iteration: int
-    consumed: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    loss_scale: float
-    skipped: bool
-    seconds: float
-    batch_size: int
-    experts: ExpertReport | None = None
 
 
 def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
@@ -118,6 +99,7 @@ class Trainer:
         parameters = {name: p for model in models for name, p in model.named_parameters()}
         self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))
         self.expert_load = ExpertLoad(config, models, mesh.world)
+        self._pending = PendingSteps(self.device, self.expert_load)
         self.pipeline = self._make_pipeline()
         self._gradient_sums = GradientSums(config, layout, mesh, models, self.optimizer)
         self._model_state = ModelState(config, models, self.optimizer, mesh)
@@ -149,6 +131,8 @@ class Trainer:
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of all processes' `value`."""
+        if self.world.size == 1:
+            return value
         number = torch.tensor([value], dtype=torch.int64, device=self.world.device)
         return int(self.world.all_reduce(number, "max").item())
 
@@ -238,21 +222,31 @@ class Trainer:
         return loss
 
     def step(self) -> StepResult:
-        """One iteration. Raises TrainingFailed for a loss or gradient that is not finite (fp16: skips the step)."""
-        began = time.perf_counter()
-        optimizer, size = self.optimizer, self.batch_size
+        """One iteration and its result. Raises TrainingFailed for a loss or gradient that is not finite; fp16 skips the
+        step."""
+        self.advance()
+        return list(self.results())[-1]
+
+    def advance(self) -> None:
+        """One iteration, without waiting for the device; `results` reads its loss and gradient norm.
+
+        If these are not finite, neither this step nor a later one updates the model until `results` has raised. Only
+        fp16, --rerun-mode and --verify-ops have the host read something here, since they decide by it how to go on.
+        """
+        self._pending.begin()
+        optimizer, size, before = self.optimizer, self.batch_size, self._progress()
         lr, scale = self.lr_scheduler.lr(self.scheduled), optimizer.scaler.scale
         gradients, bad_batch = self._examined(self._gradients()), False
         if gradients is None:
-            gradients, bad_batch = Gradients(math.nan, None), True
+            gradients, bad_batch = DeviceGradients(torch.full((), math.nan, device=self.device), None), True
         overflow = gradients.norm is None and not bad_batch
         with phase("optimizer"):
             if gradients.norm is not None:
-                self._require_finite(gradients.loss, gradients.norm)
+                factor = optimizer.clip_factor(gradients.norm) + self._pending.guard(gradients.loss, gradients.norm)
                 decoupled_lr = self.decoupled_scheduler.lr(self.scheduled)
                 decay = weight_decay(self._schedule, self.scheduled)
-                optimizer.step(lr, gradients.norm, decoupled_lr=decoupled_lr, weight_decay=decay)
-                self.expert_load.update_biases()
+                optimizer.step(lr, factor, decoupled_lr=decoupled_lr, weight_decay=decay)
+                self.expert_load.update_biases(factor)
                 self.scheduled += size
             if not bad_batch:
                 optimizer.scaler.update(overflow)
@@ -261,19 +255,35 @@ class Trainer:
         self.consumed += size
         skipped = overflow or bad_batch
         self.skipped += skipped
-        seconds = time.perf_counter() - began
-        done = self.iteration, self.consumed, gradients.loss, gradients.norm, lr, scale, skipped, seconds, size
-        return StepResult(*done, self.expert_load.report())
+        numbers = torch.cat([gradients.numbers(), *self.expert_load.counts()])
+        self._pending.add(PendingStep(before, numbers, lr, scale, skipped, size))
 
-    def _gradients(self) -> Gradients:
+    def results(self) -> Iterator[StepResult]:
+        """The results of the steps since the last call; waits for the device once. Raises TrainingFailed in the place
+        of a step whose loss or gradient is not finite; the run is then as it was before that step."""
+        return self._pending.read(self._return_to)
+
+    def _return_to(self, before: Progress) -> None:
+        self.iteration, self.consumed, self.scheduled, self.optimizer.steps = before
+
+    def _progress(self) -> Progress:
+        return Progress(self.iteration, self.consumed, self.scheduled, self.optimizer.steps)
+
+    @functools.cached_property
+    def _reads_every_step(self) -> bool:
+        """Whether `run` reads the results of every step, because that costs no wait or a step waits anyway."""
+        waits = self.config.fp16 or self._rerun is not None or self.config.verify_ops
+        return bool(waits) or not hal.backend().capabilities().asynchronous
+
+    def _gradients(self) -> DeviceGradients:
         """Computes the gradients of this iteration's batch, unscaled; norm is None if they overflow in float16."""
         self.optimizer.zero_grad()
         loss = self.forward_backward()
-        with hal.device_errors():  # reading these numbers waits for the device
+        with hal.device_errors():  # fp16 reads whether the gradients overflow
             overflow = self.config.fp16 and self.optimizer.unscale()
-            return Gradients(float(loss), None if overflow else self.optimizer.grad_norm())
+            return DeviceGradients(loss, None if overflow else self.optimizer.grad_norm())
 
-    def _examined(self, gradients: Gradients) -> Gradients | None:
+    def _examined(self, gradients: DeviceGradients) -> DeviceGradients | None:
         """With --rerun-mode, computes a suspect step again. Returns what to apply, or None to skip the batch.
 
         Raises TrainingFailed if an implementation or the device computes wrong results; of --verify-ops on any rank.
@@ -282,19 +292,22 @@ class Trainer:
         wrong = self.verified.wrong()
         if wrong and self._rerun is None:
             raise TrainingFailed(f"{where}: {wrong}; nothing was updated")
-        why = self._rerun.suspicion(gradients) if self._rerun else ""
-        if self._rerun is None or not (wrong or why):
+        if self._rerun is None:
+            return gradients
+        first = gradients.read()
+        why = self._rerun.suspicion(first)
+        if not (wrong or why):
             return gradients
         check = self._rerun.verdict_of_check if wrong else self._rerun.verdict
-        cause, text, repeated = check(gradients, wrong or why, self._gradients)
+        cause, text, repeated = check(first, wrong or why, lambda: self._gradients().read())
         if cause == "persistent":
             raise TrainingFailed(f"{where}: {text}; nothing was updated")
         skip = cause == "input" and self.bad_batches < self.config.skip_bad_batches
         result = None if skip else self._gradients()
         # A fault that occurs now and then, but in every execution, is not transient.
-        wrong = self.verified.wrong()
-        if wrong or not (result is None or result.same(repeated)):
-            problem = wrong or f"a third execution gave another result again ({result} instead of {repeated})"
+        wrong, third = self.verified.wrong(), None if result is None else result.read()
+        if wrong or not (third is None or third.same(repeated)):
+            problem = wrong or f"a third execution gave another result again ({third} instead of {repeated})"
             raise TrainingFailed(f"{where}: {text}. But {problem}; nothing was updated")
         self.bad_batches += skip
         action = (
@@ -311,13 +324,6 @@ class Trainer:
             raise TrainingFailed(
                 f"iteration {self.iteration}, after the gradients: {wrong}; the weights may be wrong, and no "
                 "checkpoint of this iteration was written. Continue from an earlier one with --load"
-            )
-
-    def _require_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingFailed(
-                f"iteration {self.iteration + 1}: the loss is {loss} and the gradient norm {norm}; nothing was "
-                f"updated. Lower --lr, lengthen --lr-warmup-iters, or look at the data around sample {self.consumed}"
             )
 
     @torch.no_grad()
@@ -398,32 +404,40 @@ class Trainer:
         before_save: Callable[[], None] = lambda: None,
         around_step: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Iterates until train_iters, an exit_interval, exit_duration_in_mins, or stop(); saves and evaluates at their
-        intervals.
+        """Iterates until train_iters, an exit_interval, exit_duration_in_mins, or stop() of any rank; saves and
+        evaluates at their intervals.
 
+        The device computes while the host prepares the next steps: results are read, and on_step called, once per
+        log_interval, after the first step, and before an evaluation and a save (on the CPU: after every step).
         before_save: called before a checkpoint is written, when its iteration and evaluation are complete.
         around_step: a context for each step, without what is done between steps.
         on_save: called with each completed checkpoint, which with async_save may be some iterations later.
         """
-        c, began = self.config, time.monotonic()
-        root = Path(c.save) if c.save else None
-        while self.iteration < c.train_iters and not stop():
+        c, began, start, late = self.config, time.monotonic(), self.iteration, False
+        root, vote = Path(c.save) if c.save else None, StopVote(self.world)
+        while self.iteration < c.train_iters and not vote(stop() or late):
             with around_step():
-                result = self.step()
-            on_step(result)
-            if evaluates(c) and self.iteration % (c.eval_interval or 1) == 0:
+                self.advance()
+            evaluating = evaluates(c) and self.iteration % (c.eval_interval or 1) == 0
+            saving = root and c.save_interval and self.iteration % c.save_interval == 0
+            logged = self._reads_every_step or self.iteration == start + 1 or self.iteration % c.log_interval == 0
+            if logged or evaluating or saving:
+                for result in self.results():
+                    on_step(result)
+            if evaluating:
                 on_evaluation(self.iteration, self.evaluate())
             self._require_right_update()
-            if root and c.save_interval and self.iteration % c.save_interval == 0:
+            if root and saving:
                 before_save()
                 self.save(root)
             for path in self.saver.finished():
                 on_save(path)
             if c.exit_interval and self.iteration % c.exit_interval == 0:
                 break
-            minutes = (time.monotonic() - began) / 60.0
-            if c.exit_duration_in_mins and self.all_reduce_max(minutes > c.exit_duration_in_mins):
-                break
+            late = bool(c.exit_duration_in_mins) and (time.monotonic() - began) / 60.0 > (c.exit_duration_in_mins or 0)
+        for result in self.results():
+            on_step(result)
+        vote.close()
 
 
 def peak_memory_bytes() -> int:

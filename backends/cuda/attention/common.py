@@ -28,7 +28,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class Given(NamedTuple):
-    """The tensors of a call other than q, k and v."""
+    """The tensors of a call other than q, k and v; lse: whether the caller gets the log-sum-exp."""
 
     mask: Tensor | None
     cu_q: Tensor | None
@@ -36,6 +36,7 @@ class Given(NamedTuple):
     slopes: Tensor | None
     bias: Tensor | None
     sinks: Tensor | None
+    lse: bool
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ def register(
 ) -> None:
     """Registers an implementation of flash_attention.
 
-    forward(spec, q, k, v, given) -> (out, lse, saved); backward(spec, saved, dout) -> (dq, dk, dv), and the gradients
-    of bias and sinks if it takes them. Without backward, `forward` is differentiable by torch. takes: see
-    AttentionSpec.refusals.
+    forward(spec, q, k, v, given) -> (out, lse, saved), where lse has to be right only if given.lse.
+    backward(spec, saved, dout) -> (dq, dk, dv), and the gradients of bias and sinks if it takes them. Without backward,
+    `forward` is differentiable by torch. takes: see AttentionSpec.refusals.
     """
     without = {"bias", "sinks"}.difference(takes)
 
@@ -148,7 +149,7 @@ def register(
     ) -> Any:
         q_BNQD = heads_first(q, spec.layout, spec.heads)
         k_BGKD, v_BGKE = (heads_first(x, spec.layout, spec.kv_heads) for x in (k, v))
-        given = Given(mask, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks)
+        given = Given(mask, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, return_lse)
         if q.numel() and k.numel():
             out, lse, saved = forward(spec, q_BNQD, k_BGKD, v_BGKE, given)
             saved = (True, *saved)

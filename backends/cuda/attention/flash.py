@@ -98,7 +98,8 @@ def _forward(
         cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, spec.causal, False, **_how(spec))
     saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
-    shown = torch.where(lse == math.inf, -math.inf, lse)  # the kernel returns +inf for rows without a visible key
+    # The kernel returns +inf for rows without a visible key. Three launches correct that where it is seen.
+    shown = torch.where(lse == math.inf, -math.inf, lse) if given.lse else lse
     out = (out[None] if spec.packed else out).transpose(1, 2)
     return out, shown[None] if spec.packed else shown, saved
 

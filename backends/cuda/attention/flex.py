@@ -1,6 +1,6 @@
 """cuda/flex: torch's flex_attention, compiled by Triton: any mask and any window without a bias in memory.
 
-The block mask of a window depends on sizes only and is cached; that of a mask tensor is built for every spec.
+The block mask of a window depends on sizes only and is cached; of those of mask tensors the last one is.
 """
 
 from __future__ import annotations
@@ -115,14 +115,33 @@ def _window_blocks(spec: AttentionSpec, device: torch.device) -> Any:
 
 def _blocks(spec: AttentionSpec, mask: Tensor | None, device: torch.device) -> Any:
     """The BlockMask of window and mask; None if everything is visible."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     if mask is None:
         # The blocks of a window are the same for every batch entry.
         return None if spec.unbounded else _window_blocks(spec._replace(batch=1), device)
+    return _mask_blocks(spec, mask, None if mask.is_inference() else mask._version, device)
+
+
+_last_mask: list[Any] = [None]
+"""(mask, what else the blocks depend on, blocks) of the last mask."""
+
+
+def _mask_blocks(spec: AttentionSpec, mask: Tensor, version: int | None, device: torch.device) -> Any:
+    """The BlockMask of a mask tensor, which is found by reading all of it.
+
+    The last one is kept, because the layers of a model and their recomputed passes share a mask. Not one per mask: the
+    blocks refer to their mask, so that it would never be freed. version: None if the mask has none.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    key, last = (spec.sq, spec.skv, spec.pre, spec.next, version), _last_mask[0]
+    if last is not None and version is not None and last[0] is mask and last[1] == key:
+        return last[2]
     full = mask[(None,) * (4 - mask.ndim)]
     b, h = (n if n > 1 else None for n in full.shape[:2])
-    return create_block_mask(_visible(spec, mask), b, h, spec.sq, spec.skv, device)
+    blocks = create_block_mask(_visible(spec, mask), b, h, spec.sq, spec.skv, device)
+    _last_mask[0] = (mask, key, blocks)
+    return blocks
 
 
 def _forward(

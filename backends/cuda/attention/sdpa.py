@@ -69,38 +69,62 @@ def _bias(spec: AttentionSpec, mask: Tensor | None, q: Tensor) -> tuple[Tensor |
     return bias.expand(q.shape[0], q.shape[1], -1, -1), dead
 
 
+def _by_group(x: Tensor, heads: int) -> Tensor:
+    """x [b, n, ...] as [b * g, n / g, ...] for `heads` = g; a view if the strides allow it. n may be 1 (broadcast)."""
+    if x.shape[1] == 1:
+        return x.expand(x.shape[0], heads, *x.shape[2:]).reshape(-1, 1, *x.shape[2:])
+    return x.unflatten(1, (heads, -1)).flatten(0, 1)
+
+
+def _shared(x: Tensor, group: int) -> Tensor:
+    """k or v [b, g, skv, d] as [b * g, group, skv, d], in which the heads of a group share memory."""
+    return readable(x.flatten(0, 1))[:, None].expand(-1, group, -1, -1)
+
+
 def _forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs. The kernel has no GQA: k and v are
-    repeated."""
+    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs.
+
+    The kernel has no GQA, but it reads heads by their stride: with a batch of b x g and the heads of one group, the
+    heads' stride of k and v is 0.
+    """
     aten = torch.ops.aten._scaled_dot_product_efficient_attention
     kernel = stand_ins.efficient_forward if launch.simulated() else aten
-    q = readable(q)
-    k, v = (readable(x if spec.group == 1 else x.repeat_interleave(spec.group, dim=1)) for x in (k, v))
+    g = spec.kv_heads
     bias, dead = _bias(spec, given.mask, q)
+    if spec.group > 1:
+        q, k, v = readable(_by_group(q, g)), _shared(k, spec.group), _shared(v, spec.group)
+        bias = bias if bias is None else _by_group(bias, g)
+        dead = dead if dead is None else _by_group(dead.expand(spec.batch, *dead.shape[1:]), g)
+    else:
+        q, k, v = (readable(x) for x in (q, k, v))
     causal = _corner(spec, given.mask)
     out, lse, seed, offset = kernel(q, k, v, bias, True, 0.0, causal, scale=spec.scale)
     saved = (q, k, v, bias, out, lse, seed, offset, causal, dead)
     lse = lse[..., : spec.sq]
     if dead is not None:
-        out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead.squeeze(-1), -math.inf)
-    return out, lse, saved
+        out = out.masked_fill(dead, 0.0)
+        lse = lse.masked_fill(dead.squeeze(-1), -math.inf) if given.lse else lse
+    shape = (spec.batch, spec.heads, spec.sq)
+    return out.reshape(*shape, spec.dv), lse.reshape(shape), saved
 
 
 def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [b, n, sq, d], dk and dv [b, g, skv, d]; the gradients of repeated heads are summed in float32."""
+    """dq [b, n, sq, d], dk and dv [b, g, skv, d]; the gradients of a group's heads are summed in float32."""
     aten = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     kernel = stand_ins.efficient_backward if launch.simulated() else aten
     *inputs, causal, dead = saved
+    if spec.group > 1:
+        dout = _by_group(dout, spec.kv_heads)
     if dead is not None:
         dout = dout.masked_fill(dead, 0.0)
     gradients = [True, True, True, False]  # of q, k, v, but not of the bias
     with ordered_sums():
         dq, dk, dv, _ = kernel(readable(dout), *inputs, 0.0, gradients, causal, scale=spec.scale)
-    # k and v were repeated for every query head of a group, so their gradients are summed over the group.
     if spec.group > 1:
-        dk, dv = (g.unflatten(1, (spec.kv_heads, spec.group)).float().sum(2).to(g.dtype) for g in (dk, dv))
+        dq = dq.unflatten(0, (spec.batch, spec.kv_heads)).flatten(1, 2)
+        dk, dv = (x.float().sum(1).to(x.dtype).unflatten(0, (spec.batch, spec.kv_heads)) for x in (dk, dv))
     return dq, dk, dv
 
 

@@ -43,15 +43,22 @@ struct Adam {
     double decay, beta1, beta2, rate, correction, eps, grad_scale;
 };
 
-// Lists: parameters, gradients (G), first and second moments, and low-precision copies (M; null: none).
-template <class G, class M> __global__ void __launch_bounds__(256) adamw(Tensors<5> tensors, Adam adam) {
+INLINE bool is_finite(float x) { return (__float_as_int(x) & 0x7f800000) != 0x7f800000; }
+
+// Lists: parameters, gradients (G), first and second moments, and low-precision copies (M; null: none). clip_factor
+// (null: 1) is a further factor of the gradients; if it is not finite, nothing is written. Every thread reads it: one
+// broadcast load per chunk of CHUNK elements.
+template <class G, class M>
+__global__ void __launch_bounds__(256) adamw(Tensors<5> tensors, Adam adam, const float *clip_factor) {
+    const float clip = clip_factor ? *clip_factor : 1.0f;
+    if (!is_finite(clip)) return;
     constexpr int V = Lanes<G>::count > Lanes<M>::count ? Lanes<G>::count : Lanes<M>::count;
     const int tensor = tensors.tensor_of(blockIdx.x);
     float *p = (float *)tensors.at[0][tensor], *m = (float *)tensors.at[2][tensor], *v = (float *)tensors.at[3][tensor];
     const G *g = (const G *)tensors.at[1][tensor];
     M *copy = (M *)tensors.at[4][tensor];
     const float decay = (float)adam.decay, beta1 = (float)adam.beta1, beta2 = (float)adam.beta2, rate = (float)adam.rate,
-                correction = (float)adam.correction, eps = (float)adam.eps, grad_scale = (float)adam.grad_scale,
+                correction = (float)adam.correction, eps = (float)adam.eps, grad_scale = (float)(adam.grad_scale * clip),
                 other1 = (float)(1.0 - adam.beta1), other2 = (float)(1.0 - adam.beta2);
     chunk<V>(tensors, tensor, [&](i64 j, auto w) {
         constexpr int W = decltype(w)::count;
@@ -114,7 +121,7 @@ template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> ten
             T rounded;
             from_float(v[i] * scale, rounded);
             v[i] = to_float(rounded);
-            bad = bad || (__float_as_int(v[i]) & 0x7f800000) == 0x7f800000;
+            bad = bad || !is_finite(v[i]);
         }
         store(x + j, v);
     });

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import hal
@@ -139,9 +138,6 @@ class Simulator:
         if not seed.isdigit():
             raise hal.HalError(f"HAL_CUDA_SEED must be a whole number, got {seed!r}")
         lib.hal_sim_seed(u64(int(seed)))
-
-    def wrong_device(self, device: torch.device) -> str:
-        return ""
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
         if shared > self.shared_memory:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal.backends.cuda import compile
@@ -32,3 +36,52 @@ def planted(name: str, old: str, new: str) -> dict[str, str]:
     text = (compile.KERNELS / name).read_text()
     assert text.count(old) >= 1, f"{name} no longer contains {old!r}; plant the fault elsewhere"
     return {name: text.replace(old, new, 1)}
+
+
+READS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"))
+"""Operations of torch for which the host waits for the device, as their result's value or size is a number on it."""
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects, within a `with` block, the operations that would make the host wait for a GPU: see `made`.
+
+    On the simulator tensors are on the host, so that no wait happens. `.tolist()`, `.numpy()` and `.cpu()` do not reach
+    torch's dispatcher there, and are counted as functions. Not seen: copies from pageable memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[str] = []
+        self.operations = 0
+        self._functions = _Functions(self.made)
+
+    def __enter__(self) -> HostReads:
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.operations += 1
+        indices = args[1] if name in ("index", "index_put_", "_index_put_impl_") else ()
+        by_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
+        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in READS or by_mask or sized:
+            self.made.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    def __init__(self, made: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made = made
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "cpu", "__array__"):
+            self._made.append(name)
+        return func(*args, **(kwargs or {}))

@@ -66,8 +66,8 @@ def test_torchs_memory_efficient_operator_takes_heads_of_two_sizes(no_engine):
     ]
 
 
-@pytest.mark.parametrize("id", ["cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex"])
-def test_what_torchs_kernels_lack_is_left_to_the_unfused_implementation(simulated, id):
+@pytest.mark.parametrize("id", ["cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/fused"])
+def test_what_fused_kernels_lack_is_left_to_the_unfused_implementation(simulated, id):
     q, bias, ones = meta(2, 4, 128, 64), meta(128, 128), torch.ones(4, device="meta")
     for how in ({"softcap": 30.0}, {"alibi_slopes": ones}, {"bias": bias}, {"sinks": ones}):
         call = ops.flash_attention.Call(q, q, q, layout="BNSD", **how)
@@ -229,7 +229,7 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         return
     out = IMPLS[id].call(q, q, q, layout="BNSD")
     torch.autograd.grad(out, q, torch.ones_like(out))
-    assert modes == {"cuda/flex": [], "cuda/unfused": [False]}.get(id, [True])
+    assert modes == {"cuda/flex": [], "cuda/fused": [], "cuda/unfused": [False]}.get(id, [True])
     assert not torch.are_deterministic_algorithms_enabled()
 
 

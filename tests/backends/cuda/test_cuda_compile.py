@@ -36,7 +36,7 @@ def test_every_kernel_compiles_without_warnings_and_without_spills(name, archite
 
 STORES_VECTORS = (
     r"activation|cross_entropy_bwd|dropout|philox_uniform|norm|adamw|unscale|softmax|rotary<f32, 4|rotary<b?f16, 8"
-    r"|moe_scatter|moe_gather|weighted_swiglu"
+    r"|moe_scatter|moe_gather|weighted_swiglu|attention_(fwd|dq|dkv)"
 )
 
 
@@ -56,6 +56,8 @@ def test_vectors_are_stored_in_16_byte_pieces(monkeypatch, name):
         text = entries[lowered]
         assert not re.findall(r"\bst(?!\.local|\.shared|\.param|\.v4)[\w.]*\s+\[%\w+\+\d\d?\]", text), kernel
         assert ("st.v4.b32" in text) == bool(re.match(STORES_VECTORS, kernel)), kernel
+        # Products in 16 bits are the tensor cores', and those in float32 are not, as TF32 would lose bits.
+        assert ("mma.sync" in text) == bool(re.match(r"attention_(fwd|dq|dkv)<b?f16", kernel)), kernel
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_each_missing_thing_has_its_own_reason(monkeypatch, setup, reason):
 def test_the_probe_counts_devices_and_says_whether_the_order_was_measured(monkeypatch):
     probe = probe_of(monkeypatch, count=2)
     assert (probe.ok, probe.count) == (True, 2)
-    assert ("none yet" in probe.facts["attention order"]) == (not order.MEASURED)
+    assert "an estimate for sm_80" in probe.facts["attention order"]
 
 
 def test_a_probe_that_meets_a_broken_installation_does_not_raise(monkeypatch):
@@ -87,7 +87,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (torch.bfloat16, {"next_tokens": 0}, "cuda/flash", "accepts"),
         (torch.bfloat16, {"pre_tokens": 128, "next_tokens": 0}, "cuda/flash", "cudnn takes none, or causal squares"),
         (torch.float32, {"next_tokens": 0}, "cuda/sdpa", "flash takes bfloat16 and float16"),
-        (torch.bfloat16, {"dropout_p": 0.1, "rng": hal.Rng(1)}, "cuda/unfused", "HAL's are the same on every backend"),
+        (torch.bfloat16, {"dropout_p": 0.1, "rng": hal.Rng(1)}, "cuda/fused", "HAL's are the same on every backend"),
         (torch.bfloat16, {"next_tokens": -1}, "cuda/sdpa", "reads a negative side as unbounded"),
     ],
 )
@@ -105,13 +105,39 @@ def test_a_tensor_elsewhere_is_refused_by_name(no_engine):
         ops.swiglu(x)
 
 
-def test_the_order_follows_a_measurement_of_this_device(monkeypatch):
-    measured = ("cuda/cudnn", "cuda/flash", "cuda/sdpa", "cuda/flex", "cuda/unfused")
-    monkeypatch.setitem(order.MEASURED, "NVIDIA Test", measured)
-    ids = lambda name: [i.id for i in device.in_measured_order(Cuda.impls, name)["flash_attention"]]  # noqa: E731
-    assert tuple(ids("NVIDIA Test")) == measured
-    assert tuple(ids("NVIDIA Other")) == order.DEFAULT
-    assert set(order.DEFAULT) == {i.id for i in Cuda.impls["flash_attention"]}
+IDS = {i.id for i in Cuda.impls["flash_attention"]}
+
+
+def test_the_order_follows_a_measurement_of_this_device(measured):
+    rows = order.orders("NVIDIA Test", "sm_80")
+    assert rows["square"] == rows["window"] == ("cuda/sdpa", "cuda/flash") and rows["packed"] == ("cuda/unfused",)
+    assert order.orders("NVIDIA Other", "sm_80") != rows
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The table with a measurement of "NVIDIA Test", in which classes without one have the order of squares."""
+    table = dict(order._table())
+    table["measured"] = {"NVIDIA Test": {"square": ["cuda/sdpa", "cuda/flash"], "packed": ["cuda/unfused"]}}
+    monkeypatch.setattr(order, "_table", lambda: table)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "known"),
+    [
+        ("sm_80", "sm_80"),
+        ("sm_89", "sm_80"),
+        ("sm_90", "sm_90"),
+        ("sm_120", "sm_90"),
+        ("", "sm_80"),
+        ("sm_75", "sm_80"),
+    ],
+)
+def test_an_architecture_has_the_estimate_of_the_newest_known_one_before_it(architecture, known):
+    assert f"an estimate for {known}; X" in order.source_for("X", architecture)
+    rows = order.orders("X", architecture)
+    assert rows == order.orders("X", known) and rows.keys() == set(order.CLASSES)
+    assert all(set(ids) == IDS and len(ids) == len(IDS) and ids[-1] not in ids[:-1] for ids in rows.values())
 
 
 @pytest.mark.parametrize(("count", "listed", "index"), [(8, None, 3), (1, None, 0), (8, "4,5,6,7", 7)])
@@ -160,41 +186,35 @@ def test_limits_of_the_simulated_device(monkeypatch):
         Cuda(simulate=True, grid=0)
 
 
-def test_why_says_where_the_order_of_attention_comes_from(monkeypatch):
-    monkeypatch.setitem(order.MEASURED, "NVIDIA X", order.DEFAULT)
+def test_why_says_where_the_order_of_attention_comes_from(measured):
     q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16, device="meta")
     backend = Cuda(simulate=False)
     with hal.activated(backend):
-        assert "estimate; this device was not measured" in str(hal.why(ops.flash_attention, q, q, q, layout="BNSD"))
-        backend.order_sources = {"flash_attention": order.source_for("NVIDIA X")}
-        assert str(hal.why(ops.flash_attention, q, q, q, layout="BNSD")).endswith("order: measured on NVIDIA X")
+        assert "estimate for sm_80; this device was not measured" in str(
+            hal.why(ops.flash_attention, q, q, q, layout="BNSD")
+        )
+        backend.set_attention_order("NVIDIA Test", "sm_90")
+        assert str(hal.why(ops.flash_attention, q, q, q, layout="BNSD")).endswith("order: measured on NVIDIA Test")
         assert "order:" not in str(hal.why(ops.swiglu, q))
 
 
-class SecondGpu:
-    """An engine for which cuda:1 is the current one of several devices."""
+class SeveralGpus:
+    """An engine on a machine with several devices."""
 
     device_type, multiprocessors, max_blocks = "cuda", 1, 1 << 30
 
-    def wrong_device(self, device):
-        return "" if device.index in (None, 1) else f"a tensor on {device} while cuda:1 is the current device"
 
-
-def test_draws_are_made_on_the_current_device(monkeypatch):
-    monkeypatch.setattr(launch, "_engine", SecondGpu())
+def test_draws_are_made_on_the_given_or_the_current_device(monkeypatch):
+    monkeypatch.setattr(launch, "_engine", SeveralGpus())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     places, real = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: places.append(str(device)) or real(shape))
     (impl,) = Cuda.impls["philox_uniform"]
     with hal.activated(Cuda(simulate=False)):
-        for device in (None, torch.device("cuda:1")):
+        for device in (None, torch.device("cuda:0"), torch.device("cuda:1")):
             assert not impl.refusals(impl.op.Call((0,), hal.Rng(1), device=device))
             impl.call((0,), hal.Rng(1), device=device)
-    assert places == ["cuda:1", "cuda:1"]
-    assert (
-        "cuda:0 while cuda:1 is the current"
-        in impl.refusals(impl.op.Call((3,), hal.Rng(1), device=torch.device("cuda:0")))[0]
-    )
+    assert places == ["cuda:1", "cuda:0", "cuda:1"]
 
 
 def test_draws_on_the_simulator_are_the_cpus(simulated):

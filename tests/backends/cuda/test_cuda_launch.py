@@ -13,19 +13,27 @@ import torch
 
 import hal
 from hal.backends.cuda import compile, device, launch
+from hal.backends.cuda.tensors import different_devices
 
 CUBINS = {"sm_90": {"a": (b"one", "_Za"), "b": (b"two", "_Zb")}}
 
 
 class Driver:
-    """cupy.cuda.driver: contexts are per thread, and nothing works without one."""
+    """cupy.cuda.driver: contexts are per thread, and nothing works without one. Functions belong to a context."""
 
     def __init__(self, context):
-        self.context, self.loaded, self.launched = context, [], []
+        self.context, self.loaded, self.launched, self.contexts = context, [], [], {}
 
     def _require_context(self):
-        if not hasattr(self.context, "device"):
+        if not self.ctxGetCurrent():
             raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+
+    def ctxGetCurrent(self):
+        return getattr(self.context, "current", 0)
+
+    def ctxSetCurrent(self, context):
+        assert type(context) is int
+        self.context.current = context
 
     def moduleLoadData(self, image):
         self._require_context()
@@ -36,12 +44,14 @@ class Driver:
     def moduleGetFunction(self, module, name):
         self._require_context()
         assert type(module) is int and type(name) is str
-        return hash(name) or 1
+        self.contexts[module * 100 + len(name)] = self.ctxGetCurrent()
+        return module * 100 + len(name)
 
     def launchKernel(self, f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         self._require_context()
         numbers = (f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra)
         assert all(type(n) is int for n in numbers) and parameters == 0
+        assert self.contexts[f] == self.ctxGetCurrent(), "CUDA_ERROR_INVALID_HANDLE: a function of another context"
         keys = (ctypes.c_void_p * 5).from_address(extra)
         assert (keys[0], keys[2], keys[4]) == (1, 2, None)
         size = ctypes.c_size_t.from_address(keys[3]).value
@@ -62,8 +72,9 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(context, "device", device))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_primary_context", lambda device: 1000 + device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
     return fake
 
 
@@ -99,6 +110,58 @@ def test_a_thread_without_a_context_gets_one(driver):
         thread.start()
         thread.join()
     assert not errors and len(driver.launched) == 2 and driver.loaded == [b"one", b"two"]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @staticmethod
+    def __new__(cls, index):
+        made = torch.zeros(4).as_subclass(cls)
+        made.index = index
+        return made
+
+    @property
+    def device(self):
+        return torch.device("cuda", self.index)
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(driver, monkeypatch):
+    """The current device stays what it was: torch derives it from the current context."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine, x, y = launch.Device(CUBINS), OnDevice(0), OnDevice(1)
+    driver.ctxSetCurrent(1000)
+    for parameters in ((x,), (y,), (3, launch.Struct("=q", y)), (x,)):
+        engine.launch("a", (1, 1), 32, 0, parameters)
+        assert driver.ctxGetCurrent() == 1000
+    assert [stream for _, _, _, stream, _ in driver.launched] == [77, 78, 78, 77]
+    assert driver.loaded == [b"one", b"two"] * 2
+
+
+def test_a_thread_without_a_context_keeps_that_of_its_current_device_only(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = launch.Device(CUBINS)
+    engine.launch("a", (1, 1), 32, 0, (OnDevice(1),))
+    assert driver.ctxGetCurrent() == 0
+    engine.launch("a", (1, 1), 32, 0, (OnDevice(0),))
+    assert driver.ctxGetCurrent() == 1000
+
+
+def test_tensors_on_two_devices_are_refused_together(driver):
+    assert different_devices([OnDevice(0), None, OnDevice(1)]) == [
+        "tensors on cuda:0 and cuda:1 (a kernel runs on one device)"
+    ]
+    assert different_devices([OnDevice(1), None, OnDevice(1), torch.empty(2, device="meta")]) == []
+
+
+def test_kernels_are_loaded_before_a_capture_or_the_error_says_how(driver, monkeypatch):
+    engine = launch.Device(CUBINS)
+    engine.load(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    engine.launch("a", (1, 1), 32, 0, ())
+    with pytest.raises(hal.HalError, match="not loaded on cuda:1, and cannot be while a graph is captured"):
+        engine.load(1)
+    assert driver.ctxGetCurrent() == 1000
 
 
 def test_a_device_without_kernels_is_named(driver, monkeypatch):

@@ -16,7 +16,7 @@ import hal
 from hal.backends.cuda import Cuda, launch
 from hal.bench.gpu import cases as gpu_cases
 from hal.bench.gpu import checks as gpu_checks
-from hal.bench.gpu import gpu_report
+from hal.bench.gpu import gpu_report, preflight
 from hal.bench.gpu import parts as gpu_parts
 from hal.bench.gpu import run as gpu
 
@@ -45,7 +45,9 @@ def test_the_order_of_attention_is_read_from_the_rows():
     name = "attention causal fwd"
     rows = [row(name=name, peer=p, ratio_median=r) for p, r in (("cuda/sdpa", 1.9), ("cuda/flash", 1.0))]
     rows.append({"name": name, "shape": "", "peer": "cuda/flex", "absent": "no Triton"})
-    assert gpu_report.attention_order(rows) == ["cuda/flash", "cuda/sdpa"]
+    rows += [row(name=name, peer="SDPA cuDNN"), row(name="attention window 512 fwd", peer="cuda/flex")]
+    assert gpu_report.attention_order(rows) == {"square": ["cuda/flash", "cuda/sdpa"], "window": ["cuda/flex"]}
+    assert gpu_report.attention_order([row()]) == {}
 
 
 def complete(*rows):
@@ -79,7 +81,9 @@ def test_the_report_shows_every_row():
     assert "- graph of rotary cuda/kernel: passes" in text and "**memory statistics: 64 MiB show as 0**" in text
     assert "| rotary | float32 | cuda/kernel | pass | 3 | 0.123 |" in text
     assert "| 1.50 | 1.40..1.60 | 10.0 us | 90% |" in text and "no Triton" in text and "0.0010 over 2 steps" in text
-    assert "3000 GB/s" in text and "order.py`): cuda/flash." in text and "**train_step, u: killed by SIGSEGV**" in text
+    assert (
+        "3000 GB/s" in text and '{"square": ["cuda/flash"]}' in text and "**train_step, u: killed by SIGSEGV**" in text
+    )
 
 
 def test_losses_that_differ_are_a_failure_and_nan_is_too():
@@ -147,7 +151,7 @@ def parts(monkeypatch, tmp_path):
     machine = {"device": "NVIDIA Test 1", "sources": "s", "torch": "t", "CUDA": "13", "date": "d", "commit": "c"}
     monkeypatch.setattr(gpu, "machine", lambda: dict(machine))
     monkeypatch.setattr(gpu, "command", lambda *arguments: [sys.executable, "-c", PARTS, *arguments])
-    monkeypatch.setattr(gpu_parts, "lacking", lambda part: "")
+    monkeypatch.setattr(preflight, "lacking", lambda part: "")
 
     def run(*arguments, changed=None, **units):
         machine.update(changed or {})
@@ -231,8 +235,8 @@ def test_a_run_that_is_killed_loses_no_finished_unit(parts, monkeypatch, tmp_pat
 
 
 def test_a_part_whose_packages_are_missing_is_recorded_with_what_to_install(parts, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_parts, "lacking", LACKING)
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
+    monkeypatch.setattr(preflight, "lacking", LACKING)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("megatron.core", "cffi") else object())
     code, ran, report = parts("checks", "training")
     assert (code, ran) == (1, ["checks a", "checks b"])
     why = "megatron-core and cffi are not installed: pip install megatron-core==0.16.1 cffi"
@@ -240,12 +244,12 @@ def test_a_part_whose_packages_are_missing_is_recorded_with_what_to_install(part
     assert f"training did not run: {why}" in capsys.readouterr().out
 
 
-LACKING = gpu_parts.lacking
+LACKING = preflight.lacking
 
 
 def test_a_module_of_a_missing_package_is_missing(monkeypatch):
-    monkeypatch.setitem(gpu_parts.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
-    assert gpu_parts.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
+    monkeypatch.setitem(preflight.NEEDS, "parity", {"no_such_package.core": "no-such-package"})
+    assert preflight.lacking("parity") == "no-such-package is not installed: pip install no-such-package"
 
 
 def test_an_unknown_part_is_wrong_usage(capsys):
@@ -267,38 +271,69 @@ def test_the_digest_changes_with_the_sources_only(monkeypatch, tmp_path):
     (tmp_path / "ops").mkdir()
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     digests = set()
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", "")):
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", ""), ("notes.md", ""), ("attention_order.json", "{}")):
         (tmp_path / "ops" / name).write_text(text)
         digests.add(gpu.sources())
-    assert len(digests) == 3  # notes.md is not a source
+    assert len(digests) == 3  # notes.md and the order of attention, which follows a report, are no sources
 
 
 FAKE_PYTHON = """#!/bin/sh
 echo "$0 $@" >> "{log}"
-case "$1 $2" in
--c*) exit {has_gpu} ;;
-"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+case "$1" in
+*preflight.py) exit {code} ;;
 esac
 """
 
 
-@pytest.mark.parametrize("has_gpu", [0, 1])
-def test_make_gpu_installs_packages_only_where_some_are_missing(tmp_path, has_gpu):
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("environment", [False, True])
+def test_make_gpu_installs_nothing_and_runs_only_where_it_can(tmp_path, code, environment):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     log, python, venv = tmp_path / "log", tmp_path / "python", tmp_path / "venv"
-    python.write_text(FAKE_PYTHON.format(log=log, has_gpu=has_gpu))
-    python.chmod(0o755)
+    used = venv / "bin" / "python" if environment else python
+    for path in (python, used):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(FAKE_PYTHON.format(log=log, code=code))
+        path.chmod(0o755)
     command = ["make", "gpu", f"PYTHON={python}", f"GPU={venv}", "PARTS=parity checks"]
-    subprocess.run(command, cwd=gpu.ROOT, check=True, capture_output=True)
-    probe, *ran = log.read_text().splitlines()
-    for needed in ("torch.cuda.is_available", "cupy", "hypothesis"):
-        assert needed in probe
-    if has_gpu == 0:
-        assert ran == [f"{python} -m hal.bench.gpu.run parity checks"]
-    else:
-        assert ran[0] == f"{python} -m venv {venv}" and "pip install" in ran[1]
-        assert ran[2:] == [f"{venv}/bin/python -m hal.bench.gpu.run parity checks"]
+    done = subprocess.run(command, cwd=gpu.ROOT, check=False, capture_output=True)
+    ran = [f"{used} benchmarks/gpu/preflight.py parity checks", f"{used} -m hal.bench.gpu.run parity checks"]
+    assert log.read_text().splitlines() == (ran[:1] if code else ran)
+    assert (done.returncode != 0) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("absent", "answer", "code", "text"),
+    [
+        ((), "13.0 True", 0, ""),
+        (("hypothesis",), "13.0 True", 0, "the part parity will not run: hypothesis is not installed"),
+        (("triton",), "13.0 True", 0, "without triton, these are absent: cuda/flex"),
+        (("cupy",), "13.0 True", 1, "cupy-cuda13x is not installed"),
+        ((), "none False", 1, "this torch is built without CUDA"),
+        ((), "13.0 False", 1, "torch (for CUDA 13.0) finds no GPU"),
+        ((), "", 1, "torch cannot be imported: no message"),
+    ],
+)
+def test_the_preflight_names_what_is_missing(monkeypatch, capsys, absent, answer, code, text):
+    monkeypatch.setattr(preflight, "_installed", lambda module: module not in absent)
+    monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: "libcuda.so.1")
+    done = subprocess.CompletedProcess([], 0, answer, "")
+    monkeypatch.setattr(preflight.subprocess, "run", lambda *args, **how: done)
+    assert preflight.main([]) == code
+    printed = capsys.readouterr().out
+    assert text in printed and ("nothing can run" in printed) == bool(code) and bool(printed) == bool(text)
+
+
+def test_the_preflight_knows_the_parts_and_needs_no_package():
+    assert set(preflight.ALL) == set(gpu_report.PARTS)
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({preflight.__file__!r})"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_peer_that_raises_is_absent_and_ours_a_failure(monkeypatch):

@@ -213,6 +213,29 @@ def test_why_runs_nothing_and_takes_meta_tensors(toy, make_backend):
             hal.why(toy, torch.empty(2, device="meta"), scale=0.0)
 
 
+def _adding(value):
+    def forward(x, w=None, *, scale=1.0):
+        return x + value
+
+    return forward
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_backend_may_prefer_implementations_by_call(toy, make_backend, marked):
+    backend = make_backend()
+    why_not = hal.by_metadata(lambda call: ()) if marked else lambda call: ()
+    for number, id in enumerate("abc"):
+        refuses = hal.by_metadata(lambda call: ["no"]) if id == "c" else why_not
+        backend.impl(toy, id=id, why_not=refuses)(_adding(100.0 * (number + 1)))
+    backend.preference = lambda self, op: lambda call: ("c", "b") if call.scale > 1.0 else ()
+    with hal.activated(backend()):
+        for _ in range(2):
+            assert toy(X)[0] == 100 and toy(X, scale=2.0)[0] == 200
+        assert list(hal.why(toy, X, scale=2.0).reasons) == ["c", "b", "a"] and hal.why(toy, X).chosen == "a"
+    with hal.activated(backend(), pin={"toy": "a"}):
+        assert toy(X, scale=2.0)[0] == 100
+
+
 def test_why_tells_a_fallback_from_a_refusal(toy, make_backend):
     with hal.activated(make_backend()(), fallback="reference"):
         assert hal.why(toy, X).chosen == "reference"

@@ -18,7 +18,8 @@ from hal.model.checkpoint import reader, writer
 from hal.model.checkpoint.reader import RELEASE
 from hal.model.config.schema import ConfigError
 from hal.model.training import run as command
-from hal.model.training.trainer import Trainer, TrainingFailed
+from hal.model.training.step_result import TrainingFailed
+from hal.model.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,7 @@ def test_a_run_that_fails_waits_for_the_save_under_way(tiny, tmp_path, gate, mon
             if trainer.iteration < 1:
                 return norm()
             threading.Timer(0.2, gate.set).start()
-            return float("nan")
+            return torch.tensor(float("nan"))
 
         trainer.optimizer.grad_norm = grad_norm
         return trainer, tokenizer

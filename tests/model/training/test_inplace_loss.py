@@ -30,7 +30,7 @@ def _iterations(options: dict[str, Any], allowed: bool) -> tuple[list[Any], int]
         value = run.forward_backward()
         grads = {n: local(g).contiguous() for n, g in run.optimizer.grads().items()}
         results.append((float(value), {n: hashlib.sha256(g.numpy().tobytes()).hexdigest() for n, g in grads.items()}))
-        run.optimizer.step(1e-2, run.optimizer.grad_norm())
+        run.optimizer.step(1e-2, run.optimizer.clip_factor(run.optimizer.grad_norm()))
         run.optimizer.zero_grad()
         run.iteration += 1
     return results, sum(not torch.equal(now, before) for now, before in pairs)

@@ -9,7 +9,7 @@ from hal import HalError
 from hal.model.training import rerun
 from hal.model.training.rerun import Gradients, RerunCheck
 from hal.model.training.run import build
-from hal.model.training.trainer import TrainingFailed
+from hal.model.training.step_result import TrainingFailed
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hal.model.training import run_log
 from hal.model.training.log_line import compact_line
 from hal.model.training.run_log import RunLog
-from hal.model.training.trainer import StepResult
+from hal.model.training.step_result import StepResult
 
 
 def step(iteration):

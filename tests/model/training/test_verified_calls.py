@@ -10,7 +10,7 @@ import hal
 from hal import ops
 from hal.model.checkpoint import reader
 from hal.model.training.run import train
-from hal.model.training.trainer import TrainingFailed
+from hal.model.training.step_result import TrainingFailed
 
 
 @pytest.fixture

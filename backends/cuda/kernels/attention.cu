@@ -1,0 +1,418 @@
+// Attention with windows, masks, packed sequences, grouped heads and HAL's dropout, forward and backward.
+//
+// Forward (Dao, arXiv 2307.08691): a block of 256 threads owns FQ queries of a head and iterates over tiles of FK keys:
+// S = Q K^T, running maximum and sum per row, P = dropout(exp(S - max)), O = O exp(old - new maximum) + P V. Backward
+// recomputes P from the log-sum-exp in two kernels, so that every element is summed by one thread in a fixed order and
+// results repeat bit for bit: attention_dq owns queries, attention_dkv owns keys and iterates over the query heads of
+// their group. With delta = sum(dO O): dS = P (dropout(dO V^T) - delta) scale, dQ = dS K, dK = dS^T Q, dV = P^T dO.
+//
+// Every query sees an interval of keys, from its window and, if packed, from cu_seqlens; tiles outside of the intervals
+// of all rows of a tile are skipped, and a mask is applied on top. Dropout's bits are those of element (b, n, i, j) of
+// the draw, four adjacent keys per Philox block, drawn again in the backward pass.
+//
+// Tiles are kept in static shared memory, below the 48 KiB that need no opting in; Sizes lists them. P and dS are
+// rounded to the element type before their products, as in FlashAttention. Memory traffic: q, out and lse once, k and v
+// once per FQ queries (mostly from L2); backward reads k and v per B queries, and q and dout per B keys. Scores pass
+// through shared memory between the tensor cores and the softmax: about 40 KiB per tile of 64 x 32 x 64, the limit of
+// this kernel.
+#include "attention_tiles.h"
+
+constexpr float LOG2_E = 1.44269504f;
+
+// FQ, FK: queries and keys of a tile of the forward pass; B: both, of the backward passes. D: the largest head size.
+template <class T, int D> struct Sizes;
+template <class T> struct Sizes<T, 64> {
+    static constexpr int FQ = 64, FK = 32, B = 32;
+};
+template <class T> struct Sizes<T, 128> {
+    static constexpr int FQ = 64, FK = 32, B = 32;
+};
+template <class T> struct Sizes<T, 256> {
+    static constexpr int FQ = 32, FK = 16, B = 16;
+};
+template <> struct Sizes<f32, 64> {
+    static constexpr int FQ = 32, FK = 32, B = 32;
+};
+template <> struct Sizes<f32, 128> {
+    static constexpr int FQ = 32, FK = 16, B = 16;
+};
+
+// [batch, heads, length, d] through strides in elements; the stride of d is 1.
+struct View {
+    void *at;
+    i64 b, n, s;
+    template <class T> INLINE T *head(i64 batch, i64 number) const { return (T *)at + batch * b + number * n; }
+};
+
+// One byte per element, 1 = masked out, through strides in bytes; at = 0: no mask.
+struct Mask {
+    const u8 *at;
+    i64 b, n, q, k;
+};
+
+struct Shape {
+    i64 batch, heads, group, sq, skv, d;
+    double scale;
+    i64 pre, next, sequences, top_left;  // sequences: 0 if dense
+    const int *cu_q, *cu_k;
+    i64 vec;  // whether rows start on 16-byte boundaries, with d a multiple of 16 bytes
+};
+
+// threshold 0: no dropout. draw.strides: of batch, head and query.
+struct Dropout {
+    Draw draw;
+    i64 threshold;
+    double scale;
+};
+
+// The keys [low, high) that query i sees.
+struct Interval {
+    int low, high;
+};
+
+INLINE i64 clamp(i64 x, i64 low, i64 high) { return x < low ? low : x < high ? x : high; }
+
+INLINE Interval interval_of(const Shape &s, i64 i) {
+    if (i >= s.sq) return {0, 0};
+    i64 first = 0, last = s.skv, shift = s.skv - s.sq;
+    if (s.sequences) {
+        i64 low = 0, high = s.sequences;
+#pragma unroll 1
+        while (high - low > 1) {  // the last sequence that starts at or before i; empty ones before it start there, too
+            const i64 middle = (low + high) / 2;
+            if (s.cu_q[middle] <= i) low = middle;
+            else high = middle;
+        }
+        first = s.cu_k[low], last = s.cu_k[low + 1];
+        i -= s.cu_q[low];
+        shift = s.top_left ? 0 : last - first - (s.cu_q[low + 1] - s.cu_q[low]);
+    }
+    const i64 low = clamp(i + shift - s.pre, 0, last - first), high = clamp(i + shift + s.next + 1, low, last - first);
+    return {(int)(first + low), (int)(first + high)};
+}
+
+// tile[ROWS][LD] = rows [first, first + ROWS) of x; zero outside of `length` rows and d columns.
+template <int ROWS, int D, int LD, class T>
+INLINE void load_tile(T *tile, const T *x, i64 stride, i64 first, i64 length, const Shape &s) {
+    constexpr int V = Lanes<T>::count;
+    const int d = (int)s.d;
+    if (s.vec) {
+#pragma unroll 1
+        for (int at = threadIdx.x; at < ROWS * (D / V); at += 256) {
+            const int row = at / (D / V), j = at % (D / V) * V;
+            Vector<T> part = {};
+            if (first + row < length && j < d) part = *reinterpret_cast<const Vector<T> *>(x + (first + row) * stride + j);
+            store16(reinterpret_cast<Vector<T> *>(tile + row * LD + j), part);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ROWS * D; at += 256) {
+        const int row = at / D, j = at % D;
+        T value = {};
+        if (first + row < length && j < d) value = x[(first + row) * stride + j];
+        tile[row * LD + j] = value;
+    }
+}
+
+// The opposite: rows [first, first + ROWS) of x, as far as it has them, become those of tile.
+template <int ROWS, int D, int LD, class T>
+INLINE void store_tile(const T *tile, T *x, i64 stride, i64 first, i64 length, const Shape &s) {
+    constexpr int V = Lanes<T>::count;
+    const int d = (int)s.d;
+    if (s.vec) {
+#pragma unroll 1
+        for (int at = threadIdx.x; at < ROWS * (D / V); at += 256) {
+            const int row = at / (D / V), j = at % (D / V) * V;
+            if (first + row < length && j < d)
+                store16(reinterpret_cast<Vector<T> *>(x + (first + row) * stride + j),
+                        *reinterpret_cast<const Vector<T> *>(tile + row * LD + j));
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ROWS * D; at += 256) {
+        const int row = at / D, j = at % D;
+        if (first + row < length && j < d) x[(first + row) * stride + j] = tile[row * LD + j];
+    }
+}
+
+// exp(x) for x <= 0; in one instruction where the result is rounded to 16 bits.
+template <class T> INLINE float exponential(float x) { return sizeof(T) == 4 ? expf(x) : power_of_2(x * LOG2_E); }
+
+// For four adjacent keys from j on: which of them query i (row of the tile) sees, and their factors by dropout.
+INLINE void look(const Interval &seen, const Mask &mask, const Dropout &dropout, i64 b, i64 n, i64 i, i64 j,
+                 bool (&visible)[4], float (&factor)[4]) {
+    bool any = false;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        visible[c] = j + c >= seen.low && j + c < seen.high;
+        if (visible[c] && mask.at) visible[c] = !mask.at[b * mask.b + n * mask.n + i * mask.q + (j + c) * mask.k];
+        any = any || visible[c];
+        factor[c] = 1.0f;
+    }
+    if (!dropout.threshold || !any) return;
+    const Draw &draw = dropout.draw;
+    u32 bits[4];
+    const i64 row = b * draw.strides[0] + n * draw.strides[1] + i * draw.strides[2];
+    philox_bits(draw, (u64)(draw.index0 + row + j), bits);
+#pragma unroll
+    for (int c = 0; c < 4; c++) factor[c] = bits[c] >> 8 >= (u32)dropout.threshold ? (float)dropout.scale : 0.0f;
+}
+
+// The smallest low and the largest high of intervals in shared memory; {0, 0} if no row sees a key.
+template <int ROWS> INLINE Interval range_of(const Interval *rows) {
+    int low = 2147483647, high = 0;
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r++) {
+        if (rows[r].low >= rows[r].high) continue;
+        low = rows[r].low < low ? rows[r].low : low;
+        high = rows[r].high > high ? rows[r].high : high;
+    }
+    return {low < high ? low : 0, high};
+}
+
+// lse [batch][heads][sq], -inf for a query that sees no key.
+template <class T, int D>
+__global__ void __launch_bounds__(256, 2)
+    attention_fwd(View q, View k, View v, View out, float *lse, Shape s, Mask mask, Dropout dropout) {
+    constexpr int Q = Sizes<T, D>::FQ, K = Sizes<T, D>::FK, LD = D + Lanes<T>::count, LS = K + 1, LP = sizeof(T) == 4 ? LS : K + 2;
+    constexpr int GROUPS = K / 4;  // threads per row of the softmax
+    alignas(16) __shared__ T qs[Q * LD], ks[K * LD], vs[K * LD], ps[Q * LP];
+    __shared__ float ss[Q * LS], top[Q], sum[Q], change[Q];
+    __shared__ Interval seen[Q];
+    const float scale = (float)s.scale;
+    const int depth = (int)(s.d + 15) / 16 * 16;
+    const i64 tiles = (s.sq + Q - 1) / Q, work = s.batch * s.heads * tiles;
+    for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
+        const i64 first = item % tiles * Q, n = item / tiles % s.heads, b = item / tiles / s.heads;
+        const T *keys = k.head<T>(b, n / s.group), *values = v.head<T>(b, n / s.group);
+        load_tile<Q, D, LD>(qs, q.head<T>(b, n), q.s, first, s.sq, s);
+        if (threadIdx.x < Q) {
+            seen[threadIdx.x] = interval_of(s, first + threadIdx.x);
+            top[threadIdx.x] = -INFINITE;
+            sum[threadIdx.x] = 0.0f;
+        }
+        __syncthreads();
+        const Interval range = range_of<Q>(seen);
+        Tile<T, Q, D> o;
+        o.zero();
+        for (i64 key = range.low / K * K; key < range.high; key += K) {
+            load_tile<K, D, LD>(ks, keys, k.s, key, s.skv, s);
+            load_tile<K, D, LD>(vs, values, v.s, key, s.skv, s);
+            __syncthreads();
+            Tile<T, Q, K> scores;
+            scores.zero();
+            scores.template add<false, true>(qs, LD, ks, LD, depth);
+            scores.each([&](int row, int column, float &x) { ss[row * LS + column] = x; });
+            __syncthreads();
+#pragma unroll 1
+            for (int at = threadIdx.x; at < Q * GROUPS; at += 256) {
+                const int row = at / GROUPS, column = at % GROUPS * 4;
+                bool visible[4];
+                float factor[4], x[4], most = -INFINITE, total = 0.0f;
+                look(seen[row], mask, dropout, b, n, first + row, key + column, visible, factor);
+                const float before = top[row], partial = sum[row];
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    x[c] = visible[c] ? ss[row * LS + column + c] * scale : -INFINITE;
+                    most = fmaxf(most, x[c]);
+                }
+#pragma unroll
+                for (int other = GROUPS / 2; other > 0; other /= 2)
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+                const float now = fmaxf(before, most), base = now == -INFINITE ? 0.0f : now;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    x[c] = visible[c] ? exponential<T>(x[c] - base) : 0.0f;
+                    total += x[c];
+                    from_float(x[c] * factor[c], ps[row * LP + column + c]);
+                }
+#pragma unroll
+                for (int other = GROUPS / 2; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
+                if (column == 0) {  // all lanes have read top and sum, because they have taken part in the shuffles
+                    const float shrink = before == -INFINITE ? 0.0f : exponential<T>(before - base);
+                    top[row] = now, sum[row] = partial * shrink + total, change[row] = shrink;
+                }
+            }
+            __syncthreads();
+            o.each([&](int row, int, float &x) { x *= change[row]; });
+            o.template add<false, false>(ps, LP, vs, LD, K);
+            __syncthreads();
+        }
+        o.each([&](int row, int column, float &x) {
+            from_float(sum[row] == 0.0f ? 0.0f : x / sum[row], qs[row * LD + column]);
+        });
+        __syncthreads();
+        store_tile<Q, D, LD>(qs, out.head<T>(b, n), out.s, first, s.sq, s);
+        if (threadIdx.x < Q && first + threadIdx.x < s.sq)
+            lse[(b * s.heads + n) * s.sq + first + threadIdx.x] =
+                sum[threadIdx.x] == 0.0f ? -INFINITE : top[threadIdx.x] + logf(sum[threadIdx.x]);
+        __syncthreads();
+    }
+}
+
+// delta [batch][heads][sq] = sum over d of dout out; a warp per row.
+template <class T>
+__global__ void __launch_bounds__(256) attention_delta(View dout, View out, float *delta, Shape s) {
+    const i64 rows = s.batch * s.heads * s.sq;
+    const int lane = threadIdx.x % 32;
+    for (i64 r = (i64)blockIdx.x * 8 + threadIdx.x / 32; r < rows; r += (i64)gridDim.x * 8) {
+        const i64 i = r % s.sq, n = r / s.sq % s.heads, b = r / s.sq / s.heads;
+        const T *x = dout.head<T>(b, n) + i * dout.s, *y = out.head<T>(b, n) + i * out.s;
+        float total = 0.0f;
+        for (int j = lane; j < s.d; j += 32) total += to_float(x[j]) * to_float(y[j]);
+#pragma unroll
+        for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
+        if (lane == 0) delta[r] = total;
+    }
+}
+
+// The tiles of a backward pass in shared memory. For float32, P and dS take the place of the products they come from.
+template <class T, int D> struct Backward {
+    static constexpr int B = Sizes<T, D>::B, LD = D + Lanes<T>::count, LS = B + 1, LP = sizeof(T) == 4 ? LS : B + 2;
+    static constexpr int OWN = sizeof(T) == 4 ? 1 : B * LP;
+    alignas(16) T q[B * LD], dout[B * LD], k[B * LD], v[B * LD], p_[OWN], ds_[OWN];
+    alignas(16) float s[B * LS], dp[B * LS];
+    float lse[B], delta[B];
+    Interval seen[B];
+    INLINE T *p() { return sizeof(T) == 4 ? (T *)s : p_; }
+    INLINE T *ds() { return sizeof(T) == 4 ? (T *)dp : ds_; }
+};
+
+template <class T, int D>
+INLINE void load_queries(Backward<T, D> &m, const View &q, const View &dout, const float *lse, const float *delta,
+                         const Shape &s, i64 b, i64 n, i64 first) {
+    constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD;
+    load_tile<B, D, LD>(m.q, q.head<T>(b, n), q.s, first, s.sq, s);
+    load_tile<B, D, LD>(m.dout, dout.head<T>(b, n), dout.s, first, s.sq, s);
+    if (threadIdx.x < B && first + threadIdx.x < s.sq) {
+        m.lse[threadIdx.x] = lse[(b * s.heads + n) * s.sq + first + threadIdx.x];
+        m.delta[threadIdx.x] = delta[(b * s.heads + n) * s.sq + first + threadIdx.x];
+    }
+}
+
+// p = dropout(P) and ds = dS of the tile of queries from `first` and keys from `key` on. Ends with a barrier.
+template <class T, int D>
+INLINE void scores_of(Backward<T, D> &m, const Shape &s, const Mask &mask, const Dropout &dropout, i64 b, i64 n, i64 first,
+                      i64 key) {
+    constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD, LS = Backward<T, D>::LS, LP = Backward<T, D>::LP;
+    const int depth = (int)(s.d + 15) / 16 * 16;
+    const float scale = (float)s.scale;
+    Tile<T, B, B> x, y;
+    x.zero(), y.zero();
+    x.template add<false, true>(m.q, LD, m.k, LD, depth);
+    y.template add<false, true>(m.dout, LD, m.v, LD, depth);
+    x.each([&](int row, int column, float &value) { m.s[row * LS + column] = value; });
+    y.each([&](int row, int column, float &value) { m.dp[row * LS + column] = value; });
+    __syncthreads();
+#pragma unroll 1
+    for (int at = threadIdx.x; at < B * (B / 4); at += 256) {
+        const int row = at / (B / 4), column = at % (B / 4) * 4;
+        bool visible[4];
+        float factor[4];
+        look(m.seen[row], mask, dropout, b, n, first + row, key + column, visible, factor);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float score = m.s[row * LS + column + c] * scale, dp = m.dp[row * LS + column + c] * factor[c];
+            const float p = visible[c] ? exponential<T>(score - m.lse[row]) : 0.0f;
+            from_float(p * factor[c], m.p()[row * LP + column + c]);
+            from_float(visible[c] ? p * (dp - m.delta[row]) * scale : 0.0f, m.ds()[row * LP + column + c]);
+        }
+    }
+    __syncthreads();
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(256, 2) attention_dq(View q, View k, View v, View dout, View dq, const float *lse,
+                                                    const float *delta, Shape s, Mask mask, Dropout dropout) {
+    constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD, LP = Backward<T, D>::LP;
+    __shared__ Backward<T, D> m;
+    const i64 tiles = (s.sq + B - 1) / B, work = s.batch * s.heads * tiles;
+    for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
+        const i64 first = item % tiles * B, n = item / tiles % s.heads, b = item / tiles / s.heads;
+        load_queries(m, q, dout, lse, delta, s, b, n, first);
+        if (threadIdx.x < B) m.seen[threadIdx.x] = interval_of(s, first + threadIdx.x);
+        __syncthreads();
+        const Interval range = range_of<B>(m.seen);
+        Tile<T, B, D> sum;
+        sum.zero();
+        for (i64 key = range.low / B * B; key < range.high; key += B) {
+            load_tile<B, D, LD>(m.k, k.head<T>(b, n / s.group), k.s, key, s.skv, s);
+            load_tile<B, D, LD>(m.v, v.head<T>(b, n / s.group), v.s, key, s.skv, s);
+            __syncthreads();
+            scores_of(m, s, mask, dropout, b, n, first, key);
+            sum.template add<false, false>(m.ds(), LP, m.k, LD, B);
+            __syncthreads();
+        }
+        sum.each([&](int row, int column, float &x) { from_float(x, m.q[row * LD + column]); });
+        __syncthreads();
+        store_tile<B, D, LD>(m.q, dq.head<T>(b, n), dq.s, first, s.sq, s);
+        __syncthreads();
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(256, D == 64 ? 2 : 1) attention_dkv(View q, View k, View v, View dout, View dk, View dv, const float *lse,
+                                                     const float *delta, Shape s, Mask mask, Dropout dropout) {
+    constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD, LP = Backward<T, D>::LP;
+    __shared__ Backward<T, D> m;
+    const i64 tiles = (s.skv + B - 1) / B, kv_heads = s.heads / s.group, work = s.batch * kv_heads * tiles;
+    for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
+        const i64 key = item % tiles * B, g = item / tiles % kv_heads, b = item / tiles / kv_heads;
+        load_tile<B, D, LD>(m.k, k.head<T>(b, g), k.s, key, s.skv, s);
+        load_tile<B, D, LD>(m.v, v.head<T>(b, g), v.s, key, s.skv, s);
+        Tile<T, B, D> of_k, of_v;
+        of_k.zero(), of_v.zero();
+        for (i64 n = g * s.group; n < (g + 1) * s.group; n++)
+            for (i64 first = 0; first < s.sq; first += B) {
+                bool meets = false;
+                if (threadIdx.x < B) {
+                    const Interval seen = interval_of(s, first + threadIdx.x);
+                    m.seen[threadIdx.x] = seen;
+                    meets = seen.low < seen.high && seen.low < key + B && seen.high > key;
+                }
+                if (!__syncthreads_or(meets)) continue;
+                load_queries(m, q, dout, lse, delta, s, b, n, first);
+                __syncthreads();
+                scores_of(m, s, mask, dropout, b, n, first, key);
+                of_v.template add<true, false>(m.p(), LP, m.dout, LD, B);
+                of_k.template add<true, false>(m.ds(), LP, m.q, LD, B);
+                __syncthreads();
+            }
+        of_k.each([&](int row, int column, float &x) { from_float(x, m.k[row * LD + column]); });
+        of_v.each([&](int row, int column, float &x) { from_float(x, m.v[row * LD + column]); });
+        __syncthreads();
+        store_tile<B, D, LD>(m.k, dk.head<T>(b, g), dk.s, key, s.skv, s);
+        store_tile<B, D, LD>(m.v, dv.head<T>(b, g), dv.s, key, s.skv, s);
+        __syncthreads();
+    }
+}
+
+EXPORT(attention_fwd<f32, 64>)
+EXPORT(attention_fwd<f32, 128>)
+EXPORT(attention_fwd<bf16, 64>)
+EXPORT(attention_fwd<bf16, 128>)
+EXPORT(attention_fwd<bf16, 256>)
+EXPORT(attention_fwd<f16, 64>)
+EXPORT(attention_fwd<f16, 128>)
+EXPORT(attention_fwd<f16, 256>)
+EXPORT(attention_delta<f32>)
+EXPORT(attention_delta<bf16>)
+EXPORT(attention_delta<f16>)
+EXPORT(attention_dq<f32, 64>)
+EXPORT(attention_dq<f32, 128>)
+EXPORT(attention_dq<bf16, 64>)
+EXPORT(attention_dq<bf16, 128>)
+EXPORT(attention_dq<bf16, 256>)
+EXPORT(attention_dq<f16, 64>)
+EXPORT(attention_dq<f16, 128>)
+EXPORT(attention_dq<f16, 256>)
+EXPORT(attention_dkv<f32, 64>)
+EXPORT(attention_dkv<f32, 128>)
+EXPORT(attention_dkv<bf16, 64>)
+EXPORT(attention_dkv<bf16, 128>)
+EXPORT(attention_dkv<bf16, 256>)
+EXPORT(attention_dkv<f16, 64>)
+EXPORT(attention_dkv<f16, 128>)
+EXPORT(attention_dkv<f16, 256>)

@@ -1,0 +1,219 @@
+"""cuda/fused: dropout's bits, results against those in float64, planted faults, and the calls that no fused kernel
+takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cuda_helpers import planted
+from torch import Tensor
+
+import hal
+from hal import Rng, ops
+from hal.backends.cuda import Cuda, compile
+from hal.backends.cuda.attention import fused
+from hal.backends.cuda.simulator.build import Simulator
+from hal.ops.random import keep_mask
+
+(FUSED,) = (impl for impl in Cuda.impls["flash_attention"] if impl.id == fused.ID)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+RNG = Rng(5, 11)
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 5, 5, 40, 71], [0, 3, 12, 20, 60, 70]))
+PACKED = {"layout": "TND", "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+DROPOUT = {"dropout_p": 0.3, "rng": RNG}
+
+# name -> (b, query heads, key/value heads, sq, skv, d), other arguments
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "causal, more keys than queries": ((1, 2, 1, 40, 70, 64), {"next_tokens": 0}),
+    "dropout in a window": ((2, 2, 1, 70, 40, 24), {"pre_tokens": 20, "next_tokens": 3, **DROPOUT}),
+    "a block of a larger draw": (
+        (1, 1, 1, 34, 37, 16),
+        {"dropout_p": 0.5, "rng": RNG.block((3, 4, 90, 90), (2, 1, 33, 46))},
+    ),
+    "a mask, and dropout": (
+        (2, 2, 2, 33, 65, 128),
+        {"mask": torch.arange(65) % 3 == torch.arange(33)[:, None] % 3, **DROPOUT},
+    ),
+    "odd head size": ((1, 2, 2, 9, 35, 7), {"next_tokens": 0, **DROPOUT}),
+    "dead rows": ((1, 1, 1, 20, 20, 8), {"pre_tokens": 5, "next_tokens": -3, **DROPOUT}),
+    "a negative scale": ((1, 1, 1, 17, 33, 64), {"scale": -0.4}),
+    "packed": ((1, 4, 2, 71, 70, 32), {**PACKED, "next_tokens": 0, **DROPOUT}),
+    "packed, top left": ((1, 2, 2, 71, 70, 32), {**PACKED, "pre_tokens": 4, "next_tokens": 2, "top_left": True}),
+}
+
+
+def _inputs(sizes: tuple[int, ...], dtype: torch.dtype, layout: str) -> list[Tensor]:
+    b, n, g, sq, skv, d = sizes
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(s, h, d) if layout == "TND" else (b, h, s, d) for s, h in ((sq, n), (skv, g), (skv, g))]
+    return [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
+
+
+def _results(run: Callable[..., Any], inputs: list[Tensor], how: dict[str, Any]) -> list[Tensor]:
+    """out, dq, dk, dv and lse."""
+    out, lse = run(*inputs, return_lse=True, **{"layout": "BNSD", **how})
+    dout = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad(out, inputs, dout), lse]
+
+
+def _errors(dtype: torch.dtype, name: str) -> list[float]:
+    sizes, how = CASES[name]
+    inputs = _inputs(sizes, dtype, how.get("layout", "BNSD"))
+    results = _results(FUSED.call, inputs, how)
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    expected = _results(ops.flash_attention.reference, double, how)
+    return [float((r - e).nan_to_num(0.0, 0.0, 0.0).abs().max()) for r, e in zip(results, expected)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_reference(simulated: Cuda, name: str, dtype: torch.dtype) -> None:
+    assert max(_errors(dtype, name)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("skv", [32, 30, 33])  # rows of the draw that start in the middle of a Philox block, too
+def test_the_elements_that_are_dropped_are_hals(simulated: Cuda, dtype: torch.dtype, skv: int) -> None:
+    """With the identity as values, the output is the matrix of probabilities after dropout."""
+    q, k = torch.randn(1, 2, 19, 40, dtype=dtype), torch.randn(1, 2, skv, 40, dtype=dtype)
+    v = torch.eye(skv, 40, dtype=dtype).expand(1, 2, skv, 40)
+    out = FUSED.call(q, k, v, layout="BNSD", dropout_p=0.4, rng=RNG)
+    assert torch.equal(out[..., :skv] != 0, keep_mask((1, 2, 19, skv), 0.4, RNG))
+
+
+@pytest.mark.slow
+def test_results_repeat_and_do_not_depend_on_the_grid(simulated: Cuda, simulator: Callable[..., Simulator]) -> None:
+    sizes, how = CASES["packed"]
+    inputs = _inputs(sizes, torch.bfloat16, "TND")
+    first, second = (_results(FUSED.call, inputs, how) for _ in range(2))
+    simulator({}, keep=("attention.cu", "attention_tiles.h"), grid=100)
+    third = _results(FUSED.call, inputs, how)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, third))
+
+
+def _far_apart() -> bool:
+    """Whether rows of q and of k that are 2^27 elements apart give what adjacent ones do; their memory is not touched
+    elsewhere."""
+    rows, step, d = 20, 1 << 27, 8
+    q, k, v = (torch.randn(1, 1, rows, d, dtype=torch.bfloat16) for _ in range(3))
+    far = [torch.empty((rows - 1) * step + d, dtype=torch.bfloat16) for _ in range(2)]
+    views = [x.as_strided((1, 1, rows, d), (step * rows, step * rows, step, 1)).copy_(y) for x, y in zip(far, (q, k))]
+    near = FUSED.call(q, k, v, layout="BNSD", next_tokens=0)
+    return torch.equal(FUSED.call(*views, v, layout="BNSD", next_tokens=0), near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted_offset", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_offsets_beyond_32_bits(simulator: Callable[..., Simulator], planted_offset: bool) -> None:
+    fault = planted("attention.cu", "x + (first + row) * stride + j);", "x + (int)((first + row) * stride) + j);")
+    simulator(_sources(fault if planted_offset else {}))
+    with hal.activated(Cuda(simulate=True)):
+        if planted_offset:
+            with pytest.raises(hal.HalError, match="CUDA simulator, kernel attention_fwd"):
+                _far_apart()
+        else:
+            assert _far_apart()
+
+
+def _sources(changed: dict[str, str]) -> dict[str, str]:
+    """The kernel files with these changes, and only for bfloat16 and small heads, because compiling takes time."""
+    texts = {f: (compile.KERNELS / f).read_text() for f in ("attention.cu", "attention_tiles.h")} | changed
+    texts["attention.cu"] = re.sub(r"(?m)^EXPORT\(.*<(?!bf16, 64>|bf16>).*\n", "", texts["attention.cu"])
+    return texts
+
+
+FAULTS = {
+    "fragments of A in another order": (
+        "attention_tiles.h",
+        "x[1] = pair(at + 8 * row, column)",
+        "x[1] = pair(at + 8 * column, column)",
+    ),
+    "columns of B in the place of rows": ("attention_tiles.h", "down = B_T ? 1 : ldb", "down = B_T ? ldb : 1"),
+    "no barrier after the loads": (
+        "attention.cu",
+        "s.skv, s);\n            __syncthreads();\n            Tile<T, Q, K> scores;",
+        "s.skv, s);\n            Tile<T, Q, K> scores;",
+    ),
+    "no barrier before the next tile": (
+        "attention.cu",
+        "o.template add<false, false>(ps, LP, vs, LD, K);\n            __syncthreads();",
+        "o.template add<false, false>(ps, LP, vs, LD, K);",
+    ),
+    "the old maximum is kept": ("attention.cu", "top[row] = now, ", ""),
+    "dropout before the sum": ("attention.cu", "total += x[c];", "total += x[c] * factor[c];"),
+    "bits of the next key": ("attention.cu", "(u64)(draw.index0 + row + j)", "(u64)(draw.index0 + row + j + 1)"),
+    "the window of another sequence": ("attention.cu", "i -= s.cu_q[low];", ""),
+    "heads of another group": ("attention.cu", "n = g * s.group;", "n = g;"),
+    "the gradient of k without the scale": ("attention.cu", "(dp - m.delta[row]) * scale", "(dp - m.delta[row])"),
+    "no gradient through the sum": ("attention.cu", "p * (dp - m.delta[row])", "p * dp"),
+}
+
+
+def _marks(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow if name.startswith("no barrier before") else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("name", map(_marks, FAULTS))
+def test_a_planted_fault_is_found(simulator: Callable[..., Simulator], name: str) -> None:
+    file, old, new = FAULTS[name]
+    simulator(_sources(planted(file, old, new)))
+    with hal.activated(Cuda(simulate=True)):
+        try:
+            worst = max(max(_errors(torch.bfloat16, case)) for case in ("packed", "dropout in a window"))
+        except hal.HalError as error:  # the simulator stops a wrong access
+            assert "CUDA simulator, kernel attention_" in str(error)
+            return
+    assert not worst < 2 * TOLERANCE[torch.bfloat16]
+
+
+def _table() -> list[tuple[torch.dtype, int, dict[str, Any]]]:
+    """40 calls with dropout, document masks, padding, windows and packed sequences: dtype, head size, arguments."""
+    s, mask = 1024, {"dtype": torch.bool, "device": "meta"}
+    cu = torch.empty(9, dtype=torch.int32, device="meta")
+    packed = {"layout": "TND", "cu_seqlens_q": cu, "cu_seqlens_k": cu, "next_tokens": 0}
+    dropout = {"dropout_p": 0.1, "rng": RNG}
+    kinds: list[dict[str, Any]] = [
+        {"next_tokens": 0, **dropout},
+        {"pre_tokens": 256, "next_tokens": 0, **dropout},
+        {"mask": torch.empty(2, 1, s, s, **mask), "next_tokens": 0},
+        {"mask": torch.empty(2, 1, s, s, **mask), "next_tokens": 0, **dropout},
+        {"mask": torch.empty(2, 1, 1, s, **mask), **dropout},
+        packed,
+        {**packed, **dropout},
+        {**packed, "pre_tokens": 256, **dropout},
+    ]
+    settings = [
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.float16, 96),
+        (torch.bfloat16, 256),
+        (torch.float32, 64),
+    ]
+    return [(dtype, d, how) for (dtype, d), how in product(settings, kinds)]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("groups", [16, 4])
+def test_dropout_and_document_masks_never_take_the_unfused_path(
+    no_engine: None, architecture: str, groups: int
+) -> None:
+    """As `hal why` shows for the 40 calls of a table."""
+    backend, table = Cuda(simulate=False), _table()
+    assert len(table) == 40
+    backend.set_attention_order("this device", architecture)
+    with hal.activated(backend):
+        for dtype, d, how in table:
+            packed = how.get("layout") == "TND"
+            q, k = (
+                torch.empty((2048, n, d) if packed else (2, n, 1024, d), dtype=dtype, device="meta")
+                for n in (16, groups)
+            )
+            why = hal.why(ops.flash_attention, q, k, k, **{"layout": "BNSD", **how})
+            assert why.chosen is not None and why.chosen != "cuda/unfused", str(why)
+            assert (why.chosen == "cuda/fused") == ("rng" in how or (packed and dtype == torch.float32)), str(why)
