@@ -17,7 +17,8 @@ from hal.spans import Span
 
 from ..config.schema import Config
 from .run_log import NullRunLog, RunLog
-from .trainer import StepResult, Trainer, peak_memory_bytes
+from .step_result import StepResult
+from .trainer import Trainer, peak_memory_bytes
 
 LEVELS = {
     "forward-backward": 1,
