@@ -259,15 +259,19 @@ def _identity(prefix: Path) -> tuple[Any, ...]:
 
 def _maps(config: Config, name: str, identity: tuple[Any, ...], build: Any) -> Path:
     """The folder of the index maps of one key, filled by `build(folder)` if it does not exist, and safe to open."""
-    root = cache_dir("index") if config.data_cache_path is None else _own_folder(Path(config.data_cache_path))
+    root = data_cache(config, "index")
     folder = made_once(root / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}", build)
     for path in folder.glob("*.npy"):
         _require_plain(path)
     return folder
 
 
-def _own_folder(folder: Path) -> Path:
-    """The folder of --data-cache-path. Raises ConfigError if another user could change the index maps in it."""
+def data_cache(config: Config, kind: str) -> Path:
+    """The folder of --data-cache-path, or the one of this kind in HAL's cache. Raises ConfigError if another user could
+    change what is in it."""
+    if config.data_cache_path is None:
+        return cache_dir(kind)
+    folder = Path(config.data_cache_path)
     problem = who_can_replace(make_folder(folder))
     if problem:
         raise ConfigError(

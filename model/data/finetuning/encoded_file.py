@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy
 
-from ...common.atomic_files import cache_dir, made_once, make_folder
+from ...common.atomic_files import made_once
 from ...config.schema import Config, ConfigError
+from ..gpt_dataset import data_cache
 from ..preprocess.sources import Broken, Reader
 from ..tokenizers.tokenizer import MAX_VOCABULARY
 from .examples import BadExample, parse
@@ -55,7 +56,7 @@ def encode_file(config: Config, path: Path, renderer: Renderer) -> EncodedFile:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError(f"the examples {path} cannot be read: {error.strerror}") from None
-    root = cache_dir("examples") if config.data_cache_path is None else make_folder(Path(config.data_cache_path))
+    root = data_cache(config, "examples")
     identity = str(path.absolute()), status.st_size, status.st_mtime_ns, renderer.fingerprint
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
     return EncodedFile(path, made_once(root / f"examples-{key}", lambda folder: _encode(path, renderer, folder)))

@@ -137,12 +137,14 @@ def open_examples(config: Config, tokenizer: Tokenizer, names: list[str]) -> dic
         raise ConfigError("\n".join(problems))
     for name in names:
         files = [encoded[path] for path in paths[name]]
-        sequences = ExampleSequences(config, files, _span(config, files, name), tokenizer.eod, name == "train")
+        span = _span(config, files, name)
+        sequences = ExampleSequences(config, files, span, tokenizer.eod, name == "train")
         if not sequences.sequences:
             raise ConfigError(f"the {name} split has no examples with an answer; raise --seq-length, or give more data")
-        opened[name] = ExampleSplit(
-            sequences, tokenizer.vocab_size, tokenizer.eod, source=_source(tokenizer, renderer, paths[name])
-        )
+        source = _source(tokenizer, renderer, paths[name])
+        # What is said of a resumed run in which other examples share a sequence, or in another number of sequences.
+        source["weights"], source["parts"] = None, [[*span, sequences.sequences]]
+        opened[name] = ExampleSplit(sequences, tokenizer.vocab_size, tokenizer.eod, source=source)
     return opened
 
 
