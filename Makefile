@@ -22,7 +22,7 @@ SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
 .PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production fuzzers faults mutation
-.PHONY: test-opencl test-aarch64 gpu sanitize lint as-written check bench support reference docs clean
+.PHONY: test-opencl test-aarch64 gpu gpu-environment sanitize lint as-written check bench support reference docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -97,7 +97,7 @@ gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of tor
 	@python="$(PYTHON)"; if [ -x $(GPU)/bin/python ]; then python=$(GPU)/bin/python; fi; set -x; \
 	"$$python" benchmarks/gpu/preflight.py $(PARTS) && "$$python" -m hal.bench.gpu.run $(PARTS)
 
-gpu-environment: $(GPU)/.ready  ## the packages of `make gpu` in build/gpu; needs a network
+gpu-environment: $(GPU)/.ready  ## the packages of `make gpu`, in .venv-gpu; needs a network
 
 $(GPU)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(GPU)
