@@ -133,6 +133,11 @@ def _experiment(values: GivenOptions, saved: Mapping[str, Any], complete: Mappin
     # Both units of the length, and all ways to give the warm-up, exclude each other.
     in_samples = "train_samples" in values or ("train_samples" in saved and "train_iters" not in values)
     result -= {n for n in training if n.endswith("_iters" if in_samples else "_samples")}
+    # So do steps or sequences and epochs, of which a checkpoint names those that its length followed from.
+    if {"train_iters", "train_samples"} & set(values):
+        result.discard("num_train_epochs")
+    elif "num_train_epochs" in {*values, *saved}:
+        result -= {"train_iters", "train_samples"}
     if complete.get("lr_decay_iters") == complete.get("train_iters"):
         result.discard("lr_decay_iters")  # it followed from the length of the run
     if WARMUP & set(values):

@@ -561,8 +561,8 @@ class Config:
         """Sets the number of steps of a run that is given in passes over its data, of `sequences` each."""
         counts, self.epoch_sequences = self.counts_epochs, sequences
         if counts:
-            size = self.global_batch_size
-            steps = math.ceil((self.num_train_epochs or 1) * sequences / size)  # the last batch is filled up
+            size, self.num_train_epochs = self.global_batch_size, self.num_train_epochs or 1.0
+            steps = math.ceil(self.num_train_epochs * sequences / size)  # the last batch is filled up
             self.train_iters = iterations(self, steps * size)
             if "lr_decay_iters" not in self.given:
                 self.lr_decay_iters = self.train_iters
@@ -572,7 +572,8 @@ class Config:
     @property
     def counts_epochs(self) -> bool:
         """Whether the number of steps follows from that of the examples."""
-        return self.sft and self.train_samples is None and "train_iters" not in self.given
+        steps_given = "train_iters" in self.given or "train_iters" in self.origins  # by the user, or by a checkpoint
+        return self.sft and self.train_samples is None and not (steps_given and self.num_train_epochs is None)
 
     @property
     def restarts_positions(self) -> bool:

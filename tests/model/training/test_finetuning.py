@@ -54,6 +54,11 @@ def test_an_interrupted_epoch_goes_on_bit_for_bit(folder: Path) -> None:
     command(folder, *epochs, "--exit-interval", 10, "--save", folder / "saved", run="first")
     rest = command(folder, *epochs, load="saved", run="rest")
     assert len(whole) == 14 and rest == whole[-4:], "an epoch has 7 steps"
+    # The checkpoint names the data and the length of the run.
+    alone = ["--backend", "cpu_ref", "--load", folder / "saved", "--run-dir", folder / "alone", "--sample-tokens", 0]
+    assert main([str(word) for word in alone]) == 0
+    assert [loss for _, loss in json.loads((folder / "alone" / "run.json").read_text())["losses"]] == rest
+    assert len(command(folder, "--train-iters", 12, load="saved", run="shorter")) == 2
 
 
 def epoch(folder: Path, *words: object) -> tuple[float, float | None]:
