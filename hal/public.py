@@ -22,6 +22,7 @@ from .core.dispatch import (
     use,
     why,
 )
+from .core.host_values import to_device
 from .core.lower import Lowered, lower
 from .core.op import OPS, Choice, DtypeSpec, Op, Sample, TensorSpec, Tol, op, require
 from .core.registry import backend_names
@@ -92,6 +93,7 @@ __all__ = [
     "policy",
     "require",
     "synchronize",
+    "to_device",
     "torch_comm",
     "use",
     "why",

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from hal import ops
 from hal.core.call import Call
+from hal.core.host_values import host_value
 from hal.core.op import require
 from hal.rng import Rng
-
-from .tensors import host_value
 
 UNBOUNDED = 1 << 40
 """Replaces None in pre_tokens and next_tokens. It exceeds every sequence length and is far from 64-bit overflow."""

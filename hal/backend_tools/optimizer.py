@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hal.core.call import Call
-
-from .tensors import host_value
+from hal.core.host_values import host_value
 
 AdamWMember = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """param, grad, exp_avg, exp_avg_sq, and the low-precision copy that receives the new values, if any."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 
 def host_tensor_reasons(
@@ -57,17 +55,3 @@ def copy_back(tensors: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
     for t, copy in zip(tensors, dense):
         if copy is not t:
             t.copy_(copy)
-
-
-_host_values: MutableMapping[Tensor, tuple[int, Any]] = WeakIdKeyDictionary()
-"""Tensor on a device -> (its version when it was read, its content)."""
-
-
-def host_value(x: Tensor) -> Any:
-    """`x.tolist()`; of a tensor on a device, which has to be waited for, read again only after x has changed."""
-    if x.device.type == "cpu" or x.is_inference():  # nothing to wait for; and inference tensors count no versions
-        return x.tolist()
-    known = _host_values.get(x)
-    if known is None or known[0] != x._version:
-        _host_values[x] = known = (x._version, x.tolist())
-    return known[1]

@@ -15,7 +15,9 @@ import torch
 
 from hal.comm.contract import Comm
 from hal.core.backend import Backend, Impl, Probe
+from hal.core.call import Call
 from hal.core.capabilities import Capabilities
+from hal.core.op import Op
 from hal.errors import HalError
 
 
@@ -108,6 +110,9 @@ class Spy(Backend):
 
     def profile_range(self, name: str) -> AbstractContextManager[None]:  # type: ignore[override]
         return self.inner.profile_range(name)
+
+    def preference(self, op: Op[Any, Any]) -> Callable[[Call], tuple[str, ...]] | None:
+        return self.inner.preference(op)
 
     def options(self) -> Mapping[str, Any]:
         return self.inner.options()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+import hal
 from hal import ops
 
 from ..config.rotary import rotation
@@ -287,7 +288,7 @@ class GPT(nn.Module):
     def _positions(self, starts: Tensor | None, device: torch.device) -> Tensor | None:
         if starts is None or not self.config.restarts_positions:
             return None
-        return document_mask.positions(starts).to(device)
+        return hal.to_device(document_mask.positions(starts), device)
 
     def _rotation(self, full: int, device: torch.device, starts: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if self.config.position_embedding_type != "rope":

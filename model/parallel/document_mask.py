@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import hal
+
 IGNORED = -1
 """The label of a token that is not trained on."""
 
@@ -32,7 +34,7 @@ class Documents:
         """starts: on the CPU, so that counting the documents does not wait for the device."""
         first = (starts == torch.arange(starts.shape[1])).flatten().nonzero().flatten()
         cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=starts.numel()).int()
-        return Documents(starts.to(device), cu_seqlens.to(device))
+        return Documents(hal.to_device(starts, device), hal.to_device(cu_seqlens, device, known=True))
 
     def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """bool [b, 1, queries, keys], True where a key belongs to an earlier document than the query. Later documents

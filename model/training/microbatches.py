@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import hal
 from hal.mesh import Mesh
 
 from ..config.schema import Config
@@ -45,18 +46,9 @@ def fetch_microbatches(
     for place in range(mesh.at["dp"] * size, batch, mesh.layout.dp * size):
         tokens, labels = split.fetch(first + place, size)
         starts = split.starts(first + place, tokens) if c.has_documents else None
-        tokens, labels = (_to_device(columns.take(x, 1), device) for x in (tokens, labels))
+        tokens, labels = (hal.to_device(columns.take(x, 1), device) for x in (tokens, labels))
         microbatches.append(Microbatch(tokens, labels, place, starts))
     return microbatches
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`. A copy from ordinary host memory waits for all work of the device; one from pinned memory, which
-    torch has for its accelerator only, is queued like other work."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def counted_tokens(labels: Tensor) -> Tensor:

@@ -145,18 +145,23 @@ class Optimizer:
         return bool(self.world.all_reduce(overflow, "max").item())
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients of the model together, a float32 scalar on the device."""
+        """The norm of all gradients of the model together, a scalar on the device: float32, or float64 if it is made of
+        several ranks' norms and the device stores float64."""
         owned = [grad for name, grad in self.grads().items() if name in self.owned]
         if self.world.size == 1:
             return ops.l2norm(owned)  # not summed as a square, which may overflow float32
         device = next(iter(self.main.values())).device
         norm = ops.l2norm(owned) if owned else torch.zeros((), device=device)
-        return self.world.all_reduce(norm * norm).sqrt()
+        return self._wide(self.world.all_reduce(norm * norm)).sqrt()
 
     def clip_factor(self, grad_norm: Tensor) -> Tensor:
-        """The factor that clips gradients of this norm to `clip_grad`; both float32 scalars on the device."""
-        limit = self.config.clip_grad
-        return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit > 0.0 else torch.ones_like(grad_norm)
+        """The factor that clips gradients of this norm to `clip_grad`, a float32 scalar on the device. Computed in
+        float64 where the device stores it, so that it is rounded once."""
+        limit, norm = self.config.clip_grad, self._wide(grad_norm)
+        return (limit / (norm + 1e-6)).clamp(max=1.0).float() if limit > 0.0 else torch.ones_like(norm).float()
+
+    def _wide(self, scalar: Tensor) -> Tensor:
+        return scalar.double() if torch.float64 in hal.backend().capabilities().dtypes else scalar
 
     def step(
         self,

@@ -41,7 +41,7 @@ class StepResult:
 
 
 class DeviceGradients(NamedTuple):
-    """`Gradients` as float32 scalars on the device."""
+    """`Gradients` as scalars on the device; the loss is float32, the norm float32 or float64."""
 
     loss: Tensor
     norm: Tensor | None
@@ -54,7 +54,7 @@ class DeviceGradients(NamedTuple):
     def numbers(self) -> Tensor:
         """Loss and norm, float32 [2]; the norm is NaN if there is none."""
         norm = torch.full_like(self.loss, math.nan) if self.norm is None else self.norm
-        return torch.stack([self.loss, norm])
+        return torch.stack([self.loss, norm.float()])
 
 
 class Progress(NamedTuple):

@@ -95,8 +95,8 @@ class Thin:
             losses.append(loss.item())
         grads = {n: p.grad.clone() for n, p in self.model.named_parameters()}
         norm = self.optimizer.grad_norm()
-        self.optimizer.step(LR, norm)
-        return losses, grads, norm
+        self.optimizer.step(LR, self.optimizer.clip_factor(norm))
+        return losses, grads, float(norm)
 
 
 def core_config(case, thin):

@@ -66,14 +66,14 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(tiny, cpu_ref, tmp
 
 
 def test_a_step_that_fails_ends_the_recording(tiny, cpu_ref, tmp_path, monkeypatch):
-    steps = Trainer.step
+    advance = Trainer.advance
 
     def fail_at_the_fourth(self):
         if self.iteration == 3:
             raise TrainingFailed("as planned")
-        return steps(self)
+        return advance(self)
 
-    monkeypatch.setattr(Trainer, "step", fail_at_the_fourth)
+    monkeypatch.setattr(Trainer, "advance", fail_at_the_fourth)
     with pytest.raises(TrainingFailed, match="as planned"):
         train(tiny(**WINDOW))
     assert not spans.listeners
