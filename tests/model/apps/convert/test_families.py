@@ -221,7 +221,18 @@ def gradients(model: Any, weights: Tensor, folder: Path) -> dict[str, Tensor]:
     return dict(huggingface.read(folder).tensors)
 
 
-SLOW = ("deepseek_v3", "granite", "smollm3")
+SLOW = (
+    "deepseek_v3",
+    "granite",
+    "smollm3",
+    "gpt2-untied-exact-gelu",
+    "llama-biased-tied",
+    "gpt_neox-one-after-the-other",
+    "qwen2",
+    "phi3",
+    "mistral",
+    "gpt2",
+)
 NIGHTLY = (
     "deepseek_v3-plain",
     "qwen3_moe-normalised",
@@ -306,6 +317,7 @@ def test_what_is_alive_is_counted() -> None:
     assert counted.peak == 440
 
 
+@pytest.mark.slow
 def test_a_conversion_holds_about_one_tensor_at_a_time(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
     model_of("Llama", {**GROUPED, **sizes}).save_pretrained(tmp_path / "theirs")

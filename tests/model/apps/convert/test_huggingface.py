@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "gpt2" else pytest.mark.slow) for c in CASES])
 def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path, cpu_ref: Any) -> None:
     kind, more = CASES[case]
     model = theirs(kind, **more)
