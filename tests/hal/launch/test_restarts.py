@@ -24,14 +24,14 @@ import os, signal, sys
 from hal.model.training import run
 from hal.model.training.trainer import Trainer
 
-plain = Trainer.step
+plain = Trainer.advance
 
-def step(self):
+def advance(self):
     if os.environ["RANK"] == "1" and self.iteration == 7 and os.environ.get("HAL_ATTEMPT", "0") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(self)
 
-Trainer.step = step
+Trainer.advance = advance
 sys.exit(run.main(sys.argv[1:]))
 """
 

@@ -205,15 +205,15 @@ def test_another_precision_goes_on_from_the_float32_weights(tiny, tmp_path, ther
 
 def test_two_runs_do_not_save_in_one_folder(tiny, tmp_path, monkeypatch):
     config = tiny(save=str(tmp_path / "save"), train_iters=2, sample_tokens=0)
-    step = Trainer.step
+    advance = Trainer.advance
 
     def meanwhile(self):
         with pytest.raises(ConfigError, match="another run is saving there"):
             command.train(config)
-        return step(self)
+        return advance(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", meanwhile)
+        patch.setattr(Trainer, "advance", meanwhile)
         assert command.train(config).iteration == 2
     assert command.train(tiny(save=config.save, load=config.save, train_iters=3, sample_tokens=0)).iteration == 3
 
