@@ -110,6 +110,7 @@ class Npu(hal.Backend):
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes: "allocated" and "peak" by tensors, "reserved" by the caching allocator, "free" and "total"."""
         npu = _npu()
+        npu.set_device(npu.current_device())  # a thread that has used no device yet has none that could be asked
         free, total = npu.mem_get_info()
         stats = {"allocated": npu.memory_allocated(), "peak": npu.max_memory_allocated()}
         return {**stats, "reserved": npu.memory_reserved(), "free": free, "total": total}

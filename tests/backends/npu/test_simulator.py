@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -211,3 +212,10 @@ def test_a_recorder_waits_for_the_device_around_every_call(npu: Npu, monkeypatch
     rows = {row["direction"]: row for row in recorder.rows()}
     assert {row["implementation"] for row in rows.values()} == {npu.impls["rms_norm"][0].id}
     assert rows["forward"]["calls"] == rows["backward"]["calls"] == 1 and rows["backward"]["bytes"] > 0
+
+
+def test_memory_is_reported_to_a_thread_that_has_used_no_device(npu: Npu) -> None:
+    """A process that asks before its first tensor is in the same state."""
+    with ThreadPoolExecutor(1) as pool:
+        stats = pool.submit(npu.memory_stats).result()
+    assert 0 < stats["free"] <= stats["total"]
