@@ -100,8 +100,15 @@ def run_part(part: str, command: Sequence[str], say: Callable[[str], None]) -> R
     return result
 
 
-def run_stages(stages: Sequence[Sequence[str]], command: Callable[[str], Sequence[str]]) -> list[Result]:
-    """The results of all parts in order; output lines of parts that run in parallel begin with the part's name."""
+def run_stages(
+    stages: Sequence[Sequence[str]],
+    command: Callable[[str], Sequence[str]],
+    after: Callable[[list[Result]], None] = lambda results: None,
+) -> list[Result]:
+    """The results of all parts in order; output lines of parts that run in parallel begin with the part's name.
+
+    after: called after each stage with the results so far.
+    """
 
     def run(alone: bool, part: str) -> Result:
         def say(line: str) -> None:
@@ -115,6 +122,7 @@ def run_stages(stages: Sequence[Sequence[str]], command: Callable[[str], Sequenc
     for stage in stages:
         with ThreadPoolExecutor(len(stage)) as pool:
             results += pool.map(partial(run, len(stage) == 1), stage)
+        after(results)
     return results
 
 
@@ -143,7 +151,8 @@ def commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
+    # The pages that a run writes are not part of what it covers.
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/verified")
     return (git("rev-parse", "HEAD") or "unknown") + (" with local changes" if changed else "")
 
 
@@ -183,9 +192,14 @@ def main(which: str, *chosen: str) -> int:
     if chosen:
         stages = tuple(tuple(p for p in stage if p in chosen or p.startswith(".")) for stage in stages)
         stages = tuple(stage for stage in stages if stage)
-    results = run_stages(stages, lambda part: ["make", "--no-print-directory", part])
-    if which == "nightly":
+
+    def write(results: list[Result]) -> None:
+        # After every stage, because a run that is stopped should keep the results of hours.
         PAGE.write_text(page(results, date, at, here, PAGE.read_text() if PAGE.exists() else ""))
+
+    keep = (write,) if which == "nightly" else ()
+    results = run_stages(stages, lambda part: ["make", "--no-print-directory", part], *keep)
+    if which == "nightly":
         print(f"wrote {PAGE.relative_to(ROOT)}; commit it by hand")
     print(f"\n{table(results)}\n\n{total(results)}")
     return int(any(r.failed for r in results))

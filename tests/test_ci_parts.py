@@ -97,3 +97,18 @@ def test_the_last_line_is_the_total_and_the_exit_code_tells_failure(monkeypatch,
     assert "| slow |" in parts.PAGE.read_text()
     with pytest.raises(SystemExit, match="no part other"):
         parts.main("nightly", "other")
+
+
+def test_a_nightly_run_that_is_stopped_keeps_the_rows_of_its_finished_parts(monkeypatch, tmp_path):
+    def run(part, command, say):
+        if part == "slow":
+            raise KeyboardInterrupt
+        return parts.Result(part)
+
+    monkeypatch.setattr(parts, "STAGES", {"nightly": (("quick",), ("slow",))})
+    monkeypatch.setattr(parts, "PAGE", tmp_path / "nightly.md")
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "run_part", run)
+    with pytest.raises(KeyboardInterrupt):
+        parts.main("nightly")
+    assert "| quick |" in parts.PAGE.read_text() and "| slow |" not in parts.PAGE.read_text()
