@@ -14,6 +14,7 @@ from hal.core.dispatch import activated
 from hal.core.op import Sample
 
 from .calls import build, map_tensors, not_stored, run, tensors, to_double
+from .checks import wrong_choices
 from .comparison import Expected, equal_bits
 from .reference import Reference
 from .subject import Subject
@@ -37,12 +38,8 @@ def check_state(subject: Subject, sample: Sample) -> None:
     """Checks calls that follow one another; to be used inside `with subject:`. Raises Failure.
 
     The results of a call must survive the next one; a call must see what an argument holds, although it had the same
-    tensors before with other values; and a result may be the argument of the next call. An op that writes in place or
-    makes a choice is left out.
+    tensors before with other values; and a result may be the argument of the next call.
     """
-    op = subject.op
-    if op.mutates or op.choice is not None:
-        return
     _results_must_survive(subject, sample)
     arguments = _build(subject, sample)
     _call(subject, sample, arguments)
@@ -84,7 +81,7 @@ def _chained_calls_must_be_right(subject: Subject, sample: Sample) -> None:
         return
     results = _call(subject, sample, arguments)
     for label, y in results.items():
-        if y.shape == x.shape and y.dtype == x.dtype:
+        if name not in subject.op.mutates and y.shape == x.shape and y.dtype == x.dtype:
             # As a view, like the tensors that a model passes on, which are other objects with the same memory.
             chained = {**arguments, name: y.detach()}
             _must_be_right(
@@ -111,12 +108,25 @@ def _call(subject: Subject, sample: Sample, arguments: Mapping[str, Any]) -> dic
 
 def _must_be_right(subject: Subject, sample: Sample, arguments: Mapping[str, Any], what: str) -> None:
     op = subject.op
-    with activated(Reference()):
-        exact = run(op, op.reference, to_double(arguments), False).outputs
-        native = run(op, op.reference, map_tensors(arguments, lambda x: x.detach().cpu().clone()), False).outputs
+    # Copied before the call, which may write in place.
+    wide, native = to_double(arguments), map_tensors(arguments, lambda x: x.detach().cpu().clone())
     results = _call(subject, sample, arguments)
     subject.backend.synchronize()
+    if op.choice is not None and arguments[op.choice.parameter] is None:
+        name = f"output {op.choice.output}"
+        chosen = results[name].detach().cpu()
+        with activated(Reference()):
+            wrong = wrong_choices(op, op.choice, wide, chosen)
+        if wrong.numel():
+            raise subject.fail(
+                f"{name} {what}: row {int(wrong[0])} is not the reference's choice", sample, check="state"
+            )
+        # The other results are compared with those of the reference for the same choice.
+        wide[op.choice.parameter] = native[op.choice.parameter] = chosen
+    with activated(Reference()):
+        exact = run(op, op.reference, wide, False).outputs
+        rounded = run(op, op.reference, native, False).outputs
     for name, y in results.items():
-        error = Expected(exact[name], native[name], subject.tol, subject.dtype).measure(y)
+        error = Expected(exact[name], rounded[name], subject.tol, subject.dtype).measure(y)
         if error.tolerances > subject.waiver:
             raise subject.fail(f"{name} {what}: {error.text}", sample, error=error.tolerances, check="state")

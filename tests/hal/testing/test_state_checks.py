@@ -55,6 +55,44 @@ def takes_a_result_for_normalised():
     return function
 
 
+def keeps_the_first(kept, x):
+    """A copy of x as it was when this tensor was seen first; `kept` remembers it."""
+    first = kept.get(x.data_ptr())
+    if first is None or first[0]() is not x:
+        first = kept[x.data_ptr()] = (weakref.ref(x), x.detach().clone())
+    return first[1]
+
+
+def keeps_the_first_gradients():
+    kept = {}
+
+    def function(grads, **others):
+        ops.adamw.reference(grads=[keeps_the_first(kept, g) for g in grads], **others)
+
+    return function
+
+
+def keeps_the_first_logits():
+    kept = {}
+
+    def function(logits, **others):
+        return ops.moe_router.reference(logits if logits.requires_grad else keeps_the_first(kept, logits), **others)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "op, make, text",
+    [
+        (ops.adamw, keeps_the_first_gradients, "is wrong after grads[0] was changed in place"),
+        (ops.moe_router, keeps_the_first_logits, "is wrong after logits was changed in place"),
+    ],
+)
+def test_stale_values_of_ops_that_write_in_place_or_choose_are_named(op, make, text):
+    report = hal.testing.run(plant(op, make()), ops=[op.name], examples=0, dtypes=[torch.float32])
+    assert text in " | ".join(row.message for row in report.failed)
+
+
 @pytest.mark.parametrize(
     "make, text",
     [
