@@ -3,11 +3,13 @@
 // Packed: panels of TILE rows, [panels][k][TILE] floats, missing rows 0; so whatever the strides and the element type,
 // the product reads both operands in order. A work-item makes MR x NR results (NR = NV vectors) in registers: with 16
 // lanes, 8 x 2 vectors take 16 of 32 registers, and one step over k is 16 multiply-adds for 2 vector loads. Sums run
-// over k in order.
+// over k in order, in pieces of PIECE terms: the rounding error of a single sum of n terms grows as n, because its
+// partial sums grow as sqrt(n).
 //
 // Memory traffic: packing reads an operand once and writes it once as floats; tiles that follow each other share b's
 // panel, which stays in cache (k x NR floats), and stream a.
 #define NR (NV * LANES)
+#define PIECE 1024
 
 // Element (r, i) of the operand is x[r * rs + i * ks], r < rows, i < k. One work-item packs a panel.
 kernel void pack(IN(T, x), OUT(f32, packed), const long tile, const long rows, const long k, const long rs,
@@ -31,25 +33,30 @@ kernel void multiply(IN(f32, a), IN(f32, b), IN(T, bias), OUT(T, c), const long 
     global const f32 *a = TENSOR(a) + i0 * k, *b = TENSOR(b) + j0 * k;
     global const T *bias = TENSOR(bias);
     global T *c = TENSOR(c);
-    vec sum[MR][NV];
-#pragma unroll
+    vec result[MR][NV];  // indexed by variables below, for which `sum` would have to leave the registers
     for (int r = 0; r < MR; r++)
-#pragma unroll
-        for (int v = 0; v < NV; v++) sum[r][v] = 0;
-    for (long i = 0; i < k; i++, a += MR, b += NR) {
-        vec row[NV];
-#pragma unroll
-        for (int v = 0; v < NV; v++) row[v] = LOAD(f32, b + v * LANES);
+        for (int v = 0; v < NV; v++) result[r][v] = 0;
+    for (long start = 0; start < k; start += PIECE) {
+        vec sum[MR][NV];
 #pragma unroll
         for (int r = 0; r < MR; r++)
 #pragma unroll
-            for (int v = 0; v < NV; v++) sum[r][v] = fma((vec)a[r], row[v], sum[r][v]);
+            for (int v = 0; v < NV; v++) sum[r][v] = 0;
+        const long end = min(k, start + PIECE);
+        for (long i = start; i < end; i++, a += MR, b += NR) {
+            vec row[NV];
+#pragma unroll
+            for (int v = 0; v < NV; v++) row[v] = LOAD(f32, b + v * LANES);
+#pragma unroll
+            for (int r = 0; r < MR; r++)
+#pragma unroll
+                for (int v = 0; v < NV; v++) sum[r][v] = fma((vec)a[r], row[v], sum[r][v]);
+        }
+#pragma unroll
+        for (int r = 0; r < MR; r++)
+#pragma unroll
+            for (int v = 0; v < NV; v++) result[r][v] += sum[r][v];
     }
-    vec result[MR][NV];  // indexed by variables below, for which `sum` would have to leave the registers
-#pragma unroll
-    for (int r = 0; r < MR; r++)
-#pragma unroll
-        for (int v = 0; v < NV; v++) result[r][v] = sum[r][v];
     for (int r = 0; r < MR && i0 + r < m; r++)
         for (int v = 0; v < NV; v++) {
             const long j = j0 + v * LANES, left = n - j;
