@@ -115,15 +115,10 @@ def run_by_name(
     options: Mapping[str, Any] | None = None,
     *,
     ops: Iterable[str] | None = None,
-    examples: int = EXAMPLES,
-    seed: int = 0,
-    scale: str = "default",
-    dtypes: Collection[torch.dtype] | None = None,
-    quick: bool = False,
     on_row: Callable[[Row], None] = lambda row: None,
-    on_call: Callable[[str, int], None] | None = None,
+    **settings: Any,
 ) -> Report:
-    """Checks the probe of the backend `name`, makes it active, and runs the kit on it.
+    """Checks the probe of the backend `name`, makes it active, and runs the kit on it with the `settings` of `run`.
 
     Raises BackendNotFound, PluginError, BackendUnavailable, or HalError for an unknown op.
     """
@@ -133,17 +128,7 @@ def run_by_name(
     backend = hal.use(name, **(options or {}))
     probe.simulated, probe.facts = backend.simulated, facts(backend)
     on_row(probe)
-    report = run(
-        backend,
-        ops=names,
-        examples=examples,
-        seed=seed,
-        scale=scale,
-        dtypes=dtypes,
-        quick=quick,
-        on_row=on_row,
-        on_call=on_call,
-    )
+    report = run(backend, ops=names, on_row=on_row, **settings)
     report.rows.insert(0, probe)
     return report
 
