@@ -21,6 +21,9 @@ _EXPANSION = 64
 """Most elements of a value per byte of its pickle, counting a value that is used again each time. As many elements may
 all arguments, states and keys have together, since each use of them takes time and may make a copy."""
 
+_LONGEST_NAME = 500
+"""Characters of a global's name, with its module."""
+
 Build = Callable[[Any, Any], None]
 
 
@@ -279,7 +282,10 @@ class _Machine:
     def _push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             self._refuse("a global has no name")
-        self._stack.append(_Reference(f"{module}.{name}", self._find(module, name)))
+        full = f"{module}.{name}"
+        if len(full) > _LONGEST_NAME or not full.isprintable():  # errors print it
+            self._refuse(f"it references {shown(full)}, which is not a name")
+        self._stack.append(_Reference(full, self._find(module, name)))
 
     def _call(self) -> None:
         arguments, function = self._pop(), self._pop()

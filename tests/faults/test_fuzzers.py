@@ -226,7 +226,8 @@ PARSERS = {
     "hostfile": (text_of(parse_hostfile), lambda f: [b"a slots=2\nb slots=4 # more\n"]),
     "filter": (text_of(lambda t: select(parse_hostfile("a slots=2\nb slots=4"), t)), lambda f: [b"a@b:0,2", b"b:1"]),
     "options": (
-        text_of(lambda t: parse(["--backend", "cpu_ref", *t.split()])),
+        # A request for help ends the process.
+        text_of(lambda t: parse(["--backend", "cpu_ref", *(w for w in t.split() if w not in ("-h", "--help"))])),
         lambda f: [b"--lr 1e-3 --num-layers 2 --seed 5 --split 9,1,0 --pre-tokens 4"],
     ),
     "yaml": (

@@ -1,6 +1,7 @@
 """A checkpoint's index is data: other pickled classes are refused and not executed, also in HAL's own checkpoints."""
 
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_an_index_may_name_only_what_an_index_needs(tmp_path, module, name):
     (folder / ".metadata").write_bytes(f"c{module}\n{name}\n(S'1'\ntR.".encode())
     with pytest.raises(UnsafeFile, match=rf"non-allowlisted global {module}\.{name}"):
         reader.load_tensors(folder, {"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("name", ["Te\n\x1b[2Jst", "x" * 1000])
+def test_a_name_that_would_not_fit_an_error_is_refused_in_one_line(tmp_path, name):
+    path = tmp_path / "state.pt"
+    # STACK_GLOBAL takes any text as a name; megatron's classes are otherwise ignored.
+    text = name.encode()
+    content = b"\x80\x04\x8c\x0dmegatron.core\x94X" + len(text).to_bytes(4, "little") + text + b"\x94\x93."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", content)
+    with pytest.raises(HalError, match="which is not a name") as error:
+        load_state(path)
+    assert "\n" not in str(error.value) and "\x1b" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_a_state_is_data_and_foreign_objects_are_inert(tmp_path, monkeypatch):
