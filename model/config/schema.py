@@ -438,6 +438,16 @@ class Config:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = _opt(None, "layers per chunk (uniform), or layers recomputed per stage (block)")
+    recompute_layer_list: tuple[str, ...] = _opt(
+        (), "layers recomputed on each pipeline stage or virtual stage, from its first on, e.g. 3,1"
+    )
+    select_recompute_layer_list: tuple[str, ...] = _opt(
+        (), "the same of layers that recompute only their attention, after those that are recomputed as a whole"
+    )
+    checkpoint_in_cpu: bool = _opt(False, "keep the inputs of recomputed layers in the host's memory")
+    partition_activations: bool = _opt(
+        False, "keep the inputs of recomputed layers divided over the tensor-parallel ranks"
+    )
 
     # parallel dimensions
     tensor_model_parallel_size: int = _opt(
@@ -459,7 +469,12 @@ class Config:
     )
     context_parallel_size: int = _opt(1, "context-parallel ranks, which share each sequence")
     context_parallel_algo: str = _opt(
-        "ring", "algorithm of attention across context-parallel ranks", choices=("ring", "ulysses")
+        "ring",
+        "attention across context-parallel ranks: keys and values go round, heads are exchanged, or both",
+        choices=("ring", "ulysses", "hybrid"),
+    )
+    ulysses_degree_in_cp: int | None = _opt(
+        None, "neighbouring context-parallel ranks that exchange heads (hybrid); a ring connects these groups"
     )
     expert_model_parallel_size: int = _opt(1, "expert-parallel ranks, which share the experts of each layer")
     expert_tensor_parallel_size: int = _derived(
@@ -610,6 +625,17 @@ class Config:
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         return self.kv_channels, self.kv_channels
+
+    @property
+    def ulysses_degree(self) -> int:
+        """How many context-parallel ranks exchange heads for parts of the sequence."""
+        degrees = {"ring": 1, "ulysses": self.context_parallel_size}
+        return degrees.get(self.context_parallel_algo, min(self.ulysses_degree_in_cp or 1, self.context_parallel_size))
+
+    @property
+    def ring_degree(self) -> int:
+        """How many ranks, or groups of ranks that exchange heads, pass keys and values round; 1: there is no ring."""
+        return self.context_parallel_size // self.ulysses_degree
 
     @property
     def fuses_output_layer(self) -> bool:

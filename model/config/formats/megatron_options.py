@@ -151,16 +151,6 @@ def _attention(reading: Reading) -> None:
         if number_of(scalar, key) <= 0.0:
             raise reading.refuse(key, f"a number above 0; found {scalar!r}")
         reading.set("softmax_scale", number_of(scalar, key) ** -0.5, key)
-    kind, key = take(reading, "cp_comm_type")
-    if key:
-        names = {"p2p": "ring", "a2a": "ulysses", "allgather": "ring", "a2a+p2p": "ring"}
-        kinds = str(kind).split()
-        if len(set(kinds)) != 1 or kinds[0] not in names:
-            raise reading.refuse(key, f"one of {', '.join(names)} for all layers; found {kind!r}")
-        if (reading.either("context_parallel_size") or 1) > 1:
-            reading.set("context_parallel_algo", names[kinds[0]], key)
-        else:
-            reading.noted[key] = "there is no context parallelism"
     _, key = take(reading, "no_position_embedding")
     if key and reading.either("position_embedding_type") not in ("rope", "none"):
         raise reading.refuse(key, "use --position-embedding-type none or rope")

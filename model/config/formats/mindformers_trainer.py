@@ -13,6 +13,7 @@ from typing import Any
 from ..schema import ConfigError, collecting
 from .mindspeed import CHOICES, PRECISIONS, biases
 from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
+from .stage_lists import recomputation
 
 SECTIONS = ("runner_config", "runner_wrapper", "lr_schedule")
 """Sections by which such a file is recognised."""
@@ -91,10 +92,12 @@ def _stages(reading: Reading) -> None:
     offset, key = take(reading, "offset")
     stages, layers = values.get("pipeline_model_parallel_size", 1), values.get("num_layers", 0)
     if key and offset not in (0, None) and stages > 1:
-        differences = offset if isinstance(offset, list) else [offset]
-        if any(isinstance(row, list) for row in differences) or len(differences) != stages:
-            raise reading.refuse(key, f"one number for each of {stages} stages; found {offset!r}")
-        counts = [layers // stages + _whole(reading, difference, key) for difference in differences]
+        rows = offset if isinstance(offset, list) else [offset]
+        rows = rows if all(isinstance(row, list) for row in rows) else [rows]
+        if any(len(row) != stages for row in rows):
+            raise reading.refuse(key, f"rows of one number for each of {stages} stages; found {offset!r}")
+        mean = layers // (stages * len(rows))
+        counts = [mean + _whole(reading, difference, key) for row in rows for difference in row]
         reading.set("num_layer_list", [str(count) for count in counts], key)
 
 
@@ -108,10 +111,7 @@ def _training(reading: Reading) -> None:
     rate, key = take(reading, "optimizer_rate")
     if key and "lr" not in reading.values:  # lr_schedule replaces the optimizer's own rate
         reading.set("lr", rate, key)
-    recompute, key = take(reading, "recompute")
-    if recompute not in (None, False):
-        for option, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
-            reading.set(f"recompute_{option}", value, key)
+    recomputation(reading, rows_are_ranks=False, together=True)
     count, key = take(reading, "accumulation")
     pipelined, other = take(reading, "micro_batch_num")
     if reading.values.get("pipeline_model_parallel_size", 1) > 1:

@@ -8,13 +8,13 @@ differ between its documentation and its code.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from hal.untrusted import shown
 
 from .rules import Reading, Rule, int_of, load_rules, take
+from .stage_lists import in_order, recomputation
 
 SECTIONS = ("training_config", "parallel_config", "model_config", "dataset_config", "optimizer_config")
 TABLE = Path(__file__).with_name("mindspeed.yaml")
@@ -111,51 +111,20 @@ def pipeline(reading: Reading) -> None:
     virtual, virtual_key = take(reading, "virtual")
     layers, layers_key = take(reading, "layer_list")
     stages = values.get("pipeline_model_parallel_size", 1)
+    rounds = 1 if virtual is None else int_of(virtual, f"{reading.file}: {virtual_key}")
     if layers_key:
-        _layer_list(reading, layers_key, layers, stages)
-    if virtual is not None and int_of(virtual, f"{reading.file}: {virtual_key}") > 1:
+        counts = in_order(reading, layers_key, layers, rows_are_ranks=True)
+        total, declared = sum(counts), values.get("num_layers")
+        if declared is not None and declared != total:
+            raise reading.refuse(layers_key, f"its {total} layers are not the {declared} of num_layers")
+        if virtual is not None and len(counts) != stages * rounds:
+            raise reading.refuse(layers_key, f"{len(counts)} numbers for {stages} stages of {virtual_key} {virtual}")
+        reading.set("num_layer_list", [str(n) for n in counts], layers_key)
+        per_stage = values.pop("num_layers_per_virtual_pipeline_stage", None)
+        if per_stage is not None and per_stage != max(counts):
+            raise reading.refuse(layers_key, f"{per_stage} layers per virtual stage, but its largest has {max(counts)}")
+    elif rounds > 1:
         count = values.get("num_layers")
-        if count is None or count % (stages * virtual):
+        if count is None or count % (stages * rounds):
             raise reading.refuse(virtual_key, f"{virtual} virtual stages of {stages} do not divide {count} layers")
-        reading.set("num_layers_per_virtual_pipeline_stage", count // (stages * virtual), virtual_key)
-
-
-def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
-    """A list with the number of layers of every stage, or one row per stage with those of its virtual stages."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            raise reading.refuse(key, f"lists of numbers; found {shown(given)}") from None
-    nested = isinstance(given, list) and bool(given) and all(isinstance(row, list) for row in given)
-    rows = given if nested else [given]
-    if not all(isinstance(row, list) and row and all(type(n) is int and n >= 0 for n in row) for row in rows):
-        raise reading.refuse(key, f"lists of numbers of layers; found {shown(given)}")
-    counts = [n for row in rows for n in row]
-    total, declared = sum(counts), reading.values.get("num_layers")
-    if declared is not None and declared != total:
-        raise reading.refuse(key, f"its {total} layers are not the {declared} of num_layers")
-    if not nested:
-        reading.set("num_layer_list", [str(n) for n in counts], key)
-    elif len(rows) != stages or len({len(row) for row in rows}) != 1:
-        raise reading.refuse(key, f"{len(rows)} rows of {sorted({len(row) for row in rows})} for {stages} stages")
-    else:
-        _virtual_stages(reading, key, counts)
-
-
-def _virtual_stages(reading: Reading, key: str, counts: list[int]) -> None:
-    """Sets the options for virtual stages with these numbers of layers.
-
-    HAL's virtual stages have equal numbers of layers. A last stage with fewer layers is expressed by a model with
-    additional layers at the end that do nothing (--noop-layers).
-    """
-    total, full = sum(counts), counts[0]
-    missing = full * len(counts) - total
-    if any(n != full for n in counts[:-1]) or not 0 <= missing < full:
-        raise reading.refuse(key, "virtual stages have equal numbers of layers, of which the last may have fewer")
-    reading.values.pop("num_layers", None)  # the file's own number, which does not count the layers added here
-    reading.set("num_layers", total + missing, key)
-    reading.set("num_layers_per_virtual_pipeline_stage", full, key)
-    if missing:
-        reading.set("noop_layers", [str(n) for n in range(total, total + missing)], key)
-        reading.note(key, f"{total} layers in {total + missing} places, of which the last {missing} stay empty")
+        reading.set("num_layers_per_virtual_pipeline_stage", count // (stages * rounds), virtual_key)

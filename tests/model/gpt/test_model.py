@@ -199,6 +199,9 @@ def test_the_layout_given_to_attention_changes_nothing(cpu_ref, layout):
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_layer_list": ("1",)},
+        {"select_recompute_layer_list": ("1",)},
+        {"recompute_layer_list": ("1",), "select_recompute_layer_list": ("1",)},
     ],
 )
 def test_recomputation_is_bit_equal_with_dropout_and_happens(cpu_ref, monkeypatch, how):
@@ -206,7 +209,8 @@ def test_recomputation_is_bit_equal_with_dropout_and_happens(cpu_ref, monkeypatc
     attention = ops.flash_attention
     monkeypatch.setattr(ops, "flash_attention", lambda *a, **k: calls.append(1) or attention(*a, **k))
     assert_same(plain, run(**GPT2, **how), exact=True)
-    assert len(calls) == (3 if how.get("recompute_method") == "block" else 4)
+    some = how.get("recompute_method") == "block" or len([n for n in how if n.endswith("list")]) == 1
+    assert len(calls) == (3 if some else 4)
 
 
 def test_a_microbatch_draws_its_block_of_the_global_batch(references):
@@ -278,6 +282,11 @@ def test_options_of_the_layers(references):
     assert [n for n in biased if n.endswith(".bias")] == [
         f"decoder.layers.{n}.self_attention.linear_qkv.bias" for n in (0, 1)
     ]
+    for part, names in (("dense", ["self_attention.linear_proj"]), ("mlp", ["mlp.linear_fc1", "mlp.linear_fc2"])):
+        biased = dict(model(**LLAMA, **{f"add_{part}_bias": True}).named_parameters())
+        assert [n for n in biased if n.endswith(".bias")] == [
+            f"decoder.layers.{n}.{name}.bias" for n in (0, 1) for name in names
+        ]
     losses = set()
     for options in (
         {},

@@ -169,9 +169,28 @@ PIPELINE = {
     [
         ({"num_layer_list": [3, 5]}, {"num_layer_list": ("3", "5")}),
         ({"virtual_pipeline_model_parallel_size": 2}, {"num_layers_per_virtual_pipeline_stage": 2}),
-        ({"num_layer_list": "[[2,2],[2,2]]"}, {"num_layers_per_virtual_pipeline_stage": 2, "noop_layers": ()}),
+        ({"num_layer_list": "[[2,2],[2,2]]"}, {"num_layer_list": ("2", "2", "2", "2")}),
+        # A row for each rank, as the data pass them: the first virtual stage of both ranks, then the second.
+        ({"num_layer_list": "[[4,2],[1,1]]"}, {"num_layer_list": ("4", "1", "2", "1")}),
+        (
+            {"num_layer_list": [[3, 1], [2, 2]], "virtual_pipeline_model_parallel_size": 2},
+            {"num_layer_list": ("3", "2", "1", "2"), "num_layers_per_virtual_pipeline_stage": None},
+        ),
+        (
+            {"num_layer_list": [3, 5], "recompute_config": {"recompute": [1, 0], "select_recompute": [1, 2]}},
+            {"recompute_layer_list": ("1", "0"), "select_recompute_layer_list": ("1", "2")},
+        ),
+        ({"recompute": [3, 1]}, {"recompute_layer_list": ("3", "1"), "recompute_granularity": None}),
+        ({"select_recompute": [3, 1], "recompute": False}, {"select_recompute_layer_list": ("3", "1")}),
+        (
+            {"num_layer_list": [[3, 1], [2, 2]], "recompute": [[2, 1], [0, 2]], "select_recompute": True},
+            {"recompute_layer_list": ("2", "0", "1", "2"), "select_recompute_layer_list": ("8",) * 4},
+        ),
+        ({"recompute": [1, 1, 1]}, "must be 2 numbers of layers"),
+        ({"recompute": 3}, "True, False or a list"),
+        ({"num_layer_list": [[4, 4]], "virtual_pipeline_model_parallel_size": 2}, "1 rows of [2] for 2 stages"),
+        ({"num_layer_list": [4, 4], "virtual_pipeline_model_parallel_size": 2}, "2 numbers for 2 stages"),
         ({"num_layer_list": [3, 4]}, "7 layers are not the 8 of num_layers"),
-        ({"num_layer_list": [[3, 1], [2, 2]]}, "equal numbers of layers"),
         ({"num_layer_list": "import os"}, "lists of numbers"),
         ({"num_layer_list": [[2, 2], [2], [2]]}, "rows"),
         ({"virtual_pipeline_model_parallel_size": 3}, "do not divide 8 layers"),
@@ -198,7 +217,7 @@ def test_layers_of_stages(from_file, problem, keys, expected):
         ({"training_config.bf16": True, "model_config.compute_dtype": "float16"}, "contradict"),
         ({"model_config.params_dtype": "float16"}, "computes in float32"),
         ({"model_config.group_query_attention": True}, "num_query_groups"),
-        ({"model_config.fp16_lm_cross_entropy": True}, "cannot be followed"),
+        ({"model_config.fp16_lm_cross_entropy": True}, "it needs --fp16"),
         ({"optimizer_config.optimizer_type": "SGD"}, "the optimizer is AdamW"),
         ({"optimizer_config.no_weight_decay_params": ["norm"]}, "cannot be followed"),
         ({"optimizer_config.betas": 0.9}, "two numbers"),
@@ -242,9 +261,9 @@ def test_options_of_a_reduction_that_does_not_happen_are_notes(from_file):
 def test_the_tutorials_model(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "32")
     config = parse(["--config", "mindformers-38b", "--data-path", "x"], {})
-    # 62 layers on 4 x 4 virtual stages of 4: two slots stay empty
-    assert config.num_layers == 64 and config.noop_layers == ("62", "63")
-    assert config.num_layers_per_virtual_pipeline_stage == 4 and config.padded_vocab_size == 165664
+    # 62 layers on 4 x 4 virtual stages, of which the last has fewer
+    assert config.num_layers == 62 and config.num_layer_list == ("4",) * 15 + ("2",)
+    assert config.num_layers_per_virtual_pipeline_stage is None and config.padded_vocab_size == 165664
     assert (config.embedding_init_method_std, config.init_method_std) == (0.5, 0.00884)
     assert (config.num_query_groups, config.attn_post_norm_scale, config.bf16) == (8, 0.0447, True)
     assert any("not as heads per group" in note for note in config.notes)
@@ -375,7 +394,8 @@ def test_what_only_saves_memory_or_reports_is_noted(from_file):
     }
     config = from_file(content, option="--deepspeed-config")
     assert config.clip_grad == 0.5 and config.log_interval == 10
-    for key in ("offload_param.device", "cpu_checkpointing", "wall_clock_breakdown", "tensorboard", "steps_per_print"):
+    assert config.checkpoint_in_cpu
+    for key in ("offload_param.device", "wall_clock_breakdown", "tensorboard", "steps_per_print"):
         assert any(key in note for note in config.notes), key
 
 
