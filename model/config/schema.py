@@ -202,12 +202,14 @@ class Config:
     geglu: bool = _opt(False, "gated MLP: gelu(a) * b")
     squared_relu: bool = _opt(False, "MLP with relu(a)^2")
     gelu_approximate: str = _derived(
-        lambda c: "none" if c.disable_bias_linear else "tanh",
+        lambda c: "tanh" if c.mlp_bias else "none",
         "approximation of gelu; default tanh, as Megatron fuses gelu with a bias, or none without a bias",
         choices=("tanh", "none", "fast"),
     )
     disable_bias_linear: bool = _opt(False, "no biases in linear layers")
     add_qkv_bias: bool = _opt(False, "a bias in the QKV layer even with --disable-bias-linear")
+    add_dense_bias: bool = _opt(False, "a bias in attention's output projection even with --disable-bias-linear")
+    add_mlp_bias: bool = _opt(False, "biases in the MLP even with --disable-bias-linear")
     qk_layernorm: bool = _opt(False, "normalise queries and keys of every head before the rotary positions")
     untie_embeddings_and_output_weights: bool = _opt(False, "a separate output layer, not tied to the word embedding")
     use_sandwich_norm: bool = _opt(
@@ -618,6 +620,21 @@ class Config:
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` is a mixture of experts."""
         return self.num_experts is not None and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the QKV layer has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def projection_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_dense_bias or not self.disable_bias_linear
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether both layers of the MLP have biases."""
+        return self.add_mlp_bias or not self.disable_bias_linear
 
     @property
     def head_sizes(self) -> tuple[int, int]:

@@ -301,7 +301,7 @@ def idle(c: Config) -> Iterator[str]:
         *latent.readers(c),
         ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
         (
-            "add_qkv_bias",
+            "add_qkv_bias add_dense_bias add_mlp_bias",
             c.disable_bias_linear or c.multi_latent_attention,
             "--disable-bias-linear (biases are on, QKV's too)",
         ),

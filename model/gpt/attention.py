@@ -40,14 +40,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Config, init: Init, name: str, layer: int) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        h, std, bias = config.hidden_size, config.init_method_std, not config.disable_bias_linear
+        h, std = config.hidden_size, config.init_method_std
         self.local_groups, self.per_group, self.head_size = groups // init.parallel.tp.size, heads // groups, d
         n_out = (heads + 2 * groups) * d
-        self.linear_qkv = ColumnParallelLinear(
-            init, f"{name}.linear_qkv", h, n_out, std=std, bias=bias or config.add_qkv_bias
-        )
+        self.linear_qkv = ColumnParallelLinear(init, f"{name}.linear_qkv", h, n_out, std=std, bias=config.qkv_bias)
         self.linear_proj = RowParallelLinear(
-            init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=bias
+            init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=config.projection_bias
         )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None

@@ -136,6 +136,8 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         ("use_sandwich_norm", False),
         ("use_parallel_residual", False),
         ("geglu", False),
+        ("add_dense_bias", False),
+        ("add_mlp_bias", False),
         ("noop_layers", ()),
         ("window", (None, 0)),
         ("attn_logit_softcapping", None),

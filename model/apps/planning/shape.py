@@ -108,7 +108,7 @@ class Shape:
         inner = self.gate * self.ffn
         mlp = h * (inner + self.ffn) if experts is None else experts.replicated_parameters()
         # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.
-        biases = 0 if c.disable_bias_linear else inner + 2 * h
+        biases = (inner + h) * c.mlp_bias + h * c.projection_bias
         return norms + self._attention_parameters() + mlp + biases
 
     def _attention_parameters(self) -> int:
@@ -118,7 +118,7 @@ class Shape:
             return self.latent.parameters()
         qkv = self.heads + self.groups + self.values
         norms = 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1) if c.qk_layernorm else 0
-        biases = qkv if not c.disable_bias_linear or c.add_qkv_bias else 0
+        biases = qkv if c.qkv_bias else 0
         return c.hidden_size * (qkv + self.context) + norms + biases
 
     def end_parameters(self, stage: int) -> int:

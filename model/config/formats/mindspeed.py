@@ -92,17 +92,11 @@ def biases(reading: Reading) -> None:
     default = True if linear is None else linear
     qkv, projection = (default if value is None else value for value, _ in given[1:])
     last = next(key for _, key in reversed(given) if key)
-    if qkv and projection and default:
-        reading.set("disable_bias_linear", False, last)
-    elif not projection and not default:
-        reading.set("disable_bias_linear", True, last)
-        reading.set("add_qkv_bias", qkv, last)
-    else:
-        raise reading.refuse(
-            last,
-            f"biases are in all linear layers, in none, or in QKV only; asked for QKV {qkv}, projection {projection}, "
-            f"MLP {default}",
-        )
+    everywhere = qkv and projection and default
+    reading.set("disable_bias_linear", not everywhere, last)
+    if not everywhere:
+        for part, has in (("qkv", qkv), ("dense", projection), ("mlp", default)):
+            reading.set(f"add_{part}_bias", has, last)
 
 
 def pipeline(reading: Reading) -> None:

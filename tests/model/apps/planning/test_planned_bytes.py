@@ -75,6 +75,8 @@ def test_parameters_of_every_stage(options) -> None:
         {**GPT, **UNIFORM},
         {**GPT, **UNIFORM, "recompute_num_layers": 3},
         {**LLAMA, **scaling.BLOCK, "recompute_num_layers": 3},
+        {**GPT, "disable_bias_linear": True, "add_dense_bias": True, "add_mlp_bias": True},
+        {**GPT, **NAIVE, "recompute_layer_list": ("2",), "select_recompute_layer_list": ("1",)},
     ],
 )
 def test_activations_of_a_microbatch(options) -> None:

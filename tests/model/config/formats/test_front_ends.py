@@ -148,13 +148,9 @@ def test_documented_mismatches(from_file, problem):
         ({"qkv_has_bias": False, "out_proj_has_bias": False}, None),
     ],
 )
-def test_biases(from_file, problem, keys, expected):
-    keys = {f"model_config.{key}": value for key, value in keys.items()}
-    if expected is None:
-        assert "in all linear layers, in none, or in QKV only" in problem(keys)
-    else:
-        config = from_file(keys)
-        assert (config.disable_bias_linear, config.add_qkv_bias) == expected
+def test_biases(from_file, keys, expected):
+    config = from_file({f"model_config.{key}": value for key, value in keys.items()})
+    assert (config.qkv_bias, config.projection_bias, config.mlp_bias) == expected
 
 
 PIPELINE = {
