@@ -367,6 +367,7 @@ class Config:
     exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")
     seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
+    fp32_residual_connection: bool = _opt(False, "float32 sums between the layers of a 16-bit model")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
     lr: float = _derived(
         lambda c: 2e-5 if c.sft else 6e-4, "peak learning rate; default 6e-4, or 2e-5 with --sft", ">= 0"
@@ -663,6 +664,11 @@ class Config:
     def params_dtype(self) -> torch.dtype:
         """dtype of the model's parameters and activations."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """dtype of the sums between the layers."""
+        return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
     @property
     def window(self) -> tuple[int | None, int]:

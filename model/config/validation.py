@@ -319,6 +319,7 @@ def idle(c: Config) -> Iterator[str]:
         ("rope_scaling_factor", c.use_rope_scaling, "--use-rope-scaling"),
         ("eval_interval", evaluates(c) or not c.eval_iters, "--split with validation data"),
         ("loss_scale", c.fp16, "--fp16"),
+        ("fp32_residual_connection", c.fp16 or c.bf16, "--bf16 or --fp16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),

@@ -71,7 +71,7 @@ class Embedding(nn.Module):
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, init, "embedding.position_embeddings")
-        self.p, self.parallel = config.hidden_dropout, init.parallel
+        self.p, self.parallel, self.dtype = config.hidden_dropout, init.parallel, config.residual_dtype
 
     def forward(
         self, tokens: Tensor, dropout_rng: DropoutRng | None, start: int = 0, positions: Tensor | None = None
@@ -85,6 +85,7 @@ class Embedding(nn.Module):
                 x = x + rows.take(weight[start : start + rows.full], 0)[:, None]
             else:
                 x = x + ops.embedding(weight, rows.take(positions, 1).t().contiguous())
+        x = x.to(self.dtype)
         if dropout_rng is not None and self.p > 0.0:
             rng, shape = dropout_rng.hidden("embedding", 0, x.shape)
             x = ops.dropout(x.reshape(shape), self.p, rng).view(x.shape)
@@ -115,7 +116,7 @@ class TransformerLayer(nn.Module):
         if config.use_sandwich_norm:
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
-        self.plain = self.post_attn_norm is None and self.multiplier == 1.0
+        self.plain = self.post_attn_norm is None and self.multiplier == 1.0 and init.dtype == config.residual_dtype
 
     def forward(
         self,

@@ -116,7 +116,7 @@ class Engine:
         x = self.parallel.context_rows(tokens.shape[1]).take(tokens, 1).to(self.device)
         if self.pp.rank > 0:
             shape = (x.shape[1], x.shape[0], self.config.hidden_size)
-            empty = torch.empty(shape, dtype=self.config.params_dtype, device=self.device)
+            empty = torch.empty(shape, dtype=self.config.residual_dtype, device=self.device)
             (x,) = self.pp.exchange(receives=[Message(self.pp.rank - 1, empty)])
         y: Tensor = self.model(x, cache=cache, rows=rows, starts=starts)
         if self.model.last:

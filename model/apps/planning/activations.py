@@ -17,7 +17,7 @@ STATISTIC = 4
 def layer_bytes(shape: Shape, layer: int, selective: bool = False) -> int:
     """Bytes kept by one layer without recomputation, or with that of its attention only (selective)."""
     c, hidden = shape.config, shape.hidden_bytes
-    norm = hidden + _statistics(shape)
+    norm = shape.residual_bytes + _statistics(shape)
     experts = shape.experts_of(layer)
     extra: float = 2 * norm if c.use_sandwich_norm else 0
     if c.qk_layernorm and shape.latent is None:  # contiguous copies of queries and keys, and their norms' statistics
@@ -96,11 +96,13 @@ def stage_bytes(shape: Shape, stage: int) -> int:
     c, layers = shape.config, shape.plan.layers[stage]
     full, _ = counts(c, stage, len(layers))
     # The first layer of a later stage reads the pipeline's buffer, so its input is not counted here.
-    received = 0 if shape.first(stage) else min(1, len(stored) + chunks) * shape.hidden_bytes
-    kept = _of_layers(shape, stored) + chunks * shape.hidden_bytes - received
+    received = 0 if shape.first(stage) or not layers else shape.residual_bytes
+    received = _on_device(shape, received) if full else received
+    inputs = sum(recomputed for _, recomputed in chunks(c, layers)) * shape.residual_bytes
+    kept = _of_layers(shape, stage, full, len(layers)) + _on_device(shape, inputs) - received
     if shape.first(stage):
         kept += token_bytes(shape)
-    return kept + (head_bytes(shape) if shape.last(stage) else shape.hidden_bytes)
+    return kept + (head_bytes(shape) if shape.last(stage) else shape.residual_bytes)
 
 
 def _on_device(shape: Shape, inputs: int) -> int:
@@ -145,4 +147,4 @@ def head_bytes(shape: Shape) -> int:
     tokens = shape.rows * shape.config.micro_batch_size
     logits, labels = tokens * shape.vocabulary * shape.element, tokens * (8 + STATISTIC)
     logits *= 1 if shape.config.output_logit_softcapping is None else 2
-    return 2 * shape.hidden_bytes + _statistics(shape) + logits + labels
+    return shape.residual_bytes + shape.hidden_bytes + _statistics(shape) + logits + labels

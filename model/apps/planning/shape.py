@@ -71,8 +71,13 @@ class Shape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of the hidden state of one microbatch between the layers."""
+        """Bytes of the hidden state of one microbatch, as a layer's norms give it."""
         return self.hidden_rows * self.config.micro_batch_size * self.config.hidden_size * self.element
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the sums of one microbatch between the layers, which stages exchange."""
+        return self.hidden_bytes // self.element * self.config.residual_dtype.itemsize
 
     def first(self, stage: int) -> bool:
         """Whether a stage holds the embedding."""

@@ -42,7 +42,7 @@ def traffic(shape: Shape) -> Traffic:
         + gathered_again(shape)
         + layers * _latent_gradients(shape),
         context=count * layers * (forwards * context_forward(shape) + context_backward(shape)),
-        pipeline=2.0 * count * _hops(shape) * shape.hidden_bytes,
+        pipeline=2.0 * count * _hops(shape) * shape.residual_bytes,
         data=_data(shape),
         tied=float(GRADIENT * table) if tied else 0.0,
         experts=count * _of_layers(shape, lambda layer: _experts(shape, layer, forwards)),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schema import ConfigError, collecting
-from .mindspeed import CHOICES, PRECISIONS, biases
+from .mindspeed import CHOICES, biases, residual
 from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
 from .stage_lists import recomputation
 
@@ -35,7 +35,7 @@ def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys, and defaults that differ from HAL's. All problems are collected."""
     kind, _ = take(reading, "kind")
     gpt2 = str(kind).startswith("GPT2")
-    for step in (_model, _residual, _stages, _training, _length, biases):
+    for step in (_model, residual, _stages, _training, _length, biases):
         with collecting(reading.problems):
             step(reading)
     llama = {
@@ -78,13 +78,6 @@ def _model(reading: Reading) -> None:
     if ratio_key and hidden:
         ffn = _whole(reading, ratio, ratio_key) * _whole(reading, hidden, "hidden_size")
         reading.set("ffn_hidden_size", ffn, ratio_key)
-
-
-def _residual(reading: Reading) -> None:
-    values = reading.values
-    residual, key = take(reading, "residual")
-    if key and PRECISIONS.get(str(residual)) != {name: values.get(name, False) for name in ("bf16", "fp16")}:
-        raise reading.refuse(key, f"{residual!r}, but the residual stream has the dtype of compute_dtype")
 
 
 def _stages(reading: Reading) -> None:

@@ -77,6 +77,19 @@ def finish(reading: Reading) -> None:
         raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
     biases(reading)
     pipeline(reading)
+    recomputation(reading, rows_are_ranks=True, together=False)
+
+
+def residual(reading: Reading) -> None:
+    """The dtype of the sums between the layers: the model's, or float32."""
+    dtype, key = take(reading, "residual")
+    if not key:
+        return
+    computed = {name: reading.values.get(name, False) for name in ("bf16", "fp16")}
+    if dtype in ("float32", "fp32") and any(computed.values()):
+        reading.set("fp32_residual_connection", True, key)
+    elif PRECISIONS.get(str(dtype)) != computed:
+        raise reading.refuse(key, f"{dtype!r}, but the residual stream has the dtype of compute_dtype, or float32")
 
 
 def biases(reading: Reading) -> None:

@@ -260,6 +260,22 @@ def test_initialisation_is_megatrons_and_named_as_there(references):
     }
 
 
+def test_a_float32_residual_stream_rounds_no_sums(references):
+    exact, narrow, wide = (
+        model(**{**LLAMA, "num_layers": 12, **how})
+        for how in ({}, {"bf16": True}, {"bf16": True, "fp32_residual_connection": True})
+    )
+    dtypes = []
+    for module in (wide.decoder.layers["1"], wide.decoder.layers["1"].mlp, wide.decoder.final_layernorm):
+        module.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
+    tokens, _ = batch()
+    logits = [gpt(tokens).detach() for gpt in (exact, narrow, wide)]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32] and logits[2].dtype == torch.bfloat16
+    # Rounding the sums dominates the error of a deep model: without it, less than half is left.
+    errors = [(y.float() - logits[0]).norm() for y in logits[1:]]
+    assert errors[1] < errors[0] / 2, errors
+
+
 def test_a_stage_holds_the_weights_the_whole_model_has(references):
     whole = dict(model(**GPT2).named_parameters())
     config = build({"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused", **GPT2})

@@ -84,8 +84,8 @@ def test_activations_of_a_microbatch(options) -> None:
     assert tensor_bytes.activation_bytes(options) == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
 
 
-def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out() -> None:
-    options = {**GPT, **BF16}
+@pytest.mark.parametrize("options", [{**GPT, **BF16}, {**LLAMA, **BF16, "fp32_residual_connection": True}])
+def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out(options) -> None:
     config, plan = plan_of(options, 1)
     rest = 4 * 64 * 64 * 2  # layers, positions, channels, bytes
     assert tensor_bytes.activation_bytes(options) - rest == pytest.approx(

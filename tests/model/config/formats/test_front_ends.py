@@ -270,7 +270,7 @@ def test_the_tutorials_model(monkeypatch):
     "key, value, words",
     [
         ("accelerate_config.precision.softmax_compute_dtype", "bfloat16", "in float32 always"),
-        ("accelerate_config.precision.residual-connection", "bfloat16", "dtype of compute_dtype"),
+        ("accelerate_config.precision.residual-connection", "bfloat16", "dtype of compute_dtype, or float32"),
         ("accelerate_config.precision.fused_operators", "flash_attention, magic", "no operator 'magic'"),
         ("model_config.llm.attention.head_num", 4, "Did you mean model_config.llm.blocks.attention?"),
         ("model_config.llm.blocks.attention.attention_type", "MLA", "GQA, MHA or MQA"),
