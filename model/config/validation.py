@@ -303,7 +303,7 @@ def idle(c: Config) -> Iterator[str]:
         (
             "add_qkv_bias add_dense_bias add_mlp_bias",
             c.disable_bias_linear or c.multi_latent_attention,
-            "--disable-bias-linear (biases are on, QKV's too)",
+            "--disable-bias-linear (all biases are on)",
         ),
         ("reset_position_ids reset_attention_mask eod_mask_loss", not c.sft, "data other than those of --sft"),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
@@ -334,7 +334,7 @@ def idle(c: Config) -> Iterator[str]:
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),
-        ("no_load_optim no_load_rng accept_changed_data finetune", c.load is not None, "--load"),
+        ("no_load_optim no_load_rng accept_changed_data new_dataset finetune", c.load is not None, "--load"),
         ("exit_on_missing_checkpoint", c.load is not None, "--load"),
         ("use_checkpoint_opt_param_scheduler", c.load is not None, "--load"),
         *_logging_rules(c),

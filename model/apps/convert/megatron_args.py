@@ -110,7 +110,11 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     rotary = args.get("use_rotary_position_embeddings") or args.get("position_embedding_type") == "rope"
     options["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
     options["disable_bias_linear"] = not args.get("add_bias_linear", True)
-    if not options.get("swiglu"):
+    if args.get("is_x_model"):  # of megatron_npu
+        width = args.get("ffn_hidden_size")
+        require(isinstance(width, int) and width % 2 == 0, f"ffn_hidden_size {width!r} should be two equal halves")
+        options |= {"geglu": True, "gelu_approximate": "none", "ffn_hidden_size": width // 2}
+    elif not options.get("swiglu"):
         # Megatron computes the exact gelu, unless it fuses gelu with the bias, which uses the tanh approximation.
         approximate = args.get("bias_gelu_fusion", True) or args.get("openai_gelu") or args.get("onnx_safe")
         options["gelu_approximate"] = "tanh" if approximate else "none"

@@ -11,8 +11,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import shown
-
+from .megatron_options import half_precision_loss
 from .rules import Reading, Rule, int_of, load_rules, take
 from .stage_lists import in_order, recomputation
 
@@ -75,6 +74,7 @@ def finish(reading: Reading) -> None:
     epochs, key = take(reading, "epochs")
     if key and not any(reading.either(name) for name in ("train_iters", "train_samples")):
         raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
+    half_precision_loss(reading)
     biases(reading)
     pipeline(reading)
     recomputation(reading, rows_are_ranks=True, together=False)
@@ -93,7 +93,7 @@ def residual(reading: Reading) -> None:
 
 
 def biases(reading: Reading) -> None:
-    """The biases of QKV, projection and MLP. HAL has them in all linear layers, in none, or in QKV only."""
+    """The biases of QKV, projection and MLP."""
     linear, linear_key = take(reading, "linear_bias")
     given = [(linear, linear_key), take(reading, "qkv_bias"), take(reading, "proj_bias")]
     for value, key in given:

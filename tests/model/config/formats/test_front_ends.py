@@ -141,11 +141,11 @@ def test_documented_mismatches(from_file, problem):
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        ({"add_bias_linear": False}, (True, False)),
-        ({"add_bias_linear": False, "qkv_has_bias": True, "out_proj_has_bias": False}, (True, True)),
-        ({"qkv_has_bias": True, "out_proj_has_bias": True}, (False, False)),
-        ({"add_bias_linear": True, "qkv_has_bias": False}, None),
-        ({"qkv_has_bias": False, "out_proj_has_bias": False}, None),
+        ({"add_bias_linear": False}, (False, False, False)),
+        ({"add_bias_linear": False, "qkv_has_bias": True, "out_proj_has_bias": False}, (True, False, False)),
+        ({"qkv_has_bias": True, "out_proj_has_bias": True}, (True, True, True)),
+        ({"add_bias_linear": True, "qkv_has_bias": False}, (False, True, True)),
+        ({"qkv_has_bias": False, "out_proj_has_bias": False}, (False, False, True)),
     ],
 )
 def test_biases(from_file, keys, expected):
