@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +17,9 @@ import torch
 from hal import HalError, ops
 
 from ..common.optional_packages import optional_package
+
+TESTED = "0.16.1"
+"""The version of megatron-core that setup.cfg pins and the tests run."""
 
 
 def core(name: str) -> Any:
@@ -32,6 +37,14 @@ def guarded() -> Iterator[None]:
     if importlib.util.find_spec("psutil") is None:
         raise HalError(
             "megatron-core hangs at the first checkpoint without psutil; install it with: pip install psutil"
+        )
+    installed = importlib.metadata.version("megatron-core")
+    if installed != TESTED:
+        warnings.warn(
+            f"megatron-core {installed} is installed; HAL's routing is tested with {TESTED} (pip install "
+            f"megatron-core=={TESTED}). Names of the device that another version brings may not be routed: run "
+            "tests/model/megatron/test_source_names.py with it",
+            stacklevel=3,
         )
     schedules, module = core("pipeline_parallel.schedules"), core("transformer.module")
     queue = core("dist_checkpointing.strategies.async_utils").AsyncCallsQueue
