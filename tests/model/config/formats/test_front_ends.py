@@ -531,6 +531,13 @@ def test_show_prints_every_value_with_its_origin_and_reads_back(tmp_path, capsys
     assert again == first and again.data_path == ("0.5", "a", "0.5", "b c")
 
 
+def test_tabs_of_json_are_blanks_and_sections_that_change_results_are_refused_by_name(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n\t"train_batch_size": 8,\n\t"compression_training": {"layer_reduction": {"enabled": true}}\n}')
+    with pytest.raises(ConfigError, match="compression_training: dict cannot be followed: weights are not pruned"):
+        parse(["--deepspeed-config", str(path)], {})
+
+
 @pytest.mark.parametrize("name", sorted(p.stem for p in READY.glob("*.yaml")))
 def test_show_needs_no_data_and_says_what_a_run_would(name, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
