@@ -61,6 +61,7 @@ def guarded() -> Iterator[None]:
         (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
         **_experts(),
+        **_bert(),
     }
     with replaced(replacements):
         yield
@@ -95,6 +96,18 @@ def _experts() -> dict[tuple[Any, str], Any]:
     if grouped.ops is None:
         replacements |= {(grouped, "grouped_gemm"): GroupedProduct, (grouped, "ops"): GroupedProduct}
     return replacements
+
+
+def _bert() -> dict[tuple[Any, str], Any]:
+    """Without Transformer Engine, the spec of BERT's layers that needs it, which pretrain_bert.py imports in any case:
+    its use is an error instead of its import."""
+    specs = core("models.bert.bert_layer_specs")
+    return {} if specs.HAVE_TE else {(specs, "get_bert_layer_with_transformer_engine_spec"): _NeedsTransformerEngine}
+
+
+class _NeedsTransformerEngine:
+    def __getattr__(self, name: str) -> Any:
+        raise HalError("BERT's default layers need Transformer Engine; --spec local has the same layers without it")
 
 
 class GroupedProduct:

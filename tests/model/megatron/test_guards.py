@@ -156,6 +156,13 @@ def test_another_version_than_the_tested_one_is_named(cpu_ref, monkeypatch):
         pass
 
 
+def test_the_spec_of_bert_that_needs_an_nvidia_device_can_be_imported_but_not_used(cpu_ref):
+    with hal_device():
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec as spec
+    with pytest.raises(HalError, match="--spec local"):
+        print(spec.submodules)
+
+
 def test_the_tested_version_is_the_pinned_one():
     pins = re.findall(r"megatron-core==([\d.]+)", (Path(__file__).parents[3] / "setup.cfg").read_text())
     assert set(pins) == {TESTED}
