@@ -112,7 +112,8 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     options["disable_bias_linear"] = not args.get("add_bias_linear", True)
     if args.get("is_x_model"):  # of megatron_npu
         width = args.get("ffn_hidden_size")
-        require(isinstance(width, int) and width % 2 == 0, f"ffn_hidden_size {width!r} should be two equal halves")
+        if not isinstance(width, int) or width % 2:
+            raise ConversionError(f"ffn_hidden_size {width!r} should be two equal halves")
         options |= {"geglu": True, "gelu_approximate": "none", "ffn_hidden_size": width // 2}
     elif not options.get("swiglu"):
         # Megatron computes the exact gelu, unless it fuses gelu with the bias, which uses the tanh approximation.
