@@ -114,8 +114,10 @@ for module in sys.argv[1:]:
     read, write = os.pipe()
     if os.fork() == 0:  # with no more than torch imported
         __import__(module)
+        files = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if n.isdigit() and
+                 os.path.lexists(f"/proc/self/fd/{n}")]
         with os.fdopen(write, "w") as out:
-            json.dump(sorted(sys.modules), out)
+            json.dump([*sorted(sys.modules), *(f"open {file}" for file in files if file.startswith("socket:"))], out)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
@@ -160,6 +162,10 @@ def present(loaded, names):
 def test_importing_a_module_loads_no_more_than_it_must(loaded, module):
     assert module in loaded[module]
     assert present(loaded[module], ABSENT[module]) == set()
+
+
+def test_importing_opens_no_socket(loaded):
+    assert [name for names in loaded.values() for name in names if name.startswith("open ")] == []
 
 
 def test_what_is_loaded_is_noticed(loaded):

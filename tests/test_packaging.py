@@ -87,6 +87,26 @@ def test_the_installed_wheel_is_what_is_imported(site, tmp_path, where):
     assert Path(path).is_relative_to(expected)
 
 
+@pytest.mark.nightly
+def test_pip_installs_and_removes_it_with_a_log_that_others_cannot_read(wheel, tmp_path):
+    """`pip install --log` and `pip uninstall --log` under umask 027, in an environment of its own."""
+    environment, log = tmp_path / "environment", tmp_path / "pip.log"
+    assert run(sys.executable, "-m", "venv", "--system-site-packages", str(environment), cwd=tmp_path).returncode == 0
+    python = str(environment / "bin" / "python")
+    pip = f"umask 027; {python} -m pip --log {log} "
+    installed = run("bash", "-c", f"{pip} install -q --no-deps --ignore-installed {wheel}", cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    where = run(python, "-c", IMPORT, cwd=tmp_path)
+    assert where.stdout.startswith(str(environment)), where.stdout + where.stderr
+    assert log.stat().st_mode & 0o777 == 0o640
+    before = log.stat().st_size
+    assert run("bash", "-c", f"{pip} uninstall -q -y torch-hal", cwd=tmp_path).returncode == 0
+    assert log.stat().st_size > before and not list(environment.rglob("hal/__init__.py"))
+    # Nothing of torch is patched by an installed HAL, so nothing has to be restored.
+    check = "import torch; print(torch.ones(2).sum().item(), torch.Tensor.to.__qualname__)"
+    assert run(python, "-c", check, cwd=tmp_path).stdout.split()[0] == "2.0"
+
+
 @pytest.mark.parametrize("folder", ["ops", "backends", "model"])
 def test_the_folders_refuse_to_be_imported_under_their_bare_names(folder):
     result = run(sys.executable, "-c", f"import {folder}", cwd=ROOT)

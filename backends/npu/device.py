@@ -77,6 +77,9 @@ class Npu(hal.Backend):
                 importlib.import_module("torch_npu")
         except Exception as error:
             raise hal.BackendUnavailable(f"torch_npu cannot be imported: {type(error).__name__}: {error}") from error
+        compiles = environment.compiles_operators()
+        if compiles is not None:
+            _npu().set_compile_mode(jit_compile=compiles)
         if self.deterministic:
             # With warn_only, torch's own operations on the host that have no such mode go on as before. New memory is
             # not filled, which torch does in this mode to make reads of uninitialised memory repeatable.

@@ -10,6 +10,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ VARIABLES: Mapping[str, str] = {
     "ASCEND_LAUNCH_BLOCKING": "1: every operator is waited for (debugging)",
     "TASK_QUEUE_ENABLE": "0, 1 (default), 2: how operators are queued to the device",
     "COMBINED_ENABLE": "1: chains of operators that change strides run as one",
-    "JIT_COMPILE": "of megatron_npu's scripts; HAL leaves torch_npu's default (operators that are compiled already)",
+    "JIT_COMPILE": "of megatron_npu's scripts; True: operators are compiled for every shape, False: those of CANN run",
     "high_precision": "of megatron_npu; HAL has pins instead: --pin flash_attention=npu/fusion_attention_low_precision",
     "INF_NAN_MODE_ENABLE": "1 (default on A2/A3): overflow gives inf; 0: it saturates and sets a flag",
     "INF_NAN_MODE_FORCE_DISABLE": "1: allows INF_NAN_MODE_ENABLE=0 on A2/A3, which torch_npu otherwise refuses",
@@ -58,6 +59,26 @@ VARIABLES: Mapping[str, str] = {
 def variables() -> dict[str, str]:
     """The variables of VARIABLES that are set, with their values; part of `hal info --backend npu`."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def compiles_operators() -> bool | None:
+    """The value of JIT_COMPILE, which sets torch_npu's compile mode; None if it is not set. Raises HalError."""
+    text = os.environ.get("JIT_COMPILE")
+    if text is None:
+        return None
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise hal.HalError(f"JIT_COMPILE is {text!r}; it must be True or False")
+    return text.lower() in ("true", "1")
+
+
+def limits() -> dict[str, str]:
+    """The limits of this process that Ascend's environment scripts raise with `ulimit`; part of `hal info`."""
+    kinds = {"open files": resource.RLIMIT_NOFILE, "core files": resource.RLIMIT_CORE}
+
+    def shown(limit: int) -> str:
+        return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+    return {f"limit of {name}": " of ".join(map(shown, resource.getrlimit(kind))) for name, kind in kinds.items()}
 
 
 def _wheel() -> tuple[str | None, str]:
@@ -99,7 +120,7 @@ def _devices() -> list[str]:
 
 def look(simulated_devices: int | None) -> hal.Probe:
     """The result of `Backend.probe`; simulated_devices: number of devices of the simulator, None for hardware."""
-    facts = {f"environment {name}": value for name, value in variables().items()}
+    facts = {f"environment {name}": value for name, value in variables().items()} | limits()
     version, problem = _wheel()
     facts["torch_npu"] = version or "not installed"
     if problem:

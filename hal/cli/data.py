@@ -62,6 +62,12 @@ def _preprocess_options() -> Parser:
     add("--split-sentences", action="store_true", help="one sequence per sentence, in PREFIX_KEY_sentence")
     add("--lang", metavar="CODE", help="language of the sentences, ISO 639 (default en)")
     add("--keep-newlines", action="store_true", help="keep the line ends between sentences")
+    add(
+        "--dataset-impl",
+        choices=("mmap", "lazy", "cached"),
+        default="mmap",
+        help="name of an older reader; the files are always those that are memory-mapped, and have the same items",
+    )
     add("--append-eod", action="store_true", help="end every document with the end-of-document id")
     add(
         "--make-vocab-size-divisible-by",

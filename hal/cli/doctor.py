@@ -7,6 +7,7 @@ run here is reported with its reason. Exit code 1 if the backend named with --ba
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,26 @@ def main(argv: Sequence[str]) -> int:
         return 0 if _examine(arguments.backend, options(arguments)) else 1
     for name in backend_names():
         _examine(name, {})
+    for line in account(os.geteuid(), _umask()):
+        print(line)
     return 0
+
+
+def account(user: int, umask: int) -> Iterator[str]:
+    """Warnings about the user id and the umask with which HAL runs.
+
+    HAL sets the modes of the files that it writes itself (0640, folders 0750); scripts and other programs do not.
+    """
+    if user == 0:
+        yield "account: this is root; a user without its privileges is enough for everything that HAL does"
+    if umask & 0o027 != 0o027:
+        yield f"account: umask {umask:03o} lets others read or change what scripts write; umask 027 does not"
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _examine(name: str, given: dict[str, object]) -> bool:

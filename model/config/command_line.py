@@ -109,8 +109,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
         with collecting(problems):
             _require_microbatches(values, count, where)
     _adopt_megatron_defaults(values)
-    if not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values:
-        _drop_idle_parallelism(values)
+    _drop_idle_parallelism(values, not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values)
     values.problems = problems
     return values
 
@@ -144,16 +143,19 @@ def _replicas(probe: Config) -> int:
     return max(1, world_size(probe) // max(1, replica))
 
 
-def _drop_idle_parallelism(values: GivenOptions) -> None:
+def _drop_idle_parallelism(values: GivenOptions, processes_known: bool) -> None:
     """Turns options that need several ranks into notes if there is only one, as in other trainers.
 
-    They change no result. Command lines and files contain them for every layout.
+    They change no result. Command lines and files contain them for every layout. processes_known: whether the number of
+    replicas is.
     """
     probe = _probe(values)
     replica = probe.tensor_model_parallel_size * probe.pipeline_model_parallel_size
     alone, zero = world_size(probe) <= replica, zero_stage(probe)
     idle = {}
-    if alone:
+    if not processes_known:
+        pass
+    elif alone:
         why = "one replica has nothing to share or to reduce"
         idle = dict.fromkeys(("ddp_bucket_size", "overlap_grad_reduce", "use_distributed_optimizer", "zero_stage"), why)
     elif zero:

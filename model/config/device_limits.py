@@ -62,8 +62,6 @@ def _largest_tensors(c: Config, plan: ParallelLayout) -> Iterator[tuple[str, tup
     yield "the weights of the MLP", (inner, c.hidden_size), f"raise {_TP}"
     if not c.use_flash_attn:
         yield "the attention scores", (b, heads, s // cp, s), f"use --use-flash-attn, or {smaller}"
-    if c.separates_documents and (
-        c.attention_dropout or not c.use_flash_attn or (cp > 1 and c.context_parallel_algo == "ring")
-    ):
-        block = s // (2 * cp) if cp > 1 and c.context_parallel_algo == "ring" else s
+    if c.separates_documents and (c.attention_dropout or not c.use_flash_attn or c.ring_degree > 1):
+        block = s // (2 * c.ring_degree) if c.ring_degree > 1 else s
         yield "the masks of the documents", (b, 1, block, block), "give --attention-dropout 0, or lower --seq-length"

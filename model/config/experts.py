@@ -79,8 +79,9 @@ def problems(c: Config) -> Iterator[str]:
         if c.expert_model_parallel_size > 1:
             yield "--expert-model-parallel-size shards experts over ranks; it needs --num-experts"
         return
-    if not c.disable_bias_linear:
-        yield "--num-experts needs --disable-bias-linear: experts have no biases"
+    if c.mlp_bias:
+        without = "cannot have --add-mlp-bias" if c.add_mlp_bias else "needs --disable-bias-linear"
+        yield f"--num-experts {without}: experts have no biases"
     try:
         layer_pattern(c.moe_layer_freq, c.num_layers)
     except ValueError as error:

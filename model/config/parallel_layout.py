@@ -66,9 +66,9 @@ def make_parallel_layout(c: Config, world: int) -> ParallelLayout:
         raise report(errors)
     layout = _layout(c, world)
     schedule = "none" if layout.pp == 1 else c.pipeline_schedule
-    if layout.pp > 1 and len(_layers_of_stages(c)) > layout.pp and schedule != "zbv":
+    if layout.pp > 1 and len(layers_of_stages(c)) > layout.pp and schedule != "zbv":
         schedule = "interleaved"
-    return ParallelLayout(layout, schedule, _layers_of_stages(c), _microbatches(c, layout), zero_stage(c))
+    return ParallelLayout(layout, schedule, layers_of_stages(c), _microbatches(c, layout), zero_stage(c))
 
 
 def _layout(c: Config, world: int) -> Layout:
@@ -101,8 +101,9 @@ def _stage_count(c: Config) -> int:
     return 2 * pp if c.pipeline_schedule == "zbv" else pp
 
 
-def _layers_of_stages(c: Config) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage. A noop layer counts when layers are distributed, and is left out of its stage."""
+def layers_of_stages(c: Config) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage of a valid config. A noop layer counts when layers are distributed, and is left out of
+    its stage."""
     counts = [int(n) for n in c.num_layer_list] or [c.num_layers // _stage_count(c)] * _stage_count(c)
     noop = {int(n) for n in c.noop_layers}
     starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -126,6 +127,7 @@ def problems(c: Config, world: int, *, idle: bool = True) -> Iterator[str]:
         yield from _schedule(c, layout)
         yield from _layer_counts(c, layout.pp)
     yield from _noop_layers(c)
+    yield from _recompute_lists(c)
     if layout.pp > 1 and c.pipeline_schedule == "zbv":
         yield from _zero_bubble(c, layout)
     yield from _sequence(c)
@@ -222,11 +224,22 @@ def _noop_layers(c: Config) -> Iterator[str]:
         return
     if not _all_below(c.noop_layers, c.num_layers):
         yield f"--noop-layers {','.join(c.noop_layers)} must be indices of layers, 0 to {c.num_layers - 1}"
-    elif empty := [stage for stage, layers in list(enumerate(_layers_of_stages(c)))[1:-1] if not layers]:
+    elif empty := [stage for stage, layers in list(enumerate(layers_of_stages(c)))[1:-1] if not layers]:
         yield (
             f"--noop-layers {','.join(c.noop_layers)} leaves no layer on stage {empty[0]} of {_stage_count(c)}; "
             "only the first and the last stage can be without layers"
         )
+
+
+def _recompute_lists(c: Config) -> Iterator[str]:
+    """Lists of how many layers are recomputed have a number for every stage."""
+    for name in ("recompute_layer_list", "select_recompute_layer_list"):
+        given, stages = getattr(c, name), _stage_count(c)
+        if given and (len(given) != stages or not _all_below(given, c.num_layers + 1)):
+            yield (
+                f"--{name.replace('_', '-')} {','.join(given)} must be {stages} numbers of layers, one for each "
+                "pipeline stage, or virtual stage in order"
+            )
 
 
 def _all_below(numbers: tuple[str, ...], limit: int) -> bool:
@@ -268,7 +281,7 @@ def _sequence(c: Config) -> Iterator[str]:
         if c.sequence_parallel and c.seq_length % tp:
             yield f"--sequence-parallel: --seq-length {c.seq_length} is not divisible by {tp} tensor-parallel ranks"
         return
-    parts = 2 * cp if c.context_parallel_algo == "ring" else cp
+    parts = sequence_parts(c)
     if c.seq_length % parts or (c.sequence_parallel and c.seq_length % (cp * tp)):
         yield (
             f"--context-parallel-size {cp} ({c.context_parallel_algo}): --seq-length {c.seq_length} is not divisible "
@@ -276,21 +289,38 @@ def _sequence(c: Config) -> Iterator[str]:
         )
 
 
+def sequence_parts(c: Config) -> int:
+    """The number that the length of a sequence must be a multiple of for context-parallel ranks to share it."""
+    return math.lcm(c.context_parallel_size, 2 * c.ring_degree if c.ring_degree > 1 else 1)
+
+
 def _context_parallel(c: Config) -> Iterator[str]:
     """Ulysses exchanges sequence shards for head shards; a ring passes keys and values from rank to rank."""
-    cp, tp = c.context_parallel_size, c.tensor_model_parallel_size
-    if c.context_parallel_algo == "ulysses" and (c.num_query_groups // tp) % cp:
+    cp, tp, degree, algorithm = c.context_parallel_size, c.tensor_model_parallel_size, c.ulysses_degree, "ulysses"
+    if c.context_parallel_algo == "hybrid":
+        algorithm = "hybrid"
+        if c.ulysses_degree_in_cp is None or cp % degree or not 1 < degree < cp:
+            yield (
+                f"--context-parallel-algo hybrid needs --ulysses-degree-in-cp, a divisor of --context-parallel-size "
+                f"{cp} between 1 and {cp}; found {c.ulysses_degree_in_cp}. With 1 it is ring, with {cp} ulysses"
+            )
+            return
+    if (c.num_query_groups // tp) % degree:
         yield (
-            f"--context-parallel-algo ulysses distributes key/value heads: --num-query-groups {c.num_query_groups} "
-            f"over {tp} tensor-parallel ranks is not divisible by --context-parallel-size {cp}; use ring"
+            f"--context-parallel-algo {algorithm} distributes key/value heads: --num-query-groups "
+            f"{c.num_query_groups} over {tp} tensor-parallel ranks is not divisible by {degree} ranks; use ring"
         )
-    if c.context_parallel_algo == "ring" and not c.use_flash_attn:
-        yield "--context-parallel-algo ring merges partial results of flash attention; remove --no-flash-attn"
-    if c.context_parallel_algo == "ring" and c.sequence_parallel and tp % 2 and c.hidden_dropout:
+    if c.ring_degree > 1 and not c.use_flash_attn:
         yield (
-            f"--sequence-parallel over {tp} ranks splits the two chunks of a ring unevenly, and dropout needs equal "
-            "shards; "
-            "use an even --tensor-model-parallel-size or --context-parallel-algo ulysses"
+            f"--context-parallel-algo {c.context_parallel_algo} merges partial results of flash attention; remove "
+            "--no-flash-attn"
+        )
+    shares = degree * (tp if c.sequence_parallel else 1)
+    if c.ring_degree > 1 and shares > 1 and shares % 2 and c.hidden_dropout:
+        yield (
+            f"{shares} ranks (of --sequence-parallel, or that exchange heads) split the two chunks of a ring unevenly, "
+            "and dropout needs equal shards; use an even --tensor-model-parallel-size or --context-parallel-algo "
+            "ulysses"
         )
 
 

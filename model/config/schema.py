@@ -202,12 +202,14 @@ class Config:
     geglu: bool = _opt(False, "gated MLP: gelu(a) * b")
     squared_relu: bool = _opt(False, "MLP with relu(a)^2")
     gelu_approximate: str = _derived(
-        lambda c: "none" if c.disable_bias_linear else "tanh",
+        lambda c: "tanh" if c.mlp_bias else "none",
         "approximation of gelu; default tanh, as Megatron fuses gelu with a bias, or none without a bias",
         choices=("tanh", "none", "fast"),
     )
     disable_bias_linear: bool = _opt(False, "no biases in linear layers")
     add_qkv_bias: bool = _opt(False, "a bias in the QKV layer even with --disable-bias-linear")
+    add_dense_bias: bool = _opt(False, "a bias in attention's output projection even with --disable-bias-linear")
+    add_mlp_bias: bool = _opt(False, "biases in the MLP even with --disable-bias-linear")
     qk_layernorm: bool = _opt(False, "normalise queries and keys of every head before the rotary positions")
     untie_embeddings_and_output_weights: bool = _opt(False, "a separate output layer, not tied to the word embedding")
     use_sandwich_norm: bool = _opt(
@@ -365,6 +367,7 @@ class Config:
     exit_interval: int | None = _opt(None, "save and stop when the iteration is a multiple of this")
     seed: int = _opt(1234, "seed of weights, data order and dropout", "in 0..4294967295")  # numpy's bound
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
+    fp32_residual_connection: bool = _opt(False, "float32 sums between the layers of a 16-bit model")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
     lr: float = _derived(
         lambda c: 2e-5 if c.sft else 6e-4, "peak learning rate; default 6e-4, or 2e-5 with --sft", ">= 0"
@@ -438,6 +441,16 @@ class Config:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = _opt(None, "layers per chunk (uniform), or layers recomputed per stage (block)")
+    recompute_layer_list: tuple[str, ...] = _opt(
+        (), "layers recomputed on each pipeline stage or virtual stage, from its first on, e.g. 3,1"
+    )
+    select_recompute_layer_list: tuple[str, ...] = _opt(
+        (), "the same of layers that recompute only their attention, after those that are recomputed as a whole"
+    )
+    checkpoint_in_cpu: bool = _opt(False, "keep the inputs of recomputed layers in the host's memory")
+    partition_activations: bool = _opt(
+        False, "keep the inputs of recomputed layers divided over the tensor-parallel ranks"
+    )
 
     # parallel dimensions
     tensor_model_parallel_size: int = _opt(
@@ -459,7 +472,12 @@ class Config:
     )
     context_parallel_size: int = _opt(1, "context-parallel ranks, which share each sequence")
     context_parallel_algo: str = _opt(
-        "ring", "algorithm of attention across context-parallel ranks", choices=("ring", "ulysses")
+        "ring",
+        "attention across context-parallel ranks: keys and values go round, heads are exchanged, or both",
+        choices=("ring", "ulysses", "hybrid"),
+    )
+    ulysses_degree_in_cp: int | None = _opt(
+        None, "neighbouring context-parallel ranks that exchange heads (hybrid); a ring connects these groups"
     )
     expert_model_parallel_size: int = _opt(1, "expert-parallel ranks, which share the experts of each layer")
     expert_tensor_parallel_size: int = _derived(
@@ -483,6 +501,7 @@ class Config:
     no_load_optim: bool = _opt(False, "do not load the state of the optimizer and of the learning-rate schedule")
     no_load_rng: bool = _opt(False, "continue with the --seed of this run, even if it is the default")
     accept_changed_data: bool = _opt(False, "resume from --load although the data or the tokenizer have changed")
+    new_dataset: bool = _opt(False, "resume from --load with other data, from their first sample on")
     finetune: bool = _opt(False, "load only the weights from --load, and start at iteration 0")
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation; 0 turns evaluation off", ">= 0")
@@ -509,6 +528,7 @@ class Config:
     )
     record_memory_history: bool = _opt(False, "record the tensors of the profiled steps, by kind and as a snapshot")
     memory_snapshot_path: str = _opt("snapshot.pickle", "file of the snapshot; the rank is added to its name")
+    tensorboard_dir: str | None = _opt(None, "folder for TensorBoard events; default --run-dir")
     wandb_project: str | None = _opt(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = _opt(None, "run name in Weights & Biases; default the name of --run-dir")
     sample_tokens: int = _opt(400, "tokens of sample text to generate after training", ">= 0")
@@ -605,11 +625,37 @@ class Config:
         return self.num_experts is not None and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
 
     @property
+    def qkv_bias(self) -> bool:
+        """Whether the QKV layer has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def projection_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_dense_bias or not self.disable_bias_linear
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether both layers of the MLP have biases."""
+        return self.add_mlp_bias or not self.disable_bias_linear
+
+    @property
     def head_sizes(self) -> tuple[int, int]:
         """Channels of a head of the queries and keys, and of the values."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         return self.kv_channels, self.kv_channels
+
+    @property
+    def ulysses_degree(self) -> int:
+        """How many context-parallel ranks exchange heads for parts of the sequence."""
+        degrees = {"ring": 1, "ulysses": self.context_parallel_size}
+        return degrees.get(self.context_parallel_algo, min(self.ulysses_degree_in_cp or 1, self.context_parallel_size))
+
+    @property
+    def ring_degree(self) -> int:
+        """How many ranks, or groups of ranks that exchange heads, pass keys and values round; 1: there is no ring."""
+        return self.context_parallel_size // self.ulysses_degree
 
     @property
     def fuses_output_layer(self) -> bool:
@@ -620,6 +666,11 @@ class Config:
     def params_dtype(self) -> torch.dtype:
         """dtype of the model's parameters and activations."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """dtype of the sums between the layers."""
+        return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
     @property
     def window(self) -> tuple[int | None, int]:

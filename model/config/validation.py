@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
-from . import experts, latent
+from . import experts, latent, recomputation
 from .experts import layer_pattern
 from .parallel_layout import problems, ranks_of_replica
 from .sample_schedule import learning_rate_samples, valid_ramp
@@ -142,10 +142,10 @@ def _shape(c: Config) -> Iterator[str]:
                 layer_pattern(getattr(c, name), c.num_layers)
         except ValueError as error:
             yield f"{_flag(name)}: {error}"
-    if c.attn_logit_softcapping is not None and c.context_parallel_size > 1 and c.context_parallel_algo == "ring":
+    if c.attn_logit_softcapping is not None and c.ring_degree > 1:
         yield (
-            "--context-parallel-algo ring computes gradients block by block, which --attn-logit-softcapping prevents; "
-            "give --context-parallel-algo ulysses"
+            f"--context-parallel-algo {c.context_parallel_algo} computes gradients block by block, which "
+            "--attn-logit-softcapping prevents; give --context-parallel-algo ulysses"
         )
     if c.fuses_output_layer and (c.output_logit_softcapping is not None or c.output_multiplier_scale != 1.0):
         yield (
@@ -194,13 +194,6 @@ def _learning_rate(c: Config) -> Iterator[str]:
         yield (
             f"--weight-decay-incr-style {c.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
         )
-
-
-def _recomputation(c: Config) -> Iterator[str]:
-    if c.recompute_granularity == "full" and c.recompute_method is None:
-        yield "--recompute-granularity full needs --recompute-method uniform or block"
-    if c.recompute_num_layers is not None and c.recompute_num_layers > c.num_layers:
-        yield f"--recompute-num-layers {c.recompute_num_layers} exceeds --num-layers {c.num_layers}"
 
 
 def _data_sources(c: Config) -> Iterator[str]:
@@ -254,7 +247,7 @@ _ALONE = (
     experts.training_problems,
     _batch,
     _learning_rate,
-    _recomputation,
+    recomputation.problems,
     _data_sources,
     _pins,
     _profile,
@@ -308,9 +301,9 @@ def idle(c: Config) -> Iterator[str]:
         *latent.readers(c),
         ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
         (
-            "add_qkv_bias",
+            "add_qkv_bias add_dense_bias add_mlp_bias",
             c.disable_bias_linear or c.multi_latent_attention,
-            "--disable-bias-linear (biases are on, QKV's too)",
+            "--disable-bias-linear (all biases are on)",
         ),
         ("reset_position_ids reset_attention_mask eod_mask_loss", not c.sft, "data other than those of --sft"),
         ("attn_post_norm_scale ffn_post_norm_scale", c.use_sandwich_norm, "--use-sandwich-norm"),
@@ -326,20 +319,28 @@ def idle(c: Config) -> Iterator[str]:
         ("rope_scaling_factor", c.use_rope_scaling, "--use-rope-scaling"),
         ("eval_interval", evaluates(c) or not c.eval_iters, "--split with validation data"),
         ("loss_scale", c.fp16, "--fp16"),
+        ("fp32_residual_connection", c.fp16 or c.bf16, "--bf16 or --fp16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),
+        ("checkpoint_in_cpu", full or bool(c.recompute_layer_list), "--recompute-granularity full"),
+        (
+            "partition_activations",
+            (full or bool(c.recompute_layer_list)) and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
+            "--recompute-granularity full and --tensor-model-parallel-size above 1 without --sequence-parallel",
+        ),
         *((n, used, needs) for n, used, needs in _tokenizer_rules(c) if n == "vocab_size"),
         ("eval_iters", c.eval_interval is not None, "--eval-interval"),
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),
-        ("no_load_optim no_load_rng accept_changed_data finetune", c.load is not None, "--load"),
+        ("no_load_optim no_load_rng accept_changed_data new_dataset finetune", c.load is not None, "--load"),
         ("exit_on_missing_checkpoint", c.load is not None, "--load"),
         ("use_checkpoint_opt_param_scheduler", c.load is not None, "--load"),
         *_logging_rules(c),
         ("skip_bad_batches", c.rerun_mode != "disabled", "--rerun-mode validate_results"),
         ("context_parallel_algo", c.context_parallel_size > 1, "--context-parallel-size above 1"),
+        ("ulysses_degree_in_cp", c.context_parallel_algo == "hybrid", "--context-parallel-algo hybrid"),
         (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),
         ("moe_aux_loss_coeff", "none" not in c.moe_router_load_balancing_type, "a --moe-router-load-balancing-type"),
         ("moe_router_bias_update_rate", c.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),

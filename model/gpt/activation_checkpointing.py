@@ -7,14 +7,19 @@ one without recomputation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+Kept = Callable[[], AbstractContextManager[object]]
 
-def recompute(function: Callable[..., Any], *args: Any, on: bool = True) -> Any:
-    """function(*args), recomputed in the backward pass if `on` (and if there will be one)."""
+
+def recompute(function: Callable[..., Any], *args: Any, on: bool = True, kept: Kept = nullcontext) -> Any:
+    """function(*args), recomputed in the backward pass if `on` (and if there will be one); `kept` keeps tensors among
+    the arguments until then."""
     if not on or not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    with kept():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

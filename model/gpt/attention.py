@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hal import Rng, ops
 from hal.ops.attention import band_mask
 
+from ..config.recomputation import recomputes_attention
 from ..config.schema import Config
 from ..parallel.context_parallel import Ring, ring_attention, ulysses
 from ..parallel.document_mask import Documents
@@ -39,14 +40,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Config, init: Init, name: str, layer: int) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        h, std, bias = config.hidden_size, config.init_method_std, not config.disable_bias_linear
+        h, std = config.hidden_size, config.init_method_std
         self.local_groups, self.per_group, self.head_size = groups // init.parallel.tp.size, heads // groups, d
         n_out = (heads + 2 * groups) * d
-        self.linear_qkv = ColumnParallelLinear(
-            init, f"{name}.linear_qkv", h, n_out, std=std, bias=bias or config.add_qkv_bias
-        )
+        self.linear_qkv = ColumnParallelLinear(init, f"{name}.linear_qkv", h, n_out, std=std, bias=config.qkv_bias)
         self.linear_proj = RowParallelLinear(
-            init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=bias
+            init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=config.projection_bias
         )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
@@ -87,10 +86,10 @@ class CoreAttention:
     def __init__(self, config: Config, init: Init, layer: int, scale: float | None = None) -> None:
         self.heads, self.layer, self.p = config.num_attention_heads, layer, config.attention_dropout
         self.first_head = init.parallel.tp.rank * (self.heads // init.parallel.tp.size)
-        self.cp, self.cp_algorithm = init.parallel.cp, init.parallel.cp_algorithm
+        self.ring, self.ulysses = init.parallel.ring, init.parallel.ulysses
         self.scale, self.softcap = scale or config.softmax_scale, config.attn_logit_softcapping
         self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window_of(layer)
-        self.recompute = config.recompute_granularity == "selective"
+        self.recompute = recomputes_attention(config, layer)
 
     def __call__(
         self,
@@ -115,19 +114,21 @@ class CoreAttention:
         self, q: Tensor, k: Tensor, v: Tensor, dropout_rng: DropoutRng | None, hidden: Hidden, window: Window
     ) -> Tensor:
         """Like `__call__`, over the ranks that share the sequence."""
-        if self.cp.size == 1:
-            return self._whole(q, k, v, dropout_rng, self.first_head, hidden, window)
-        if self.cp_algorithm == "ulysses":
-            first = self.first_head + self.cp.rank * (q.shape[2] // self.cp.size)
-            return ulysses(q, k, v, self.cp, lambda q, k, v: self._whole(q, k, v, dropout_rng, first, hidden, window))
-        draw, full = None, q.shape[0] * self.cp.size
-        if dropout_rng is not None and self.p > 0.0:
+        first = self.first_head + self.ulysses.rank * (q.shape[2] // self.ulysses.size)
 
-            def draw(q_start: int, k_start: int) -> Rng:
-                return dropout_rng.attention(self.layer, self.heads, self.first_head, full, full, (q_start, k_start))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.ring.size == 1:
+                return self._whole(q, k, v, dropout_rng, first, hidden, window)
+            draw, full = None, q.shape[0] * self.ring.size
+            if dropout_rng is not None and self.p > 0.0:
 
-        assert not isinstance(hidden, Tensor)  # a cache belongs to a model without context parallelism
-        return ring_attention(q, k, v, Ring(self.cp, window, self.p, draw, hidden, self.scale))
+                def draw(q_start: int, k_start: int) -> Rng:
+                    return dropout_rng.attention(self.layer, self.heads, first, full, full, (q_start, k_start))
+
+            assert not isinstance(hidden, Tensor)  # a cache belongs to a model without context parallelism
+            return ring_attention(q, k, v, Ring(self.ring, window, self.p, draw, hidden, self.scale))
+
+        return attend(q, k, v) if self.ulysses.size == 1 else ulysses(q, k, v, self.ulysses, attend)
 
     def _whole(
         self,
@@ -144,47 +145,29 @@ class CoreAttention:
         if dropout_rng is not None and self.p > 0.0:
             rng = dropout_rng.attention(self.layer, self.heads, first_head, q.shape[0], k.shape[0])
             dropout = {"dropout_p": self.p, "rng": rng}
+        pre, next_ = window
+        how = {"pre_tokens": pre, "next_tokens": next_, "scale": self.scale, "softcap": self.softcap, **dropout}
         if isinstance(hidden, Documents) and self.flash and not dropout:
-            return self._packed(q, k, v, hidden, window)
+            return self._packed(q, k, v, hidden, how)
         # Dropout is drawn for [b, n, s, skv], which packed sequences do not have, so it needs a mask.
         mask = hidden.mask() if isinstance(hidden, Documents) else hidden
-        attend = self._flash if self.flash else self._softmax
-        return attend(q, k, v, mask, window, dropout)
+        if self.flash:
+            return self._flash(q, k, v, mask, how)
+        return self._softmax(q, k, v, mask, window, dropout)
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: Window) -> Tensor:
-        """Like `_whole`, of every document alone, without a mask in memory."""
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, how: dict[str, Any]) -> Tensor:
+        """Like `_whole`, of every document alone, without a mask in memory. how: arguments of flash_attention."""
         s, b, cu = *q.shape[:2], documents.cu_seqlens
         packed = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
-        out = ops.flash_attention(
-            *packed,
-            layout="TND",
-            pre_tokens=window[0],
-            next_tokens=window[1],
-            scale=self.scale,
-            softcap=self.softcap,
-            cu_seqlens_q=cu,
-            cu_seqlens_k=cu,
-        )
+        out = ops.flash_attention(*packed, layout="TND", cu_seqlens_q=cu, cu_seqlens_k=cu, **how)
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return out.reshape(b, s, -1).transpose(0, 1)
 
-    def _flash(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: Window, dropout: dict[str, Any]
-    ) -> Tensor:
-        """Like `_whole`, with a single op in the layout --shape-order."""
-        pre, next_ = window
-        out = ops.flash_attention(
-            *(_arrange(t, self.layout) for t in (q, k, v)),
-            layout=self.layout,
-            num_heads=q.shape[2],
-            num_kv_heads=k.shape[2],
-            pre_tokens=pre,
-            next_tokens=next_,
-            mask=mask,
-            scale=self.scale,
-            softcap=self.softcap,
-            **dropout,
-        )
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: dict[str, Any]) -> Tensor:
+        """Like `_whole`, with a single op in the layout --shape-order. how: its other arguments."""
+        tensors = (_arrange(t, self.layout) for t in (q, k, v))
+        heads: dict[str, Any] = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
+        out = ops.flash_attention(*tensors, layout=self.layout, mask=mask, **heads, **how)
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return _restore(out, self.layout)
 

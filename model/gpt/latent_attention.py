@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = norm("kv_layernorm", self.latent)
         self.linear_kv_up_proj = column("linear_kv_up_proj", self.latent, n * (self.key + self.value))
         self.linear_proj = RowParallelLinear(
-            init, f"{name}.linear_proj", n * self.value, h, std=output_std(c), bias=not c.disable_bias_linear
+            init, f"{name}.linear_proj", n * self.value, h, std=output_std(c), bias=c.projection_bias
         )
         # YaRN's factor of all channels (mscale_all_dim), squared because queries and keys each have it. The rest of the
         # factor of the rotated channels is in cos and sin (config/rotary.py).

@@ -211,17 +211,18 @@ class Norm(nn.Module):
         self.weight = init.constant(f"{name}.weight", (hidden,), scale - 1.0 if self.centred else scale)
         self.bias = init.constant(f"{name}.bias", (hidden,), 0.0) if config.normalization == "LayerNorm" else None
 
-    def _gamma(self) -> Tensor:
+    def _gamma(self, x: Tensor) -> Tensor:
         # float32, because the sum of 1 and a small bfloat16 has too few bits for the latter.
-        return 1.0 + self.weight.float() if self.centred else self.weight
+        return 1.0 + self.weight.float() if self.centred else self.weight.to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The norm of x in the model's dtype; x may be float32 (--fp32-residual-connection)."""
         if self.bias is None:
-            return ops.rms_norm(x, self._gamma(), self.eps)
-        return ops.layer_norm(x, self._gamma(), self.bias, self.eps)
+            return ops.rms_norm(x, self._gamma(x), self.eps).to(self.weight.dtype)
+        return ops.layer_norm(x, self._gamma(x), self.bias.to(x.dtype), self.eps).to(self.weight.dtype)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, the sum)."""
         if self.bias is None:
-            return ops.add_rms_norm(x, residual, self._gamma(), self.eps)
-        return ops.add_layer_norm(x, residual, self._gamma(), self.bias, self.eps)
+            return ops.add_rms_norm(x, residual, self._gamma(x), self.eps)
+        return ops.add_layer_norm(x, residual, self._gamma(x), self.bias, self.eps)

@@ -18,7 +18,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, init: Init, name: str, ffn: int | None = None) -> None:
         super().__init__()
-        h, ffn, bias = config.hidden_size, ffn or config.ffn_hidden_size, not config.disable_bias_linear
+        h, ffn, bias = config.hidden_size, ffn or config.ffn_hidden_size, config.mlp_bias
         parts = 2 if config.swiglu or config.geglu else 1
         self.linear_fc1 = ColumnParallelLinear(
             init, f"{name}.linear_fc1", h, parts * ffn, std=config.init_method_std, bias=bias, parts=parts

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 import hal
 from hal import ops
 
+from ..config.recomputation import chunks
 from ..config.rotary import rotation
 from ..config.schema import Config
 from ..parallel import document_mask
 from ..parallel.document_mask import Documents
+from ..parallel.kept_inputs import kept_inputs
 from ..parallel.tensor_sharding import Parallel, Shard
 from .activation_checkpointing import recompute
 from .attention import SelfAttention
@@ -69,7 +71,7 @@ class Embedding(nn.Module):
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, init, "embedding.position_embeddings")
-        self.p, self.parallel = config.hidden_dropout, init.parallel
+        self.p, self.parallel, self.dtype = config.hidden_dropout, init.parallel, config.residual_dtype
 
     def forward(
         self, tokens: Tensor, dropout_rng: DropoutRng | None, start: int = 0, positions: Tensor | None = None
@@ -83,6 +85,7 @@ class Embedding(nn.Module):
                 x = x + rows.take(weight[start : start + rows.full], 0)[:, None]
             else:
                 x = x + ops.embedding(weight, rows.take(positions, 1).t().contiguous())
+        x = x.to(self.dtype)
         if dropout_rng is not None and self.p > 0.0:
             rng, shape = dropout_rng.hidden("embedding", 0, x.shape)
             x = ops.dropout(x.reshape(shape), self.p, rng).view(x.shape)
@@ -113,7 +116,7 @@ class TransformerLayer(nn.Module):
         if config.use_sandwich_norm:
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
-        self.plain = self.post_attn_norm is None and self.multiplier == 1.0
+        self.plain = self.post_attn_norm is None and self.multiplier == 1.0 and init.dtype == config.residual_dtype
 
     def forward(
         self,
@@ -156,8 +159,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(n): TransformerLayer(config, init, n) for n in layers})
         self.final_layernorm = Norm(config, init, "decoder.final_layernorm", config.hidden_size) if final else None
-        self.method = config.recompute_method if config.recompute_granularity == "full" else None
-        self.recompute_layers = config.recompute_num_layers or 1
+        self.chunks, self.kept = chunks(config, list(layers)), kept_inputs(config, init.parallel)
 
     def forward(
         self,
@@ -167,17 +169,13 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        layers = list(self.layers.values())
-
-        def run(x: Tensor, start: int, end: int) -> Tensor:
-            for layer in layers[start:end]:
-                x = layer(x, rotary_cos_sin, dropout_rng, cache, documents)
+        def run(x: Tensor, layers: Sequence[int]) -> Tensor:
+            for n in layers:
+                x = self.layers[str(n)](x, rotary_cos_sin, dropout_rng, cache, documents)
             return x
 
-        step = self.recompute_layers if self.method == "uniform" else 1
-        for start in range(0, len(layers), step):
-            on = self.method == "uniform" or (self.method == "block" and start < self.recompute_layers)
-            x = recompute(run, x, start, start + step, on=on)
+        for layers, on in self.chunks:
+            x = recompute(run, x, layers, on=on, kept=self.kept)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 

@@ -18,7 +18,7 @@ from hal.mesh import Layout, Mesh
 
 from ..checkpoint import reader
 from ..checkpoint.sharded_tensor import shard_of_rank
-from ..config.parallel_layout import ParallelLayout
+from ..config.parallel_layout import ParallelLayout, sequence_parts
 from ..config.schema import Config, ConfigError
 from ..gpt.kv_cache import KeyValueCache, bucket
 from ..gpt.model import GPT
@@ -116,7 +116,7 @@ class Engine:
         x = self.parallel.context_rows(tokens.shape[1]).take(tokens, 1).to(self.device)
         if self.pp.rank > 0:
             shape = (x.shape[1], x.shape[0], self.config.hidden_size)
-            empty = torch.empty(shape, dtype=self.config.params_dtype, device=self.device)
+            empty = torch.empty(shape, dtype=self.config.residual_dtype, device=self.device)
             (x,) = self.pp.exchange(receives=[Message(self.pp.rank - 1, empty)])
         y: Tensor = self.model(x, cache=cache, rows=rows, starts=starts)
         if self.model.last:
@@ -211,8 +211,7 @@ class Engine:
         evenly; a bucket if the device compiles every shape."""
         if self.bucketed:
             count = bucket(count, 1, self.config.seq_length)
-        cp = self.parallel.cp.size
-        multiple = 2 * cp if cp > 1 and self.parallel.cp_algorithm == "ring" else cp
+        multiple = sequence_parts(self.config)
         return -(-count // multiple) * multiple
 
 

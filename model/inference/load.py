@@ -47,6 +47,7 @@ LAYOUT = (
     "num_layer_list",
     "context_parallel_size",
     "context_parallel_algo",
+    "ulysses_degree_in_cp",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "moe_token_dispatcher_type",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +17,9 @@ import torch
 from hal import HalError, ops
 
 from ..common.optional_packages import optional_package
+
+TESTED = "0.16.1"
+"""The version of megatron-core that setup.cfg pins and the tests run."""
 
 
 def core(name: str) -> Any:
@@ -33,6 +38,14 @@ def guarded() -> Iterator[None]:
         raise HalError(
             "megatron-core hangs at the first checkpoint without psutil; install it with: pip install psutil"
         )
+    installed = importlib.metadata.version("megatron-core")
+    if installed != TESTED:
+        warnings.warn(
+            f"megatron-core {installed} is installed; HAL's routing is tested with {TESTED} (pip install "
+            f"megatron-core=={TESTED}). Names of the device that another version brings may not be routed: run "
+            "tests/model/megatron/test_source_names.py with it",
+            stacklevel=3,
+        )
     schedules, module = core("pipeline_parallel.schedules"), core("transformer.module")
     queue = core("dist_checkpointing.strategies.async_utils").AsyncCallsQueue
     attention = core("transformer.dot_product_attention").DotProductAttention
@@ -48,6 +61,7 @@ def guarded() -> Iterator[None]:
         (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
         **_experts(),
+        **_bert(),
     }
     with replaced(replacements):
         yield
@@ -82,6 +96,18 @@ def _experts() -> dict[tuple[Any, str], Any]:
     if grouped.ops is None:
         replacements |= {(grouped, "grouped_gemm"): GroupedProduct, (grouped, "ops"): GroupedProduct}
     return replacements
+
+
+def _bert() -> dict[tuple[Any, str], Any]:
+    """Without Transformer Engine, the spec of BERT's layers that needs it, which pretrain_bert.py imports in any case:
+    its use is an error instead of its import."""
+    specs = core("models.bert.bert_layer_specs")
+    return {} if specs.HAVE_TE else {(specs, "get_bert_layer_with_transformer_engine_spec"): _NeedsTransformerEngine}
+
+
+class _NeedsTransformerEngine:
+    def __getattr__(self, name: str) -> Any:
+        raise HalError("BERT's default layers need Transformer Engine; --spec local has the same layers without it")
 
 
 class GroupedProduct:

@@ -41,6 +41,9 @@ def running_core(argv: Sequence[str]) -> Iterator[None]:
                 note = f"hal launch: {argv[0]} imports megatron.core: {NVIDIA} is redirected to {hal.device()}"
                 print(note, file=sys.stderr)
             stack.enter_context(hal_device())
+            if hal.device().type != "cpu":
+                # Megatron compiles small functions, for which torch has no compiler on devices of other vendors.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             if _installed_helpers():
                 utilities = importlib.import_module("megatron.core.datasets.utils")
                 stack.enter_context(replaced({(utilities, "compile_helpers"): lambda: None}))

@@ -21,7 +21,8 @@ class Parallel:
     """This process's coordinates among the ranks that share a layer. The default is a single process.
 
     tp: ranks that share the weights. sequence: activations between the layers are split over them along the sequence.
-    cp: ranks that share each sequence, by the method `cp_algorithm` (ring or ulysses).
+    cp: ranks that share each sequence. ring: those of them among which keys and values go round; ulysses: those that
+    exchange their parts of the sequence for parts of the heads, together one rank's part of the ring.
 
     For mixtures of experts: experts: ranks that share the experts of a layer, of which `ep` hold different experts and
     `etp` shards of the same. microbatch: ranks with different tokens of a micro-batch. replicas: ranks with different
@@ -31,7 +32,8 @@ class Parallel:
     tp: Comm = field(default_factory=SingleRankComm)
     sequence: bool = False
     cp: Comm = field(default_factory=SingleRankComm)
-    cp_algorithm: str = "ring"
+    ring: Comm = field(default_factory=SingleRankComm)
+    ulysses: Comm = field(default_factory=SingleRankComm)
     experts: Comm = field(default_factory=SingleRankComm)
     ep: Comm = field(default_factory=SingleRankComm)
     etp: Comm = field(default_factory=SingleRankComm)
@@ -41,7 +43,11 @@ class Parallel:
     @staticmethod
     def of(mesh: Mesh, config: Config) -> Parallel:
         """The coordinates of this rank in `mesh`; sequences are split by the methods that the config chooses."""
-        parallel = Parallel(mesh.comm("tp"), config.sequence_parallel, mesh.comm("cp"), config.context_parallel_algo)
+        tp, cp = mesh.comm("tp"), mesh.comm("cp")
+        ranks, degree = tuple(mesh.layout.group(mesh.rank, "cp")), config.ulysses_degree
+        first = cp.rank - cp.rank % degree
+        ring, ulysses = mesh.comm_of(ranks[cp.rank % degree :: degree]), mesh.comm_of(ranks[first : first + degree])
+        parallel = Parallel(tp, config.sequence_parallel, cp, ring, ulysses)
         if config.num_experts is None:
             return parallel
         return replace(
@@ -61,9 +67,8 @@ class Parallel:
 
     def context_rows(self, full: int) -> SequenceShard:
         """The positions of the queries of this rank's attention, out of a sequence of `full`."""
-        if self.cp_algorithm == "ring":
-            return SequenceShard.zigzag(full, self.cp.rank, self.cp.size)
-        return SequenceShard.all_of(full).part(self.cp.rank, self.cp.size)
+        of_ring = SequenceShard.zigzag(full, self.ring.rank, self.ring.size)
+        return of_ring.part(self.ulysses.rank, self.ulysses.size)
 
     def hidden_rows(self, full: int) -> SequenceShard:
         """The positions of the activations between the layers on this rank."""

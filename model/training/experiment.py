@@ -29,6 +29,10 @@ _ELSEWHERE = frozenset(
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "recompute_layer_list",
+        "select_recompute_layer_list",
+        "checkpoint_in_cpu",
+        "partition_activations",
         "tensor_model_parallel_size",
         "sequence_parallel",
         "pipeline_model_parallel_size",
@@ -38,6 +42,7 @@ _ELSEWHERE = frozenset(
         "noop_layers",
         "context_parallel_size",
         "context_parallel_algo",
+        "ulysses_degree_in_cp",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "moe_token_dispatcher_type",
@@ -56,6 +61,7 @@ _ELSEWHERE = frozenset(
         "no_load_rng",
         "finetune",
         "accept_changed_data",
+        "new_dataset",
         "rerun_mode",
         "verify_ops",
         "skip_bad_batches",
@@ -67,6 +73,7 @@ _ELSEWHERE = frozenset(
         "timing_log_level",
         "timing_log_option",
         "log_timers_to_tensorboard",
+        "tensorboard_dir",
         "log_straggler",
         "straggler_minmax_count",
         "log_memory_to_tensorboard",
@@ -110,12 +117,12 @@ def data_state(data: Mapping[str, Split]) -> dict[str, Any]:
 def differences(state: Mapping[str, Any], config: Config, data: Mapping[str, Split], folder: Path) -> list[str]:
     """What this run changes relative to the checkpoint in `folder`, as lines for the log.
 
-    Raises ConfigError for other data (unless config.accept_changed_data), or a default seed that differs from the
-    checkpoint's.
+    Raises ConfigError for other data (unless config.accept_changed_data or config.new_dataset), or a default seed that
+    differs from the checkpoint's.
     """
     notes = _hyperparameters(state, config)
     changed, moved = _data(state, data)
-    if changed and not config.accept_changed_data:
+    if changed and not (config.accept_changed_data or config.new_dataset):
         raise ConfigError(
             f"the checkpoint {folder} was made with other data: {'; '.join(changed)}. Give the data it was made with, "
             "or --accept-changed-data to continue with these (--finetune begins a new run with the weights)"

@@ -216,16 +216,18 @@ def _pipeline_stage(
     """A stage with given input and output shapes, so that torch does not run the model to infer them."""
     model, parallel, b = stage.model, stage.model.parallel, config.micro_batch_size
     s, s_hidden = parallel.context_rows(config.seq_length).count, parallel.hidden_rows(config.seq_length).count
-    floats: dict[str, Any] = {"dtype": config.params_dtype, "device": "meta", "requires_grad": True}
+    floats: dict[str, Any] = {"device": "meta", "requires_grad": True}
     tokens = torch.empty(b, s, dtype=torch.int64, device="meta")
-    hidden = torch.empty(s_hidden, b, config.hidden_size, **floats)
-    logits = torch.empty(s, b, config.padded_vocab_size // parallel.tp.size, **floats)
+    hidden = torch.empty(s_hidden, b, config.hidden_size, dtype=config.residual_dtype, **floats)
+    logits = torch.empty(s, b, config.padded_vocab_size // parallel.tp.size, dtype=config.params_dtype, **floats)
+    normed = hidden.to(config.params_dtype)
+    result = hidden if not model.last else normed if config.fuses_output_layer else logits
     return _PipelineStage(
         stage,
         stage.index,
         layout.stages,
         device,
         input_args=(tokens if model.embedding is not None else hidden,),
-        output_args=(logits if model.last and not config.fuses_output_layer else hidden,),
+        output_args=(result,),
         group=group,
     )

@@ -27,14 +27,14 @@ class Tracker(Protocol):
 
 def trackers(config: Config, folder: Path, options: Mapping[str, Any]) -> list[Tracker]:
     """The trackers of a run that writes to `folder`. Raises HalError for a package that is not installed."""
-    active: list[Tracker] = [TensorBoard(folder)]
+    active: list[Tracker] = [TensorBoard(folder if config.tensorboard_dir is None else Path(config.tensorboard_dir))]
     if config.wandb_project is not None:
         active.append(WeightsAndBiases(config, folder, options))
     return active
 
 
 class TensorBoard:
-    """Event files in the folder of the run."""
+    """Event files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         with optional_package("events need tensorboard", "torch-hal[train]"):

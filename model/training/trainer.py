@@ -379,7 +379,7 @@ class Trainer:
         if weights_only:
             return
         self.lineage = lineage.begin(state)
-        self.iteration, self.consumed = state["iteration"], state["consumed_samples"]
+        self.iteration, self.consumed = state["iteration"], 0 if c.new_dataset else state["consumed_samples"]
         self.skipped, self.bad_batches = state["skipped"], int(state.get("bad_batches") or 0)
         if self._rerun:
             self._rerun = RerunCheck(state.get("rerun_losses", []))

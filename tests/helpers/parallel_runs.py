@@ -122,6 +122,7 @@ TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 SP, CP2 = {"sequence_parallel": True}, {"context_parallel_size": 2}
 ULYSSES = {**CP2, "context_parallel_algo": "ulysses"}
+HYBRID = {"context_parallel_size": 4, "context_parallel_algo": "hybrid", "ulysses_degree_in_cp": 2}
 INTERLEAVED, ZBV = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, {**PP2, "pipeline_schedule": "zbv"}
 DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

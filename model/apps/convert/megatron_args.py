@@ -110,7 +110,12 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     rotary = args.get("use_rotary_position_embeddings") or args.get("position_embedding_type") == "rope"
     options["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
     options["disable_bias_linear"] = not args.get("add_bias_linear", True)
-    if not options.get("swiglu"):
+    if args.get("is_x_model"):  # of megatron_npu
+        width = args.get("ffn_hidden_size")
+        if not isinstance(width, int) or width % 2:
+            raise ConversionError(f"ffn_hidden_size {width!r} should be two equal halves")
+        options |= {"geglu": True, "gelu_approximate": "none", "ffn_hidden_size": width // 2}
+    elif not options.get("swiglu"):
         # Megatron computes the exact gelu, unless it fuses gelu with the bias, which uses the tanh approximation.
         approximate = args.get("bias_gelu_fusion", True) or args.get("openai_gelu") or args.get("onnx_safe")
         options["gelu_approximate"] = "tanh" if approximate else "none"
@@ -136,6 +141,8 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         ("use_sandwich_norm", False),
         ("use_parallel_residual", False),
         ("geglu", False),
+        ("add_dense_bias", False),
+        ("add_mlp_bias", False),
         ("noop_layers", ()),
         ("window", (None, 0)),
         ("attn_logit_softcapping", None),

@@ -63,7 +63,7 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         stored = args.get(name, args.get("model_parallel_size") if name.startswith("tensor") else 1)
         require(stored in (None, size), f"{folder} has the files of {size} ranks, but its args have {name} = {stored}")
     options = options_of(args)
-    gated = bool(options.get("swiglu"))
+    gated = bool(options.get("swiglu") or options.get("geglu"))
     tensors: dict[str, Tensor] = {}
     for stage in range(pp):
         try:
@@ -74,6 +74,9 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
                 tensors.setdefault(name, _whole([part[name] for part in parts], shard_of(name, gated)))
         except (RuntimeError, IndexError) as error:
             raise ConversionError(f"{folder}: a tensor does not have the shape that args require: {error}") from None
+    if options.get("geglu"):  # megatron_npu's gate is the second half, HAL's the first
+        for name in [n for n in tensors if "linear_fc1." in n]:
+            tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
     if not options.get("untie_embeddings_and_output_weights"):
         tensors.pop(OUTPUT_LAYER, None)  # the last stage's copy of the tied weight
     weights = Weights(options, common_dtype(tensors), tokenizer_of(args), iteration)

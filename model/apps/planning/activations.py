@@ -7,18 +7,17 @@ recomputed from the seed, and no matrix of scores with flash attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from ...config.recomputation import chunks, counts
 from .shape import Shape
 
 STATISTIC = 4
 """Bytes of a statistic of a norm or a softmax, which is float32 in any model."""
 
 
-def layer_bytes(shape: Shape, layer: int) -> int:
-    """Bytes kept by one layer without recomputation."""
+def layer_bytes(shape: Shape, layer: int, selective: bool = False) -> int:
+    """Bytes kept by one layer without recomputation, or with that of its attention only (selective)."""
     c, hidden = shape.config, shape.hidden_bytes
-    norm = hidden + _statistics(shape)
+    norm = shape.residual_bytes + _statistics(shape)
     experts = shape.experts_of(layer)
     extra: float = 2 * norm if c.use_sandwich_norm else 0
     if c.qk_layernorm and shape.latent is None:  # contiguous copies of queries and keys, and their norms' statistics
@@ -30,7 +29,8 @@ def layer_bytes(shape: Shape, layer: int) -> int:
         mlp = hidden * experts.keeps_input() + experts.activations()
     # With parallel residuals both norms have the same input.
     inputs = norm + _statistics(shape) if c.use_parallel_residual else 2 * norm
-    return int(inputs + hidden + _queries(shape) + _core(shape) + _context(shape) + mlp + extra)
+    scores = 0 if selective else _scores(shape)  # log-sum-exps, or the probabilities
+    return int(inputs + hidden + _queries(shape, selective) + scores + _context(shape, selective) + mlp + extra)
 
 
 def _mlp(shape: Shape) -> int:
@@ -52,25 +52,19 @@ def _mixed(shape: Shape) -> int:
     return shape.rows * shape.config.micro_batch_size * (shape.heads + shape.groups + shape.values) * shape.element
 
 
-def _queries(shape: Shape) -> int:
+def _queries(shape: Shape, selective: bool) -> int:
     """Queries, keys and values as attention keeps them for its backward pass, and the latents they are made of."""
     if shape.latent is not None:
-        return shape.latent.latents() + shape.latent.heads_kept()
+        return shape.latent.latents() + shape.latent.heads_kept(selective)
     c, rope = shape.config, shape.config.position_embedding_type == "rope"
     per_row = shape.config.micro_batch_size * shape.element * shape.rows
     whole = c.context_parallel_size == 1
-    copied = c.use_flash_attn and (c.shape_order in ("SBH", "BSH") if whole else c.context_parallel_algo == "ulysses")
-    selective = c.recompute_granularity == "selective"
+    copied = c.use_flash_attn and (c.shape_order in ("SBH", "BSH") if whole else c.ulysses_degree > 1)
     if copied and not selective:
         return _mixed(shape)
     # Views keep the entire QKV output in memory, in addition to the copies that rotation or grouping make.
     grouped = c.num_query_groups != c.num_attention_heads
     return _mixed(shape) + per_row * ((shape.heads + shape.groups) if rope else shape.heads if grouped else 0)
-
-
-def _core(shape: Shape) -> int:
-    """Activations inside attention, which selective recomputation drops: log-sum-exps, or the probabilities."""
-    return 0 if shape.config.recompute_granularity == "selective" else _scores(shape)
 
 
 def _scores(shape: Shape) -> int:
@@ -86,13 +80,12 @@ def _scores(shape: Shape) -> int:
     return rows * full * shape.element * (1 + dropped + capped + narrow) + rows * STATISTIC * narrow
 
 
-def _context(shape: Shape) -> int:
+def _context(shape: Shape, selective: bool = True) -> int:
     """The output of attention, kept as the input of the projection, and a second copy if its layout is changed."""
     c, b = shape.config, shape.config.micro_batch_size
     one = shape.rows * b * shape.context * shape.element
-    twice = c.context_parallel_size > 1 and c.context_parallel_algo == "ulysses"
-    twice = twice or (c.use_flash_attn and c.shape_order == "BNSD" and c.context_parallel_size == 1)
-    return (2 if twice and c.recompute_granularity != "selective" else 1) * one
+    twice = c.ulysses_degree > 1 or (c.use_flash_attn and c.shape_order == "BNSD" and c.context_parallel_size == 1)
+    return (2 if twice and not selective else 1) * one
 
 
 def stage_bytes(shape: Shape, stage: int) -> int:
@@ -100,46 +93,48 @@ def stage_bytes(shape: Shape, stage: int) -> int:
 
     The input of a stage is counted as a pipeline buffer (memory.py); its output stays until the backward pass.
     """
-    stored, chunks = _recomputed(shape, stage)
+    c, layers = shape.config, shape.plan.layers[stage]
+    full, _ = counts(c, stage, len(layers))
     # The first layer of a later stage reads the pipeline's buffer, so its input is not counted here.
-    received = 0 if shape.first(stage) else min(1, len(stored) + chunks) * shape.hidden_bytes
-    kept = _of_layers(shape, stored) + chunks * shape.hidden_bytes - received
+    received = 0 if shape.first(stage) or not layers else shape.residual_bytes
+    received = _on_device(shape, received) if full else received
+    inputs = sum(recomputed for _, recomputed in chunks(c, layers)) * shape.residual_bytes
+    kept = _of_layers(shape, stage, full, len(layers)) + _on_device(shape, inputs) - received
     if shape.first(stage):
         kept += token_bytes(shape)
-    return kept + (head_bytes(shape) if shape.last(stage) else shape.hidden_bytes)
+    return kept + (head_bytes(shape) if shape.last(stage) else shape.residual_bytes)
 
 
-def _of_layers(shape: Shape, layers: Sequence[int]) -> int:
-    """Bytes kept by several layers."""
-    return sum(count * layer_bytes(shape, layer) for layer, count in shape.kinds(layers))
+def _on_device(shape: Shape, inputs: int) -> int:
+    """Of the inputs of recomputed layers, the bytes that stay on the device (parallel/kept_inputs.py)."""
+    c = shape.config
+    divided = c.partition_activations and not c.sequence_parallel
+    return 0 if c.checkpoint_in_cpu else inputs // (shape.tp if divided else 1)
 
 
-def _recomputed(shape: Shape, stage: int) -> tuple[tuple[int, ...], int]:
-    """(layers that keep all their activations, the number of chunks of layers that keep only their input)."""
-    c, layers = shape.config, shape.plan.layers[stage]
-    if c.recompute_granularity != "full":
-        return layers, 0
-    count = c.recompute_num_layers or 1
-    if c.recompute_method == "uniform":
-        return (), -(-len(layers) // count)
-    return layers[count:], min(len(layers), count)
+def _of_layers(shape: Shape, stage: int, start: int, end: int) -> int:
+    """Bytes kept by layers `start` to `end` of a stage, which are not recomputed as a whole."""
+    layers = shape.plan.layers[stage]
+    full, attention = counts(shape.config, stage, len(layers))
+    bound = min(max(start, full + attention), end)
+    parts = ((layers[start:bound], True), (layers[bound:end], False))
+    return sum(n * layer_bytes(shape, layer, again) for part, again in parts for layer, n in shape.kinds(part))
 
 
 def recomputed_at_once(shape: Shape, stage: int) -> int:
     """Bytes of activations that a backward pass adds to those that are kept, by recomputing one chunk of layers, or one
     attention, at a time. With "block" the first layers are recomputed, when the others have freed their activations."""
     c, layers = shape.config, shape.plan.layers[stage]
-    if c.recompute_granularity is None or not layers:
-        return 0
-    if c.recompute_granularity == "selective":
+    full, attention = counts(c, stage, len(layers))
+    again = 0
+    if attention:
         arguments = _mixed(shape) if shape.latent is None else shape.latent.recomputed()
-        return arguments + _context(shape) + _scores(shape)
-    count = c.recompute_num_layers or 1
-    if c.recompute_method == "uniform":
-        chunks = [layers[start : start + count] for start in range(0, len(layers), count)]
-        return max(_of_layers(shape, chunk) for chunk in chunks)
-    largest = max(layer_bytes(shape, layer) for layer, _ in shape.kinds(layers[:count]))
-    return max(0, largest - _of_layers(shape, layers[count:]))
+        again = arguments + _context(shape) + _scores(shape)
+    if full:
+        groups = [shape.kinds(group) for group, recomputed in chunks(c, layers) if recomputed]
+        largest = max(sum(count * layer_bytes(shape, layer) for layer, count in group) for group in groups)
+        again = max(again, largest - _of_layers(shape, stage, full, len(layers)))
+    return again
 
 
 def token_bytes(shape: Shape) -> int:
@@ -152,4 +147,4 @@ def head_bytes(shape: Shape) -> int:
     tokens = shape.rows * shape.config.micro_batch_size
     logits, labels = tokens * shape.vocabulary * shape.element, tokens * (8 + STATISTIC)
     logits *= 1 if shape.config.output_logit_softcapping is None else 2
-    return 2 * shape.hidden_bytes + _statistics(shape) + logits + labels
+    return shape.residual_bytes + shape.hidden_bytes + _statistics(shape) + logits + labels

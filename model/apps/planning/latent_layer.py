@@ -65,13 +65,14 @@ class Latent:
         norms = (1 + (c.q_lora_rank is not None)) * c.qk_layernorm
         return self.hidden_rows * (kept * self.element + norms * per_row)
 
-    def heads_kept(self) -> int:
-        """Bytes of queries, keys and values that attention keeps for its backward pass. Queries and keys are
-        concatenations; values are a copy, or a view that keeps the product with which they share memory."""
+    def heads_kept(self, selective: bool) -> int:
+        """Bytes of queries, keys and values that attention keeps for its backward pass, unless it is recomputed
+        (selective). Queries and keys are concatenations; values are a copy, or a view that keeps the product with which
+        they share memory."""
         c = self.config
         qk, v = c.head_sizes
         # A ring and every layout but SBH and BSH take views.
-        copied = c.use_flash_attn and c.recompute_granularity != "selective" and self._copies
+        copied = c.use_flash_attn and not selective and self._copies
         return self.rows * self.element * (2 * self.heads * qk + (self.heads * v if copied else self._expanded))
 
     @property
@@ -79,7 +80,7 @@ class Latent:
         """Whether attention's arguments are copies of what the projections give."""
         c = self.config
         if c.context_parallel_size > 1:
-            return c.context_parallel_algo == "ulysses"
+            return c.ulysses_degree > 1
         return c.use_flash_attn and c.shape_order in ("SBH", "BSH")
 
     def recomputed(self) -> int:

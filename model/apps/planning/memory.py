@@ -128,7 +128,7 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
     if plan.schedule == "zbv":
         # Its backward pass leaves a `grad` on every receive buffer of hidden states.
         count += sum(s - 1 not in stages for s in inputs)
-    return float(plan.microbatches * count * shape.hidden_bytes)
+    return float(plan.microbatches * count * shape.residual_bytes)
 
 
 def _embedding_gradient(shape: Shape, stages: list[int]) -> float:

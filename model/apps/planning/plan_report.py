@@ -8,6 +8,7 @@ from typing import Any
 
 from hal import DeviceSpec
 
+from ...config.recomputation import lists_given
 from ...config.schema import Config
 from .memory import Memory, explain, gib
 from .search import Option, SearchResult, best_of_each
@@ -77,12 +78,15 @@ def name(option: Option) -> str:
     parts += [f"{plan.schedule} x {chunks}"] if plan.schedule == "interleaved" else []
     parts += ["zero bubble"] if plan.schedule == "zbv" else []
     parts += [f"ZeRO {plan.zero}"] if plan.zero else []
-    parts += [f"recompute {recomputation(c)}"] if c.recompute_granularity else []
+    parts += [f"recompute {recomputation(c)}"] if recomputation(c) != "-" else []
     return ", ".join([*parts, f"micro batch {c.micro_batch_size}"])
 
 
 def recomputation(c: Config) -> str:
-    """A description of the recomputation: "-", "selective", "all", or "block N" (layers per stage)."""
+    """A description of the recomputation: "-", "selective", "all", "block N" (layers per stage), or the lists."""
+    if lists_given(c):
+        lists = {"layers": c.recompute_layer_list, "attention": c.select_recompute_layer_list}
+        return ", ".join(f"{name} {','.join(given)}" for name, given in lists.items() if given)
     if c.recompute_granularity == "full":
         return "all" if c.recompute_method == "uniform" else f"block {c.recompute_num_layers}"
     return c.recompute_granularity or "-"

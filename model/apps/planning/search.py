@@ -18,6 +18,7 @@ from hal.mesh import Layout
 
 from ...config.device_limits import device_problems
 from ...config.parallel_layout import ParallelLayout, make_parallel_layout, problems
+from ...config.recomputation import lists_given
 from ...config.schema import Config, ConfigError
 from ...data.tokenizers.build import build_tokenizer
 from .memory import Memory, memory
@@ -174,7 +175,7 @@ def _experts(c: Config, tp: int, ranks: int) -> list[dict[str, Any]]:
 
 def _recomputation(c: Config, pp: int, schedule: dict[str, Any]) -> list[dict[str, Any]]:
     """None, the scores (only without flash attention, which stores none), or some or all layers of every stage."""
-    if "recompute_granularity" in c.given:
+    if "recompute_granularity" in c.given or lists_given(c):
         no_method = c.recompute_granularity == "full" and c.recompute_method is None
         return [{"recompute_method": "uniform"}] if no_method else [{}]
     chunks = 2 if schedule.get("pipeline_schedule") == "zbv" else 1

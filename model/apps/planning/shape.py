@@ -71,8 +71,13 @@ class Shape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of the hidden state of one microbatch between the layers."""
+        """Bytes of the hidden state of one microbatch, as a layer's norms give it."""
         return self.hidden_rows * self.config.micro_batch_size * self.config.hidden_size * self.element
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the sums of one microbatch between the layers, which stages exchange."""
+        return self.hidden_bytes // self.element * self.config.residual_dtype.itemsize
 
     def first(self, stage: int) -> bool:
         """Whether a stage holds the embedding."""
@@ -108,7 +113,7 @@ class Shape:
         inner = self.gate * self.ffn
         mlp = h * (inner + self.ffn) if experts is None else experts.replicated_parameters()
         # Biases of column-parallel layers are sharded with their rows; those of the two row-parallel layers are not.
-        biases = 0 if c.disable_bias_linear else inner + 2 * h
+        biases = (inner + h) * c.mlp_bias + h * c.projection_bias
         return norms + self._attention_parameters() + mlp + biases
 
     def _attention_parameters(self) -> int:
@@ -118,7 +123,7 @@ class Shape:
             return self.latent.parameters()
         qkv = self.heads + self.groups + self.values
         norms = 2 * c.kv_channels * (2 if c.normalization == "LayerNorm" else 1) if c.qk_layernorm else 0
-        biases = qkv if not c.disable_bias_linear or c.add_qkv_bias else 0
+        biases = qkv if c.qkv_bias else 0
         return c.hidden_size * (qkv + self.context) + norms + biases
 
     def end_parameters(self, stage: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hal import DeviceSpec, HalError
 
 from ...config.flops import flops_per_token, visible_pairs
+from ...config.recomputation import counts
 from .schedules import bubble_formula
 from .shape import Shape
 from .traffic import gathered_again, traffic
@@ -131,18 +132,16 @@ def _layer(shape: Shape, layer: int) -> tuple[float, float]:
     if not c.use_flash_attn:
         scores *= c.seq_length / pairs  # masked pairs are multiplied too
         inside = 6.0 * tokens * c.seq_length * (c.num_attention_heads // shape.tp) * shape.element
-    full, selective = c.recompute_granularity == "full", c.recompute_granularity == "selective"
-    passes = 3 + _recomputed_fraction(shape) if full else 3.0
+    full, attention = _recomputed_fractions(shape)
+    passes = 3 + full
     # A ring's backward pass computes attention twice (ADR 0005); selective recomputation computes it once more.
-    ring = 2 if shape.plan.layout.cp > 1 and c.context_parallel_algo == "ring" else 0
-    attention_passes = passes + ring + selective
+    ring = 2 if c.ring_degree > 1 else 0
+    attention_passes = passes + ring + attention
     return passes * products + attention_passes * scores, passes * moved + attention_passes * inside
 
 
-def _recomputed_fraction(shape: Shape) -> float:
-    """The fraction of layers that is recomputed in full."""
-    c = shape.config
-    if c.recompute_method == "uniform":
-        return 1.0
-    longest = max(map(len, shape.plan.layers))
-    return min(1.0, (c.recompute_num_layers or 1) / max(1, longest))
+def _recomputed_fractions(shape: Shape) -> tuple[float, float]:
+    """The fractions of layers that are recomputed as a whole, and of those whose attention is, on the longest stage."""
+    layers, stage = max((len(layers), stage) for stage, layers in enumerate(shape.plan.layers))
+    full, attention = counts(shape.config, stage, layers)
+    return full / max(1, layers), attention / max(1, layers)

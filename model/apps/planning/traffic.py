@@ -31,7 +31,7 @@ def traffic(shape: Shape) -> Traffic:
     """The traffic of the busiest rank."""
     c, plan = shape.config, shape.plan
     layers = _of_layers(shape, lambda layer: 1.0)
-    forwards = 2 if c.recompute_granularity == "full" else 1
+    forwards = 2 if c.recompute_granularity == "full" or c.recompute_layer_list else 1
     count = plan.microbatches
     tied = plan.layout.pp > 1 and not c.untie_embeddings_and_output_weights and plan.rank_of(plan.stages - 1) != 0
     table = shape.vocabulary * c.hidden_size
@@ -42,7 +42,7 @@ def traffic(shape: Shape) -> Traffic:
         + gathered_again(shape)
         + layers * _latent_gradients(shape),
         context=count * layers * (forwards * context_forward(shape) + context_backward(shape)),
-        pipeline=2.0 * count * _hops(shape) * shape.hidden_bytes,
+        pipeline=2.0 * count * _hops(shape) * shape.residual_bytes,
         data=_data(shape),
         tied=float(GRADIENT * table) if tied else 0.0,
         experts=count * _of_layers(shape, lambda layer: _experts(shape, layer, forwards)),
@@ -115,19 +115,19 @@ def _tensor_ends(shape: Shape) -> float:
 
 def context_forward(shape: Shape) -> float:
     """One layer's attention, forward: keys and values are sent round the ring; Ulysses exchanges heads."""
-    c, cp = shape.config, shape.plan.layout.cp
+    c = shape.config
     per_channel = shape.rows * c.micro_batch_size * shape.element
-    if c.context_parallel_algo == "ulysses":
-        return (cp - 1) / cp * per_channel * (shape.heads + shape.groups + shape.values + shape.context)
-    return (cp - 1) * per_channel * (shape.groups + shape.values)
+    exchanged = (c.ulysses_degree - 1) / c.ulysses_degree * (shape.heads + shape.groups + shape.values + shape.context)
+    return per_channel * (exchanged + (c.ring_degree - 1) * (shape.groups + shape.values))
 
 
 def context_backward(shape: Shape) -> float:
     """One layer's attention, backward: a ring also sends float32 gradients of keys and values, in one more step."""
-    if shape.config.context_parallel_algo == "ulysses" or shape.plan.layout.cp == 1:
+    c = shape.config
+    if c.ring_degree == 1:
         return context_forward(shape)
-    per_channel = shape.rows * shape.config.micro_batch_size
-    return context_forward(shape) + shape.plan.layout.cp * per_channel * (shape.groups + shape.values) * GRADIENT
+    per_channel = shape.rows * c.micro_batch_size
+    return context_forward(shape) + c.ring_degree * per_channel * (shape.groups + shape.values) * GRADIENT
 
 
 def _hops(shape: Shape) -> int:

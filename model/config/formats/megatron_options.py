@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..schema import ConfigError, collecting
+from ..schema import Config, ConfigError, collecting
 from .rules import MICROBATCHES, Reading, number_of, take
 
 TABLE = Path(__file__).with_suffix(".csv")
@@ -99,7 +99,18 @@ def _set(reading: Reading, row: ForeignOption, typed: str, words: Sequence[str])
 
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several options."""
-    for step in (_recomputation, _gelu, _attention, _pipeline, _rotary, _batch, _tokens):
+    for step in (
+        _recomputation,
+        _gelu,
+        _attention,
+        _sparse_mode,
+        half_precision_loss,
+        _context_parallel,
+        _pipeline,
+        _rotary,
+        _batch,
+        _tokens,
+    ):
         with collecting(reading.problems):
             step(reading)
     reading.drop_deferred()
@@ -119,6 +130,13 @@ def _recomputation(reading: Reading) -> None:
 
 def _gelu(reading: Reading) -> None:
     # With --swiglu and the like the option has no effect, as in Megatron.
+    _, x_key = take(reading, "x_model")
+    if x_key:
+        rows = reading.either("ffn_hidden_size") or 4 * (reading.either("hidden_size") or Config.hidden_size)
+        reading.superseded.add("ffn_hidden_size")
+        reading.values.pop("ffn_hidden_size", None)
+        for option, value in (("ffn_hidden_size", rows // 2), ("geglu", True), ("gelu_approximate", "none")):
+            reading.set(option, value, x_key)
     _, key = take(reading, "exact_gelu")
     gated = any(reading.either(name) for name in ("swiglu", "geglu", "squared_relu"))
     if key and not gated:
@@ -151,19 +169,57 @@ def _attention(reading: Reading) -> None:
         if number_of(scalar, key) <= 0.0:
             raise reading.refuse(key, f"a number above 0; found {scalar!r}")
         reading.set("softmax_scale", number_of(scalar, key) ** -0.5, key)
-    kind, key = take(reading, "cp_comm_type")
-    if key:
-        names = {"p2p": "ring", "a2a": "ulysses", "allgather": "ring", "a2a+p2p": "ring"}
-        kinds = str(kind).split()
-        if len(set(kinds)) != 1 or kinds[0] not in names:
-            raise reading.refuse(key, f"one of {', '.join(names)} for all layers; found {kind!r}")
-        if (reading.either("context_parallel_size") or 1) > 1:
-            reading.set("context_parallel_algo", names[kinds[0]], key)
-        else:
-            reading.noted[key] = "there is no context parallelism"
     _, key = take(reading, "no_position_embedding")
     if key and reading.either("position_embedding_type") not in ("rope", "none"):
         raise reading.refuse(key, "use --position-embedding-type none or rope")
+
+
+def _sparse_mode(reading: Reading) -> None:
+    """The form of the mask of Ascend's flash attention. Only 0 and 4 read the window; the others are the causal mask,
+    whole or compressed."""
+    mode, key = take(reading, "sparse_mode")
+    if not key or mode == "causal":
+        return
+    if mode not in ("0", "1", "2", "3", "4"):
+        raise reading.refuse(key, f"{mode}: 0 and 4 are the window, 1 to 3 the causal mask")
+    if mode in "123" and reading.either("pre_tokens") is not None:
+        reading.superseded.add("pre_tokens")
+        reading.values.pop("pre_tokens", None)
+        reading.noted[key] = "this form of the causal mask has no window, so --pre-tokens is not read"
+    else:
+        reading.noted[key] = "the backend chooses the form of the mask; the window is --pre-tokens and --next-tokens"
+
+
+def half_precision_loss(reading: Reading) -> None:
+    """Megatron's --fp16-lm-cross-entropy, which its own cross entropy does not read: it computes in float32."""
+    value, key = take(reading, "fp16_loss")
+    if value and not reading.either("fp16"):
+        raise reading.refuse(key, "it needs --fp16, as in Megatron")
+    if value:
+        reading.noted[key] = "the loss is computed in float32, as in megatron-core with this option"
+
+
+def _context_parallel(reading: Reading) -> None:
+    """Megatron's names of the algorithms. Of its two hierarchical sizes the first is that of the groups whose ranks
+    exchange heads, the second that of the rings."""
+    kind, key = take(reading, "cp_comm_type")
+    sizes, sizes_key = take(reading, "hierarchical")
+    if not key:
+        if sizes_key:
+            reading.noted[sizes_key] = "only --cp-comm-type a2a+p2p reads it"
+        return
+    names = {"p2p": "ring", "a2a": "ulysses", "allgather": "ring", "a2a+p2p": "hybrid"}
+    kinds = str(kind).split()
+    if len(set(kinds)) != 1 or kinds[0] not in names:
+        raise reading.refuse(key, f"one of {', '.join(names)} for all layers; found {kind!r}")
+    if (reading.either("context_parallel_size") or 1) == 1:
+        reading.noted[key] = "there is no context parallelism"
+        return
+    reading.set("context_parallel_algo", names[kinds[0]], key)
+    if names[kinds[0]] == "hybrid" and sizes_key:
+        reading.set("ulysses_degree_in_cp", _integers(reading, sizes_key, sizes, 2)[0], sizes_key)
+    elif sizes_key:
+        reading.noted[sizes_key] = "only --cp-comm-type a2a+p2p reads it"
 
 
 def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:
@@ -287,8 +343,13 @@ def _tokens(reading: Reading) -> None:
             continue
         count = _integers(reading, key, tokens, 1)[0]
         samples, rest = divmod(count, max(1, length))
-        if rest:
-            raise reading.refuse(key, f"{count} tokens are not whole sequences of --seq-length {length}")
+        if rest and name == "train":
+            samples += 1  # the sequence in which the tokens end
+        elif rest:
+            samples += 2 * rest >= length
+            if abs(samples * length - count) > count / 10_000:
+                raise reading.refuse(key, f"{count} tokens are not whole sequences of --seq-length {length}")
+            reading.noted[key] = f"rounded to {samples} sequences, which changes learning rates by less than 0.01 %"
         samples = min(samples, reading.either("train_samples") or samples) if name == "train" else samples
         if reading.values.pop(f"{name}_samples", None) is None and f"{name}_samples" in reading.base:
             reading.superseded.add(f"{name}_samples")

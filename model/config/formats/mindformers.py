@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from .mindspeed import CHOICES, PRECISIONS, biases, pipeline
+from .mindspeed import CHOICES, biases, pipeline, residual
 from .rules import Reading, Rule, int_of, load_rules, take
 
 SECTIONS = ("train_config", "accelerate_config", "model_config")
@@ -51,9 +51,7 @@ def finish(reading: Reading) -> None:
             raise reading.refuse(key, f"True or False; found {shared!r}")
         reading.set("untie_embeddings_and_output_weights", not shared, key)
     _groups(reading)
-    residual, key = take(reading, "residual")
-    if key and PRECISIONS.get(str(residual)) != {name: values.get(name, False) for name in ("bf16", "fp16")}:
-        raise reading.refuse(key, f"{residual!r}, but the residual stream has the dtype of compute_dtype")
+    residual(reading)
     divided, key = take(reading, "divided_by")
     if key and values.get("pad_vocab_size_to", 0) % int_of(divided, f"{reading.file}: {key}"):
         raise reading.refuse(key, f"padded_size {values['pad_vocab_size_to']} is not divisible by {divided}")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..schema import ConfigError, collecting
-from .mindspeed import CHOICES, PRECISIONS, biases
+from .mindspeed import CHOICES, biases, residual
 from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
+from .stage_lists import recomputation
 
 SECTIONS = ("runner_config", "runner_wrapper", "lr_schedule")
 """Sections by which such a file is recognised."""
@@ -34,7 +35,7 @@ def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys, and defaults that differ from HAL's. All problems are collected."""
     kind, _ = take(reading, "kind")
     gpt2 = str(kind).startswith("GPT2")
-    for step in (_model, _residual, _stages, _training, _length, biases):
+    for step in (_model, residual, _stages, _training, _length, biases):
         with collecting(reading.problems):
             step(reading)
     llama = {
@@ -79,22 +80,17 @@ def _model(reading: Reading) -> None:
         reading.set("ffn_hidden_size", ffn, ratio_key)
 
 
-def _residual(reading: Reading) -> None:
-    values = reading.values
-    residual, key = take(reading, "residual")
-    if key and PRECISIONS.get(str(residual)) != {name: values.get(name, False) for name in ("bf16", "fp16")}:
-        raise reading.refuse(key, f"{residual!r}, but the residual stream has the dtype of compute_dtype")
-
-
 def _stages(reading: Reading) -> None:
     values = reading.values
     offset, key = take(reading, "offset")
     stages, layers = values.get("pipeline_model_parallel_size", 1), values.get("num_layers", 0)
     if key and offset not in (0, None) and stages > 1:
-        differences = offset if isinstance(offset, list) else [offset]
-        if any(isinstance(row, list) for row in differences) or len(differences) != stages:
-            raise reading.refuse(key, f"one number for each of {stages} stages; found {offset!r}")
-        counts = [layers // stages + _whole(reading, difference, key) for difference in differences]
+        rows = offset if isinstance(offset, list) else [offset]
+        rows = rows if all(isinstance(row, list) for row in rows) else [rows]
+        if any(len(row) != stages for row in rows):
+            raise reading.refuse(key, f"rows of one number for each of {stages} stages; found {offset!r}")
+        mean = layers // (stages * len(rows))
+        counts = [mean + _whole(reading, difference, key) for row in rows for difference in row]
         reading.set("num_layer_list", [str(count) for count in counts], key)
 
 
@@ -108,10 +104,7 @@ def _training(reading: Reading) -> None:
     rate, key = take(reading, "optimizer_rate")
     if key and "lr" not in reading.values:  # lr_schedule replaces the optimizer's own rate
         reading.set("lr", rate, key)
-    recompute, key = take(reading, "recompute")
-    if recompute not in (None, False):
-        for option, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
-            reading.set(f"recompute_{option}", value, key)
+    recomputation(reading, rows_are_ranks=False, together=True)
     count, key = take(reading, "accumulation")
     pipelined, other = take(reading, "micro_batch_num")
     if reading.values.get("pipeline_model_parallel_size", 1) > 1:

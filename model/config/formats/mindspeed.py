@@ -8,13 +8,12 @@ differ between its documentation and its code.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import shown
-
+from .megatron_options import half_precision_loss
 from .rules import Reading, Rule, int_of, load_rules, take
+from .stage_lists import in_order, recomputation
 
 SECTIONS = ("training_config", "parallel_config", "model_config", "dataset_config", "optimizer_config")
 TABLE = Path(__file__).with_name("mindspeed.yaml")
@@ -75,12 +74,26 @@ def finish(reading: Reading) -> None:
     epochs, key = take(reading, "epochs")
     if key and not any(reading.either(name) for name in ("train_iters", "train_samples")):
         raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
+    half_precision_loss(reading)
     biases(reading)
     pipeline(reading)
+    recomputation(reading, rows_are_ranks=True, together=False)
+
+
+def residual(reading: Reading) -> None:
+    """The dtype of the sums between the layers: the model's, or float32."""
+    dtype, key = take(reading, "residual")
+    if not key:
+        return
+    computed = {name: reading.values.get(name, False) for name in ("bf16", "fp16")}
+    if dtype in ("float32", "fp32") and any(computed.values()):
+        reading.set("fp32_residual_connection", True, key)
+    elif PRECISIONS.get(str(dtype)) != computed:
+        raise reading.refuse(key, f"{dtype!r}, but the residual stream has the dtype of compute_dtype, or float32")
 
 
 def biases(reading: Reading) -> None:
-    """The biases of QKV, projection and MLP. HAL has them in all linear layers, in none, or in QKV only."""
+    """The biases of QKV, projection and MLP."""
     linear, linear_key = take(reading, "linear_bias")
     given = [(linear, linear_key), take(reading, "qkv_bias"), take(reading, "proj_bias")]
     for value, key in given:
@@ -92,17 +105,11 @@ def biases(reading: Reading) -> None:
     default = True if linear is None else linear
     qkv, projection = (default if value is None else value for value, _ in given[1:])
     last = next(key for _, key in reversed(given) if key)
-    if qkv and projection and default:
-        reading.set("disable_bias_linear", False, last)
-    elif not projection and not default:
-        reading.set("disable_bias_linear", True, last)
-        reading.set("add_qkv_bias", qkv, last)
-    else:
-        raise reading.refuse(
-            last,
-            f"biases are in all linear layers, in none, or in QKV only; asked for QKV {qkv}, projection {projection}, "
-            f"MLP {default}",
-        )
+    everywhere = qkv and projection and default
+    reading.set("disable_bias_linear", not everywhere, last)
+    if not everywhere:
+        for part, has in (("qkv", qkv), ("dense", projection), ("mlp", default)):
+            reading.set(f"add_{part}_bias", has, last)
 
 
 def pipeline(reading: Reading) -> None:
@@ -111,51 +118,20 @@ def pipeline(reading: Reading) -> None:
     virtual, virtual_key = take(reading, "virtual")
     layers, layers_key = take(reading, "layer_list")
     stages = values.get("pipeline_model_parallel_size", 1)
+    rounds = 1 if virtual is None else int_of(virtual, f"{reading.file}: {virtual_key}")
     if layers_key:
-        _layer_list(reading, layers_key, layers, stages)
-    if virtual is not None and int_of(virtual, f"{reading.file}: {virtual_key}") > 1:
+        counts = in_order(reading, layers_key, layers, rows_are_ranks=True)
+        total, declared = sum(counts), values.get("num_layers")
+        if declared is not None and declared != total:
+            raise reading.refuse(layers_key, f"its {total} layers are not the {declared} of num_layers")
+        if virtual is not None and len(counts) != stages * rounds:
+            raise reading.refuse(layers_key, f"{len(counts)} numbers for {stages} stages of {virtual_key} {virtual}")
+        reading.set("num_layer_list", [str(n) for n in counts], layers_key)
+        per_stage = values.pop("num_layers_per_virtual_pipeline_stage", None)
+        if per_stage is not None and per_stage != max(counts):
+            raise reading.refuse(layers_key, f"{per_stage} layers per virtual stage, but its largest has {max(counts)}")
+    elif rounds > 1:
         count = values.get("num_layers")
-        if count is None or count % (stages * virtual):
+        if count is None or count % (stages * rounds):
             raise reading.refuse(virtual_key, f"{virtual} virtual stages of {stages} do not divide {count} layers")
-        reading.set("num_layers_per_virtual_pipeline_stage", count // (stages * virtual), virtual_key)
-
-
-def _layer_list(reading: Reading, key: str, given: Any, stages: int) -> None:
-    """A list with the number of layers of every stage, or one row per stage with those of its virtual stages."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            raise reading.refuse(key, f"lists of numbers; found {shown(given)}") from None
-    nested = isinstance(given, list) and bool(given) and all(isinstance(row, list) for row in given)
-    rows = given if nested else [given]
-    if not all(isinstance(row, list) and row and all(type(n) is int and n >= 0 for n in row) for row in rows):
-        raise reading.refuse(key, f"lists of numbers of layers; found {shown(given)}")
-    counts = [n for row in rows for n in row]
-    total, declared = sum(counts), reading.values.get("num_layers")
-    if declared is not None and declared != total:
-        raise reading.refuse(key, f"its {total} layers are not the {declared} of num_layers")
-    if not nested:
-        reading.set("num_layer_list", [str(n) for n in counts], key)
-    elif len(rows) != stages or len({len(row) for row in rows}) != 1:
-        raise reading.refuse(key, f"{len(rows)} rows of {sorted({len(row) for row in rows})} for {stages} stages")
-    else:
-        _virtual_stages(reading, key, counts)
-
-
-def _virtual_stages(reading: Reading, key: str, counts: list[int]) -> None:
-    """Sets the options for virtual stages with these numbers of layers.
-
-    HAL's virtual stages have equal numbers of layers. A last stage with fewer layers is expressed by a model with
-    additional layers at the end that do nothing (--noop-layers).
-    """
-    total, full = sum(counts), counts[0]
-    missing = full * len(counts) - total
-    if any(n != full for n in counts[:-1]) or not 0 <= missing < full:
-        raise reading.refuse(key, "virtual stages have equal numbers of layers, of which the last may have fewer")
-    reading.values.pop("num_layers", None)  # the file's own number, which does not count the layers added here
-    reading.set("num_layers", total + missing, key)
-    reading.set("num_layers_per_virtual_pipeline_stage", full, key)
-    if missing:
-        reading.set("noop_layers", [str(n) for n in range(total, total + missing)], key)
-        reading.note(key, f"{total} layers in {total + missing} places, of which the last {missing} stay empty")
+        reading.set("num_layers_per_virtual_pipeline_stage", count // (stages * rounds), virtual_key)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hal.untrusted import shown
+
 from ..schema import ConfigError, collecting
 
 MICROBATCHES = "@microbatches"
@@ -124,7 +126,8 @@ def only(allowed: Sequence[Any], why: str) -> Rule:
     def rule(reading: Reading, key: str, value: Any) -> None:
         # 1 == True in Python, so the types are compared as well.
         if value is not None and not any(_lower(value) == _lower(a) and type(value) is type(a) for a in allowed):
-            raise reading.refuse(key, f"{value!r} cannot be followed: {why}")
+            given = shown(value) if isinstance(value, dict) else repr(value)
+            raise reading.refuse(key, f"{given} cannot be followed: {why}")
 
     return rule
 
@@ -134,8 +137,8 @@ def note(text: str, unless: Sequence[Any]) -> Rule:
 
     def rule(reading: Reading, key: str, value: Any) -> None:
         if value is not None and value not in unless:
-            shown = "" if isinstance(value, (dict, list)) else f"{value!r} "
-            reading.note(key, f"{shown}has no effect: {text}")
+            given = "" if isinstance(value, (dict, list)) else f"{value!r} "
+            reading.note(key, f"{given}has no effect: {text}")
 
     return rule
 

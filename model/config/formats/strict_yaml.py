@@ -37,7 +37,9 @@ def load(path: Path, shown: str) -> Any:
             raw = file.read(_LARGEST + 1)
         if len(raw) > _LARGEST:
             raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
-        loader = Loader(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
+        # JSON allows tabs between values, which YAML does not; within its strings they are escaped.
+        loader = Loader(text.replace("\t", " ") if path.suffix == ".json" else text)
         root = loader.get_single_node()
         if root is not None and _expanded(root, {}, set()) > _NODES:
             raise ValueError(f"its aliases expand to more than {_NODES} values")

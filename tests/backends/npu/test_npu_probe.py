@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,6 +150,29 @@ def test_the_environment_is_reported(
     assert environment.variables()[name] == "77"
     assert cli.main(["info", "--backend", "npu"]) == 0
     assert f"environment {name}: 77" in capsys.readouterr().out
+
+
+def test_the_limits_that_ascends_scripts_raise_are_reported() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = Npu(simulate=True).probe().facts
+    assert facts["limit of open files"] == f"{soft} of {hard}" and "limit of core files" in facts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
+@pytest.mark.parametrize("value", ["True", "False"])
+def test_jit_compile_sets_the_mode_of_torch_npu(value: str) -> None:
+    code = "import hal; hal.use('npu', simulate=True); import torch; print(torch.npu.is_jit_compile_false())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "JIT_COMPILE": value}
+    )
+    assert done.stdout.split()[-1] == str(value == "False"), done.stderr
+
+
+def test_another_value_of_jit_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JIT_COMPILE", "maybe")
+    with pytest.raises(hal.HalError, match="must be True or False"):
+        environment.compiles_operators()
 
 
 def test_options_of_the_simulator_need_it() -> None:

@@ -72,6 +72,40 @@ def test_two_by_two_processes_follow_one(text: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor(four), torch.tensor(one), rtol=0, atol=golden.TOL[torch.float32].atol)
 
 
+KEPT_INPUTS = """
+import torch, hal
+hal.use("npu", simulate=True)
+from hal.model.config.command_line import build
+from hal.model.gpt.model import GPT
+
+def run(**how):
+    sizes = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "micro_batch_size": 2}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    data = {"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused"}
+    gpt = GPT(build({**sizes, **full, **data, **how}), hal.device())
+    tokens = (torch.arange(512).view(2, 256) % 100).to(hal.device())
+    before = hal.backend().memory_stats()["allocated"]
+    loss = gpt.loss(gpt(tokens), tokens)
+    kept = hal.backend().memory_stats()["allocated"] - before
+    loss.backward()
+    return kept, [p.grad.cpu() for p in gpt.parameters()]
+
+run()  # what is allocated once and for all
+usual, grads = run()
+host, same = run(checkpoint_in_cpu=True)
+assert all(torch.equal(a, b) for a, b in zip(grads, same))
+print("freed", usual - host, "of", 6 * 512 * 64 * 4)
+"""
+
+
+def test_inputs_of_recomputed_layers_kept_on_the_host_free_the_device() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT_INPUTS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    freed, inputs = int(words[-3]), int(words[-1])
+    assert inputs * 0.9 < freed < inputs * 1.1, done.stdout
+
+
 OUT_OF_MEMORY = """
 import sys, hal
 from hal.backends.npu import simulator

@@ -3,6 +3,7 @@
 import pytest
 
 import hal
+from hal.cli.doctor import account
 
 SIMPLE = [op for op in hal.OPS.values() if op.decompose is None]
 
@@ -80,6 +81,12 @@ def test_without_a_name_every_backend_is_examined_and_none_fails_the_command(run
     code, out, _ = run("doctor")
     assert code == 0
     assert all(f"{name} (in-tree)" in out for name in ("healthy", "wrong", "absent", "uncompiled", "broken"))
+
+
+@pytest.mark.parametrize("user, umask, words", [(1000, 0o027, []), (0, 0o077, ["root"]), (1000, 0o022, ["umask 022"])])
+def test_root_and_an_open_umask_are_named(user, umask, words):
+    lines = list(account(user, umask))
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
 
 
 def test_wrong_usage(run):

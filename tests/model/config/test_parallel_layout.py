@@ -44,6 +44,8 @@ def test_a_layer_list_and_noop_layers(monkeypatch) -> None:
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP2, CP3_ULYSSES = {"context_parallel_size": 2}, {"context_parallel_size": 3, "context_parallel_algo": "ulysses"}
+CP4 = {"context_parallel_size": 4}
+HYBRID = {"context_parallel_algo": "hybrid", "ulysses_degree_in_cp": 2}
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48, "vocab_size": 119, "make_vocab_size_divisible_by": 6}
 
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
@@ -118,6 +120,36 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "overlap with zero": (2, {"overlap_grad_reduce": True, "zero_stage": 1}, "is for replicated gradients"),
     "bucket ignored": (1, {"ddp_bucket_size": 100}, "would be ignored"),
     "ring parts": (2, {"context_parallel_size": 2, "seq_length": 14}, "not divisible by 4"),
+    "hybrid without a degree": (
+        4,
+        {**CP4, "context_parallel_algo": "hybrid"},
+        "a divisor of --context-parallel-size 4",
+    ),
+    "hybrid of one group": (4, {**CP4, **HYBRID, "ulysses_degree_in_cp": 4}, "with 4 ulysses"),
+    "hybrid parts": (4, {**CP4, **HYBRID, "seq_length": 10}, "not divisible by 4"),
+    "hybrid without flash": (4, {**CP4, **HYBRID, "use_flash_attn": False}, "hybrid merges partial results"),
+    "hybrid heads": (
+        6,
+        {"context_parallel_size": 6, **HYBRID, "ulysses_degree_in_cp": 3, "seq_length": 12},
+        "hybrid distributes key/value heads: --num-query-groups 4 over 1 tensor-parallel ranks is not divisible by 3",
+    ),
+    "hybrid of uneven chunks": (
+        6,
+        {**SIX_HEADS, "context_parallel_size": 6, **HYBRID, "ulysses_degree_in_cp": 3, "seq_length": 12}
+        | {"hidden_dropout": 0.1},
+        "3 ranks (of --sequence-parallel, or that exchange heads) split the two chunks of a ring unevenly",
+    ),
+    "recompute lists": (2, {**PP2, "recompute_layer_list": ("1",)}, "must be 2 numbers of layers"),
+    "recompute lists of virtual stages": (
+        2,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "select_recompute_layer_list": ("1", "1")},
+        "--select-recompute-layer-list 1,1 must be 4 numbers",
+    ),
+    "recompute lists and granularity": (
+        1,
+        {"recompute_layer_list": ("1",), "recompute_granularity": "selective"},
+        "remove --recompute-granularity",
+    ),
     "ring without flash": (2, {"context_parallel_size": 2, "use_flash_attn": False}, "remove --no-flash-attn"),
     "ulysses heads": (
         4,
@@ -138,7 +170,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         6,
         {**SIX_HEADS, "tensor_model_parallel_size": 3, "sequence_parallel": True, "context_parallel_size": 2}
         | {"seq_length": 24, "hidden_dropout": 0.1},
-        "splits the two chunks of a ring unevenly",
+        "split the two chunks of a ring unevenly",
     ),
     "bucket with zero": (2, {"ddp_bucket_size": 100, "zero_stage": 1}, "would be ignored"),
     "experts": (2, {"expert_model_parallel_size": 2}, "needs --num-experts"),
@@ -173,6 +205,8 @@ ACCEPTED: dict[str, tuple[int, dict[str, Any]]] = {
         6,
         {**SIX_HEADS, **CP2, "tensor_model_parallel_size": 3, "sequence_parallel": True, "seq_length": 24},
     ),
+    "hybrid": (4, {**CP4, **HYBRID, "seq_length": 4, "hidden_dropout": 0.1}),
+    "recompute lists": (2, {**PP2, "recompute_layer_list": ("2", "0"), "select_recompute_layer_list": ("0", "1")}),
     "overlap": (2, {"overlap_grad_reduce": True, "ddp_bucket_size": 100}),
     "context ranks are replicas": (2, {**CP2, "overlap_grad_reduce": True}),
     "sharded over context ranks": (2, {**CP2, "zero_stage": 3}),

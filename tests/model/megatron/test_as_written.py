@@ -1,9 +1,14 @@
 """Programs that say "cuda" run as they are under `hal launch`: the sources' notebook, and Megatron-LM's own scripts."""
 
+import functools
+import json
+import math
 import os
+import random
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,8 +41,67 @@ def test_the_cells_of_the_notebook(backend, tmp_path):
     assert len(losses) == 20 and output.count("Successfully loaded the model") == 4
 
 
+WORDS = "the a small large network device layer reads writes adds keeps sends gradient loss batch token"
+TINY = (
+    "--hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 4 --lr 0.001 --min-lr 1e-5 --lr-warmup-fraction .01 --split 60,20,20 --log-interval 1 "
+    "--eval-interval 100 --eval-iters 1 --transformer-impl local --use-cpu-initialization --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --legacy-tokenizer "
+    "--tokenizer-type BertWordPieceLowerCase --data-path data_text_sentence --vocab-file vocab.txt"
+)
+OTHERS = {
+    "bert": "--num-layers 2 --seq-length 64 --spec local",
+    "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64 --decoder-seq-length 32 "
+    "--vocab-extra-ids 100",
+}
+
+
+def documents(folder):
+    """Writes documents of sentences in a BERT vocabulary, as a dataset of pretrain_bert.py and pretrain_t5.py."""
+    draw, vocabulary = random.Random(5), WORDS.split()
+    sentences = [" ".join(draw.choices(vocabulary, k=draw.randint(5, 12))) + "." for _ in range(480)]
+    texts = [" ".join(sentences[start : start + 12]) for start in range(0, 480, 12)]
+    (folder / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *vocabulary, "."]) + "\n"
+    )
+    words = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", "vocab.txt", "--split-sentences"]
+    command = ["data", "preprocess", "--input", "text.json", "--output-prefix", "data", *words]
+    subprocess.run([sys.executable, "-m", "hal", *command], cwd=folder, check=True, capture_output=True)
+
+
+@functools.cache
+def losses_of(model, backend, ranks):
+    """The losses of four iterations of pretrain_bert.py or pretrain_t5.py."""
+    with tempfile.TemporaryDirectory() as name:
+        documents(Path(name))
+        options = f"{TINY} {OTHERS[model]} --tensor-model-parallel-size {ranks}"
+        options += f" --make-vocab-size-divisible-by {128 // ranks}"
+        output = run(backend, ranks, CHECKOUT / f"pretrain_{model}.py", Path(name), *options.split())
+    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
+
+
 class TestMegatronsScripts:
     pytestmark = needs_checkout(*TRAINER)
+
+    @pytest.mark.parametrize("model", OTHERS)
+    @pytest.mark.parametrize("backend, ranks", [("cpu_ref", 2), ("cuda", 1), ("npu", 1)])
+    def test_bert_and_t5_train_alike_on_every_backend(self, model, backend, ranks):
+        one = losses_of(model, "cpu_ref", 1)
+        assert len(one) == 4 and one[0] == pytest.approx(math.log(128), rel=0.15), "of 128 padded ids"
+        assert losses_of(model, backend, ranks) == pytest.approx(one, abs=2e-4)
+
+    def test_preprocessing_gives_the_files_of_hal(self, tmp_path):
+        documents(tmp_path)
+        options = ["--input", "text.json", "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]
+        tool = [CHECKOUT / "tools" / "preprocess_data.py", "--legacy-tokenizer", "--workers", 1]
+        for command, prefix in ((tool, "theirs"), (["-m", "hal", "data", "preprocess"], "ours")):
+            words = map(str, [sys.executable, *command, *options, "--output-prefix", prefix, "--append-eod"])
+            subprocess.run([*words], cwd=tmp_path, check=True, capture_output=True)
+        for suffix in ("bin", "idx"):
+            files = [tmp_path / f"{prefix}_text_document.{suffix}" for prefix in ("theirs", "ours")]
+            assert files[0].read_bytes() == files[1].read_bytes()
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_the_simple_training_loop(self, backend, tmp_path):

@@ -1,5 +1,9 @@
 """Settings with which megatron-core fails or gives wrong results are refused, and the message says what to do."""
 
+import importlib.metadata
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hal
 from hal import HalError
 from hal.model.megatron import gpt_block_spec, hal_device
-from hal.model.megatron.guards import refuse_crossed_messages
+from hal.model.megatron.guards import TESTED, refuse_crossed_messages
 from hal.testing.processes import run_processes
 
 MICROBATCHES = 4
@@ -144,6 +148,24 @@ def test_autocast_that_torch_would_drop_is_refused(routed):
     train(config(), schedules.forward_backward_no_pipelining)
     with pytest.raises(HalError, match="train in another precision"):
         train(config(enable_autocast=True, autocast_dtype=torch.bfloat16), schedules.forward_backward_no_pipelining)
+
+
+def test_another_version_than_the_tested_one_is_named(cpu_ref, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.0")
+    with pytest.warns(UserWarning, match=r"megatron-core 0.99.0 is installed.*tested with 0.16.1"), hal_device():
+        pass
+
+
+def test_the_spec_of_bert_that_needs_an_nvidia_device_can_be_imported_but_not_used(cpu_ref):
+    with hal_device():
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec as spec
+    with pytest.raises(HalError, match="--spec local"):
+        print(spec.submodules)
+
+
+def test_the_tested_version_is_the_pinned_one():
+    pins = re.findall(r"megatron-core==([\d.]+)", (Path(__file__).parents[3] / "setup.cfg").read_text())
+    assert set(pins) == {TESTED}
 
 
 def test_a_writer_that_would_hang_is_refused(cpu_ref):

@@ -49,6 +49,17 @@ def test_what_needs_a_name_breaks_without_it(name, world):
         NEEDED_BY[name]()
 
 
+def test_megatrons_clipping_by_the_largest_gradient(world):
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    with hal_device():
+        parameter.grad = torch.tensor([3.0, -7.0, 1.0, 0.0])
+        norm = get_grad_norm_fp32([parameter.grad], float("inf"), torch.distributed.group.WORLD)
+        clip_grad_by_total_norm_fp32([parameter], 3.5, norm)
+    assert norm == 7.0 and parameter.grad.tolist() == pytest.approx([1.5, -3.5, 0.5, 0.0], rel=1e-5)
+
+
 def test_names_are_torchs_own_before_and_after_and_one_is_never_touched(cpu_ref):
     import megatron.core.tensor_parallel.random as core_random
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hal
 from hal import Comm, ops
-from hal.comm.threads import run_threads
+from hal.comm.threads import run_threads, threads
 from hal.model.parallel.context_parallel import Ring, ring_attention, ulysses
 from hal.model.parallel.sequence_shard import SequenceShard
 
@@ -79,6 +79,22 @@ def test_ulysses(window: tuple[int | None, int | None], p: float) -> None:
         return rows, ulysses(*leaves, comm, attend), leaves
 
     check(2, window, p, run)
+
+
+@pytest.mark.parametrize("window", [(None, 0), (7, 0)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_ring_of_pairs_that_exchange_heads(window: tuple[int | None, int | None], p: float) -> None:
+    rings, pairs = [threads(2) for _ in range(2)], [threads(2) for _ in range(2)]
+
+    def run(comm: Comm):
+        at, inside = divmod(comm.rank, 2)
+        rows = SequenceShard.zigzag(S, at, 2).part(inside, 2)
+        leaves = [rows.take(x, 0).clone().requires_grad_() for x in tensors()[:3]]
+        draw = (lambda a, b: RNG.block((B, N, S, S), (0, inside * N // 2, a, b))) if p else None
+        ring = Ring(rings[inside][at], window, p, draw)
+        return rows, ulysses(*leaves, pairs[at][inside], lambda q, k, v: ring_attention(q, k, v, ring)), leaves
+
+    check(4, window, p, run)
 
 
 def test_in_bfloat16_the_ring_is_as_close_as_one_process() -> None:

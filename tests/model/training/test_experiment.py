@@ -81,6 +81,15 @@ def test_other_data_are_refused(resume, tmp_path):
     assert code == 0 and "changed since iter_0000002: the train split has" in output
 
 
+def test_new_data_are_read_from_their_first_sample_on(resume, tmp_path):
+    write(tmp_path / "e", seed=1)
+    save = ["--save-interval", "1", "--new-dataset"]
+    code, output = resume("--lr", "1e-3", *save, data=["--data-path", str(tmp_path / "e")])
+    assert code == 0 and "changed since iter_0000002: the train split has" in output
+    _, state = reader.read_state(tmp_path / "save")
+    assert (state["iteration"], state["consumed_samples"]) == (3, 2)
+
+
 def test_another_text_is_refused(resume, tmp_path):
     (tmp_path / "text").write_text("other words\n" * 200)
     code, output = resume("--lr", "1e-3", data=["--text-file", str(tmp_path / "text")])

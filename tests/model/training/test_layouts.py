@@ -14,6 +14,7 @@ from parallel_runs import (
     DOCUMENTS,
     DROPOUT,
     GPT2,
+    HYBRID,
     INTERLEAVED,
     LATENT_DENSE,
     LLAMA,
@@ -52,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-zero3": (2, {"zero_stage": 3}),
     "cp2-ring": (2, CP2),
     "cp2-ulysses": (2, ULYSSES),
+    "cp4-hybrid": (4, HYBRID),
     "tp2-pp2": (4, {**TP2, **PP2}),
     "tp2-dp2": (4, TP2),
     "tp2-sp-pp2-interleaved": (4, {**TP2, **SP, **INTERLEAVED}),
@@ -220,6 +222,26 @@ def test_bfloat16_within_its_own_tolerance(name: str) -> None:
     world, layout = LAYOUTS[name]
     base = {**GPT2, "bf16": True, "lr": 1e-3}
     close(on(world, {**base, **layout}), one_process(base), 2**-8, 2**-5)
+
+
+@pytest.mark.parametrize("name", _marked(["pp2-interleaved"], ["tp2-sp", "pp2-zero-bubble", "dp2-zero3", "cp2-ring"]))
+def test_a_float32_residual_stream_within_the_same_tolerance(name: str) -> None:
+    world, layout = LAYOUTS[name]
+    base = {**LLAMA, "bf16": True, "fp32_residual_connection": True, "lr": 1e-3, **DROPOUT}
+    close(on(world, {**base, **layout}, 5), one_process(base, 5), 2**-8, 2**-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**10}])
+@pytest.mark.parametrize("name", ["dp2", "tp2-dp2", "pp2-interleaved", "cp2-ring", "tp2-sp"])
+def test_the_distributed_optimizer_has_the_losses_of_one_process_in_every_dtype(
+    name: str, precision: dict[str, Any]
+) -> None:
+    world, layout = LAYOUTS[name]
+    world *= 1 if "dp2" in name or "cp2" in name else 2  # two ranks that share the optimizer's state
+    base = {**LLAMA, **precision, "lr": 1e-3}
+    losses, norms = (2**-8, 2**-5) if precision else (1e-5, 1e-4)
+    close(on(world, {**base, **layout, **DISTRIBUTED_OPTIMIZER}, 5), one_process(base, 5), losses, norms)
 
 
 @pytest.mark.parametrize("name", _marked(["dp2-zero2", "pp2-zero-bubble"], ["dp2", "tp2-pp2"]))

@@ -41,6 +41,23 @@ def test_a_projects_run_gets_every_iteration_and_the_options(tiny, cpu_ref, monk
     assert [n for n, _ in record["step_seconds"]] == [1, 2, 3] and all(s > 0 for _, s in record["step_seconds"])
 
 
+def test_events_have_megatrons_tags_and_lie_where_the_user_says(tiny, cpu_ref, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "logs" / "gpt_4_layers"
+    options = {"fp16": True, "initial_loss_scale": 1024.0, "eval_interval": 2, "eval_iters": 1, "sample_tokens": 0}
+    train(tiny(backend="cpu_ref", train_iters=3, tensorboard_dir=str(folder), **options))
+    assert not list((tmp_path / "run").glob("events*"))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert {"lm loss", "learning-rate", "loss-scale", "grad-norm", "lm loss validation"} <= set(
+        events.Tags()["scalars"]
+    )
+    losses = [[event.step, event.value] for event in events.Scalars("lm loss")]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert losses == [[n, pytest.approx(value)] for n, value in record["losses"]]
+
+
 def test_it_is_needed_only_when_it_is_asked_for(tiny, cpu_ref, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     train(tiny(backend="cpu_ref", train_iters=1, sample_tokens=0))

@@ -299,6 +299,21 @@ def test_models_that_are_not_hals_are_refused(change: dict[str, Any], reason: st
         megatron_ranks.read(tmp_path)
 
 
+def test_megatron_npus_gate_is_the_second_half(tmp_path: Path) -> None:
+    """--is-x-model: x * gelu(gates) of the halves of the first layer, whose rows --ffn-hidden-size counts."""
+    weights = random_weights({**LLAMA, "swiglu": True})
+    for path in (megatron_ranks.write(weights, tmp_path, tp=2, divisible_by=8)).glob("*/model_optim_rng.pt"):
+        state = torch.load(path, weights_only=False)
+        width = 2 * state["args"].ffn_hidden_size
+        vars(state["args"]).update(swiglu=False, is_x_model=True, ffn_hidden_size=width)
+        torch.save(state, path)
+    read = megatron_ranks.read(tmp_path)
+    config, name = read.config(), "decoder.layers.1.mlp.linear_fc1.weight"
+    assert (config.geglu, config.swiglu, config.ffn_hidden_size) == (True, False, width // 2)
+    value, gate = weights.tensors[name].chunk(2)
+    assert torch.equal(read.tensors[name], torch.cat([gate, value]))
+
+
 def test_layouts_that_do_not_divide_the_model_are_refused(tmp_path: Path) -> None:
     for layout, what in (({"tp": 4}, "query groups"), ({"pp": 3}, "layers")):
         with pytest.raises(HalError, match=what):

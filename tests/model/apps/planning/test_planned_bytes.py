@@ -75,6 +75,8 @@ def test_parameters_of_every_stage(options) -> None:
         {**GPT, **UNIFORM},
         {**GPT, **UNIFORM, "recompute_num_layers": 3},
         {**LLAMA, **scaling.BLOCK, "recompute_num_layers": 3},
+        {**GPT, "disable_bias_linear": True, "add_dense_bias": True, "add_mlp_bias": True},
+        {**GPT, **NAIVE, "recompute_layer_list": ("2",), "select_recompute_layer_list": ("1",)},
     ],
 )
 def test_activations_of_a_microbatch(options) -> None:
@@ -82,8 +84,8 @@ def test_activations_of_a_microbatch(options) -> None:
     assert tensor_bytes.activation_bytes(options) == pytest.approx(stage_bytes(Shape.of(config, plan), 0), rel=0.01)
 
 
-def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out() -> None:
-    options = {**GPT, **BF16}
+@pytest.mark.parametrize("options", [{**GPT, **BF16}, {**LLAMA, **BF16, "fp32_residual_connection": True}])
+def test_cpu_refs_attention_keeps_16_bit_rounding_errors_that_the_formula_leaves_out(options) -> None:
     config, plan = plan_of(options, 1)
     rest = 4 * 64 * 64 * 2  # layers, positions, channels, bytes
     assert tensor_bytes.activation_bytes(options) - rest == pytest.approx(

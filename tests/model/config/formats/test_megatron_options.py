@@ -133,6 +133,45 @@ def test_uneven_stages_become_a_list_of_layers(options, counts, monkeypatch):
     assert [int(n) for n in config.num_layer_list] == counts
 
 
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ("--sparse-mode 4 --pre-tockens 64", {"pre_tokens": 64}),
+        ("--sparse-mode 0 --pre-tockens 64", {"pre_tokens": 64}),
+        ("--sparse-mode 2 --pre-tockens 64", {"pre_tokens": None}),
+        ("--fp16 --fp16-lm-cross-entropy", {"fp16": True}),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", {"ulysses_degree_in_cp": 2}),
+        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4", {"context_parallel_algo": "hybrid"}),
+        ("--cp-comm-type a2a --hierarchical-context-parallel-sizes 2 4", {"ulysses_degree_in_cp": None}),
+        ("--seq-length 2048 --lr-warmup-tokens 375000000 --train-tokens 300000000000", {"lr_warmup_samples": 183105}),
+        ("--is-x-model --hidden-size 64", {"geglu": True, "ffn_hidden_size": 128, "gelu_approximate": "none"}),
+        ("--is-x-model --ffn-hidden-size 64", {"ffn_hidden_size": 32}),
+        ("--checkpoint-activations --checkpoint-in-cpu --partition-activations", {"checkpoint_in_cpu": True}),
+    ],
+)
+def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    given = [*options.split(), "--global-batch-size", "32"]
+    if "cp" in options:
+        given += ["--context-parallel-size", "8", "--num-attention-heads", "8"]
+    config = parse(given, {})
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--sparse-mode 7", "7: 0 and 4 are the window"),
+        ("--fp16-lm-cross-entropy", "it needs --fp16, as in Megatron"),
+        ("--seq-length 2048 --lr-warmup-tokens 3000", "3000 tokens are not whole sequences"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
+    ],
+)
+def test_and_what_is_wrong_about_it(options, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert words in problem(options)
+
+
 def test_noted_options_are_listed_once_with_their_reason(capsys):
     config = parse(["--no-masked-softmax-fusion", "--DDP-impl", "local", "--num-workers", "4"], {})
     assert list(config.noted) == ["--no-masked-softmax-fusion", "--DDP-impl", "--num-workers"]

@@ -307,7 +307,7 @@ def _die(raws):
 
 def test_the_command(jsonl, tmp_path, capsys):
     argv = ["data", "preprocess", "--input", str(jsonl), "--output-prefix", str(tmp_path / "my-gpt")]
-    argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--dataset-impl", "lazy"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "5 documents, 1 empty" in out and "documents/s" in out and "my-gpt_text_document.idx" in out
