@@ -33,6 +33,16 @@ def attention_weights(c: Config, tp: int = 1) -> int:
     return queries + keys_and_values + heads * v * h
 
 
+def idle_parameters(c: Config) -> int:
+    """Parameters of a mixture of experts that a token does not use: the weights of the experts it is not sent to. All
+    others are active, those of the router included. 0 for a dense model."""
+    if c.num_experts is None:
+        return 0
+    present = sum(c.has_experts(n) for n in range(c.num_layers) if str(n) not in c.noop_layers)
+    matrices = 3 if c.swiglu or c.geglu else 2
+    return present * (c.num_experts - c.moe_router_topk) * matrices * c.hidden_size * c.moe_ffn_hidden_size
+
+
 def flops_per_token(config: Config) -> float:
     """Training FLOPs per token: 6 per weight used in a product, and 6 per visible pair and channel of the heads of
     queries and of values."""

@@ -646,6 +646,13 @@ class Config:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         return self.kv_channels, self.kv_channels
 
+    def cached_heads(self, tp: int = 1) -> list[tuple[int, int]]:
+        """(heads, channels of a head) of each tensor that a layer of a generating model stores per token on one of `tp`
+        tensor-parallel ranks: keys and values, or of latent attention one vector that all heads and ranks share."""
+        if self.multi_latent_attention:
+            return [(1, self.kv_lora_rank + self.qk_pos_emb_head_dim)]
+        return [(self.num_query_groups // tp, self.kv_channels)] * 2
+
     @property
     def ulysses_degree(self) -> int:
         """How many context-parallel ranks exchange heads for parts of the sequence."""

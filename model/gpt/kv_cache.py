@@ -54,9 +54,7 @@ class KeyValueCache:
             )
         self.bucketed, self._longest = bucketed, config.seq_length
         self.capacity, self.length = bucket(capacity, SHORTEST, self._longest) if bucketed else capacity, 0
-        heads = [(config.num_query_groups // parallel.tp.size, config.kv_channels)] * 2  # keys and values
-        if config.multi_latent_attention:  # one vector per token, which all heads and ranks share
-            heads = [(1, config.kv_lora_rank + config.qk_pos_emb_head_dim)]
+        heads = config.cached_heads(parallel.tp.size)
         # Zeros, because a hidden value has the weight 0, and 0 times the NaN that fresh memory may hold is NaN.
         self.tensors = {
             n: [torch.zeros(self.capacity, batch, *x, dtype=config.params_dtype, device=device) for x in heads]

@@ -27,6 +27,7 @@ from ..common.atomic_files import FILE_MODE, make_folder, private, require_writa
 from ..common.stop_request import StopRequest
 from ..config.command_line import build as build_config
 from ..config.command_line import read
+from ..config.flops import idle_parameters
 from ..config.sample_schedule import total_samples
 from ..config.schema import Config, ConfigError, GivenOptions
 from ..config.validation import check, evaluates
@@ -262,8 +263,11 @@ def _announce(report: RunLog | NullRunLog, trainer: Trainer) -> None:
     simulated = " (simulated)" if backend.simulated else ""
     at, end = trainer.iteration, trainer.config.train_iters
     todo = f"iterations {at + 1} to {end}" if at < end else f"at iteration {at}: --train-iters {end} leaves none to do"
+    idle = idle_parameters(trainer.config)
+    used = f", of which a token uses {count - idle:,}," if idle else ""
     report.write_line(
-        f" {count:,} parameters ({trainer.config.params_dtype}) on {backend.name}{simulated}, {trainer.device}; {todo}"
+        f" {count:,} parameters ({trainer.config.params_dtype}){used} on {backend.name}{simulated}, {trainer.device}; "
+        f"{todo}"
     )
     for note in (*trainer.config.notes, *trainer.notes):
         report.write_line(f" note: {note}")

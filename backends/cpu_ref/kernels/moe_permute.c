@@ -4,7 +4,8 @@
 // order of tokens. All other kernels go through the tokens in order, split over threads, with the rows of each from the
 // plan's map: x is read once and every row is written once, and each sum has a fixed order. Large results are written
 // with non-temporal stores. Rows of experts are all over memory, where every page begins with a page walk and the latency
-// of memory, so what the next token needs is prefetched.
+// of memory, so what the next token needs is prefetched: while a cache line of a token's sum is formed from its rows, the
+// same lines of the next token's rows are on their way.
 //
 // Memory traffic: scatter reads x and writes k rows per token; gather reads k rows and writes one; its gradient reads
 // and writes k rows per token.
@@ -13,7 +14,7 @@
 
 #include "moe_permute_api.h"
 
-enum { BLOCK = 512, TOGETHER = 4, PAGE = 4096 };  // channels and rows that are summed at a time, bytes
+enum { TOGETHER = 4, PAGE = 4096 };  // rows that are added at a time, bytes
 
 #define HAL_SELF "moe_permute.c"
 #include "dtypes.h"
@@ -96,56 +97,69 @@ void hal_moe_gather_bwd(int dtype, uintptr_t rows, uintptr_t row_map, uintptr_t 
 
 #else
 
+// The rows [<= topk] and probabilities of one token's assignments that were not dropped. Returns their number.
+HAL_INLINE int64_t NAME(rows_of)(const T *rows, const int64_t *map, const real *probs, int64_t topk, int64_t h,
+                                 const T **row, real *p) {
+    int64_t n = 0;
+    for (int64_t j = 0; j < topk; j++) {
+        if (map[j] < 0) continue;
+        row[n] = rows + map[j] * h;
+        p[n++] = probs ? probs[j] : 1;
+    }
+    return n;
+}
+
+// sum[l] += p[0] row[0][at + l] + ... + p[n - 1] row[n - 1][at + l] in this order, for l < count. n and count should be
+// constants, so that the sums stay in registers.
+HAL_INLINE void NAME(add_rows)(int n, const T *const *row, const real *p, int64_t at, int count, real *sum) {
+#pragma omp simd
+    for (int l = 0; l < count; l++) {
+        real of_all = sum[l];
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) of_all += p[i] * LOAD(row[i] + at + l);
+        sum[l] = of_all;
+    }
+}
+
+// The sum of n rows at the channels at ... at + count - 1.
+HAL_INLINE void NAME(sum_rows)(int64_t n, const T *const *row, const real *p, int64_t at, int count, real *sum) {
+    for (int l = 0; l < count; l++) sum[l] = 0;
+    int64_t i = 0;
+    for (; i + TOGETHER <= n; i += TOGETHER) NAME(add_rows)(TOGETHER, row + i, p + i, at, count, sum);
+    if (n - i == 3) NAME(add_rows)(3, row + i, p + i, at, count, sum);
+    else if (n - i == 2) NAME(add_rows)(2, row + i, p + i, at, count, sum);
+    else if (n - i == 1) NAME(add_rows)(1, row + i, p + i, at, count, sum);
+}
+
 static void NAME(gather)(uintptr_t rows_, uintptr_t row_map_, uintptr_t probs_, uintptr_t out_, int64_t tokens,
                          int64_t topk, int64_t h) {
+    enum { LINE = 64 / sizeof(T) };
     const T *rows = (const T *)rows_;
     const int64_t *row_map = (const int64_t *)row_map_;
     const real *probs = (const real *)probs_;
     T *out = (T *)out_;
     const int64_t row_bytes = h * (int64_t)sizeof(T);
-    const int stream = streams(out_, tokens * row_bytes, row_bytes) == STREAM_LINES ? STREAM_LINES : STREAM_NOT;
+    const int stream = streams(out_, tokens * row_bytes, row_bytes) == STREAM_LINES;
 #pragma omp parallel if (tokens * topk * h >= HAL_PARALLEL_MIN)
     {
+        const T **row = hal_scratch((size_t)(2 * topk) * (sizeof(T *) + sizeof(real))), **next = row + topk;
+        real *p = (real *)(next + topk), *next_p = p + topk;
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t++) {
             const int64_t *map = row_map + t * topk;
-            for (int64_t begin = 0; begin < h; begin += BLOCK) {
-                const int64_t count = begin + BLOCK < h ? BLOCK : h - begin;
-                _Alignas(64) real sum[BLOCK];
-                memset(sum, 0, (size_t)count * sizeof(real));
-                // The next block, of this token or of the next one.
-                const int last = begin + BLOCK >= h;
-                const int64_t after = last ? 0 : begin + BLOCK, length = after + BLOCK < h ? BLOCK : h - after;
-                if (!last || t + 1 < tokens)
-                    for (int64_t j = 0; j < topk; j++) {
-                        const int64_t row = map[last ? topk + j : j];
-                        if (row >= 0) PREFETCH((uintptr_t)(rows + row * h + after), length * (int64_t)sizeof(T), 2);
-                    }
-                for (int64_t j = 0; j < topk;) {
-                    const T *row[TOGETHER];
-                    real p[TOGETHER];
-                    int n = 0;
-                    for (; j < topk && n < TOGETHER; j++) {
-                        if (map[j] < 0) continue;
-                        row[n] = rows + map[j] * h + begin;
-                        p[n++] = probs ? probs[t * topk + j] : 1;
-                    }
-                    if (n == TOGETHER) {
-#pragma omp simd
-                        for (int64_t c = 0; c < count; c++) {
-                            real of_all = sum[c];
-#pragma GCC unroll 4
-                            for (int i = 0; i < TOGETHER; i++) of_all += p[i] * LOAD(row[i] + c);
-                            sum[c] = of_all;
-                        }
-                        continue;
-                    }
-                    for (int i = 0; i < n; i++)
-#pragma omp simd
-                        for (int64_t c = 0; c < count; c++) sum[c] += p[i] * LOAD(row[i] + c);
-                }
-                STORE_ROW(stream, out + t * h + begin, count, i, sum[i]);
+            const real *p_of = probs ? probs + t * topk : 0;
+            const int64_t n = NAME(rows_of)(rows, map, p_of, topk, h, row, p);
+            const int64_t ahead =
+                t + 1 < tokens ? NAME(rows_of)(rows, map + topk, p_of ? p_of + topk : 0, topk, h, next, next_p) : 0;
+            _Alignas(64) real sum[LINE];
+            int64_t at = 0;
+            for (; at + LINE <= h; at += LINE) {
+                for (int64_t i = 0; i < ahead; i++) __builtin_prefetch(next[i] + at, 0, 2);
+                NAME(sum_rows)(n, row, p, at, LINE, sum);
+                NAME(store_line)(stream, out + t * h + at, sum);
             }
+            NAME(sum_rows)(n, row, p, at, (int)(h - at), sum);
+            for (int64_t l = 0; at + l < h; l++) STORE(out + t * h + at + l, sum[l]);
         }
         if (stream) stream_end();
     }

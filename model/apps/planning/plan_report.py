@@ -8,6 +8,7 @@ from typing import Any
 
 from hal import DeviceSpec
 
+from ...config.flops import idle_parameters
 from ...config.recomputation import lists_given
 from ...config.schema import Config
 from .memory import Memory, explain, gib
@@ -30,10 +31,11 @@ def text(
     """The layouts that fit, fastest first (the best of each division of the ranks), and the excess memory of others."""
     count = _parameters(result)
     lines = [
-        f"{count / 1e9:.2f} billion parameters{_experts(config, imbalance)}, {config.params_dtype}, "
+        f"{count / 1e9:.2f} billion parameters{_experts(config, count, imbalance)}, {config.params_dtype}, "
         f"{config.global_batch_size} sequences of {config.seq_length} per step",
         f"{devices} x {device.name}, {device.per_node} per machine; {gib(limit):.1f} of {gib(device.memory):.1f} GiB "
         f"for tensors ({device.source})",
+        _generation(config),
         f"{len(result.fits)} layouts fit, {len(result.too_large)} do not, {result.refused.total()} more are not legal",
     ]
     best = best_of_each(result.fits)
@@ -60,7 +62,12 @@ def record(
     """The complete result: all layouts that fit, and the 100 with the smallest excess."""
     return {
         "parameters": _parameters(result),
+        "active_parameters": _parameters(result) - idle_parameters(config),
         **({"expert_imbalance": imbalance} if config.num_experts else {}),
+        "generation_cache": {
+            "elements_per_token_and_layer": cache_elements(config),
+            "bytes_per_token": _cache_bytes(config),
+        },
         "devices": devices,
         "accelerator": {**asdict(device), "flops": dict(device.flops)},
         "limit_bytes": limit,
@@ -166,12 +173,38 @@ def _row(o: Option) -> dict[str, Any]:
     return row
 
 
-def _experts(c: Config, imbalance: float) -> str:
+def _experts(c: Config, count: int, imbalance: float) -> str:
     """What the first line says of the experts, of which the devices with the most rows determine memory and time."""
     if c.num_experts is None:
         return ""
     return (
-        f" ({c.num_experts} experts, {c.moe_router_topk} per token, at most {imbalance:g} x the mean rows per device)"
+        f", of which a token uses {(count - idle_parameters(c)) / 1e9:.2f} billion ({c.num_experts} experts, "
+        f"{c.moe_router_topk} per token, at most {imbalance:g} x the mean rows per device)"
+    )
+
+
+def cache_elements(c: Config) -> int:
+    """Elements that generation keeps of a token in each layer, all tensor-parallel ranks' heads together."""
+    return sum(heads * channels for heads, channels in c.cached_heads())
+
+
+def _cache_bytes(c: Config) -> int:
+    """Bytes that generation keeps of a token in all layers."""
+    return (c.num_layers - len(c.noop_layers)) * cache_elements(c) * c.params_dtype.itemsize
+
+
+def _generation(c: Config) -> str:
+    """The size of the cache of generation; with latent attention, beside that of the keys and values of all heads."""
+    count, kind = cache_elements(c), "keys and values"
+    if c.multi_latent_attention:
+        expanded = c.num_attention_heads * sum(c.head_sizes)
+        kind = (
+            f"a latent of {c.kv_lora_rank} and a rotated key of {c.qk_pos_emb_head_dim}, alike on every "
+            f"tensor-parallel rank; keys and values of all heads would be {expanded:,}"
+        )
+    return (
+        f"generation caches {count:,} elements per token and layer ({kind}), {_cache_bytes(c) / 1024:,.1f} KiB per "
+        "token in all layers"
     )
 
 

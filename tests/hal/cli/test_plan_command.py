@@ -50,6 +50,9 @@ def test_a_mixture_of_experts(capsys) -> None:
         return json.loads(out), err
 
     record, text = plan()
+    # 6 of 8 experts with 3 matrices of 1024 x 2688 channels, in each of 8 layers.
+    assert record["parameters"] - record["active_parameters"] == 8 * 6 * 3 * 1024 * 2688
+    assert f"of which a token uses {record['active_parameters'] / 1e9:.2f} billion" in text
     assert "8 experts, 2 per token, at most 1.2 x the mean rows per device" in text and "EP  ETP" in text
     assert {(row["ep"], row["etp"]) for row in record["fits"]} >= {(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)}
     for row in record["fits"]:
@@ -59,6 +62,28 @@ def test_a_mixture_of_experts(capsys) -> None:
     one = {row["options"]: row["memory_bytes"]["total"] for row in plan("--expert-imbalance", "1")[0]["fits"]}
     two = {row["options"]: row["memory_bytes"]["total"] for row in plan("--expert-imbalance", "2")[0]["fits"]}
     assert all(two[options] >= one[options] for options in two) and any(two[o] > one[o] for o in two)
+
+
+LATENT = "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+
+
+@pytest.mark.parametrize(
+    "options, elements, words",
+    [
+        (LATENT, 576, "a latent of 512 and a rotated key of 64, alike on every tensor-parallel rank; keys and values "),
+        ("--group-query-attention --num-query-groups 4", 2 * 4 * 64, "(keys and values)"),
+        ("", 2 * 1024, "(keys and values)"),
+    ],
+)
+def test_the_cache_of_generation(options, elements, words, capsys) -> None:
+    more = "--position-embedding-type rope --recompute-granularity full --micro-batch-size 1 --devices 1 --backend cuda"
+    assert main(["plan", *SMALL, *options.split(), *more.split(), "--json", "-"]) == 0
+    out, text = capsys.readouterr()
+    size = {"elements_per_token_and_layer": elements, "bytes_per_token": 8 * elements * 2}
+    assert json.loads(out)["generation_cache"] == size
+    assert f"generation caches {elements:,} elements per token and layer" in text and words in text
+    assert f"{8 * elements * 2 / 1024:,.1f} KiB per token in all layers" in text
+    assert ("of all heads would be 5,120)" in text) == (options == LATENT)  # 16 heads of 192 + 128
 
 
 def test_json_on_the_standard_output_is_nothing_but_json(capsys) -> None:

@@ -1,11 +1,13 @@
 """Options of mixtures of experts: which layers have experts, and what is refused, with all problems in one report."""
 
 import pytest
+import torch
 
 from hal.model.config.command_line import parse
 from hal.model.config.experts import OPTIONS, coefficients, layer_pattern
-from hal.model.config.flops import flops_per_token
+from hal.model.config.flops import flops_per_token, idle_parameters
 from hal.model.config.schema import ConfigError
+from hal.model.gpt.model import GPT
 
 BASE = "--backend cpu_ref --disable-bias-linear --num-experts 8 "
 
@@ -95,3 +97,20 @@ def test_the_experts_of_a_token_count():
     sparse = parse([*BASE.split(), *sizes, "--moe-layer-freq", "2", "--moe-ffn-hidden-size", "80"], {})
     more = 64 * (2 * 80 * 2 + 8) - 64 * 128 * 2
     assert flops_per_token(sparse) - flops_per_token(dense) == 6 * more
+
+
+def test_tiny_moe_has_at_most_the_active_parameters_of_tiny():
+    """Counted on the models themselves: of the weights of the experts, as many as a token uses."""
+    active, total = {}, {}
+    for preset in ("tiny", "tiny-moe"):
+        config = parse(["--backend", "cpu_ref", "--config", preset], {})
+        config.padded_vocab_size = 384
+        parameters = dict(GPT(config, torch.device("meta")).named_parameters())
+        total[preset] = sum(p.numel() for p in parameters.values())
+        experts = [p.numel() * config.moe_router_topk // p.shape[0] for n, p in parameters.items() if ".experts." in n]
+        others = [p.numel() for n, p in parameters.items() if ".experts." not in n]
+        active[preset] = sum(experts) + sum(others)
+        assert total[preset] - idle_parameters(config) == active[preset]
+        assert len(experts) == 2 * sum(config.has_experts(n) for n in range(config.num_layers))
+    assert active["tiny"] == total["tiny"] < total["tiny-moe"]
+    assert 0.98 * active["tiny"] < active["tiny-moe"] <= active["tiny"]
