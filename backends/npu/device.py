@@ -7,6 +7,7 @@ simulated libraries are loaded before it; this is the only difference.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import sys
@@ -16,10 +17,20 @@ from typing import Any
 import torch
 
 import hal
+from hal.backend_tools import announce
 
-from . import environment
+from . import environment, kernels, vendor_rng
 from .comm import make_comm
 from .device_specs import DEVICE_SPECS
+
+
+def _draws_vendors(impl: Any) -> bool:
+    return bool(impl.id.endswith(vendor_rng.SUFFIX))
+
+
+def _refusing(impl: Any) -> Any:
+    reason = "the vendor's random numbers, not HAL's: they need the option rng='vendor' (hal train --rng vendor)"
+    return dataclasses.replace(impl, why_not=lambda call: (reason,), by_metadata=True)
 
 
 def _npu() -> Any:
@@ -30,8 +41,10 @@ def _npu() -> Any:
 
 
 class Npu(hal.Backend):
-    """Options: simulate (None = HAL_SIMULATE); deterministic; devices, memory_bytes and poison of the simulator (see
-    docs).
+    """Options: simulate (None = HAL_SIMULATE); deterministic; rng; devices, memory_bytes and poison of the simulator
+    (see docs).
+
+    rng: "hal", dropout with HAL's bits, or "vendor", with the numbers of Ascend's generator (see vendor_rng.py).
 
     deterministic: operators and HCCL add in a fixed order. CANN has one switch for all of them, which torch_npu sets
     from `torch.use_deterministic_algorithms`, so the mode is one of the process.
@@ -47,8 +60,12 @@ class Npu(hal.Backend):
         memory_bytes: int = 0,
         poison: bool = False,
         deterministic: bool = False,
+        rng: str = "hal",
     ) -> None:
         self.deterministic = deterministic
+        if rng not in ("hal", "vendor"):
+            raise hal.HalError(f"rng={rng!r}: npu draws random numbers of 'hal' or of the 'vendor'")
+        self.rng = rng
         asked = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = asked if simulate is None else simulate
         self.devices, self.memory_bytes, self.poison = devices, memory_bytes, poison
@@ -83,6 +100,14 @@ class Npu(hal.Backend):
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        kernels.load(self.simulate)
+        if self.rng == "vendor":
+            announce("dropout draws the vendor's random numbers (rng=vendor), which are not those of other backends")
+
+    def implementations(self, op: hal.Op[Any, Any]) -> list[Any]:
+        """Those that draw the vendor's numbers refuse every call unless rng is "vendor"."""
+        own = super().implementations(op)
+        return own if self.rng == "vendor" else [_refusing(impl) if _draws_vendors(impl) else impl for impl in own]
 
     def device(self, index: int = 0) -> torch.device:
         count = _npu().device_count()
