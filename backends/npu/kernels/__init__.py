@@ -21,7 +21,7 @@ import hal
 from hal import Rng
 from hal.backend_tools import AdamWMember, AdamWScalars, draw_rows
 
-from . import build
+from . import compile_kernels
 
 KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """Dtype -> its number in philox.cpp (where 0 is a draw) and in adamw.cpp (where 0 is no copy)."""
@@ -38,8 +38,10 @@ def load(simulate: bool) -> None:
     if _launches:
         return
     try:
-        library = ctypes.CDLL(str(build.simulated() if simulate else build.for_device(torch.npu.get_device_name(0))))
-        launcher = ctypes.CDLL(str(build.launcher()))
+        library = ctypes.CDLL(
+            str(compile_kernels.simulated() if simulate else compile_kernels.for_device(torch.npu.get_device_name(0)))
+        )
+        launcher = ctypes.CDLL(str(compile_kernels.launcher()))
     except (hal.HalError, OSError) as error:
         _missing = " ".join(str(error).split())
         return

@@ -52,7 +52,7 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
     ids=["plain", "dropout in bf16", "documents", "recompute"],
 )
 def test_a_step_does_not_wait(machine: simulator.Simulator, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """The optimizer's kernel reads the clip factor on the device. Loss and gradient norm of all steps are read together."""
+    """The optimizer's kernel reads the clip factor on the device; loss and norm of all steps are read together."""
     trainer = trainer_of(tmp_path, *words)
     trainer.step()  # the first step makes what is kept, such as the compressed mask
     with counted(machine) as steps:

@@ -12,7 +12,7 @@ import torch
 import hal
 from hal import Rng, ops
 from hal.backends.npu import Npu, kernels, simulator
-from hal.backends.npu.kernels import build
+from hal.backends.npu.kernels import compile_kernels
 
 DRAWS = [
     ((), Rng(2)),
@@ -126,7 +126,7 @@ def test_the_stand_in_refuses_what_the_vector_unit_does_not_document(
     tmp_path: Path, change: Callable[[str], str], refusal: str
 ) -> None:
     """Each error is planted into the kernel's source, which passes as it is."""
-    text = (build.KERNELS / "philox.cpp").read_text()
+    text = (compile_kernels.KERNELS / "philox.cpp").read_text()
     planted = change(text)
     assert planted != text
     assert _outcome(tmp_path, text) == ""
@@ -139,7 +139,7 @@ def _outcome(folder: Path, kernel: str) -> str:
     (folder / "planted.cpp").write_text(kernel)
     (folder / "harness.cpp").write_text(HARNESS)
     root = Path(torch.__file__).parent
-    command = ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", f"-I{build.STAND_IN}", f"-I{folder}"]
+    command = ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", f"-I{compile_kernels.STAND_IN}", f"-I{folder}"]
     command += ["-isystem", str(root / "include"), str(folder / "harness.cpp"), "-o", str(folder / "harness")]
     command += [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
     compiled = run(command, check=False, capture_output=True, text=True)
