@@ -7,7 +7,6 @@ simulated libraries are loaded before it; this is the only difference.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import sys
@@ -22,15 +21,6 @@ from hal.backend_tools import announce
 from . import environment, kernels, vendor_rng
 from .comm import make_comm
 from .device_specs import DEVICE_SPECS
-
-
-def _draws_vendors(impl: Any) -> bool:
-    return bool(impl.id.endswith(vendor_rng.SUFFIX))
-
-
-def _refusing(impl: Any) -> Any:
-    reason = "the vendor's random numbers, not HAL's: they need the option rng='vendor' (hal train --rng vendor)"
-    return dataclasses.replace(impl, why_not=lambda call: (reason,), by_metadata=True)
 
 
 def _npu() -> Any:
@@ -66,6 +56,12 @@ class Npu(hal.Backend):
         if rng not in ("hal", "vendor"):
             raise hal.HalError(f"rng={rng!r}: npu draws random numbers of 'hal' or of the 'vendor'")
         self.rng = rng
+        if rng == "hal":  # an instance has the implementations that draw the vendor's numbers only by request
+            own = {
+                op: [impl for impl in impls if not impl.id.endswith(vendor_rng.SUFFIX)]
+                for op, impls in self.impls.items()
+            }
+            self.impls = own  # type: ignore[misc]
         asked = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = asked if simulate is None else simulate
         self.devices, self.memory_bytes, self.poison = devices, memory_bytes, poison
@@ -103,11 +99,6 @@ class Npu(hal.Backend):
         kernels.load(self.simulate)
         if self.rng == "vendor":
             announce("dropout draws the vendor's random numbers (rng=vendor), which are not those of other backends")
-
-    def implementations(self, op: hal.Op[Any, Any]) -> list[Any]:
-        """Those that draw the vendor's numbers refuse every call unless rng is "vendor"."""
-        own = super().implementations(op)
-        return own if self.rng == "vendor" else [_refusing(impl) if _draws_vendors(impl) else impl for impl in own]
 
     def device(self, index: int = 0) -> torch.device:
         count = _npu().device_count()

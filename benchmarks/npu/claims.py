@@ -148,9 +148,10 @@ def _training(simulate: bool) -> Finding:
 
 def seconds(call: Callable[[], object], calls: int) -> float:
     """Median over five rounds of the device's time per call."""
-    rounds = []
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # exists once torch_npu is loaded
+    rounds: list[float] = []
     for _ in range(6):  # the first is the warm-up
-        start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+        start, end = (npu.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
             call()
@@ -169,10 +170,10 @@ def _faster(ours: Callable[[], object], other: Callable[[], object], goal: float
 
 
 def _attention(simulate: bool) -> Finding:
-    use(simulate)
+    device = use(simulate).device()
     s = 64 if simulate else 4096
-    q, k, v = (torch.randn(1, 8, s, 128, dtype=torch.bfloat16).npu().requires_grad_() for _ in range(3))
-    dy, triangle = torch.randn_like(q), torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+    q, k, v = (torch.randn(1, 8, s, 128, dtype=torch.bfloat16).to(device).requires_grad_() for _ in range(3))
+    dy, triangle = torch.randn_like(q), torch.ones(2048, 2048, dtype=torch.bool).triu(1).to(device)
 
     def ours() -> object:
         return torch.autograd.grad(ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0), (q, k, v), dy)
@@ -187,8 +188,7 @@ def _attention(simulate: bool) -> Finding:
 
 
 def _dropout(simulate: bool) -> Finding:
-    use(simulate)
-    x = torch.randn(1 << (12 if simulate else 24), dtype=torch.bfloat16).npu()
+    x = torch.randn(1 << (12 if simulate else 24), dtype=torch.bfloat16).to(use(simulate).device())
     rng = hal.Rng(1)
     name = "torch_npu's own dropout"
     return _faster(
@@ -201,7 +201,7 @@ def _adamw(simulate: bool) -> Finding:
     size = 64 if simulate else 1 << 16
 
     def tensors() -> list[Tensor]:
-        return [torch.rand(size).npu() for _ in range(8 if simulate else 100)]
+        return [torch.rand(size).to(backend.device()) for _ in range(8 if simulate else 100)]
 
     given = {name: tensors() for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
     calls = {impl.id: partial(impl.call, **given, step=5, lr=1e-4) for impl in backend.implementations(ops.adamw)}
@@ -209,8 +209,7 @@ def _adamw(simulate: bool) -> Finding:
 
 
 def _copy(simulate: bool) -> Finding:
-    use(simulate)
-    source = torch.empty(1 << (12 if simulate else 30), dtype=torch.uint8).npu()
+    source = torch.empty(1 << (12 if simulate else 30), dtype=torch.uint8, device=use(simulate).device())
     target = torch.empty_like(source)
     rate = 2 * source.numel() / seconds(lambda: target.copy_(source), 1 if simulate else 10)
     return Finding(MEASURED, f"a copy reads and writes {rate / 1e9:.4g} GB/s")
