@@ -22,7 +22,7 @@ SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
 .PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production fuzzers faults mutation
-.PHONY: test-opencl test-aarch64 gpu gpu-environment sanitize lint as-written check bench support reference docs clean
+.PHONY: test-opencl test-aarch64 gpu npu gpu-environment sanitize lint as-written check bench support reference docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -98,6 +98,10 @@ test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the 
 gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
 	@python="$(PYTHON)"; if [ -x $(GPU)/bin/python ]; then python=$(GPU)/bin/python; fi; set -x; \
 	"$$python" benchmarks/gpu/preflight.py $(PARTS) && "$$python" -m hal.bench.gpu.run $(PARTS)
+
+# On a machine with CANN and Ascend devices; nothing is installed, and no network is needed.
+npu:  ## all or PARTS="..." of what needs Ascend devices; writes docs/verified/
+	$(PYTHON) -m hal.bench.npu.npu_run $(PARTS)
 
 gpu-environment: $(GPU)/.ready  ## the packages of `make gpu`, in .venv-gpu; needs a network
 

@@ -309,7 +309,7 @@ HAL_ORDER = (
 )
 """Likewise in hal/. What comes before `public` defines the public names of hal; what comes after __init__ uses them."""
 
-BENCH_ORDER = ("__init__", "harness", "peers", "parallel", "suites", "gpu")
+BENCH_ORDER = ("__init__", "harness", "peers", "parallel", "suites", "gpu", "npu")
 """Likewise in benchmarks/."""
 
 TREES = {
@@ -344,11 +344,11 @@ BETWEEN_TREES = {
         "hal.spans",
         "hal.testing",
     },
-    # Dispatch is measured into a kernel of cpu_ref, and `make gpu` runs cuda without the registry.
+    # Dispatch is measured into a kernel of cpu_ref, and `make gpu` and `make npu` ask their backends before they run.
     "hal.bench": {
         *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.profiling"),
         "hal.testing",
-        *("hal.backends.cpu_ref", "hal.backends.cuda"),
+        *("hal.backends.cpu_ref", "hal.backends.cuda", "hal.backends.npu"),
     },
     "hal.cli": {"hal.ops", "hal.model", "hal.bench"},
     **{f"hal.backends.{name}": {"hal", "hal.ops", "hal.backend_tools"} for name in BACKENDS},

@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     random,
     rotary,
     softmax,
+    vocab,
 )
 from .device import Npu
 

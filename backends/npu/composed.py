@@ -12,7 +12,6 @@ from .tensors import refuses
 
 ID = "npu/torch"
 
-Npu.impl(ops.cross_entropy, id=ID, why_not=refuses(ops.cross_entropy))(ops.cross_entropy.reference)
 Npu.impl(ops.embedding, id=ID, why_not=refuses(ops.embedding))(ops.embedding.reference)
 Npu.impl(ops.linear, id=ID, why_not=refuses(ops.linear))(ops.linear.reference)
 Npu.impl(ops.linear_wgrad, id=ID, why_not=refuses(ops.linear_wgrad, "x", "dy", "main_grad", "main_bias_grad"))(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import hal
+from hal.backend_tools import announce
 
-from . import environment
+from . import environment, kernels, vendor_rng
 from .comm import make_comm
 from .device_specs import DEVICE_SPECS
 
@@ -30,8 +31,10 @@ def _npu() -> Any:
 
 
 class Npu(hal.Backend):
-    """Options: simulate (None = HAL_SIMULATE); deterministic; devices, memory_bytes and poison of the simulator (see
-    docs).
+    """Options: simulate (None = HAL_SIMULATE); deterministic; rng; devices, memory_bytes and poison of the simulator
+    (see docs).
+
+    rng: "hal", dropout with HAL's bits, or "vendor", with the numbers of Ascend's generator (see vendor_rng.py).
 
     deterministic: operators and HCCL add in a fixed order. CANN has one switch for all of them, which torch_npu sets
     from `torch.use_deterministic_algorithms`, so the mode is one of the process.
@@ -47,8 +50,18 @@ class Npu(hal.Backend):
         memory_bytes: int = 0,
         poison: bool = False,
         deterministic: bool = False,
+        rng: str = "hal",
     ) -> None:
         self.deterministic = deterministic
+        if rng not in ("hal", "vendor"):
+            raise hal.HalError(f"rng={rng!r}: npu draws random numbers of 'hal' or of the 'vendor'")
+        self.rng = rng
+        if rng == "hal":  # an instance has the implementations that draw the vendor's numbers only by request
+            own = {
+                op: [impl for impl in impls if not impl.id.endswith(vendor_rng.SUFFIX)]
+                for op, impls in self.impls.items()
+            }
+            self.impls = own  # type: ignore[misc]
         asked = os.environ.get("HAL_SIMULATE", "") not in ("", "0")
         self.simulate = self.simulated = asked if simulate is None else simulate
         self.devices, self.memory_bytes, self.poison = devices, memory_bytes, poison
@@ -86,6 +99,9 @@ class Npu(hal.Backend):
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        kernels.load(self.simulate)
+        if self.rng == "vendor":
+            announce("dropout draws the vendor's random numbers (rng=vendor), which are not those of other backends")
 
     def device(self, index: int = 0) -> torch.device:
         count = _npu().device_count()

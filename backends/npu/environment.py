@@ -96,7 +96,7 @@ def _wheel() -> tuple[str | None, str]:
     return version, ""
 
 
-def _cann() -> str | None:
+def cann_libraries() -> str | None:
     """The directory in which the loader would find libascendcl.so."""
     roots = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
     directories = [f"{root}/lib64" for root in roots if root] + os.environ.get("LD_LIBRARY_PATH", "").split(":")
@@ -127,7 +127,7 @@ def look(simulated_devices: int | None) -> hal.Probe:
         return hal.Probe(False, 0, problem, facts)
     if simulated_devices is not None:
         return _look_simulated(simulated_devices, facts)
-    cann, devices, driver = _cann(), _devices(), _driver()
+    cann, devices, driver = cann_libraries(), _devices(), _driver()
     facts |= {"cann": cann or "not found", "driver": "present" if driver else "not found", "devices": str(len(devices))}
     hint = "; without an NPU, simulate=True (--simulate) runs the same torch_npu over a simulated CANN"
     if cann is None:

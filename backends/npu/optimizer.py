@@ -1,4 +1,4 @@
-"""adamw (npu_apply_adam_w) and unscale_and_check.
+"""adamw (HAL's kernel over all tensors, else npu_apply_adam_w for each) and unscale_and_check.
 
 npu_apply_adam_w multiplies the given powers of beta by beta once more, so it gets beta ** (step - 1); megatron_npu
 passed beta ** step until 2023-12-15, which makes the first steps smaller (the first one by a quarter). In saturation
@@ -9,17 +9,44 @@ finite number instead of inf. unscale_and_check then reports the device's overfl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hal import Call, ops
-from hal.backend_tools import AdamWMember, AdamWScalars, adamw_members, adamw_scalars, with_signature_of
+from hal.backend_tools import (
+    AdamWMember,
+    AdamWScalars,
+    adamw_members,
+    adamw_scalars,
+    adamw_written,
+    in_place_reasons,
+    with_signature_of,
+)
 
+from . import kernels
 from .device import Npu
+from .random import no_kernel
 from .tensors import reasons, refuses
 
 Tensors = Sequence[Tensor]
+
+
+# The kernel reads clip_factor, so that the host does not wait for the norm from which it is computed.
+_members = partial(adamw_members, read=False)
+_scalars = partial(adamw_scalars, read=False)
+
+
+def _why_not_kernel(call: Call) -> Sequence[str]:
+    copies = call.model_params or ()
+    return [*in_place_reasons(adamw_written(call)), *reasons(*call.params, *call.grads, *copies), *no_kernel()]
+
+
+@Npu.impl(ops.adamw, id="npu/adamw", why_not=_why_not_kernel)
+@with_signature_of(ops.adamw, members=_members, scalars=_scalars)
+def adamw_kernel(members: Sequence[AdamWMember], scalars: AdamWScalars, clip_factor: Tensor | None) -> None:
+    kernels.adamw(members, scalars, clip_factor)
 
 
 def beta_powers(beta1: float, beta2: float, step: int) -> tuple[float, float]:

@@ -1,24 +1,29 @@
 """Random draws with HAL's bits, which Ascend's generators do not produce, and the ops that drop elements.
 
-Philox4x32-10 runs on the device in int64 arithmetic. One evaluation gives four consecutive elements, so a draw costs a
-quarter of an evaluation per element; this includes blocks of a larger draw if their rows start at a multiple of four.
+Three functions drop: the kernel (kernels/philox.cpp); the vendor's operators, in the opt-in mode of vendor_rng.py; and
+int64 operators of torch_npu, which are slow on a device (22 of 144 calls, the right shifts, run on its host processor)
+and serve where the kernel could not be built. Operators evaluate Philox once for four consecutive elements; this
+includes blocks of a larger draw if their rows start at a multiple of four.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import hal
 from hal import Call, Rng, ops
-from hal.backend_tools import draw_device_reasons
+from hal.backend_tools import bias_dropout_add_from, draw_device_reasons, draw_reasons, dropout_from
 
+from . import kernels, vendor_rng
 from .device import Npu
-from .tensors import add_bias, refuses
+from .tensors import add_bias, bias_gradient, refuses
 
+Drop = Callable[[Tensor, float, Rng], Tensor]
+"""(x, p, rng) -> x with elements dropped with probability p > 0, in new memory."""
 _MASK = 0xFFFFFFFF
 
 
@@ -39,7 +44,7 @@ def _philox(counter: Tensor, rng: Rng) -> Tensor:
 
 
 def draw(shape: Sequence[int], rng: Rng, device: torch.device) -> Tensor:
-    """int64 of `shape`: the upper 24 bits of each element's Philox word."""
+    """int64 of `shape`: the upper 24 bits of each element's Philox word, by operators."""
     shape, (first, strides) = tuple(shape), rng.indexing(shape)
     # Rows are the trailing dimensions whose elements are consecutive; the leading dimensions give the start of each
     # row.
@@ -62,13 +67,29 @@ def draw(shape: Sequence[int], rng: Rng, device: torch.device) -> Tensor:
     return words.reshape(shape) >> 8
 
 
-def keep_mask(shape: Sequence[int], p: float, rng: Rng, device: torch.device) -> Tensor:
-    """bool of `shape`, True where dropout with probability `p` keeps the element."""
-    return draw(shape, rng, device) >= hal.dropout_threshold(p)
+def _dropped_by_operators(x: Tensor, p: float, rng: Rng) -> Tensor:
+    keep = draw(x.shape, rng, x.device) >= hal.dropout_threshold(p)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x))
+
+
+def no_kernel() -> list[str]:
+    """The reason why HAL's kernel cannot run; empty if it can."""
+    return [f"HAL's AscendC kernel is missing: {kernels.missing()}"] if kernels.missing() else []
 
 
 def _why_not_uniform(call: Call) -> Sequence[str]:
     return draw_device_reasons(call.device, "npu", "npu")
+
+
+def _why_not_uniform_kernel(call: Call) -> Sequence[str]:
+    return [*_why_not_uniform(call), *draw_reasons(call.rng, call.shape), *no_kernel()]
+
+
+@Npu.impl(ops.philox_uniform, id="npu/philox", why_not=_why_not_uniform_kernel)
+def philox_uniform_kernel(shape: Sequence[int], rng: Rng, *, device: torch.device | None = None) -> Tensor:
+    out = torch.empty(tuple(shape), dtype=torch.float32, device=hal.device() if device is None else device)
+    kernels.philox(out, rng, kernels.draw_width(rng, out.shape))
+    return out
 
 
 @Npu.impl(ops.philox_uniform, id="npu/torch", why_not=_why_not_uniform)
@@ -76,21 +97,40 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
     return draw(shape, rng, hal.device() if device is None else device).to(torch.float32) * 2.0**-24
 
 
-def _dropped(x: Tensor, p: float, rng: Rng | None) -> Tensor:
-    """dropout(x); x itself if nothing is dropped."""
-    if p == 0.0 or rng is None:
-        return x
-    return torch.where(keep_mask(x.shape, p, rng, x.device), x * (1.0 / (1.0 - p)), torch.zeros_like(x))
+_DTYPES = {ops.dropout: refuses(ops.dropout, "x"), ops.bias_dropout_add: refuses(ops.bias_dropout_add)}
 
 
-@Npu.impl(ops.dropout, id="npu/torch", why_not=refuses(ops.dropout, "x"))
-def dropout(x: Tensor, p: float, rng: Rng | None) -> Tensor:
-    y = _dropped(x, p, rng)
-    return x.clone() if y is x else y
+def _why_not_kernel(op: hal.Op) -> Callable[[Call], Sequence[str]]:  # type: ignore[type-arg]
+    def why_not(call: Call) -> Sequence[str]:
+        return [*_DTYPES[op](call), *draw_reasons(call.rng, call.x.shape), *no_kernel()]
+
+    return why_not
 
 
-@Npu.impl(ops.bias_dropout_add, id="npu/torch", why_not=refuses(ops.bias_dropout_add))
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float = 0.0, rng: Rng | None = None
-) -> Tensor:
-    return (residual.float() + _dropped(add_bias(x, bias).float(), p, rng)).to(residual.dtype)
+def _bias_dropout_add(drop: Drop) -> tuple[Callable[..., object], Callable[..., object]]:
+    """The forward and backward function of ops.bias_dropout_add; sums in float32."""
+
+    def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, rng: Rng | None) -> Tensor:
+        y = add_bias(x, bias).float()
+        return (residual.float() + (y if rng is None or p == 0.0 else drop(y, p, rng))).to(residual.dtype)
+
+    def gradients(
+        dy: Tensor, wants_dx: bool, bias: Tensor | None, dtype: torch.dtype, p: float, rng: Rng | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = dy.float() if rng is None or p == 0.0 else drop(dy.float(), p, rng)
+        return dx.to(dtype), bias_gradient(dx, bias)
+
+    return bias_dropout_add_from(add, gradients)
+
+
+def _register(id: str, drop: Drop, kernel: bool) -> None:
+    for op, (forward, backward) in (
+        (ops.dropout, dropout_from(drop)),
+        (ops.bias_dropout_add, _bias_dropout_add(drop)),
+    ):
+        Npu.impl(op, id=id, why_not=_why_not_kernel(op) if kernel else _DTYPES[op], bwd=backward)(forward)
+
+
+_register(f"npu/{vendor_rng.SUFFIX}", vendor_rng.dropped, kernel=False)
+_register("npu/philox", kernels.dropped, kernel=True)
+_register("npu/torch", _dropped_by_operators, kernel=False)

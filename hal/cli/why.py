@@ -31,6 +31,7 @@ def parser() -> Parser:
     command_parser.add_argument("--backends", metavar="A,B,...", help="compare these, side by side")
     command_parser.add_argument("--fallback", default="error", choices=("error", "reference"))
     command_parser.add_argument("--deterministic-mode", action="store_true", help="equal calls give equal bits")
+    command_parser.add_argument("--rng", choices=("hal", "vendor"), default="hal", help="random numbers of dropout")
     command_parser.add_argument("--pin", metavar="ID", help="the only implementation allowed")
     add_call(command_parser)
     return command_parser
@@ -53,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     answers = []
     for name in compared or [arguments.backend]:
         # With --backends, --simulate applies to those that have a simulator.
-        given = options(arguments) if not compared or takes_simulate(name) else {}
+        given: dict[str, object] = {**(options(arguments) if not compared or takes_simulate(name) else {})}
+        if arguments.rng != "hal":
+            given["rng"] = arguments.rng
         backend = make(name, given, deterministic=arguments.deterministic_mode)
         answers.append(_ask(backend, op, args, kwargs, arguments.fallback, arguments.pin))
         probe = probed(backend)

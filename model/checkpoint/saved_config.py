@@ -18,7 +18,7 @@ from .reader import RELEASE, candidates, folder_of, read_manifest
 
 TOKENIZER = ("tokenizer_type", *tokenizer_options.OPTIONS)
 
-EXECUTION = ("backend", "simulate", "fallback", "pin", "deterministic_mode")
+EXECUTION = ("backend", "simulate", "fallback", "pin", "deterministic_mode", "rng")
 """Options that say how a run is executed by its backend; those of a checkpoint go together."""
 
 SOURCES = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "text_file", "mock_data"}

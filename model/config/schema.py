@@ -166,6 +166,11 @@ class Config:
     )
     pin: tuple[str, ...] = _opt((), "OP=IMPLEMENTATION: use only this implementation for the op; may be repeated")
     deterministic_mode: bool = _opt(False, "refuse implementations and backends whose equal runs differ in bits")
+    rng: str = _opt(
+        "hal",
+        "random numbers of dropout: hal's, which are equal on every backend and layout, or the vendor's (npu)",
+        choices=("hal", "vendor"),
+    )
     run_dir: str | None = _opt(None, "folder for run.json, loss.png, sample.txt and TensorBoard events")
     nproc_per_node: int = _opt(1, "processes to start on this machine")
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hal
 from hal import CollectiveFailed, HalError
@@ -59,10 +60,12 @@ def main(argv: Sequence[str] | None = None, prepare: Callable[[GivenOptions], No
         if config.nproc_per_node > 1 and "WORLD_SIZE" not in os.environ:
             return _launch(config, sys.argv[1:] if argv is None else argv)
         pins = dict(pin.split("=", 1) for pin in config.pin)
-        simulate = {"simulate": True} if config.simulate else {}
+        options: dict[str, Any] = {"simulate": True} if config.simulate else {}
+        # Backends without random numbers of a vendor do not have the option, and say so if it is given.
+        options |= {"rng": config.rng} if config.rng != "hal" else {}
         mode = config.deterministic_mode
         with backend_of(values.origins["backend"] if "backend" in values.adopted else None):
-            hal.use(config.backend, fallback=config.fallback, pin=pins, deterministic=mode, **simulate)
+            hal.use(config.backend, fallback=config.fallback, pin=pins, deterministic=mode, **options)
         with private():
             train(config)
     except (TrainingFailed, SaveFailed, CollectiveFailed) as error:

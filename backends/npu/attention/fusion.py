@@ -1,7 +1,8 @@
-"""flash_attention on npu_fusion_attention (see call.py), dense and packed, without dropout.
+"""flash_attention on npu_fusion_attention (see fusion_call.py), dense and packed.
 
-Packed sequences (TND) are one library call if it accepts all of them, otherwise one call per sequence. Dropout is in
-dropout.py.
+Packed sequences (TND) are one library call if it accepts all of them, otherwise one call per sequence. The library
+drops probabilities by its own random numbers only, so dropout is an implementation of its own
+(npu/fusion_attention_vendor_rng, see vendor_rng.py); with HAL's numbers, attention is unfused (dropout.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ from torch import Tensor
 from hal import Call, ops
 from hal.backend_tools import AttentionSpec, CuSeqlens, attention_spec, packed_starts, with_signature_of
 
+from .. import vendor_rng
 from ..constraints import CONSTRAINTS
 from ..device import Npu
 from ..tensors import reasons
-from .fusion_call import FusionCall, Plan, aligned, full_mask, lse_of, plan, plan_packed, pse_of, triangle
+from .fusion_call import (
+    FusionCall,
+    Plan,
+    VendorDropout,
+    aligned,
+    full_mask,
+    lse_of,
+    plan,
+    plan_packed,
+    pse_of,
+    triangle,
+)
 
 _SIZES = {
     "heads": "attention.heads",
@@ -66,13 +79,26 @@ def bias_refusals(call: Call, spec: AttentionSpec) -> list[str]:
     return refusals
 
 
-def _why_not(call: Call) -> Sequence[str]:
-    spec = attention_spec(call)
+def _refusals(call: Call, spec: AttentionSpec) -> list[str]:
     refusals = beyond_limits(spec, call.q, "bias", "top_left") + bias_refusals(call, spec)
     if call.cu_seqlens_q is not None:
         refusals += CONSTRAINTS["attention.packed_sequences"].refusal("packed sequences", len(call.cu_seqlens_q) - 1)
+    return refusals
+
+
+def _why_not(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    refusals = _refusals(call, spec)
     if spec.dropout_p > 0.0:
-        refusals.append("dropout (npu_fusion_attention_grad takes no mask and redraws one from torch_npu's generator)")
+        refusals.append("dropout (npu_fusion_attention drops by the vendor's random numbers only: --rng vendor)")
+    return refusals
+
+
+def _why_not_vendor_rng(call: Call) -> Sequence[str]:
+    spec = attention_spec(call)
+    refusals = _refusals(call, spec)
+    if spec.dropout_p == 0.0:
+        refusals.append("no dropout (npu/fusion_attention takes it)")
     return refusals
 
 
@@ -102,7 +128,6 @@ fusion_impl = partial(Npu.impl, ops.flash_attention, bwd=backward, waivers=WAIVE
 """Registers a function that calls npu_fusion_attention and returns the residuals that `backward` takes."""
 
 
-@fusion_impl(id="npu/fusion_attention", why_not=_why_not)
 @with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
 def flash_attention(
     spec: AttentionSpec,
@@ -121,6 +146,18 @@ def flash_attention(
     return _packed(spec, q.contiguous(), k.contiguous(), v.contiguous(), q_ends, k_ends, return_lse)
 
 
+fusion_impl(id="npu/fusion_attention", why_not=_why_not)(flash_attention)
+fusion_impl(id=f"npu/fusion_attention_{vendor_rng.SUFFIX}", why_not=_why_not_vendor_rng)(flash_attention)
+
+
+def _dropout(spec: AttentionSpec, count: int, *sequence: int) -> VendorDropout | None:
+    """The dropout of a library call with `count` probabilities; sequence: its number, if each has a call of its own."""
+    if spec.rng is None:
+        return None
+    rng = spec.rng.fork("sequence", *sequence) if sequence else spec.rng
+    return VendorDropout(spec.dropout_p, *vendor_rng.seed_and_offset(rng), count)
+
+
 def run_dense(
     spec: AttentionSpec,
     q: Tensor,
@@ -137,8 +174,8 @@ def run_dense(
     if call is None:
         out, lse = without_keys(spec, q)
         return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None, bias, None)
-    if low_precision:
-        call = replace(call, low_precision=True)
+    dropout = _dropout(spec, spec.batch * spec.heads * spec.sq * spec.skv)
+    call = replace(call, low_precision=low_precision, dropout=dropout)
     pse = None if bias is None else pse_of(bias, spec.scale, spec.batch, spec.heads, spec.sq, spec.skv)
     flat_q, flat_k, flat_v = flat(spec.layout, q, k, v)
     out, top, total = call.forward(flat_q, flat_k, flat_v, atten_mask, pse=pse)
@@ -190,7 +227,8 @@ def _packed(
     out, top = q.new_zeros(out_shape(spec, q)), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
     total = top
     if together is not None and q.numel():
-        calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends))
+        dropout = _dropout(spec, spec.heads * sum(a * b for a, b in zip(*lengths)))
+        calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends), dropout=dropout)
         atten_mask = None if together.mask == "none" else triangle(q.device)
         out, top, total = calls.forward(q, k, v, atten_mask)
     elif q.numel():
@@ -216,7 +254,8 @@ class _Sequences:
 
     def each(self, device: torch.device) -> Iterator[tuple[slice, slice, FusionCall, Tensor | None]]:
         """(slice of query tokens, slice of key tokens, call, atten_mask) of each sequence that has both."""
-        for q0, q1, k0, k1 in zip((0, *self.q_ends), self.q_ends, (0, *self.k_ends), self.k_ends):
+        bounds = zip((0, *self.q_ends), self.q_ends, (0, *self.k_ends), self.k_ends)
+        for number, (q0, q1, k0, k1) in enumerate(bounds):
             sq, sk = q1 - q0, k1 - k0
             if not sq or not sk:
                 continue
@@ -226,7 +265,9 @@ class _Sequences:
             mask = triangle(device) if chosen.mask == "triangle" else None
             if chosen.mask == "full":
                 mask = full_mask(None, ops.band_mask(sq, sk, pre, next, device), 1, self.spec.heads, sq, sk)
-            yield slice(q0, q1), slice(k0, k1), FusionCall("BSND", self.spec.heads, self.spec.scale, chosen), mask
+            dropout = _dropout(self.spec, self.spec.heads * sq * sk, number)
+            call = FusionCall("BSND", self.spec.heads, self.spec.scale, chosen, dropout=dropout)
+            yield slice(q0, q1), slice(k0, k1), call, mask
 
 
 def _one_by_one_bwd(

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import vendor_rng
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -106,18 +108,19 @@ def full_mask(mask: Tensor | None, band: Tensor | None, batch: int, heads: int, 
     return both.expand(b, n, sq, sk).contiguous()
 
 
-@functools.cache
-def _bit_weights(device: torch.device) -> Tensor:
-    """int32 [8]: 1, 2, 4, ..., 128. Kept, because making it from numbers of the host waits for the device."""
-    return torch.tensor([1 << i for i in range(8)], dtype=torch.int32, device=device)
+@dataclass(frozen=True)
+class VendorDropout:
+    """Dropout of `count` probabilities with the library's generator (see vendor_rng.py)."""
 
+    p: float
+    seed: int
+    offset: int
+    count: int
 
-def packed_bits(keep: Tensor) -> Tensor:
-    """keep (bool, any shape) as the library's dropout mask: uint8, first element in the lowest bit, padded to 128
-    bits."""
-    bits = torch.zeros(-(-keep.numel() // 128) * 128, dtype=torch.int32, device=keep.device)
-    bits[: keep.numel()] = keep.flatten()
-    return (bits.view(-1, 8) * _bit_weights(keep.device)).sum(-1).to(torch.uint8)
+    def draw(self, like: Tensor) -> Tensor:
+        """The keep bits. The library requires that they come from this generator, with this seed and offset (op-plugin,
+        torch_npu-npu_fusion_attention.md, dropout_mask); its backward pass draws them again from both."""
+        return vendor_rng.mask(like, self.count, self.p, self.seed, self.offset)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class FusionCall:
     q_ends: tuple[int, ...] = ()
     k_ends: tuple[int, ...] = ()
     low_precision: bool = False
+    dropout: VendorDropout | None = None
 
     def options(self) -> dict[str, Any]:
         packed = {"actual_seq_qlen": self.q_ends, "actual_seq_kvlen": self.k_ends, "softmax_layout": "TND"}
@@ -142,22 +146,25 @@ class FusionCall:
             **(packed if self.q_ends else {}),
         }
 
+    def _dropout(self) -> dict[str, Any]:
+        d = self.dropout
+        return {} if d is None else {"keep_prob": 1.0 - d.p, "seed": d.seed, "offset": d.offset}
+
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        drop: Tensor | None = None,
-        keep_prob: float = 1.0,
         pse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND).
 
         pse: what is added to q k^T before the scale is applied, [1 or b, n, sq, sk] in q's dtype.
-        drop: keep bits of [b, n, sq, sk] as `packed_bits` returns them; kept probabilities are divided by keep_prob.
         """
-        dropout = {} if drop is None else {"dropout_mask": drop, "keep_prob": keep_prob}
+        dropout = self._dropout()
+        if self.dropout is not None:
+            dropout["dropout_mask"] = self.dropout.draw(q)
         results = torch.ops.npu.npu_fusion_attention(
             q, k, v, self.heads, self.layout, pse=pse, atten_mask=mask, scale=self.scale, **dropout, **self.options()
         )
@@ -177,6 +184,7 @@ class FusionCall:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv and dpse in the shapes of q, k, v and pse; the other arguments are those of `forward` and its
         results."""
+        redrawn = {} if self.dropout is None else {"numels": self.dropout.count, "gen_mask_parallel": False}
         results = torch.ops.npu.npu_fusion_attention_grad(
             q,
             k,
@@ -190,6 +198,8 @@ class FusionCall:
             softmax_sum=total,
             attention_in=out,
             scale_value=self.scale,
+            **redrawn,
+            **self._dropout(),
             **self.options(),
         )
         return results[0], results[1], results[2], results[3]

@@ -1,4 +1,4 @@
-"""The host never waits for the device within a training step, except where an operator takes a number of the step.
+"""The host never waits for the device within a training step.
 
 The simulator counts the waits: calls of AscendCL that wait for a stream, an event or the device, and copies from the
 device. `.item()`, `.tolist()`, `.cpu()`, a copy from ordinary host memory and a tensor made of numbers of the host all
@@ -51,17 +51,18 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
     ],
     ids=["plain", "dropout in bf16", "documents", "recompute"],
 )
-def test_a_step_waits_only_to_read_the_clip_factor(
-    machine: simulator.Simulator, tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    """npu_apply_adam_w takes no tensor as a factor. Loss and gradient norm of all steps are read together."""
+def test_a_step_does_not_wait(machine: simulator.Simulator, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The optimizer's kernel reads the clip factor on the device; loss and norm of all steps are read together."""
     trainer = trainer_of(tmp_path, *words)
     trainer.step()  # the first step makes what is kept, such as the compressed mask
     with counted(machine) as steps:
         trainer.advance()
         trainer.advance()
-    assert steps["operators"] > 600
-    assert steps["device_to_host"] == 2 and steps["host_waits"] == 2, steps
+        _ = (
+            torch.npu.current_stream().npu_stream
+        )  # returns when torch_npu's queue is empty, without a wait of the device
+    assert steps["operators"] > 200
+    assert steps["device_to_host"] == steps["host_waits"] == 0, steps
     with counted(machine) as read:
         assert len(list(trainer.results())) == 2
     assert read["device_to_host"] == 1 and read["host_waits"] == 1, read

@@ -30,6 +30,7 @@ def check_all(backend: Npu, op: Op, id: str, dtype: torch.dtype = torch.float32)
 def test_the_backend_as_it_is_passes(npu: Npu) -> None:
     assert check_all(npu, ops.flash_attention, "npu/fusion_attention") > 20
     assert check_all(npu, ops.adamw, "npu/apply_adam_w") > 3
+    assert check_all(npu, ops.adamw, "npu/adamw") > 3
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""`make npu`: what a machine with Ascend devices confirms or refutes of what HAL claims."""
