@@ -94,10 +94,15 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the packages that .ci/aarch64 names
 	PYTHON=$(PYTHON) .ci/aarch64
 
-# The environment of `make gpu-environment` if it exists, otherwise $(PYTHON). Nothing is installed here.
-gpu:  ## all or PARTS="..." of what needs an NVIDIA GPU (and a CUDA build of torch); writes docs/verified/
-	@python="$(PYTHON)"; if [ -x $(GPU)/bin/python ]; then python=$(GPU)/bin/python; fi; set -x; \
+# The environment of `make gpu-environment` if it exists, otherwise $(PYTHON). Nothing is installed here, except for a
+# rehearsal on the simulator (SIMULATE=1), which runs in the default environment and writes build/gpu/.
+gpu: $(if $(SIMULATE),$(READY))  ## all or PARTS="..." of what needs an NVIDIA GPU; writes docs/verified/
+	$(if $(SIMULATE),$(BIN)/python -m hal.bench.gpu.run --simulate $(PARTS),$(gpu_run))
+
+define gpu_run
+@python="$(PYTHON)"; if [ -x $(GPU)/bin/python ]; then python=$(GPU)/bin/python; fi; set -x; \
 	"$$python" benchmarks/gpu/preflight.py $(PARTS) && "$$python" -m hal.bench.gpu.run $(PARTS)
+endef
 
 # On a machine with CANN and Ascend devices; nothing is installed, and no network is needed.
 npu:  ## all or PARTS="..." of what needs Ascend devices; writes docs/verified/

@@ -1,16 +1,16 @@
-"""The cases of `make gpu`: attention against each of torch's kernels, HAL's kernels against eager and compiled torch.
+"""The comparisons of `make gpu`, and those of attention: against each of torch's kernels, and flash-attn.
 
 Ours and the peers get the same tensors. Bytes are those that must move at least once: inputs read, outputs written.
-The tests run the calls on the simulator, with sizes divided by `shrink`.
+A rehearsal divides the sizes by `Gpu.shrink`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,13 @@ from hal import Rng, ops
 
 from ..harness.case import OURS, Thunk
 from ..harness.thunks import forward_backward
+from . import libraries, values
+from .rehearsal import Gpu
+from .values import Function
 
-Function = Callable[..., Any]
-"""Takes tensors, returns one."""
-
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-TOKENS, HEADS, KV_HEADS, SIZE, WINDOW = 32768, 16, 4, 128, 1024
-"""Sizes of the attention cases: tokens in a batch, heads, key/value heads, channels of a head, keys in the window."""
-DROPOUT = 0.1
+SIZE, WINDOW = 128, 1024
+"""Of the attention cases: channels of a head, keys in the window."""
+DROPOUT, RNG = 0.1, Rng(1)
 
 
 @dataclass(frozen=True)
@@ -37,31 +36,64 @@ class GpuCase:
     """One comparison.
 
     calls: by name, including "ours". bytes: the minimum memory traffic of one call; 0 if it is not bound by memory.
+    flops: floating-point operations of one call, 0 if they do not bound it. check: the largest error of ours at this
+    size, in tolerances; it is called once, before anything is timed.
     """
 
     name: str
     shape: str
     calls: dict[str, Thunk]
+    check: Callable[[], float]
     bytes: int = 0
+    flops: float = 0.0
 
 
-def _both(
-    name: str, shape: str, functions: dict[str, Function], inputs: Sequence[Tensor], wanted: int, size: int
+@dataclass(frozen=True)
+class Work:
+    """What the forward pass, and forward and backward together, must do: bytes moved, floating-point operations."""
+
+    bytes: tuple[int, int] = (0, 0)
+    flops: tuple[float, float] = (0.0, 0.0)
+
+
+class Check(Protocol):
+    """A check of values.py."""
+
+    @property
+    def gradients(self) -> int:
+        """The number of inputs that get a gradient, from the first one on."""
+
+    def worst(self, function: Function, inputs: Sequence[Tensor]) -> float:
+        """The largest error in tolerances."""
+
+
+def both(
+    gpu: Gpu,
+    name: str,
+    shape: str,
+    functions: dict[str, Function],
+    inputs: Sequence[Tensor],
+    check: Check,
+    work: Work = Work(),
+    modules: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Iterator[GpuCase]:
     """A case for the forward pass and one for forward and backward.
 
-    wanted: the first `wanted` inputs get a gradient. size: bytes of the forward pass.
+    modules: peers that have parameters of their own in the place of the inputs after the first: functions that make
+    them.
     """
-    sets = _sets(inputs)
-    yield GpuCase(f"{name} fwd", shape, {n: _forward(f, sets) for n, f in functions.items()}, size)
-    yield GpuCase(f"{name} fwd+bwd", shape, {n: _forward_backward(f, sets, wanted) for n, f in functions.items()})
+    sets, values = _sets(gpu, inputs), cache(partial(check.worst, functions[OURS], inputs))
+    for kind, i, call in (("fwd", 0, _forward), ("fwd+bwd", 1, partial(_forward_backward, wanted=check.gradients))):
+        calls = {n: call(f, sets) for n, f in functions.items()}
+        calls |= {n: _module(make, sets, backward=bool(i)) for n, make in (modules or {}).items()}
+        yield GpuCase(f"{name} {kind}", shape, calls, values, work.bytes[i], work.flops[i])
 
 
-def _sets(inputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+def _sets(gpu: Gpu, inputs: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """The inputs and copies of them, enough to evict a set from the L2 cache before it is used again."""
-    cache = torch.cuda.get_device_properties(hal.device()).L2_cache_size if hal.device().type == "cuda" else 0
+    size, cache = sum(x.numel() * x.element_size() for x in inputs), gpu.cache_bytes()
     sets = [inputs]
-    for _ in range(-(-cache // sum(x.numel() * x.element_size() for x in inputs))):
+    for _ in range(0 if size > 2 * cache else -(-cache // size)):  # a larger set evicts itself
         copies = {id(x): x.clone() for x in inputs}  # a tensor that is passed twice is copied once
         sets.append([copies[id(x)] for x in inputs])
     return sets
@@ -94,6 +126,35 @@ def _forward_backward(function: Function, sets: Sequence[Sequence[Tensor]], want
     return run
 
 
+def _module(make: Callable[[], Any], sets: Sequence[Sequence[Tensor]], backward: bool) -> Thunk:
+    """The module's forward pass on the first tensor of the next set, or both passes, with its parameters' gradients."""
+    call: Thunk | None = None
+
+    def run() -> object:
+        nonlocal call
+        if call is None:
+            call = _gradients_of_module(make(), sets) if backward else _forward(_first(make()), sets)
+        return call()
+
+    return run
+
+
+def _first(module: Callable[[Tensor], Any]) -> Function:
+    return lambda x, *others: module(x)
+
+
+def _gradients_of_module(module: Any, sets: Sequence[Sequence[Tensor]]) -> Thunk:
+    """Both passes of a module, with the gradients of its input and of its parameters."""
+    cycle = itertools.cycle([[inputs[0].detach().requires_grad_(), *module.parameters()] for inputs in sets])
+    dy = torch.randn_like(module(sets[0][0]).detach())
+
+    def run() -> object:
+        leaves = next(cycle)
+        return torch.autograd.grad(module(leaves[0]), leaves, dy)
+
+    return run
+
+
 def _sdpa(backend: SDPBackend, dropout_p: float = 0.0) -> Function:
     """torch's causal attention, computed by one of its kernels; dropout with torch's bits."""
 
@@ -116,19 +177,28 @@ def _pinned(impl: hal.Impl) -> Function:
     return run
 
 
-def attention(shrink: int = 1) -> Iterator[GpuCase]:
+def _attention_work(b: int, heads: int, length: int, window: int | None) -> Work:
+    """Two products of 2 d operations per head and visible pair forward; five more backward, which recomputes one."""
+    near = length if window is None else min(length, window + 1)
+    pairs = near * (near + 1) // 2 + (length - near) * near
+    forward = 4.0 * SIZE * b * heads * pairs
+    return Work(flops=(forward, 3.5 * forward))
+
+
+def attention(gpu: Gpu) -> Iterator[GpuCase]:
     """Causal attention, with a window, and with dropout; bfloat16, grouped-query heads; all functions take
     [b, n, s, d].
 
     flex_attention, torch's peer for windows, appears as cuda/flex: the same kernel, compiled once for both.
     """
-    for length in (n // shrink for n in LENGTHS):
-        b = max(1, TOKENS // shrink // length)
+    heads, kv_heads = gpu.heads
+    for length in gpu.lengths:
+        b = max(1, gpu.lengths[-1] // length)
         q, k, v = (
             torch.randn(b, n, length, SIZE, dtype=torch.bfloat16, device=hal.device())
-            for n in (HEADS, KV_HEADS, KV_HEADS)
+            for n in (heads, kv_heads, kv_heads)
         )
-        shape = f"b{b} n{HEADS}/{KV_HEADS} s{length} d{SIZE} bf16"
+        shape = f"b{b} n{heads}/{kv_heads} s{length} d{SIZE} bf16"
         for window in (None, WINDOW):
             options: dict[str, Any] = {"layout": "BNSD", "pre_tokens": window, "next_tokens": 0}
             functions: dict[str, Function] = {OURS: partial(ops.flash_attention, **options)}
@@ -139,124 +209,14 @@ def attention(shrink: int = 1) -> Iterator[GpuCase]:
                 functions["SDPA flash"] = _sdpa(SDPBackend.FLASH_ATTENTION)
                 functions["SDPA cuDNN"] = _sdpa(SDPBackend.CUDNN_ATTENTION)
                 functions["SDPA efficient"] = _sdpa(SDPBackend.EFFICIENT_ATTENTION)
+            functions |= libraries.attention(window)
             name = "attention causal" if window is None else f"attention window {window}"
-            yield from _both(name, shape, functions, (q, k, v), 3, 0)
-        dropout = partial(ops.flash_attention, layout="BNSD", next_tokens=0, dropout_p=DROPOUT, rng=hal.Rng(1))
+            check, work = values.Attention(ops.flash_attention, window), _attention_work(b, heads, length, window)
+            yield from both(gpu, name, shape, functions, (q, k, v), check, work)
+        dropout = partial(ops.flash_attention, layout="BNSD", next_tokens=0, dropout_p=DROPOUT, rng=RNG)
         functions = {OURS: dropout, "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION, DROPOUT)}
-        yield from _both("attention with dropout", shape, functions, (q, k, v), 3, 0)
-
-
-def _op_case(
-    name: str, op: Function, plain: Function, inputs: Sequence[Tensor], wanted: int, unread: int = 0
-) -> Iterator[GpuCase]:
-    """unread: bytes of the inputs that the forward pass does not have to read."""
-    shape = f"{'x'.join(map(str, inputs[0].shape))} {str(inputs[0].dtype).removeprefix('torch.')}"
-    with torch.no_grad():
-        out: Tensor = op(*inputs)
-    size = sum(x.numel() * x.element_size() for x in (*inputs, out)) - unread
-    functions = {OURS: op, "eager": plain, "compile": torch.compile(plain, dynamic=False)}
-    yield from _both(name, shape, functions, inputs, wanted, size)
-
-
-def kernels(shrink: int = 1) -> Iterator[GpuCase]:
-    """Every kernel of HAL at the sizes of a 7B model, bfloat16; peers: the ops' references and torch's layers."""
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=hal.device())
-
-    rows, h = 8192 // shrink, 4096 // shrink
-    x, w = normal(rows, h), normal(h)
-    yield from _op_case("layer_norm", ops.layer_norm, lambda x, w, b: F.layer_norm(x, (h,), w, b), (x, w, w), 3)
-    yield from _op_case("rms_norm", ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-5), (x, w), 2)
-    wide = normal(rows, 2 * 11008 // shrink)
-    yield from _op_case("swiglu", ops.swiglu, ops.swiglu.reference, (wide,), 1)
-    yield from _op_case("geglu", ops.geglu, ops.geglu.reference, (wide,), 1)
-    yield from _op_case(
-        "bias_gelu",
-        ops.bias_gelu,
-        lambda x, b: F.gelu(x + b, approximate="tanh"),
-        (normal(rows, 4 * h), normal(4 * h)),
-        2,
-    )
-    rng = Rng(1)
-    yield from _op_case(
-        "bias_dropout_add",
-        lambda x, b, r: ops.bias_dropout_add(x, b, r, p=0.1, rng=rng),
-        lambda x, b, r: r + F.dropout(x + b, 0.1),
-        (x, w, normal(rows, h)),
-        3,
-    )
-    yield from _op_case("dropout", lambda x: ops.dropout(x, 0.1, rng), lambda x: F.dropout(x, 0.1), (x,), 1)
-    n = 2048 // shrink
-    scores = normal(4, 16, n, n)
-    yield from _op_case(
-        "scale_mask_softmax",
-        lambda x: ops.scale_mask_softmax(x, None, 0.1, True),
-        lambda x: ops.scale_mask_softmax.reference(x, None, 0.1, True),
-        (scores,),
-        1,
-        unread=4 * 16 * n * (n - 1) // 2 * scores.element_size(),  # the masked triangle
-    )
-    length = 4096 // shrink
-    heads, angle = normal(length, 2, 32, 128), torch.rand(length, 64, device=hal.device())
-    yield from _op_case("rotary", ops.rotary, ops.rotary.reference, (heads, angle.cos(), angle.sin()), 1)
-    target = torch.randint(50257 // shrink, (length,), device=hal.device())
-    for v in (50257, 50304):  # rows off and on 16-byte boundaries
-        yield from _op_case(
-            "cross_entropy",
-            lambda z: ops.cross_entropy(z, target),
-            lambda z: F.cross_entropy(z.float(), target, reduction="none"),
-            (normal(length, v // shrink),),
-            1,
+        check, work = (
+            values.Attention(ops.flash_attention, None, DROPOUT, RNG),
+            _attention_work(b, heads, length, None),
         )
-    yield from _optimizer(shrink)
-
-
-def _optimizer(shrink: int) -> Iterator[GpuCase]:
-    """Lists of 200 tensors with the dtypes of training: float32 states, bfloat16 gradients and model copies."""
-    sizes = [4_000_000 // shrink] * 100 + [4096 // shrink] * 100
-    p, m, v = ([torch.zeros(n, device=hal.device()) for n in sizes] for _ in range(3))
-    g = [torch.randn(n, device=hal.device()).bfloat16() for n in sizes]
-    copies = [torch.empty_like(x) for x in g]
-    leaves = [torch.nn.Parameter(x.clone()) for x in p]
-    for leaf, grad in zip(leaves, g):
-        leaf.grad = grad.float()
-    fused = torch.optim.AdamW(leaves, lr=1e-4, fused=True)
-    elements = sum(sizes)
-    yield GpuCase(
-        "adamw",
-        f"{elements} elements in {len(sizes)} tensors",
-        {
-            OURS: lambda: ops.adamw(p, g, m, v, step=3, lr=1e-4, model_params=copies),
-            "torch fused (float32 grads, no bf16 copy)": lambda: fused.step(),
-        },
-        elements * (3 * 8 + 2 + 2),  # p, m, v read and written; a gradient read and a model copy written
-    )
-    norm: dict[str, Thunk] = {OURS: lambda: ops.l2norm(g), "torch": lambda: torch.nn.utils.get_total_norm(g)}
-    yield GpuCase("l2norm", f"{elements} elements bf16", norm, elements * 2)
-    check: dict[str, Thunk] = {
-        OURS: lambda: ops.unscale_and_check(g, 1.0),
-        "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(
-            g, torch.zeros(1, device=hal.device()), torch.ones(1, device=hal.device())
-        ),
-    }
-    yield GpuCase("unscale_and_check", f"{elements} elements bf16", check, elements * 4)
-
-
-def train_step(shrink: int = 1) -> Iterator[GpuCase]:
-    """HAL's GPT against the same model in plain torch, eager and compiled: 12 layers, hidden 1024, S 1024, bfloat16."""
-    from ..peers import hal_gpt, plain_gpt
-
-    layers, heads, batch = 12, 16, 8
-    hidden, length, vocabulary = 1024 // shrink, 1024 // shrink, 50304 // shrink
-    ids = torch.randint(vocabulary, (batch, length + 1), device=hal.device())
-    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    config = hal_gpt.config_of(layers, hidden, heads, length, vocabulary, bf16=True)
-
-    def plain(compiled: bool) -> Thunk:
-        model = plain_gpt.PlainGPT(vocabulary, length, layers, hidden, heads).to(hal.device())
-        return plain_gpt.step_of(model, tokens, labels, bf16=True, compiled=compiled)
-
-    ours = hal_gpt.step_of(config, hal.device(), tokens, labels)
-    shape = f"L{layers} H{hidden} S{length} B{batch} bf16"
-    yield GpuCase("training step", shape, {OURS: ours, "torch": plain(False), "torch.compile": plain(True)})
+        yield from both(gpu, "attention with dropout", shape, functions, (q, k, v), check, work)

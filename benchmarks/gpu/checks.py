@@ -1,12 +1,15 @@
 """Device checks of features that the CUDA simulator lacks: CUDA graphs, streams, threads, memory, events.
 
 A check is a function that returns a description of the problem, or "" if there is none. Exceptions are problems, too.
+A rehearsal runs those whose features the simulator has.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,17 +35,37 @@ def outcome(check: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def checks(backend: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """All checks by name, for `backend`, an active Cuda."""
+@dataclass(frozen=True)
+class Check:
+    """needs: the feature without which it cannot run, a key of Gpu.lacks; "" for none."""
+
+    name: str
+    needs: str
+    run: Callable[[], str]
+
+
+def checks(backend: Any) -> Iterator[Check]:
+    """All checks, for `backend`, an active Cuda."""
     for op in hal.OPS.values():
         for impl in backend.implementations(op):
-            yield f"graph of {op.name} {impl.id}", partial(_graph, backend, op, impl)
+            yield Check(f"graph of {op.name} {impl.id}", "graphs", partial(_graph, backend, op, impl))
     for dtype in DTYPES:
-        yield f"flex with a mask, {str(dtype).removeprefix('torch.')}", partial(_mask, dtype)
-    yield "kernels in a new thread", partial(_thread, backend)
-    yield "a stream beside the current one", partial(_stream, backend)
-    yield "memory statistics", partial(_memory, backend)
-    yield "events and ranges", partial(_events, backend)
+        yield Check(f"flex with a mask, {str(dtype).removeprefix('torch.')}", "", partial(_mask, dtype))
+    yield Check("kernels in a new thread", "", partial(_thread, backend))
+    yield Check("a stream beside the current one", "", partial(_stream, backend))
+    yield Check(LATE, "streams", partial(_late_producers, backend))
+    yield Check("memory statistics", "memory", partial(_memory, backend))
+    yield Check(NO_SCORES, "memory", partial(_no_scores, backend))
+    yield Check("events and ranges", "clocks", partial(_events, backend))
+    yield Check(NO_READS, "streams", partial(_no_host_reads, backend))
+    yield Check(FLOAT32_SUMS, "cuBLAS", partial(_float32_sums, backend))
+
+
+LATE = "streams wait for late producers"
+NO_SCORES = "attention with dropout stores no scores"
+NO_READS = "a training step makes no host synchronisation"
+FLOAT32_SUMS = "16-bit weight gradients are added in float32"
+"""Names of checks that claims of the docs refer to (verdict.py)."""
 
 
 def _arguments(backend: Any, op: Any, impl: Any) -> Callable[[], tuple[dict[str, Any], bool]]:
@@ -124,6 +147,99 @@ def _stream(backend: Any) -> str:
     with backend.stream():
         result = both()
     return "" if equal_bits(result, expected) else "results differ on another stream"
+
+
+DELAY = 100_000_000
+"""Cycles for which a stream is kept busy so that what follows on it is late: about 60 milliseconds."""
+
+
+def _delay() -> None:
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(DELAY)
+
+
+def _partial_stream(enters: bool, leaves: bool) -> AbstractContextManager[Any]:
+    """Backend.stream with a fault: it waits for earlier work only if `enters`, and later work for it if `leaves`."""
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        if enters:
+            side.wait_stream(outer)
+        with torch.cuda.stream(side):
+            yield
+        if leaves:
+            outer.wait_stream(side)
+
+    return stream()
+
+
+def _late_producers(backend: Any) -> str:
+    """Kernels read what late kernels of other streams write, in both directions; without a wait they do not, which
+    shows that the delay is long enough for a missing one to be noticed."""
+    faults = {"entering": partial(_partial_stream, False, True), "leaving": partial(_partial_stream, True, False)}
+    for direction, faulty in faults.items():
+        if _in_order(backend, faulty):
+            return f"a missing wait when {direction} a stream goes unnoticed: the delay of {DELAY} cycles is too short"
+    return "" if _in_order(backend, backend.stream) else "a kernel ran before the late kernel whose result it reads"
+
+
+def _in_order(backend: Any, stream: Callable[[], AbstractContextManager[Any]]) -> bool:
+    """Whether three kernels, the second one on another stream, give what they give one after the other; the first two
+    are late."""
+    # Other values in every call, and the late kernels first: freed memory may hold the results of earlier calls.
+    x = torch.randn(256, 1024, device=backend.device(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        backend.synchronize()
+        for _ in range(2):  # later than the second kernel would be if its stream did not wait
+            _delay()
+        first = ops.swiglu(x)
+        with stream():
+            _delay()
+            second = ops.swiglu(first)
+        third = ops.swiglu(second)
+        backend.synchronize()
+        return equal_bits(third, ops.swiglu(ops.swiglu(ops.swiglu(x))))
+
+
+def _no_scores(backend: Any) -> str:
+    """Memory of attention with dropout, forward and backward, at a length whose scores would be most of it."""
+    n, s, d = 4, 4096, 64
+    shape, scores = (1, n, s, d), n * s * s * 2
+    q, k, v = (torch.randn(shape, device=backend.device(), dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    backend.reset_peak_memory()
+    before = backend.memory_stats()["allocated"]
+    out = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0, dropout_p=0.1, rng=hal.Rng(1))
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    used = backend.memory_stats()["peak"] - before
+    return f"it used {used / MIB:.0f} MiB; the scores are {scores / MIB:.0f}" if used > scores / 2 else ""
+
+
+def _no_host_reads(backend: Any) -> str:
+    """Steps of the trainer while torch raises an error for every call that makes the host wait."""
+    from ..parallel.layout import config_of, trainer_of
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "train_iters": 9}
+    batch = {"micro_batch_size": 2, "global_batch_size": 4, "bf16": True, "backend": backend.name}
+    trainer = trainer_of(config_of({**sizes, **batch}))
+    trainer.step()  # compiles, loads and allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.advance()
+        trainer.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    steps = len(list(trainer.results()))
+    return "" if steps == 2 else f"{steps} results of two steps"
+
+
+def _float32_sums(backend: Any) -> str:
+    """A product of 16 bits that a rounded sum would lose: 1 + 2^-9 is no bfloat16."""
+    x, dy = (torch.ones(16, 16, device=backend.device(), dtype=torch.bfloat16) for _ in range(2))
+    total = torch.zeros(16, 16, device=backend.device())
+    ops.linear_wgrad(x * (1 + 2.0**-7), dy * (1 + 2.0**-7), total)
+    exact = 16 * (1 + 2.0**-7) ** 2
+    return "" if bool((total == exact).all()) else f"{float(total[0, 0])!r} in the place of {exact!r}"
 
 
 def _memory(backend: Any) -> str:

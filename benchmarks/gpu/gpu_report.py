@@ -1,34 +1,25 @@
-"""The report of `make gpu`, docs/verified/cuda-<device>.json and .md: its format and its conclusions.
+"""The report of `make gpu`: what it contains, which failures follow from it, and its page.
 
-The run consists of parts (parts.py), a part of units, a unit of rows. The files are replaced by rename at every row, so
-that a killed process leaves complete files, and the part's next run continues after the last finished unit.
+The run consists of parts (parts.py), a part of units, a unit of rows.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 from ..harness.case import OURS
 
-PARTS = ("parity", "checks", "kernels", "train_step", "attention", "training")
-MEASURED = ("kernels", "train_step", "attention")
+PARTS = ("parity", "checks", "kernels", "large", "train_step", "attention", "training", "multi")
+MEASURED = ("kernels", "large", "train_step", "attention")
 """The parts whose rows are ratios."""
 RUNNING, COMPLETE, STOPPED, NOT_RUN = "running", "complete", "stopped", "not run"
 """The states of a part: its process is running (or was killed together with its parent); all units have finished; its
 process ended between two units; a package is missing."""
 GOAL_OF_BANDWIDTH = 0.85
-TRAIN = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
-    " --micro-batch-size 8 --global-batch-size 8 --train-iters 40 --lr 1e-3 --bf16 --attention-dropout 0.1"
-    " --hidden-dropout 0.1 --swiglu --tokenizer-type ByteTokenizer --sample-tokens 0"
-)
 TRAIN_TOLERANCE = 0.05
 """Largest allowed difference of losses over 40 steps. Rounding differences grow slowly and stay below it."""
 
@@ -56,42 +47,6 @@ class PartRecord(TypedDict):
 class Report(TypedDict):
     machine: dict[str, Any]
     parts: dict[str, PartRecord]
-
-
-def path_of(folder: Path, device: str) -> Path:
-    """The .json of a device's report."""
-    return folder / f"cuda-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-
-
-def load(path: Path) -> Report:
-    """The report; raises OSError or ValueError if there is none that can be read."""
-    return cast(Report, json.loads(path.read_text()))
-
-
-def begin(path: Path, machine: dict[str, Any]) -> str:
-    """Creates the report, or keeps an existing one of the same device and sources; returns a message about this."""
-    kept: dict[str, PartRecord] = {}
-    message = f"a new report, {path}"
-    if path.exists():
-        try:
-            existing = load(path)
-            if all(existing["machine"].get(k) == machine[k] for k in ("device", "sources", "torch", "CUDA")):
-                kept, message = existing["parts"], f"{path} is extended"
-            else:
-                message += " (it replaces one of other sources, or of another torch)"
-        except (ValueError, KeyError, TypeError, AttributeError):
-            message += " (it replaces a file that was not a report)"
-    save(path, {"machine": machine, "parts": kept})
-    return message
-
-
-def save(path: Path, report: Report) -> None:
-    """Writes the .json and the .md."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in ((path, json.dumps(report, indent=1) + "\n"), (path.with_suffix(".md"), markdown(report))):
-        temporary = target.with_name(f"{target.name}.part{os.getpid()}")
-        temporary.write_text(text)
-        os.replace(temporary, target)
 
 
 def rows(report: Report, part: str) -> list[GpuRow]:
@@ -140,7 +95,18 @@ def losses(report: Report) -> tuple[dict[str, list[float]], float | None]:
     curves = {r["backend"]: r["losses"] for r in rows(report, "training") if "losses" in r}
     if set(curves) != {"cuda", "cpu_ref"}:
         return curves, None
-    return curves, max(abs(a - b) for a, b in zip(curves["cuda"], curves["cpu_ref"]))
+    return curves, _apart(curves["cuda"], curves["cpu_ref"])
+
+
+def _apart(a: Sequence[float], b: Sequence[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b))
+
+
+def layouts(report: Report) -> dict[str, float]:
+    """The largest difference of the losses of every layout from those of one process, as far as they have run."""
+    curves = {r["layout"]: r["losses"] for r in rows(report, "multi") if "layout" in r}
+    one = curves.pop("one process", None)
+    return {} if one is None else {layout: _apart(one, curve) for layout, curve in curves.items()}
 
 
 def _part_failures(report: Report, part: str) -> list[str]:
@@ -162,8 +128,8 @@ def _part_failures(report: Report, part: str) -> list[str]:
 def failures(report: Report, parts: Sequence[str] = PARTS) -> list[str]:
     """The failures of `parts`, including units that did not run."""
     texts = [text for part in PARTS if part in parts for text in _part_failures(report, part)]
-    if "parity" in parts:
-        for r in rows(report, "parity"):
+    for part in {"parity", "multi"}.intersection(parts):
+        for r in rows(report, part):
             if r.get("status") == "fail":
                 texts.append(f"{r['op']} {r['dtype']} {r['implementation']} fails: {r.get('message', '')}")
     if "checks" in parts:
@@ -172,27 +138,46 @@ def failures(report: Report, parts: Sequence[str] = PARTS) -> list[str]:
         if part in parts:
             absent = [r for r in rows(report, part) if r.get("peer") == OURS]  # see parts.measure
             texts += [f"{r['name']} {r['shape']} did not run: {r['absent']}" for r in absent]
+            wrong = {
+                f"{r['name']} {r['shape']}": r["error_in_tolerances"]
+                for r in rows(report, part)
+                if not error_of(r) <= 1.0
+            }
+            texts += [f"{case}: an error of {error} tolerances at the measured size" for case, error in wrong.items()]
     worst = losses(report)[1]
     if "training" in parts and worst is not None and not worst <= TRAIN_TOLERANCE:  # NaN fails
         texts.append("the losses of training differ from cpu_ref's")
+    if "multi" in parts:
+        far = {layout: apart for layout, apart in layouts(report).items() if not apart <= TRAIN_TOLERANCE}
+        texts += [f"the losses of {layout} differ from those of one process by {far[layout]:.3g}" for layout in far]
     return texts
+
+
+def error_of(row: GpuRow) -> float:
+    """The error of a comparison's values in tolerances; 0 if the row has none."""
+    return float(row.get("error_in_tolerances", 0.0))
 
 
 def markdown(report: Report) -> str:
     """The report as a page."""
     about = [f"- {name}: {value}" for name, value in report["machine"].items()]
+    if report["machine"].get("simulated"):
+        about.append("- **a rehearsal on the simulator, at reduced sizes: the times say nothing**")
     seconds = {part: record["seconds"] for part, record in report["parts"].items() if record.get("seconds")}
     about += [f"- seconds taken: {', '.join(f'{part} {s:.0f}' for part, s in seconds.items()) or 'none yet'}"]
     lines = [f"# cuda on {report['machine']['device']}", "", *about, ""]
     lines += [f"**{failure}**\n" for failure in failures(report)]
-    lines += [*_parity(report), *_checks(report), *_ratios(report), *_training(report)]
+    lines += [*_parity(report), *_checks(report), *_ratios(report), *_training(report), *_multi(report)]
     return "\n".join(lines) + "\n"
 
 
 def _parity(report: Report) -> list[str]:
-    lines = ["## Parity", ""]
-    lines += ["| op | dtype | implementation | status | calls | worst (tolerances) |", "|---|---|---|---|---|---|"]
-    for r in rows(report, "parity"):
+    return ["## Parity", "", *_kit_table(rows(report, "parity"))]
+
+
+def _kit_table(rows: Sequence[GpuRow]) -> list[str]:
+    lines = ["| op | dtype | implementation | status | calls | worst (tolerances) |", "|---|---|---|---|---|---|"]
+    for r in rows:
         if "op" not in r:
             continue
         worst = r["worst_error_in_tolerances"]
@@ -202,25 +187,30 @@ def _parity(report: Report) -> list[str]:
 
 
 def _checks(report: Report) -> list[str]:
-    results = [r for r in rows(report, "checks") if "problem" in r]
-    return ["", "## What the simulator lacks", "", *(f"- {r['name']}: {r['problem'] or 'passes'}" for r in results)]
+    lines = ["", "## What the simulator lacks", ""]
+    for r in rows(report, "checks"):
+        if "name" in r:
+            lines.append(f"- {r['name']}: {r['problem'] or 'passes' if 'problem' in r else 'not run: ' + r['absent']}")
+    return lines
 
 
 def _ratios(report: Report) -> list[str]:
     lines = ["", "## Ratios (above 1: ours is faster)", ""]
     lines += [
-        "| what | shape | peer | ratio | min..max | ours | of copy bandwidth | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| what | shape | peer | ratio | min..max | ours | of copy bandwidth | TFLOP/s | error (tolerances) | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     measured = [r for part in MEASURED for r in rows(report, part) if "peer" in r]
     for r in measured:
         if "absent" in r:
-            lines.append(f"| {r['name']} | {r['shape']} | {r['peer']} | cannot run: {r['absent']} | | | | |")
+            lines.append(f"| {r['name']} | {r['shape']} | {r['peer']} | cannot run: {r['absent']} | | | | | | |")
             continue
         share = "" if r["share_of_ceiling"] is None else f"{r['share_of_ceiling']:.0%}"
+        rate = "" if r["flops_per_second"] is None else f"{r['flops_per_second'] / 1e12:.1f}"
         lines.append(
             f"| {r['name']} | {r['shape']} | {r['peer']} | {r['ratio_median']:.2f} | "
-            f"{r['ratio_min']:.2f}..{r['ratio_max']:.2f} | {r['seconds'] * 1e6:.1f} us | {share} | {missed(r)} |"
+            f"{r['ratio_min']:.2f}..{r['ratio_max']:.2f} | {r['seconds'] * 1e6:.1f} us | {share} | {rate} | "
+            f"{error_of(r):.2g} | {missed(r)} |"
         )
     copies = sorted({round(r["copy_bandwidth"] / 1e9) for r in measured if r.get("copy_bandwidth")})
     if copies:
@@ -235,6 +225,20 @@ def _training(report: Report) -> list[str]:
     curves, worst = losses(report)
     if worst is None:
         return ["", "## Training", ""]
-    text = f"`hal train {TRAIN}`, cuda against cpu_ref: losses differ by at most "
+    options = next(r["options"] for r in rows(report, "training") if "losses" in r)
+    text = f"`hal train {options}`, cuda against cpu_ref: losses differ by at most "
     text += f"{worst:.4f} over {len(curves['cuda'])} steps (allowed {TRAIN_TOLERANCE})."
     return ["", "## Training", "", text]
+
+
+def _multi(report: Report) -> list[str]:
+    if "multi" not in report["parts"]:
+        return []
+    lines = ["", "## Several GPUs", "", *_kit_table(rows(report, "multi")), ""]
+    for layout, apart in layouts(report).items():
+        lines.append(f"- {layout}: losses differ from one process by at most {apart:.4f} (allowed {TRAIN_TOLERANCE})")
+    for r in rows(report, "multi"):
+        if "seconds_without" in r:
+            ratio = r["seconds_without"] / r["seconds"]
+            lines.append(f"- {r['name']}: {r['seconds'] * 1e3:.1f} ms per step, {ratio:.2f} times as fast as without")
+    return lines

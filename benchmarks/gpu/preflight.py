@@ -17,12 +17,18 @@ NEEDS = {
     "parity": {"hypothesis": "hypothesis"},
     "checks": {"hypothesis": "hypothesis"},
     "training": {"megatron.core": "megatron-core==0.16.1", "cffi": "cffi"},
+    "multi": {"megatron.core": "megatron-core==0.16.1"},
 }
 """Part -> module -> the pip requirement that provides it; EVERY_PART is what all parts need."""
 EVERY_PART = {"torch": "torch (built with CUDA)", "numpy": "numpy", "cupy": "cupy-cuda13x"}
-PEERS = {"triton": "cuda/flex and the peers made by torch.compile"}
+PEERS = {
+    "triton": "cuda/flex and the peers made by torch.compile",
+    "liger_kernel": "the peers made by Liger (pip install liger-kernel)",
+    "transformer_engine": "the peers made by TransformerEngine (pip install transformer-engine[pytorch])",
+    "flash_attn": "the peer flash-attn (pip install flash-attn --no-build-isolation)",
+}
 """Module -> what is absent from the report without it."""
-ALL = ("parity", "checks", "kernels", "train_step", "attention", "training")
+ALL = ("parity", "checks", "kernels", "large", "train_step", "attention", "training", "multi")
 
 
 def lacking(part: str) -> str:

@@ -1,18 +1,23 @@
-"""`make gpu`: runs everything that needs an NVIDIA GPU and writes docs/verified/cuda-<device>.json and .md.
+"""`make gpu`: runs everything that needs an NVIDIA GPU and writes docs/verified/cuda-<device>.json and its pages.
 
-parity: the conformance kit. checks: features that the simulator lacks (checks.py). kernels, train_step, attention:
-benchmark ratios (cases.py). training: a run whose losses must match cpu_ref's. By default all parts run.
+parity: the conformance kit. checks: features that the simulator lacks. kernels, large, train_step, attention:
+comparisons of time, each of which first checks its values. training: a run whose losses must match cpu_ref's. multi:
+collectives, layouts and overlap on two GPUs. By default all parts run for which the machine has GPUs.
 
-Each part runs in a separate process, and in a new one after each unit that ends its process. Rows are written as soon
-as they are available. An existing report of this device and these sources is extended: an interrupted part continues,
-and a complete part runs again. The exit code is 0 if all requested parts ran without a failure, 1 if not, and 2 without
-a GPU. Ratios do not affect it; the report only marks those that miss a goal. The goals are 85 % of the measured copy
-bandwidth, and no kernel of torch being faster.
+Each part runs in a separate process, and in a new one after each unit that ends its process, for at most --limit
+seconds. Rows are written as soon as they are available. An existing report of this device and these sources is
+extended: an interrupted part continues, and a complete part runs again. The exit code is 0 if all requested parts ran
+without a failure, 1 if not, and 2 without a GPU. Ratios do not affect it; the report only marks those that miss a goal:
+85 % of the measured copy bandwidth, and no kernel of torch being faster. The page -verdict.md says which claims of the
+docs hold.
+
+--simulate rehearses all of this on the CUDA simulator at small sizes; its report goes to build/gpu.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
@@ -30,13 +35,18 @@ import torch
 import hal
 from hal.backends.cuda import Cuda
 
-from . import gpu_report, parts, preflight
+from . import gpu_report, parts, preflight, store
 from .gpu_report import COMPLETE, NOT_RUN, PARTS, RUNNING, STOPPED, GpuRow, PartRecord, Report, UnitRecord
+from .rehearsal import Gpu, Rehearsal
 
 ROOT = parts.ROOT
-VERIFIED = ROOT / "docs" / "verified"
+VERIFIED, REHEARSED = ROOT / "docs" / "verified", ROOT / "build" / "gpu"
+LIMIT = 480.0
+"""The seconds of a part: machines may be lent for ten minutes at a time."""
 BROKEN = 75
 """Exit code of a part's process after a unit that left its CUDA context unusable."""
+GRACE = 10.0
+"""The seconds that an interrupted process has to end."""
 TESTED = ("hal", "backends", "ops", "model", "benchmarks")
 """The folders of the sources that a report covers."""
 SUFFIXES = {".py", ".cu", ".cpp", ".c", ".h", ".table", ".template", ".yaml"}
@@ -53,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default all")
-    parser.add_argument("--out", type=Path, default=VERIFIED, metavar="DIR", help="the report's folder: docs/verified")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the report's folder: docs/verified (build/gpu)")
+    parser.add_argument("--simulate", action="store_true", help="rehearse on the CUDA simulator, at small sizes")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of a part; default %(default)g")
     # For this program's own child processes.
     parser.add_argument("--child-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--about", action="store_true", help=argparse.SUPPRESS)
@@ -61,44 +73,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(PARTS)}")
+    gpu = Rehearsal() if args.simulate else Gpu()
     if args.about:
         try:
-            print(json.dumps(about()))
+            print(json.dumps(about(gpu)))
         except hal.HalError as error:
             print(error, file=sys.stderr)
             return 2
         return 0
     if args.child_of:
-        return run_units(args.child_of, args.parts[0])
-    device = machine()
+        return run_units(args.child_of, args.parts[0], gpu)
+    device = machine(gpu)
     if isinstance(device, str):
         print(f"make gpu: {device}", file=sys.stderr)
         return 2
-    return run_parts(device, args.parts or PARTS, args.out.resolve())
+    out = args.out or (REHEARSED if args.simulate else VERIFIED)
+    return run_parts(device, args.parts or parts_for(device), out.resolve(), args.limit)
 
 
-def machine() -> dict[str, Any] | str:
+def parts_for(device: dict[str, Any]) -> list[str]:
+    """The parts that this machine can run: all, or all but "multi" with fewer GPUs than it has processes."""
+    return [part for part in PARTS if part != "multi" or device["devices"] >= parts.RANKS]
+
+
+def machine(gpu: Gpu) -> dict[str, Any] | str:
     """`about`, or the reason why it is not available. It runs in a child process, because a CUDA context of the parent
     would use device memory during all parts."""
-    probe = Cuda(simulate=False).probe()
+    probe = Cuda(simulate=gpu.simulated).probe()
     if not probe.ok:
         return probe.reason
-    child = subprocess.run(command("--about"), cwd=ROOT, capture_output=True, text=True, check=False)
+    child = subprocess.run(command(gpu.simulated, "--about"), cwd=ROOT, capture_output=True, text=True, check=False)
     if child.returncode:
         return (child.stderr.strip().splitlines() or [f"the device cannot be asked: {ended(child.returncode)}"])[-1]
     return json.loads(child.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def about() -> dict[str, Any]:
+def about(gpu: Gpu) -> dict[str, Any]:
     """The device and the software versions. Initialises CUDA. Raises HalError if the backend cannot be used."""
-    hal.use("cuda", simulate=False)
     return {
-        "device": torch.cuda.get_device_name(),
+        **gpu.about(),
+        "simulated": gpu.simulated,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
         "sources": sources(),
         "torch": str(torch.__version__),
-        "CUDA": torch.version.cuda,
     }
 
 
@@ -123,9 +141,9 @@ def commit() -> str:
     return f"{head}{' and changes' if changes else ''}"
 
 
-def command(*arguments: str) -> list[str]:
+def command(simulated: bool, *arguments: str) -> list[str]:
     """This program as a child process, with arguments that are not for users."""
-    return [sys.executable, "-m", "hal.bench.gpu.run", *arguments]
+    return [sys.executable, "-m", "hal.bench.gpu.run", *(["--simulate"] if simulated else []), *arguments]
 
 
 def ended(code: int) -> str:
@@ -135,44 +153,66 @@ def ended(code: int) -> str:
     return f"exit code {code}"
 
 
-def run_parts(device: dict[str, Any], names: Sequence[str], out: Path) -> int:
+def run_parts(device: dict[str, Any], names: Sequence[str], out: Path, limit: float) -> int:
     """Runs the parts, prints the failures, and returns the exit code."""
-    path = gpu_report.path_of(out, device["device"])
-    print(gpu_report.begin(path, device), flush=True)
+    path = store.path_of(out, device["device"])
+    print(store.begin(path, device), flush=True)
     for part in (part for part in PARTS if part in names):
         print(f"== {part}", flush=True)
-        run_part(path, part)
-    report = gpu_report.load(path)
+        run_part(path, part, device, limit)
+    report = store.load(path)
     failures = gpu_report.failures(report, names)
     left = [part for part in PARTS if part not in report["parts"]]
     print("\n".join(failures) or f"no failures in {', '.join(names)}")
     if left:
         print(f"parts that have not run yet: {', '.join(left)}")
-    print(f"wrote {path} and {path.with_suffix('.md')}", flush=True)
+    print(f"wrote {path}, {' and '.join(page.name for page in store.pages_of(path))}", flush=True)
     return 1 if failures else 0
 
 
-def run_part(path: Path, part: str) -> None:
-    """Runs a part to its end, in one or more processes."""
+def run_part(path: Path, part: str, device: dict[str, Any], limit: float) -> None:
+    """Runs a part, in one or more processes, to its end or for `limit` seconds."""
     why = preflight.lacking(part)
+    if part == "multi" and device["devices"] < parts.RANKS:
+        why = f"it needs {parts.RANKS} GPUs, this machine has {device['devices']}"
     if why:
         _update(path, part, {"units": {}, "seconds": 0.0, "state": NOT_RUN, "why": why, "current": ""})
         return
     begin_part(path, part)
+    begin, at_first = time.monotonic(), _units_done(path, part)
     more, before = True, -1
     # Stop when a process finishes no unit; otherwise a part whose process cannot start would be restarted forever.
     while more and (done := _units_done(path, part)) > before:
         before, start = done, time.monotonic()
-        code = subprocess.run(command(part, "--child-of", str(path)), cwd=ROOT, check=False).returncode
+        code = _run_child(command(device.get("simulated", False), part, "--child-of", str(path)), begin + limit - start)
+        if code is None:
+            end_at_limit(path, part, time.monotonic() - start, limit, _units_done(path, part) > at_first)
+            return
         more = end_process(path, part, code, time.monotonic() - start)
     if more:
-        record = gpu_report.load(path)["parts"][part]
+        record = store.load(path)["parts"][part]
         _update(path, part, {**record, "state": STOPPED, "why": "its last process did not finish a unit"})
+
+
+def _run_child(arguments: Sequence[str], seconds: float) -> int | None:
+    """The exit code of a process, or None if it was interrupted because the time was over."""
+    child = subprocess.Popen(arguments, cwd=ROOT)
+    try:
+        return child.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        # An interrupt, so that it ends the processes that it has started itself.
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+        return None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def begin_part(path: Path, part: str) -> None:
     """Adds a new record, or continues that of a run that did not finish."""
-    record = gpu_report.load(path)["parts"].get(part)
+    record = store.load(path)["parts"].get(part)
     if record is None or record["state"] in (COMPLETE, NOT_RUN):
         record = {"units": {}, "seconds": 0.0, "state": RUNNING, "why": "", "current": ""}
     _update(path, part, {**record, "state": RUNNING, "why": "", "current": ""})
@@ -183,7 +223,7 @@ def end_process(path: Path, part: str, code: int, seconds: float) -> bool:
 
     If a process ended within a unit, the unit caused it: it gets an error, and the next process continues after it.
     """
-    record = gpu_report.load(path)["parts"][part]
+    record = store.load(path)["parts"][part]
     unit = record["current"]
     record["current"] = ""
     record["seconds"] += seconds
@@ -197,34 +237,48 @@ def end_process(path: Path, part: str, code: int, seconds: float) -> bool:
     return bool(unit) or code == BROKEN
 
 
+def end_at_limit(path: Path, part: str, seconds: float, limit: float, advanced: bool) -> None:
+    """Records that a part's time was over. The unit that was running runs again in the part's next run, unless it had
+    all of the time (not `advanced`): then it gets an error, and the next run continues after it."""
+    record = store.load(path)["parts"][part]
+    unit = record["current"]
+    record["current"] = ""
+    record["seconds"] += seconds
+    record["state"], record["why"] = STOPPED, f"its {limit:.0f} seconds are over; run it again: it continues"
+    if unit and not advanced:
+        record["units"][unit]["rows"].append({"error": f"not finished in {limit:.0f} seconds"})
+        record["units"][unit]["done"] = True
+    _update(path, part, record)
+
+
 def _update(path: Path, part: str, record: PartRecord) -> None:
-    report = gpu_report.load(path)
+    report = store.load(path)
     report["parts"][part] = record
-    gpu_report.save(path, report)
+    store.save(path, report)
 
 
 def _units_done(path: Path, part: str) -> int:
-    return sum(unit["done"] for unit in gpu_report.load(path)["parts"][part]["units"].values())
+    return sum(unit["done"] for unit in store.load(path)["parts"][part]["units"].values())
 
 
 # The child runs the remaining units of one part.
 
 
-def run_units(path: Path, part: str) -> int:
+def run_units(path: Path, part: str, gpu: Gpu) -> int:
     """Runs the units of a part that have not finished yet; returns the process's exit code."""
-    report = gpu_report.load(path)
+    report = store.load(path)
     record = report["parts"][part]
     try:
-        for name, make in parts.UNITS[part]():
+        for name, make in parts.UNITS[part](gpu):
             if name in record["units"] and record["units"][name]["done"]:
                 continue
             _run_unit(path, report, record, name, make)
-            if not parts.alive():
+            if not gpu.alive():
                 return BROKEN
     except Exception as error:  # between units, e.g. while a case is created
         traceback.print_exc()
         record["why"] = parts.first_line(error)
-        gpu_report.save(path, report)
+        store.save(path, report)
         return 1
     return 0
 
@@ -233,17 +287,17 @@ def _run_unit(path: Path, report: Report, record: PartRecord, name: str, make: C
     print(f"-- {name}", flush=True)
     unit: UnitRecord = {"done": False, "rows": []}
     record["current"], record["units"][name] = name, unit
-    gpu_report.save(path, report)
+    store.save(path, report)
     try:
         for row in make():
             print(json.dumps(row), flush=True)
             unit["rows"].append(row)
-            gpu_report.save(path, report)
+            store.save(path, report)
     except Exception as error:
         traceback.print_exc()
         unit["rows"].append({"error": parts.first_line(error)})
     unit["done"], record["current"] = True, ""
-    gpu_report.save(path, report)
+    store.save(path, report)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ Pre-norm, learned positions, tanh gelu, biases, tied embedding, no dropout. Acti
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +52,41 @@ class PlainGPT(nn.Module):
             x = block(x)
         logits = F.linear(self.norm(x), self.words.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+_NAMES = {
+    "norm1": "input_layernorm",
+    "norm2": "pre_mlp_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
+"""The plain model's layers and HAL's."""
+
+
+def with_weights_of(gpt: Any) -> PlainGPT:
+    """The plain model with copies of the weights of HAL's default GPT, in float32, on the same device.
+
+    HAL orders the rows of QKV by head, the plain model by kind.
+    """
+    config, theirs = gpt.config, dict(gpt.named_parameters())
+    layers, heads, words = config.num_layers, config.num_attention_heads, "embedding.word_embeddings.weight"
+    vocabulary, hidden = theirs[words].shape
+    plain = PlainGPT(vocabulary, config.seq_length, layers, hidden, heads).to(theirs[words].device)
+    state = {
+        "words.weight": theirs[words],
+        "positions.weight": theirs["embedding.position_embeddings.weight"],
+        "norm.weight": theirs["decoder.final_layernorm.weight"],
+        "norm.bias": theirs["decoder.final_layernorm.bias"],
+    }
+    for n, (ours, name) in itertools.product(range(layers), _NAMES.items()):
+        for kind in ("weight", "bias"):
+            t = theirs[f"decoder.layers.{n}.{name}.{kind}"]
+            by_kind = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape) if ours == "qkv" else t
+            state[f"blocks.{n}.{ours}.{kind}"] = by_kind
+    plain.load_state_dict(state)
+    return plain
 
 
 def step_of(model: nn.Module, tokens: Tensor, labels: Tensor, *, bf16: bool, compiled: bool) -> Thunk:

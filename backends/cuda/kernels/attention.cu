@@ -91,50 +91,46 @@ INLINE Interval interval_of(const Shape &s, i64 i) {
     return {(int)(first + low), (int)(first + high)};
 }
 
+// Divides a tile among the threads: f(its place in the tile, row and column of x, whether x has them, Width), in pieces
+// of 16 bytes where rows start on such boundaries.
+template <int ROWS, int D, int LD, class T, class F> INLINE void pieces(i64 first, i64 length, const Shape &s, F f) {
+    const auto in_steps_of = [&](auto w) {
+        constexpr int W = decltype(w)::count;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < ROWS * (D / W); at += 256) {
+            const int row = at / (D / W), j = at % (D / W) * W;
+            f(row * LD + j, first + row, j, first + row < length && j < (int)s.d, w);
+        }
+    };
+    if (s.vec) in_steps_of(Width<Lanes<T>::count>{});
+    else in_steps_of(Width<1>{});
+}
+
 // tile[ROWS][LD] = rows [first, first + ROWS) of x; zero outside of `length` rows and d columns.
 template <int ROWS, int D, int LD, class T>
 INLINE void load_tile(T *tile, const T *x, i64 stride, i64 first, i64 length, const Shape &s) {
-    constexpr int V = Lanes<T>::count;
-    const int d = (int)s.d;
-    if (s.vec) {
-#pragma unroll 1
-        for (int at = threadIdx.x; at < ROWS * (D / V); at += 256) {
-            const int row = at / (D / V), j = at % (D / V) * V;
+    pieces<ROWS, D, LD, T>(first, length, s, [&](int at, i64 row, int j, bool inside, auto w) {
+        if constexpr (decltype(w)::count == 1) {
+            T value = {};
+            if (inside) value = x[row * stride + j];
+            tile[at] = value;
+        } else {
             Vector<T> part = {};
-            if (first + row < length && j < d) part = *reinterpret_cast<const Vector<T> *>(x + (first + row) * stride + j);
-            store16(reinterpret_cast<Vector<T> *>(tile + row * LD + j), part);
+            if (inside) part = *reinterpret_cast<const Vector<T> *>(x + row * stride + j);
+            store16(reinterpret_cast<Vector<T> *>(tile + at), part);
         }
-        return;
-    }
-#pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * D; at += 256) {
-        const int row = at / D, j = at % D;
-        T value = {};
-        if (first + row < length && j < d) value = x[(first + row) * stride + j];
-        tile[row * LD + j] = value;
-    }
+    });
 }
 
 // The opposite: rows [first, first + ROWS) of x, as far as it has them, become those of tile.
 template <int ROWS, int D, int LD, class T>
 INLINE void store_tile(const T *tile, T *x, i64 stride, i64 first, i64 length, const Shape &s) {
-    constexpr int V = Lanes<T>::count;
-    const int d = (int)s.d;
-    if (s.vec) {
-#pragma unroll 1
-        for (int at = threadIdx.x; at < ROWS * (D / V); at += 256) {
-            const int row = at / (D / V), j = at % (D / V) * V;
-            if (first + row < length && j < d)
-                store16(reinterpret_cast<Vector<T> *>(x + (first + row) * stride + j),
-                        *reinterpret_cast<const Vector<T> *>(tile + row * LD + j));
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * D; at += 256) {
-        const int row = at / D, j = at % D;
-        if (first + row < length && j < d) x[(first + row) * stride + j] = tile[row * LD + j];
-    }
+    pieces<ROWS, D, LD, T>(first, length, s, [&](int at, i64 row, int j, bool inside, auto w) {
+        if (!inside) return;
+        T *to = x + row * stride + j;
+        if constexpr (decltype(w)::count == 1) *to = tile[at];
+        else store16(reinterpret_cast<Vector<T> *>(to), *reinterpret_cast<const Vector<T> *>(tile + at));
+    });
 }
 
 // exp(x) for x <= 0; in one instruction where the result is rounded to 16 bits.

@@ -111,7 +111,7 @@ def _far_apart() -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("planted_offset", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_offsets_beyond_32_bits(simulator: Callable[..., Simulator], planted_offset: bool) -> None:
-    fault = planted("attention.cu", "x + (first + row) * stride + j);", "x + (int)((first + row) * stride) + j);")
+    fault = planted("attention.cu", "x + row * stride + j);", "x + (int)(row * stride) + j);")
     simulator(_sources(fault if planted_offset else {}))
     with hal.activated(Cuda(simulate=True)):
         if planted_offset:

@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,11 +80,35 @@ def driver(monkeypatch):
 
 
 def test_a_launch_passes_what_the_driver_takes(driver):
+    check_a_launch(driver, launch)
+
+
+def check_a_launch(driver, launch):
     engine = launch.Device(CUBINS)
     assert not driver.loaded and engine.multiprocessors == 132
     parameters = (5, 2.5, struct.pack("=2q", 6, 7))
     engine.launch("a", (3, 4), 128, 1024, parameters)
     assert driver.launched == [((3, 4, 1), (128, 1, 1), 1024, 77, struct.pack("=qd2q", 5, 2.5, 6, 7))]
+
+
+WRONG = {
+    "the default stream": ("self._stream(device),", "0,"),
+    "the stream of another device": ("self._stream(device),", "self._stream(device + 1),"),
+    "another block size": ("*(1, threads, 1, 1, shared)", "*(1, 32, 1, 1, shared)"),
+    "no shared memory": ("*(1, threads, 1, 1, shared)", "*(1, threads, 1, 1, 0)"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_fault_in_the_launch_is_found(driver, fault):
+    """By the test above, planted in the launcher's source."""
+    text, (right, wrong) = Path(launch.__file__).read_text(), WRONG[fault]
+    assert text.count(right) == 1, f"launch.py no longer contains {right!r}; plant the fault elsewhere"
+    planted = types.ModuleType("planted")
+    exec(text.replace(right, wrong), vars(planted))
+    planted._primary_context = launch._primary_context  # the fixture's
+    with pytest.raises(AssertionError):
+        check_a_launch(driver, planted)
 
 
 def test_the_first_launch_loads_every_kernel(driver):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import hal
 from hal import ops
 from hal.bench.harness import goals, machine, target
-from hal.bench.peers import hal_gpt, megatron_gpt
-from hal.bench.peers.plain_gpt import PlainGPT
+from hal.bench.peers import hal_gpt, megatron_gpt, plain_gpt
 from hal.bench.suites import attention, linear, train
 from hal.bench.suites import ops as fused
 from hal.bench.suites.attention import AttentionShape
@@ -156,34 +155,9 @@ def _gpt() -> GPT:
 
 
 def test_the_plain_gpt_is_the_same_function():
-    """HAL's weights in the plain model give HAL's loss. (HAL orders QKV's rows by head, the plain model by kind.)"""
-    layers, hidden, heads, length, vocabulary = SIZES
-    ours, plain = _gpt(), PlainGPT(vocabulary, length, layers, hidden, heads)
-
-    def by_kind(t):
-        return t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
-
-    names = {
-        "norm1": "input_layernorm",
-        "norm2": "pre_mlp_layernorm",
-        "qkv": "self_attention.linear_qkv",
-        "proj": "self_attention.linear_proj",
-        "fc1": "mlp.linear_fc1",
-        "fc2": "mlp.linear_fc2",
-    }
-    theirs = dict(ours.named_parameters())
-    state = {
-        "words.weight": theirs["embedding.word_embeddings.weight"],
-        "positions.weight": theirs["embedding.position_embeddings.weight"],
-        "norm.weight": theirs["decoder.final_layernorm.weight"],
-        "norm.bias": theirs["decoder.final_layernorm.bias"],
-    }
-    for n in range(layers):
-        for plain_name, hal_name in names.items():
-            for kind in ("weight", "bias"):
-                t = theirs[f"decoder.layers.{n}.{hal_name}.{kind}"]
-                state[f"blocks.{n}.{plain_name}.{kind}"] = by_kind(t) if plain_name == "qkv" else t
-    plain.load_state_dict(state)
+    """HAL's weights in the plain model give HAL's loss."""
+    ours, (*_, length, vocabulary) = _gpt(), SIZES
+    plain = plain_gpt.with_weights_of(ours)
     ids = torch.randint(vocabulary, (3, length + 1))
     tokens, labels = ids[:, :-1], ids[:, 1:]
     torch.testing.assert_close(plain(tokens, labels), ours.loss(ours(tokens), labels), atol=1e-5, rtol=1e-5)
