@@ -155,7 +155,7 @@ DELAY = 100_000_000
 
 def _delay() -> None:
     """Keeps the current stream busy."""
-    torch.cuda._sleep(DELAY)
+    torch.cuda._sleep(DELAY)  # type: ignore[no-untyped-call]
 
 
 def _partial_stream(enters: bool, leaves: bool) -> AbstractContextManager[Any]:
@@ -163,7 +163,7 @@ def _partial_stream(enters: bool, leaves: bool) -> AbstractContextManager[Any]:
 
     @contextmanager
     def stream() -> Iterator[None]:
-        outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        outer, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if enters:
             side.wait_stream(outer)
         with torch.cuda.stream(side):
@@ -209,7 +209,7 @@ def _no_scores(backend: Any) -> str:
     q, k, v = (torch.randn(shape, device=backend.device(), dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     backend.reset_peak_memory()
     before = backend.memory_stats()["allocated"]
-    out = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0, dropout_p=0.1, rng=hal.Rng(1))
+    out: Any = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=0, dropout_p=0.1, rng=hal.Rng(1))
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     used = backend.memory_stats()["peak"] - before
     return f"it used {used / MIB:.0f} MiB; the scores are {scores / MIB:.0f}" if used > scores / 2 else ""
