@@ -192,7 +192,7 @@ def install_dispatcher(dispatcher: Dispatcher) -> None:
 class Op(Generic[P, R]):
     """An abstract operation. Made by `@hal.op`; see `op` for the parameters."""
 
-    memo: ClassVar[dict[tuple[Any, ...], Callable[..., Any]]]
+    memo: ClassVar[dict[tuple[Any, ...], Callable[..., Any] | op_call.Bound]]
     """The function that runs a call, by the call's metadata (see op_call.py). Each op has its own class and memo."""
 
     def __init__(
@@ -275,7 +275,7 @@ class Op(Generic[P, R]):
         self.check(call)
         return call
 
-    def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def resolve(self, key: tuple[Any, ...] | None, /, *args: Any, **kwargs: Any) -> Callable[..., Any] | op_call.Bound:
         """Verifies a call whose metadata `key` is new; caches and returns the function for calls with this metadata.
 
         key None: an argument of the wrong type (a list in place of a tensor) has no metadata; the call is refused here.
@@ -284,11 +284,12 @@ class Op(Generic[P, R]):
             return unreal
         call = self.verify(*args, **kwargs)
         _dispatcher.admit(self, call)
-        run = _dispatcher.by_metadata(self, call)
-        if run is None:
+        chosen = _dispatcher.by_metadata(self, call)
+        run: Callable[..., Any] | op_call.Bound
+        if chosen is None:
             run = self.candidates()
-        elif (bound := op_call.Bound.of(self.signature, self.schema, run, call)) is not None:
-            run = bound
+        else:
+            run = op_call.Bound.of(self.signature, self.schema, chosen, call) or chosen
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         if key is not None:
@@ -348,7 +349,7 @@ def _op_class(
 
     torch.compile traces another function in place of __call__, which calls the op's torch op.
     """
-    memo: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    memo: dict[tuple[Any, ...], Callable[..., Any] | op_call.Bound] = {}
     call = op_call.eager(signature, schema, memo, name, mutates)
     call._torchdynamo_inline = op_call.traced(  # type: ignore[attr-defined]
         signature, schema, arguments, name, lower=lambda: _router.lowered(OPS[name]), run=lambda: OPS[name]

@@ -165,7 +165,7 @@ def _named(names: Sequence[str]) -> str:
 def eager(
     signature: inspect.Signature,
     schema: Schema,
-    memo: dict[tuple[Any, ...], Callable[..., Any]],
+    memo: dict[tuple[Any, ...], Callable[..., Any] | Bound],
     name: str,
     mutates: Sequence[str],
 ) -> Callable[..., Any]:

@@ -165,9 +165,9 @@ class CoreAttention:
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: dict[str, Any]) -> Tensor:
         """Like `_whole`, with a single op in the layout --shape-order. how: its other arguments."""
-        tensors = (_arrange(t, self.layout) for t in (q, k, v))
         heads: dict[str, Any] = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
-        out = ops.flash_attention(*tensors, layout=self.layout, mask=mask, **heads, **how)
+        q, k, v = (_arrange(t, self.layout) for t in (q, k, v))
+        out = ops.flash_attention(q, k, v, layout=self.layout, mask=mask, **heads, **how)
         assert isinstance(out, Tensor)  # the result is a tuple only with return_lse
         return _restore(out, self.layout)
 
