@@ -19,6 +19,8 @@ from importlib.metadata import distribution
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import hal
 
@@ -44,6 +46,7 @@ def running_core(argv: Sequence[str]) -> Iterator[None]:
             if hal.device().type != "cpu":
                 # Megatron compiles small functions, for which torch has no compiler on devices of other vendors.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(replaced({(dist, "all_reduce"): _carrying_float64(dist.all_reduce)}))
             if _installed_helpers():
                 utilities = importlib.import_module("megatron.core.datasets.utils")
                 stack.enter_context(replaced({(utilities, "compile_helpers"): lambda: None}))
@@ -69,6 +72,30 @@ def running_training() -> Iterator[None]:
         }
     ):
         yield
+
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda values: values.sum(0),
+    dist.ReduceOp.MIN: lambda values: values.amin(0),
+    dist.ReduceOp.MAX: lambda values: values.amax(0),
+}
+
+
+def _carrying_float64(own: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.distributed.all_reduce that also takes float64, in which Megatron reduces times, and which HCCL does not:
+    the bits are gathered as int64, and every rank reduces them in the same order."""
+
+    @functools.wraps(own)
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if tensor.dtype != torch.float64 or async_op or op not in _REDUCTIONS:
+            return own(tensor, op, group, async_op)
+        parts = [torch.empty_like(tensor, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous().view(torch.int64), group)
+        values = torch.stack([part.cpu().view(torch.float64) for part in parts])
+        tensor.copy_(_REDUCTIONS[op](values))
+        return None
+
+    return all_reduce
 
 
 def _installed_helpers() -> bool:

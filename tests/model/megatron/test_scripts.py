@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_lm import CHECKOUT, TRAINER, needs_checkout
 
 import hal
@@ -20,7 +21,8 @@ from hal.launch.megatron import mark_path
 from hal.launch.worker import _run
 from hal.model.megatron import hal_device
 from hal.model.megatron.device_proxy import DeviceProxy
-from hal.model.megatron.scripts import _padding_warning
+from hal.model.megatron.scripts import _carrying_float64, _padding_warning
+from hal.testing.processes import run_processes
 
 TRAINING = {
     "megatron/training/__init__.py": "from .initialize import initialize_megatron",
@@ -198,6 +200,28 @@ def test_nvidias_transport_means_the_backends(cpu_ref):
         assert torch.distributed.get_backend() == "gloo"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _reduced():
+    """Reductions of float64 that no float32 could carry, by a process group that has no float64 of its own."""
+
+    def refuses(*_):
+        raise AssertionError("float64 reached the transport")
+
+    hal.use("cpu_ref")
+    hal.backend().comm()
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        x = torch.tensor([1.7e9 + dist.get_rank() / 1024.0, -float(dist.get_rank())], dtype=torch.float64)
+        _carrying_float64(refuses)(x, op=op)
+        results.append(x.tolist())
+    return results
+
+
+@pytest.mark.slow
+def test_times_in_float64_are_reduced_where_the_transport_has_none():
+    late = 1.7e9 + 1 / 1024.0
+    assert run_processes(2, _reduced) == [[[1.7e9 + late, -1.0], [1.7e9, -1.0], [late, 0.0]]] * 2
 
 
 def test_a_padded_vocabulary_is_reported():
