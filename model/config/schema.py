@@ -197,6 +197,7 @@ class Config:
     )
     rotary_base: float = _opt(10000.0, "base of the rotary frequencies")
     rotary_percent: float = _opt(1.0, "fraction of a head's channels that is rotated", "in (0, 1]")
+    rotary_seq_len_interpolation_factor: float = _opt(1.0, "divisor of the positions that the angles are made of")
     rotary_interleaved: bool = _opt(False, "rotate channels (2i, 2i+1) instead of (i, i + r/2)")
     use_rope_scaling: bool = _opt(False, "scale rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = _opt(8.0, "by how much --use-rope-scaling slows the lowest frequencies")
@@ -269,11 +270,15 @@ class Config:
     v_head_dim: int = _opt(128, "channels of a latent value's head")
     rope_type: str = _derived(
         lambda c: "yarn" if c.multi_latent_attention else "rope",
-        "rotary positions of latent attention: plain, or scaled by YaRN (the default there)",
-        choices=("rope", "yarn"),
+        "rotary positions: plain, or scaled for longer sequences by YaRN (default of latent attention) or LongRoPE",
+        choices=("rope", "yarn", "longrope"),
     )
-    rotary_scaling_factor: float = _opt(1.0, "YaRN: longest sequence, in original_max_position_embeddings")
-    original_max_position_embeddings: int = _opt(4096, "YaRN: longest sequence before the extension")
+    rotary_scaling_factor: float = _opt(1.0, "YaRN, LongRoPE: longest sequence, in original_max_position_embeddings")
+    original_max_position_embeddings: int = _opt(4096, "YaRN, LongRoPE: longest sequence before the extension")
+    short_factor: tuple[str, ...] = _opt(
+        (), "LongRoPE: divisor of each rotary frequency in sequences of at most that length, e.g. 1.0,1.05"
+    )
+    long_factor: tuple[str, ...] = _opt((), "LongRoPE: divisor of each rotary frequency in longer sequences")
     beta_fast: float = _opt(32.0, "YaRN: channels that turn more often within it keep their frequency")
     beta_slow: float = _opt(1.0, "YaRN: channels that turn less often have it divided by rotary_scaling_factor")
     mscale: float = _opt(1.0, "YaRN: coefficient of the factor of the rotated channels", ">= 0")
@@ -697,6 +702,11 @@ class Config:
         # A number says which layers have no window, and a list which have one.
         windowed = layer_pattern(frequency, self.num_layers, last=True)[layer] != frequency.strip().isdigit()
         return self.window if windowed else (None, 0)
+
+    @property
+    def longest_short_rotation(self) -> int | None:
+        """The longest sequence with LongRoPE's angles for short ones; None if angles do not depend on the length."""
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
 
     def has_rotation(self, layer: int) -> bool:
         """Whether layer number `layer` has rotary positions, if the model has them."""

@@ -63,15 +63,20 @@ class _Context:
         self.engine, self.rows, self.longest, self.cached = engine, rows, longest, cached
         self.cache: KeyValueCache | None = None
         # The cache has the keys and values of the tokens [start, cached_length) of each text.
-        self.start = self.cached_length = 0
+        self.start = self.cached_length = self.capacity = 0
 
     def next_logits(self, texts: Sequence[Sequence[int]], length: int) -> Tensor | None:
         """Logits [rows, v] for the token after the first `length` tokens of every text (None: this rank has none)."""
         limit = self.engine.config.seq_length
         start = context_start(length, limit)
         # When the start of the context moves, the positions of its tokens change, and therefore all keys and values.
-        if self.cached and (self.cache is None or start != self.start):
-            self.cache = self.engine.new_cache(self.rows, min(limit, self.longest - start))
+        # So they do when the context becomes longer than the sequences for which rotary positions were extended.
+        if self.cached and (self.cache is None or start != self.start or length - start > self.capacity):
+            self.capacity = min(limit, self.longest - start)
+            extended = self.engine.config.longest_short_rotation
+            if extended is not None and length - start <= extended:
+                self.capacity = min(self.capacity, extended)
+            self.cache = self.engine.new_cache(self.rows, self.capacity)
             self.cached_length = start
         self.start = start
         unread = slice(self.cached_length if self.cached else start, length)

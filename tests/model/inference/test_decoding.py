@@ -80,8 +80,21 @@ def continued(engine, prompts, count, sampling, *, cached=True, seed=3, **how):
     return complete(engine, prompts, count, sampling, rngs, ends=[100], cached=cached, **how)
 
 
+# With a context of 12, the angles of all tokens change behind the sixth.
+LONGROPE = {
+    **ROPE_OPTIONS,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 6,
+    "rotary_scaling_factor": 2.0,
+    "short_factor": ("1.0", "1.1", "1.2", "1.3"),
+    "long_factor": ("2.0", "4.0", "6.0", "8.0"),
+}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, ROPE_OPTIONS, {"pre_tokens": 3, "use_flash_attn": False}], ids=["gpt2", "llama", "window"]
+    "options",
+    [{}, ROPE_OPTIONS, {"pre_tokens": 3, "use_flash_attn": False}, LONGROPE],
+    ids=["gpt2", "llama", "window", "longrope"],
 )
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.3, top_k=30, top_p=0.95)], ids=["greedy", "drawn"])
 def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling):
