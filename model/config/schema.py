@@ -289,6 +289,10 @@ class Config:
     output_logit_softcapping: float | None = _opt(None, "CAP of the logits: CAP tanh(logit / CAP) (Gemma 2)")
     make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
     pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
+    mask_padded_vocab: bool = _opt(
+        False,
+        "leave the ids that pad the vocabulary out of the loss; on with --sft and for models of Hugging Face",
+    )
 
     # mixture of experts
     num_experts: int | None = _opt(None, "experts of a mixture-of-experts layer; default: dense layers only")
@@ -547,7 +551,7 @@ class Config:
     # not options
     padded_vocab_size: int = field(default=0, init=False)
     vocabulary: int = field(default=0, init=False)
-    """The rows of the embedding without padding. Finetuning predicts none of the others."""
+    """The rows of the embedding without padding."""
     epoch_sequences: int = field(default=0, init=False)
     """The sequences of one pass over the examples with --sft; 0 until the data are open."""
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
@@ -624,6 +628,12 @@ class Config:
     def ignores_labels(self) -> bool:
         """Whether there are labels that the loss does not count."""
         return self.eod_mask_loss or self.sft
+
+    @property
+    def predicts_padding(self) -> bool:
+        """Whether the ids that pad the vocabulary take part in the loss's softmax, as in Megatron. A model that has
+        learnt elsewhere has no such ids."""
+        return not (self.sft or self.mask_padded_vocab)
 
     @property
     def expert_count(self) -> int:

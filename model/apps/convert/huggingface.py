@@ -31,7 +31,8 @@ def read(folder: Path) -> Weights:
         )
     family, fields = FAMILIES[kind], Fields(config, folder / "config.json")
     source = read_tensors(folder)
-    weights = Weights(family_weights.options_of(family, fields), source)
+    # The model has no ids but its own; those that pad its vocabulary here must not change its loss.
+    weights = Weights({**family_weights.options_of(family, fields), "mask_padded_vocab": True}, source)
     # The layers are counted before the model's names are listed, which would take long for a corrupt number.
     layers = weights.options["num_layers"]
     if layers > len(source):
@@ -104,7 +105,7 @@ def _tokenizer_of(folder: Path) -> dict[str, Any]:
         return {"tokenizer_type": "GPT2BPETokenizer", **files}
     require(
         kind == "",
-        f"{folder} has a {kind} and no tokenizer.json; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
-        "transformers writes that file",
+        f"{folder} has a {kind} and no tokenizer.json; transformers writes that file: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
     )
     return {}

@@ -13,7 +13,6 @@ from ...common.atomic_files import cache_dir, made_once, private
 from ...config.schema import GivenOptions
 from . import hal_format, huggingface
 
-
 _VERSION = 2
 """Changes when the same folder gives another conversion, so that those of older versions are not used."""
 
