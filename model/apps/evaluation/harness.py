@@ -47,8 +47,8 @@ class RequestHandler:
         return [p if len(p) == 2 else (-p[0], p[1] == 0) for p in pairs]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of each full text after the token that begins texts. Texts are split into windows of seq_length
-        that predict disjoint tokens; the last window has as much context as fits."""
+        """Log-probability of each full text after the token that begins texts. Texts are split into windows of
+        seq_length that predict disjoint tokens; the last window has as much context as fits."""
         examples, counts = [], []
         for (text,) in (request.args for request in requests):
             ids = [self._prefix, *self._encode(text)]

@@ -123,8 +123,8 @@ class NullTokenizer(Tokenizer):
         wrong = next((word for word in words if not (word.isascii() and word.isdecimal())), None)
         if wrong is not None:
             raise InvalidText(
-                f"the tokenizer is NullTokenizer, so a text is ids separated by blanks; found {shown(wrong)}; a tokenizer "
-                "of words is given with --tokenizer-type and its options"
+                f"the tokenizer is NullTokenizer, so a text is ids separated by blanks; found {shown(wrong)}; give a "
+                "tokenizer of words with --tokenizer-type and its options"
             )
         with text_errors():
             ids = [int(word) for word in words]
