@@ -53,7 +53,8 @@ def rope(
 
     def read(f: Fields) -> Options:
         kind, new = kind_of(f), f.part("rope_parameters")
-        scaling = new if new.get("rope_type", None) not in (None, "default") else f.part("rope_scaling")
+        scaled = any(new.get(name, None) not in (None, "default") for name in ("rope_type", "type"))
+        scaling = new if scaled else f.part("rope_scaling")
         options: Options = {"position_embedding_type": "rope"}
         options["rotary_base"] = float(new.number("rope_theta", f.number("rope_theta", base)))
         if partial:

@@ -332,6 +332,7 @@ def test_a_family(case: str, tmp_path: Path, cpu_ref: Any) -> None:
     # Back: the same tensors, under the same names, and transformers finds all of them.
     back = hal_format.read(tmp_path / "ours")
     same(weights, back)
+    assert back.options["mask_padded_vocab"] is True
     huggingface.write(back, tmp_path / "back", model_type=kind)
     before, after = read_tensors(tmp_path / "theirs"), read_tensors(tmp_path / "back")
     assert set(before) == set(after)
