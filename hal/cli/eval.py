@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     prepare = _open_split(arguments) if arguments.task in ("valid", "test") else None
     body = _harness if arguments.task == "lm-eval" else _measure
     if hasattr(arguments, "load"):
-        arguments.load = str(converted(Path(arguments.load)) or arguments.load)
+        ranks = getattr(arguments, "tensor_model_parallel_size", 1)
+        arguments.load = str(converted(Path(arguments.load), ranks) or arguments.load)
     return load.run_command("eval", argv, arguments, lambda m: body(arguments, m), *more, prepare=prepare)
 
 

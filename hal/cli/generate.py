@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     require_writable("--output-file", arguments.output_file)
     settable = ("seed", "micro_batch_size")
     if hasattr(arguments, "load"):
-        arguments.load = str(converted(Path(arguments.load)) or arguments.load)
+        ranks = getattr(arguments, "tensor_model_parallel_size", 1)
+        arguments.load = str(converted(Path(arguments.load), ranks) or arguments.load)
     return load.run_command("generate", argv, arguments, lambda model: _run(arguments, model), *settable)
 
 

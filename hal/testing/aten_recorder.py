@@ -165,7 +165,7 @@ def _alone(recording: Recording, options: dict[str, Any]) -> None:
     model = trainer.whole_model().requires_grad_(False)
     engine = Engine(model, VOCABULARY)
     for engine.bucketed in (False, True):  # as on devices without and with the capability static_shapes
-        complete(engine, [[1, 2, 3], [4, 5]], 4, Sampling(0.8, 5, 0.9), [Rng(1), Rng(2)], eod=None)
+        complete(engine, [[1, 2, 3], [4, 5]], 4, Sampling(0.8, 5, 0.9), [Rng(1), Rng(2)])
     recording.phase = "evaluation"
     tokens, labels = _Data().fetch(0, 2)
     engine.total(engine.score(tokens, labels, labels > 1))

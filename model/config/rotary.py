@@ -1,5 +1,5 @@
 """The rotary angles of a configuration: base, share of the channels, and the scaling for sequences longer than those of
-the pre-training (Llama 3.1, YaRN)."""
+the pre-training (interpolated positions, Llama 3.1, YaRN, LongRoPE)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from torch import Tensor
 from .schema import Config
 
 
-def rotation(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), float32 [length, r/2]: the angles of rotary positions 0..length-1. With YaRN, both are multiplied by
-    a factor that sharpens attention over longer sequences.
+def rotation(config: Config, length: int, device: torch.device, *, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """(cos, sin), float32 [length, r/2]: the angles of rotary positions 0..length-1. With YaRN and LongRoPE, both are
+    multiplied by a factor that sharpens attention over longer sequences.
+
+    longest: the length of the longest sequence that has them, on which LongRoPE's angles depend; default `length`.
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, with the base, the rotated share and a scaling as options.
     """
-    c, yarn = config, config.rope_type == "yarn"
+    c = config
     channels = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.kv_channels
-    r = channels if yarn else int(channels * c.rotary_percent) // 2 * 2
+    percent = 1.0 if c.multi_latent_attention and c.rope_type == "yarn" else c.rotary_percent
+    r = int(channels * percent) // 2 * 2
     # float64 on the host, because in float32 the angles of late positions would have few bits after the point.
     frequency = c.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
     if c.use_rope_scaling:
         frequency = _llama3_frequencies(frequency, c.rope_scaling_factor)
-    if yarn:
+    if c.rope_type == "yarn":
         frequency = _yarn_frequencies(frequency, c)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    factor = yarn_factor(c, c.mscale) / yarn_factor(c, c.mscale_all_dim)
+    if c.rope_type == "longrope":
+        exceeds = (longest or length) > c.original_max_position_embeddings
+        divisors = c.long_factor if exceeds else c.short_factor
+        frequency = frequency / torch.tensor([float(x) for x in divisors], dtype=torch.float64)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency / c.rotary_seq_len_interpolation_factor
+    factor = yarn_factor(c, c.mscale) / yarn_factor(c, c.mscale_all_dim) * _longrope_factor(c)
     return (factor * angle.cos()).to(device, torch.float32), (factor * angle.sin()).to(device, torch.float32)
 
 
@@ -39,6 +46,14 @@ def yarn_factor(c: Config, coefficient: float) -> float:
     if c.rope_type != "yarn" or c.rotary_scaling_factor <= 1.0:
         return 1.0
     return 0.1 * coefficient * math.log(c.rotary_scaling_factor) + 1.0
+
+
+def _longrope_factor(c: Config) -> float:
+    """The factor by which LongRoPE multiplies queries and keys, as published with Phi-3 (Ding et al., arXiv
+    2402.13753); 1 for other rotary positions."""
+    if c.rope_type != "longrope" or c.rotary_scaling_factor <= 1.0:
+        return 1.0
+    return math.sqrt(1.0 + math.log(c.rotary_scaling_factor) / math.log(c.original_max_position_embeddings))
 
 
 def _llama3_frequencies(frequency: Tensor, factor: float) -> Tensor:

@@ -197,6 +197,7 @@ class Config:
     )
     rotary_base: float = _opt(10000.0, "base of the rotary frequencies")
     rotary_percent: float = _opt(1.0, "fraction of a head's channels that is rotated", "in (0, 1]")
+    rotary_seq_len_interpolation_factor: float = _opt(1.0, "divisor of the positions that the angles are made of")
     rotary_interleaved: bool = _opt(False, "rotate channels (2i, 2i+1) instead of (i, i + r/2)")
     use_rope_scaling: bool = _opt(False, "scale rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = _opt(8.0, "by how much --use-rope-scaling slows the lowest frequencies")
@@ -269,11 +270,15 @@ class Config:
     v_head_dim: int = _opt(128, "channels of a latent value's head")
     rope_type: str = _derived(
         lambda c: "yarn" if c.multi_latent_attention else "rope",
-        "rotary positions of latent attention: plain, or scaled by YaRN (the default there)",
-        choices=("rope", "yarn"),
+        "rotary positions: plain, or scaled for longer sequences by YaRN (default of latent attention) or LongRoPE",
+        choices=("rope", "yarn", "longrope"),
     )
-    rotary_scaling_factor: float = _opt(1.0, "YaRN: longest sequence, in original_max_position_embeddings")
-    original_max_position_embeddings: int = _opt(4096, "YaRN: longest sequence before the extension")
+    rotary_scaling_factor: float = _opt(1.0, "YaRN, LongRoPE: longest sequence, in original_max_position_embeddings")
+    original_max_position_embeddings: int = _opt(4096, "YaRN, LongRoPE: longest sequence before the extension")
+    short_factor: tuple[str, ...] = _opt(
+        (), "LongRoPE: divisor of each rotary frequency in sequences of at most that length, e.g. 1.0,1.05"
+    )
+    long_factor: tuple[str, ...] = _opt((), "LongRoPE: divisor of each rotary frequency in longer sequences")
     beta_fast: float = _opt(32.0, "YaRN: channels that turn more often within it keep their frequency")
     beta_slow: float = _opt(1.0, "YaRN: channels that turn less often have it divided by rotary_scaling_factor")
     mscale: float = _opt(1.0, "YaRN: coefficient of the factor of the rotated channels", ">= 0")
@@ -284,6 +289,10 @@ class Config:
     output_logit_softcapping: float | None = _opt(None, "CAP of the logits: CAP tanh(logit / CAP) (Gemma 2)")
     make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
     pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
+    mask_padded_vocab: bool = _opt(
+        False,
+        "leave the ids that pad the vocabulary out of the loss; on with --sft and for models of Hugging Face",
+    )
 
     # mixture of experts
     num_experts: int | None = _opt(None, "experts of a mixture-of-experts layer; default: dense layers only")
@@ -542,7 +551,7 @@ class Config:
     # not options
     padded_vocab_size: int = field(default=0, init=False)
     vocabulary: int = field(default=0, init=False)
-    """The rows of the embedding without padding. Finetuning predicts none of the others."""
+    """The rows of the embedding without padding."""
     epoch_sequences: int = field(default=0, init=False)
     """The sequences of one pass over the examples with --sft; 0 until the data are open."""
     given: frozenset[str] = field(default=frozenset(), init=False, repr=False)
@@ -621,6 +630,12 @@ class Config:
         return self.eod_mask_loss or self.sft
 
     @property
+    def predicts_padding(self) -> bool:
+        """Whether the ids that pad the vocabulary take part in the loss's softmax, as in Megatron. A model that has
+        learnt elsewhere has no such ids."""
+        return not (self.sft or self.mask_padded_vocab)
+
+    @property
     def expert_count(self) -> int:
         """The experts of a mixture-of-experts layer; 0 if all layers are dense."""
         return self.num_experts or 0
@@ -697,6 +712,11 @@ class Config:
         # A number says which layers have no window, and a list which have one.
         windowed = layer_pattern(frequency, self.num_layers, last=True)[layer] != frequency.strip().isdigit()
         return self.window if windowed else (None, 0)
+
+    @property
+    def longest_short_rotation(self) -> int | None:
+        """The longest sequence with LongRoPE's angles for short ones; None if angles do not depend on the length."""
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
 
     def has_rotation(self, layer: int) -> bool:
         """Whether layer number `layer` has rotary positions, if the model has them."""

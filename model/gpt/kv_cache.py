@@ -62,7 +62,8 @@ class KeyValueCache:
         }
         self._device = device
         self._hidden: dict[tuple[Any, ...], Tensor] = {}
-        self._angles = rotation(config, self.capacity, device) if config.position_embedding_type == "rope" else None
+        rope, rows = config.position_embedding_type == "rope", self.capacity
+        self._angles = rotation(config, rows, device, longest=capacity) if rope else None
 
     def append(self, layer: int, *new: Tensor) -> list[Tensor]:
         """Stores keys and values (or latents) [s, b, g, d] of the next s tokens; returns all, [length + s, b, g, d].

@@ -271,8 +271,8 @@ class GPT(nn.Module):
             target = target * counts
         rows = self.config.padded_vocab_size // tp.size
         start = tp.rank * rows
-        # A finetuned model has learnt elsewhere, without the ids that pad the vocabulary here.
-        ids = min(rows, max(0, self.config.vocabulary - start)) if self.config.sft else rows
+        # The ids of this rank that are predicted, which come before those that pad the vocabulary.
+        ids = rows if self.config.predicts_padding else min(rows, max(0, self.config.vocabulary - start))
         if hidden:
             x, weight = self.parallel.enter_region(y), self.output_weight()
             weight = weight if ids == rows else weight[:ids]

@@ -6,7 +6,7 @@ at most `seq_length` tokens; when a text exceeds that, the older half of the con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,14 +39,14 @@ class Token:
 
 @dataclass
 class Continuation:
-    """The continuation of a prompt. reason: "stop" (end of document or `finished`) or "length"."""
+    """The continuation of a prompt. reason: "stop" (an end or `finished`) or "length"."""
 
     tokens: list[Token] = field(default_factory=list)
     reason: str = "length"
 
     @property
     def ids(self) -> list[int]:
-        """The ids, without the end-of-document id."""
+        """The ids, without the one that ends the text."""
         return [t.id for t in self.tokens]
 
 
@@ -63,15 +63,20 @@ class _Context:
         self.engine, self.rows, self.longest, self.cached = engine, rows, longest, cached
         self.cache: KeyValueCache | None = None
         # The cache has the keys and values of the tokens [start, cached_length) of each text.
-        self.start = self.cached_length = 0
+        self.start = self.cached_length = self.capacity = 0
 
     def next_logits(self, texts: Sequence[Sequence[int]], length: int) -> Tensor | None:
         """Logits [rows, v] for the token after the first `length` tokens of every text (None: this rank has none)."""
         limit = self.engine.config.seq_length
         start = context_start(length, limit)
         # When the start of the context moves, the positions of its tokens change, and therefore all keys and values.
-        if self.cached and (self.cache is None or start != self.start):
-            self.cache = self.engine.new_cache(self.rows, min(limit, self.longest - start))
+        # So they do when the context becomes longer than the sequences for which rotary positions were extended.
+        if self.cached and (self.cache is None or start != self.start or length - start > self.capacity):
+            self.capacity = min(limit, self.longest - start)
+            extended = self.engine.config.longest_short_rotation
+            if extended is not None and length - start <= extended:
+                self.capacity = min(self.capacity, extended)
+            self.cache = self.engine.new_cache(self.rows, self.capacity)
             self.cached_length = start
         self.start = start
         unread = slice(self.cached_length if self.cached else start, length)
@@ -86,13 +91,13 @@ def stream(
     sampling: Sampling,
     rngs: Sequence[Rng],
     *,
-    eod: int | None,
+    ends: Collection[int] = (),
     finished: Callable[[int, list[int]], bool] = lambda row, ids: False,
     logprobs: int = 0,
     cached: bool = True,
 ) -> Iterator[Token]:
-    """Up to `count` tokens after each prompt (ids, not empty), yielded as they are chosen. A row ends with `eod`, which
-    is yielded too, or when finished(row, ids chosen so far) is true.
+    """Up to `count` tokens after each prompt (ids, not empty), yielded as they are chosen. A row ends with an id of
+    `ends`, which is yielded too, or when finished(row, ids chosen so far) is true.
 
     rngs: a stream per prompt. logprobs: number of most likely tokens to report. All ranks make the same calls and get
     the same tokens. Raises ConfigError for an empty prompt or an id outside the vocabulary, NotFinite on every rank if
@@ -115,7 +120,7 @@ def stream(
             texts[token.row].append(token.id)
             yield token
             ids = texts[token.row][len(prompts[token.row]) :]
-            if token.id == eod or len(ids) >= count or finished(token.row, ids):
+            if token.id in ends or len(ids) >= count or finished(token.row, ids):
                 active.discard(token.row)
         length += 1
         for text in texts:  # rows that have ended stay in the batch; their tokens are never used
@@ -130,15 +135,15 @@ def complete(
     sampling: Sampling,
     rngs: Sequence[Rng],
     *,
-    eod: int | None,
+    ends: Collection[int] = (),
     finished: Callable[[int, list[int]], bool] = lambda row, ids: False,
     cached: bool = True,
 ) -> list[Continuation]:
     """Like `stream`, but returns one Continuation per prompt when all have ended."""
     continuations = [Continuation() for _ in prompts]
-    for token in stream(engine, prompts, count, sampling, rngs, eod=eod, finished=finished, cached=cached):
+    for token in stream(engine, prompts, count, sampling, rngs, ends=ends, finished=finished, cached=cached):
         row = continuations[token.row]
-        if token.id == eod:
+        if token.id in ends:
             row.reason = "stop"
             continue
         row.tokens.append(token)
@@ -152,7 +157,7 @@ def generate(
 ) -> list[int]:
     """Up to `count` ids that continue one prompt, with an unsharded model in one process."""
     engine = Engine(model, tokenizer.vocab_size)
-    (continuation,) = complete(engine, [prompt], count, Sampling(temperature), [rng], eod=tokenizer.eod)
+    (continuation,) = complete(engine, [prompt], count, Sampling(temperature), [rng], ends=tokenizer.ends)
     return continuation.ids
 
 

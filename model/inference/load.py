@@ -29,6 +29,7 @@ from ..checkpoint.saved_config import (
     execution_of,
     model_options,
     saved_options,
+    saved_vocabulary,
     written,
 )
 from ..config.command_line import add_options
@@ -137,12 +138,12 @@ def open_pretrained(
     folder, state = reader.read_state(Path(given["load"]))
     config = config_of(state, given, dtype, folder, data=prepare is not None)
     tokenizer = build_tokenizer(config)
-    _set_vocabulary(config, tokenizer, state)
+    _set_vocabulary(config, tokenizer, state, folder)
     _require_stored(config, folder)
     prepared = None if prepare is None else prepare(config, tokenizer, state["config"])
     layout = make_parallel_layout(config, world_size(config))
     mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
-    engine = Engine.build(config, tokenizer.vocab_size, mesh, layout)
+    engine = Engine.build(config, config.vocabulary, mesh, layout)
     engine.load(folder)
     return Pretrained(config, engine, tokenizer, state["iteration"], state["config"], prepared)
 
@@ -185,8 +186,10 @@ def _require_stored(config: Config, folder: Path) -> None:
             raise HalError(f"the checkpoint {folder} has {stored_as} for {name}; the model of its options has {shape}")
 
 
-def _set_vocabulary(config: Config, tokenizer: Tokenizer, state: Mapping[str, Any]) -> None:
+def _set_vocabulary(config: Config, tokenizer: Tokenizer, state: Mapping[str, Any], folder: Path) -> None:
     config.set_vocabulary(tokenizer.vocab_size)
+    # A model from elsewhere may have more ids than its tokenizer, and gives them a probability.
+    config.vocabulary = max(config.vocabulary, saved_vocabulary(state, folder) or 0)
     padded = state["config"].get("padded_vocab_size")
     if padded is not None and config.padded_vocab_size != padded:
         # The checkpoint's table may have additional padding rows, which never get any probability.

@@ -70,7 +70,7 @@ def read_prompts(path: Path) -> list[str]:
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a prompt; an empty one starts a document. Raises ConfigError for a text that cannot be encoded."""
     try:
-        return tokenizer.encode(text) or [tokenizer.eod]
+        return tokenizer.encode_prompt(text) or [tokenizer.eod]
     except ValueError as error:
         raise ConfigError(f"prompt {text[:40]!r}: {error}") from None
 
@@ -92,7 +92,7 @@ def answer(
             request.count,
             request.sampling,
             [rng_of(request.seed, *jobs[j]) for j in members],
-            eod=tokenizer.eod,
+            ends=tokenizer.ends,
             finished=stops(tokenizer, request.stop),
             cached=request.cached,
         )
@@ -188,13 +188,13 @@ def stream_text(
         request.count,
         request.sampling,
         [rng],
-        eod=tokenizer.eod,
+        ends=tokenizer.ends,
         finished=finished,
         cached=request.cached,
     )
     for token in tokens:
         last = token
-        if token.id != tokenizer.eod:
+        if token.id not in tokenizer.ends:
             yield detokenizer.add(token.id), token
     if last is not None:
         yield detokenizer.rest(), last

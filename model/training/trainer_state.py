@@ -221,9 +221,12 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     skips, windowed = o["window_attn_skip_freq"], (pre, next_) != (None, 0)
     return {
         "norm_epsilon": o["norm_epsilon"],
-        **{name: o[name] if rope else None for name in ("rotary_base", "rotary_percent", "rotary_interleaved")},
+        **{name: o[name] if rope else None for name in _ROPE},
         "rope_scaling": o["rope_scaling_factor"] if rope and o["use_rope_scaling"] else None,
+        "rope_type": o["rope_type"] if rope else None,
         **{name: o[name] if o["rope_type"] == "yarn" else None for name in _YARN},
+        **{name: list(map(float, o[name])) if o["rope_type"] == "longrope" else None for name in _LONGROPE},
+        **{name: o[name] if o["rope_type"] in ("yarn", "longrope") else None for name in _EXTENDED},
         "squared_relu": o["squared_relu"],
         "use_parallel_residual": o["use_parallel_residual"],
         "gelu_approximate": None if o["swiglu"] or o["squared_relu"] else o["gelu_approximate"],
@@ -237,14 +240,10 @@ def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_YARN = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
+_ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_LONGROPE = ("short_factor", "long_factor")
+_EXTENDED = ("rotary_scaling_factor", "original_max_position_embeddings")
 _SCALES = (
     "softmax_scale",
     "attn_logit_softcapping",

@@ -38,7 +38,6 @@ from .field_rules import (
     old_names,
     power,
     required,
-    rope,
     shared_experts,
     sparse_layers,
     unrotated,
@@ -46,6 +45,7 @@ from .field_rules import (
     window,
     written,
 )
+from .rotary_rules import rope
 from .tensor_layout import Experts, Layout, StackedQkv, Transposed, TransposedQkv
 from .tensor_names import (
     ATTENTION,
@@ -128,7 +128,7 @@ GPT_BIGCODE = Family(
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    llama_like(*GROUPED, linear_biases(), rope("llama3")),
+    llama_like(*GROUPED, linear_biases(), rope()),
 )
 MISTRAL = Family(
     "mistral",
@@ -154,7 +154,8 @@ PHI3 = Family(
         NO_BIAS,
         constant("resid_pdrop", 0.0),
         constant("embd_pdrop", 0.0),
-        rope(partial=True),
+        # Old files call this scaling by other names.
+        rope("longrope", partial=True, names={"su": "longrope", "yarn": "longrope"}),
         window(),
         epsilon=1e-5,
     ),
@@ -255,7 +256,7 @@ SMOLLM3 = Family(
         count("kv_channels", "head_dim"),
         linear_biases(),
         no_rope(),
-        rope("llama3", base=2e6),
+        rope(base=2e6),
         window(unrotated, switch=True),
         tied=True,
     ),
@@ -263,7 +264,7 @@ SMOLLM3 = Family(
 ARCEE = Family(
     "arcee",
     "ArceeForCausalLM",
-    llama_like(*GROUPED, linear_biases(), rope("llama3"), epsilon=1e-5, activation=SQUARED_RELU),
+    llama_like(*GROUPED, linear_biases(), rope(), epsilon=1e-5, activation=SQUARED_RELU),
     layer={**NORMS, **ATTENTION, **PLAIN_MLP},
 )
 NEMOTRON = Family(

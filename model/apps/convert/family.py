@@ -12,10 +12,10 @@ from .field_rules import (
     fixed,
     number,
     required,
-    rope,
     scaled_embedding,
     untied,
 )
+from .rotary_rules import rope
 from .tensor_layout import Layout
 from .tensor_names import DENSE, WHOLE
 

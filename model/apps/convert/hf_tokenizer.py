@@ -2,7 +2,8 @@
 
 Every tokenizer whose rules a tokenizer.json can state is written as one, so that transformers, vLLM and lm-evaluation-
 harness encode text as HAL does. One difference remains by intention: the text of a special token is that token to them
-(chat templates need this) and ordinary text to HAL. A tokenizer that cannot be expressed is named in a note.
+(chat templates need this) and ordinary text to HAL. A SentencePiece model is copied if it came from such a folder. A
+tokenizer that cannot be expressed is named in a note.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def write(weights: Weights, folder: Path, chat_template: Path | None) -> list[st
         if chat_template is not None:
             raise ConversionError(f"--chat-template needs a tokenizer, and there is none: {tokenizer}")
         return [f"no tokenizer was written: {tokenizer}; put one into the folder before AutoTokenizer is used on it"]
-    pipeline = tokenizer.pipeline()
-    if pipeline is None:
+    pipeline, source = tokenizer.pipeline(), _source(weights)
+    if pipeline is None and (source is None or not (source / _SETTINGS[0]).is_file()):
         if chat_template is not None:
             raise ConversionError(
                 f"--chat-template needs a tokenizer that tokenizer.json can express: {_kind(weights)}"
@@ -61,12 +62,12 @@ def write(weights: Weights, folder: Path, chat_template: Path | None) -> list[st
         return [
             f"no tokenizer was written: a tokenizer.json cannot express {_kind(weights)}; the model takes and gives ids"
         ]
-    source = _source(weights)
-    write_text(folder / "tokenizer.json", pipeline)
-    for name in (*_SETTINGS, _GENERATION):
+    if pipeline is not None:
+        write_text(folder / "tokenizer.json", pipeline)
+    for name in (*_SETTINGS, _GENERATION, *(() if pipeline is not None else ("tokenizer.model",))):
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (folder / _SETTINGS[0]).is_file():
+    if pipeline is not None and not (folder / _SETTINGS[0]).is_file():
         _write_json(folder / _SETTINGS[0], _settings(weights, pipeline, tokenizer.eod))
     if not (folder / _GENERATION).is_file():
         ends = {f"{which}_token_id": tokenizer.eod for which in ("bos", "eos", "pad")}
@@ -87,11 +88,15 @@ def _kind(weights: Weights) -> str:
 
 
 def _source(weights: Weights) -> Path | None:
-    """The folder of the tokenizer.json that the weights were trained with, whose other files describe it further."""
-    if weights.tokenizer.get("tokenizer_type") != "HuggingFaceTokenizer":
+    """The folder of the tokenizer that the weights were trained with, if its files have the names of Hugging Face;
+    other files there describe it further."""
+    file = weights.tokenizer.get("tokenizer_model") or weights.tokenizer.get("vocab_file")
+    if file is None:
         return None
-    path = Path(weights.tokenizer["tokenizer_model"])
-    return path if path.is_dir() else path.parent
+    path = Path(file)
+    if path.is_dir():
+        return path
+    return path.parent if path.name in ("tokenizer.json", "tokenizer.model", "vocab.json") else None
 
 
 def _settings(weights: Weights, pipeline: str, eod: int) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from . import family_weights, hf_tokenizer
 from .families import FAMILIES
 from .family import Family
 from .hf_config import Fields, ends
-from .safetensors_files import read_config, read_tensors
+from .safetensors_files import read_config, read_object, read_tensors
 from .safetensors_files import write as write_files
-from .weights import ConversionError, Weights, common_dtype
+from .weights import ConversionError, Weights, common_dtype, require
 
 
 def read(folder: Path) -> Weights:
@@ -31,7 +31,8 @@ def read(folder: Path) -> Weights:
         )
     family, fields = FAMILIES[kind], Fields(config, folder / "config.json")
     source = read_tensors(folder)
-    weights = Weights(family_weights.options_of(family, fields), source)
+    # The model has no ids but its own; those that pad its vocabulary here must not change its loss.
+    weights = Weights({**family_weights.options_of(family, fields), "mask_padded_vocab": True}, source)
     # The layers are counted before the model's names are listed, which would take long for a corrupt number.
     layers = weights.options["num_layers"]
     if layers > len(source):
@@ -85,10 +86,26 @@ def groups(family: Family, weights: Weights) -> Iterator[tuple[dict[str, Tensor]
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:
-    """Tokenizer options for the tokenizer files in the folder, if there are any."""
+    """Tokenizer options for the tokenizer files in the folder, if there are any.
+
+    Raises ConversionError for files that are read in different ways by different tokenizers of transformers, unless it
+    is known which one is meant.
+    """
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")}
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    path = folder / "tokenizer_config.json"
+    settings = read_object(path) if path.is_file() else {}
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    if (folder / "tokenizer.model").is_file() and kind in ("", "LlamaTokenizer", "GemmaTokenizer"):
+        begins = settings.get("add_bos_token") is not False
+        name = "Llama2Tokenizer" if begins else "GPTSentencePieceTokenizer"
+        return {"tokenizer_type": name, "tokenizer_model": str(folder / "tokenizer.model")}
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("", "GPT2Tokenizer"):
         files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
         return {"tokenizer_type": "GPT2BPETokenizer", **files}
+    require(
+        kind == "",
+        f"{folder} has a {kind} and no tokenizer.json; transformers writes that file: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+    )
     return {}

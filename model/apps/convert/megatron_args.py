@@ -150,6 +150,7 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         ("embedding_multiplier_scale", 1.0),
         ("residual_multiplier", 1.0),
         ("output_multiplier_scale", 1.0),
+        ("rotary_seq_len_interpolation_factor", 1.0),
     ):
         if getattr(config, name) != off:
             raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")

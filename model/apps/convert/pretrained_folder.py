@@ -13,6 +13,9 @@ from ...common.atomic_files import cache_dir, made_once, private
 from ...config.schema import GivenOptions
 from . import hal_format, huggingface
 
+_VERSION = 2
+"""Changes when the same folder gives another conversion, so that those of older versions are not used."""
+
 
 def prepare(values: GivenOptions) -> None:
     """Replaces a --load that is a Hugging Face folder by its conversion. Raises HalError for a model that HAL does not
@@ -44,9 +47,9 @@ def converted(folder: Path, divisor: int = 1) -> Path | None:
 def _key(folder: Path, divisor: int) -> str:
     """What identifies a conversion: the path of the folder, the names, sizes and times of the files that are read, and
     what the vocabulary is made divisible by."""
-    digest = hashlib.sha256(f"{divisor} {folder.resolve()}".encode())
+    digest = hashlib.sha256(f"{_VERSION} {divisor} {folder.resolve()}".encode())
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors", ".txt"):
+        if path.suffix in (".json", ".safetensors", ".txt", ".model"):
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]

@@ -35,7 +35,7 @@ def _library() -> Any:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of config.json. Raises ConversionError if it is not a JSON object."""
-    return _read_json(folder / "config.json")
+    return read_object(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> LazyTensors:
@@ -61,7 +61,7 @@ def read_tensors(folder: Path) -> LazyTensors:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The file that holds each tensor, by the tensor's name."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{index} has no weight_map")
     files = {name: str(file) for name, file in weight_map.items()}
@@ -146,7 +146,8 @@ def _open_file(path: Path, tensors: LazyTensors) -> None:
             tensors.add(name, partial(load, name), torch.empty(part.get_shape(), dtype=dtype, device="meta"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConversionError for a file that cannot be read or has something else."""
     try:
         content = read_json(path, ConversionError)
     except OSError as error:

@@ -31,6 +31,8 @@ class RequestHandler:
         self.model, self.seed = model, model.config.seed
         self.batch, self.limit = model.config.micro_batch_size, model.config.seq_length
         self.generated = 0
+        tokenizer = model.tokenizer
+        self._prefix = tokenizer.eod if tokenizer.begin is None else tokenizer.begin
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-probability, and whether greedy decoding would produce it.
@@ -45,11 +47,11 @@ class RequestHandler:
         return [p if len(p) == 2 else (-p[0], p[1] == 0) for p in pairs]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of each full text after an end-of-document token. Texts are split into windows of seq_length
-        that predict disjoint tokens; the last window has as much context as fits."""
+        """Log-probability of each full text after the token that begins texts. Texts are split into windows of
+        seq_length that predict disjoint tokens; the last window has as much context as fits."""
         examples, counts = [], []
         for (text,) in (request.args for request in requests):
-            ids = [self.model.tokenizer.eod, *self._encode(text)]
+            ids = [self._prefix, *self._encode(text)]
             windows = _windows(ids, self.limit)
             examples += windows
             counts.append(len(windows))
@@ -80,12 +82,14 @@ class RequestHandler:
         before = self._encode(context)
         whole = self._encode(context + continuation)
         label = whole[len(before) :]
+        if not before:
+            label = self.model.tokenizer.encode(continuation)
+            whole = [self._prefix, *label]
         if not label:
             return None
         if len(label) > self.limit:
             raise ConfigError(f"a continuation of {len(label)} tokens is longer than --seq-length {self.limit}")
-        tokens = [self.model.tokenizer.eod, *whole] if not before else whole
-        return Example(tuple(tokens[-self.limit - 1 :]), len(label))
+        return Example(tuple(whole[-self.limit - 1 :]), len(label))
 
     def _encode(self, text: str) -> list[int]:
         return encode_prompt(self.model.tokenizer, text) if text else []

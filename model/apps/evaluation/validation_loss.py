@@ -15,7 +15,7 @@ from .scoring import per_token, perplexity
 
 def validation(engine: Engine, split: Split, samples: int, *, batch: int) -> dict[str, Any]:
     """Mean loss per token of the split's first `samples` samples, and its standard error over samples."""
-    padding = not engine.config.sft  # as in GPT.loss
+    padding = engine.config.predicts_padding  # as in GPT.loss
     scores = torch.zeros(samples, 3, device=engine.device)
     for number, first in enumerate(range(0, samples, batch)):
         if number % engine.replicas != engine.replica:

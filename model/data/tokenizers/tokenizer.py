@@ -47,14 +47,27 @@ class Tokenizer(ABC):
     eod: int
     content: bytes = b""
     """The content of the tokenizer's files, for the fingerprint."""
+    begin: int | None = None
+    """The token that begins a text, if the tokenizer has one."""
+    other_ends: frozenset[int] = frozenset()
+    """Ids besides `eod` with which generated texts end, such as the end of a turn in a conversation."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without an end-of-document id. Raises InvalidText for a text it cannot encode."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model continues: those of `encode`, and the tokens around every text (BOS)."""
+        return self.encode(text)
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """All ids with which generated texts end."""
+        return self.other_ends | {self.eod}
 
     def display(self, ids: Sequence[int]) -> str:
         """The text of token ids for people: without the replacement characters of a character cut off at an end."""
@@ -106,8 +119,15 @@ class NullTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """The text must be ids separated by whitespace. Raises InvalidText for anything else."""
+        words = text.split()
+        wrong = next((word for word in words if not (word.isascii() and word.isdecimal())), None)
+        if wrong is not None:
+            raise InvalidText(
+                f"the tokenizer is NullTokenizer, so a text is ids separated by blanks; found {shown(wrong)}; give a "
+                "tokenizer of words with --tokenizer-type and its options"
+            )
         with text_errors():
-            ids = [int(word) for word in text.split()]
+            ids = [int(word) for word in words]
         if ids and not 0 <= min(ids) <= max(ids) <= self.eod:
             raise InvalidText(
                 f"the text has ids from {shown(min(ids))} to {shown(max(ids))}; valid ids are 0 to {self.eod}"

@@ -167,8 +167,12 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """Any tokenizer.json, or a folder that contains one. `eod` is the `eos_token` of the tokenizer_config.json in the
-    same folder, or else the first of the usual names that is in the vocabulary."""
+    """Any tokenizer.json, or a folder that contains one, with what other files of the folder say about it.
+
+    `eod` is the `eos_token` of tokenizer_config.json, or else the first of the usual names that is in the vocabulary.
+    `other_ends` are the ids of generation_config.json, or without that file of config.json. Prompts begin with the
+    tokens with which they begin in transformers.
+    """
 
     def __init__(self, tokenizer_model: str) -> None:
         from tokenizers import Tokenizer as Pipeline
@@ -183,7 +187,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             self._pipeline.encode_special_tokens = True
             require_bounded(self._pipeline, path)
             self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
-        eos_token = _eos_token(path.with_name("tokenizer_config.json"))
+        settings = _settings(path.with_name("tokenizer_config.json"))
+        eos_token = _token(settings, "eos_token")
         names = (eos_token,) if eos_token else _END_NAMES
         ids = [i for name in names if (i := self._pipeline.token_to_id(name)) is not None]
         if not ids:
@@ -192,25 +197,58 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 f'"eos_token" into a tokenizer_config.json in the same folder'
             )
         self.eod = int(ids[0])
+        self.begin = self._pipeline.token_to_id(_token(settings, "bos_token") or "")
+        # These settings replace the post-processor of tokenizer.json, as they do in transformers.
+        self._adds: tuple[bool, bool] | None = None
+        if "add_bos_token" in settings or "add_eos_token" in settings:
+            self._adds = settings.get("add_bos_token") is True, settings.get("add_eos_token") is True
+        self.other_ends = _ends(path.parent)
 
     def encode(self, text: str) -> list[int]:
         with text_errors():
             return list(self._pipeline.encode(text, add_special_tokens=False).ids)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        if self._adds is None:
+            with text_errors():
+                return list(self._pipeline.encode(text).ids)
+        first, last = self._adds
+        return [
+            *([self.begin] if first and self.begin is not None else []),
+            *self.encode(text),
+            *([self.eod] if last else []),
+        ]
+
     def pipeline(self) -> str:
         return self.content.decode()
 
 
-def _eos_token(path: Path) -> str | None:
+def _settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no such file."""
     if not path.is_file():
-        return None
+        return {}
     try:
-        token: Any = read_json(path, ConfigError)["eos_token"]
-        return str(token["content"] if isinstance(token, dict) else token)
-    except KeyError:
-        return None
-    except (OSError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        content = read_json(path, ConfigError)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content
+
+
+def _token(settings: dict[str, Any], name: str) -> str | None:
+    """The text of a special token, which is an object with other properties in some files."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else str(token)
+
+
+def _ends(folder: Path) -> frozenset[int]:
+    """The ids with which the texts of the model in a folder end, as transformers reads them."""
+    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    ids = _settings(folder / name).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in ids if type(i) is int)
 
 
 def _size(vocabulary: dict[str, int]) -> int:

@@ -143,7 +143,7 @@ def generated(prompts, count):
     config = Config(**{**parallel_runs.LLAMA, **sizes, "num_query_groups": 2, "init_method_std": 0.3})
     engine = Engine(GPT(config, hal.device()).requires_grad_(False), 101)
     rngs = [hal.Rng(3).fork("prompt", n) for n in range(len(prompts))]
-    texts = complete(engine, prompts, count, Sampling(0.7), rngs, eod=None)
+    texts = complete(engine, prompts, count, Sampling(0.7), rngs)
     return [text.ids for text in texts], [token.logprob for text in texts for token in text.tokens]
 
 

@@ -21,13 +21,32 @@ BASE = {"backend": "cpu_ref", "num_attention_heads": 4}
         ({"rope_type": "rope"}, "--mscale-all-dim 0.7 scales attention for YaRN"),
         ({"rotary_base": 1.0}, "--rope-type yarn needs a --rotary-base above 1"),
         ({"beta_fast": 0.5}, "--beta-fast 0.5 is below --beta-slow 1.0"),
-        ({"multi_latent_attention": False}, "--rope-type yarn needs --multi-latent-attention"),
+        ({"rope_type": "longrope"}, "--rope-type longrope is for models without --multi-latent-attention"),
+        ({"rotary_seq_len_interpolation_factor": 2.0}, "are scaled in one way; give one of them"),
         ({"kv_lora_rank": 0}, "--kv-lora-rank must be > 0"),
     ],
 )
 def test_contradictions(options, words):
     with pytest.raises(ConfigError, match=words):
         build({**BASE, **LATENT_OPTIONS, "rope_type": "yarn", **options})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"long_factor": ("1.0",)}, "needs 8 positive numbers in --long-factor; found 1.0"),
+        ({"short_factor": ("1.0",) * 7 + ("x",)}, "needs 8 positive numbers in --short-factor; found 1.0,"),
+        ({"short_factor": ("1.0",) * 7 + ("0",)}, "needs 8 positive numbers in --short-factor"),
+        ({"use_rope_scaling": True}, "--use-rope-scaling and --rope-type longrope: rotary positions are scaled in one"),
+        ({"original_max_position_embeddings": 1}, "--original-max-position-embeddings of at least 2"),
+    ],
+)
+def test_contradictions_of_longrope(options, words):
+    right = {"rope_type": "longrope", "rotary_percent": 0.25, "short_factor": ("1.0",) * 8, "long_factor": ("2",) * 8}
+    right = {**BASE, "position_embedding_type": "rope", **right}
+    build(right)
+    with pytest.raises(ConfigError, match=words):
+        build({**right, **options})
 
 
 def test_llama_3_has_one_original_length():
@@ -48,7 +67,7 @@ def test_sizes_of_heads_are_their_own():
     "line, words",
     [
         ("--kv-lora-rank 8", "--kv-lora-rank 8 has no effect: it needs --multi-latent-attention"),
-        ("--mscale 2", "--mscale 2.0 has no effect: it needs --multi-latent-attention with --rope-type yarn"),
+        ("--mscale 2", "--mscale 2.0 has no effect: it needs --rope-type yarn"),
         ("--multi-latent-attention --position-embedding-type rope --kv-channels 8", "--kv-channels 8 has no effect"),
         ("--multi-latent-attention --position-embedding-type rope --rotary-percent 0.5", "--rotary-percent 0.5 has no"),
     ],

@@ -10,6 +10,7 @@ from model_options import LLAMA_OPTIONS
 import hal
 from hal import ops
 from hal.model.config.command_line import build
+from hal.model.config.schema import Config
 from hal.model.gpt.dropout_rng import DropoutRng
 from hal.model.gpt.model import GPT
 
@@ -330,3 +331,30 @@ def test_options_of_the_layers(references):
         tokens, labels = batch()
         losses.add(gpt.loss(gpt(tokens), labels).item())
     assert len(losses) == 20  # every option reaches the computation
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ids_that_pad_the_vocabulary_are_left_out_of_the_loss_if_asked(references, fused):
+    """A model with zeros as padding has then the loss and the gradients of the model without padding."""
+    options = {"num_layers": 1, "hidden_size": 32, "seq_length": 8, "init_method_std": 0.5, "vocab_size": 101}
+    tokens, labels = torch.randint(0, 101, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+
+    def loss(**more):
+        model = GPT(Config(**options, **more), torch.device("cpu"))
+        if more["make_vocab_size_divisible_by"] > 1:
+            padding = 128 - 101
+            weights = exact.state_dict()
+            table = weights["embedding.word_embeddings.weight"]
+            weights["embedding.word_embeddings.weight"] = torch.nn.functional.pad(table, (0, 0, 0, padding))
+            model.load_state_dict(weights)
+        value = model.loss(model(tokens, logits=not fused), labels, hidden=fused)
+        value.backward()
+        return model, value.item()
+
+    exact, right = loss(make_vocab_size_divisible_by=1)
+    _, counted = loss(make_vocab_size_divisible_by=128)
+    padded, masked = loss(make_vocab_size_divisible_by=128, mask_padded_vocab=True)
+    assert masked == pytest.approx(right, rel=1e-6) and counted > right + 1e-3
+    gradient, expected = (m.embedding.word_embeddings.weight.grad for m in (padded, exact))
+    torch.testing.assert_close(gradient[:101], expected)
+    assert not gradient[101:].any()

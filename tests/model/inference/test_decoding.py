@@ -77,11 +77,24 @@ def an_engine(**options):
 
 def continued(engine, prompts, count, sampling, *, cached=True, seed=3, **how):
     rngs = [hal.Rng(seed).fork("prompt", n) for n in range(len(prompts))]
-    return complete(engine, prompts, count, sampling, rngs, eod=100, cached=cached, **how)
+    return complete(engine, prompts, count, sampling, rngs, ends=[100], cached=cached, **how)
+
+
+# With a context of 12, the angles of all tokens change behind the sixth.
+LONGROPE = {
+    **ROPE_OPTIONS,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 6,
+    "rotary_scaling_factor": 2.0,
+    "short_factor": ("1.0", "1.1", "1.2", "1.3"),
+    "long_factor": ("2.0", "4.0", "6.0", "8.0"),
+}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, ROPE_OPTIONS, {"pre_tokens": 3, "use_flash_attn": False}], ids=["gpt2", "llama", "window"]
+    "options",
+    [{}, ROPE_OPTIONS, {"pre_tokens": 3, "use_flash_attn": False}, LONGROPE],
+    ids=["gpt2", "llama", "window", "longrope"],
 )
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.3, top_k=30, top_p=0.95)], ids=["greedy", "drawn"])
 def test_the_cache_changes_neither_tokens_nor_logits(cpu_ref, options, sampling):
@@ -100,7 +113,7 @@ def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, option
     together = continued(engine, PROMPTS, 20, sampling)
     for n, prompt in enumerate(PROMPTS):
         rng = hal.Rng(3).fork("prompt", n)
-        (single,) = complete(engine, [prompt], 20, sampling, [rng], eod=100)
+        (single,) = complete(engine, [prompt], 20, sampling, [rng], ends=[100])
         assert single.ids == together[n].ids and single.reason == together[n].reason
 
 
@@ -129,7 +142,7 @@ def test_a_text_ends_where_it_is_told_to(references):
 
 def test_logprobs_are_those_of_the_model_whatever_the_sampling(references):
     engine = an_engine()
-    tokens = list(stream(engine, [[1, 2]], 4, Sampling(0.5, top_k=3), [hal.Rng(0)], eod=None, logprobs=2))
+    tokens = list(stream(engine, [[1, 2]], 4, Sampling(0.5, top_k=3), [hal.Rng(0)], logprobs=2))
     ids = [1, 2]
     for token in tokens:
         log_probs = torch.log_softmax(engine.model(torch.tensor([ids]))[-1, 0, :101].float(), -1)

@@ -67,7 +67,7 @@ def texts(options: dict[str, Any]) -> list[Any]:
     samplings = Sampling(0.0), Sampling(1.1, top_p=0.9)
     return [
         [(c.reason, [(t.id, round(t.logprob, 4)) for t in c.tokens]) for c in completions]
-        for completions in (complete(model, PROMPTS, 24, s, rngs, eod=120) for s in samplings)
+        for completions in (complete(model, PROMPTS, 24, s, rngs, ends=[120]) for s in samplings)
     ]
 
 

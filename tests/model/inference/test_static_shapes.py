@@ -59,7 +59,7 @@ def an_engine(**options):
 
 def text(engine, prompts, count, cached=True):
     rngs = [hal.Rng(3).fork("prompt", n) for n in range(len(prompts))]
-    continuations = complete(engine, prompts, count, Sampling(0.7), rngs, eod=None, cached=cached)
+    continuations = complete(engine, prompts, count, Sampling(0.7), rngs, cached=cached)
     return [c.ids for c in continuations], [t.logprob for c in continuations for t in c.tokens]
 
 

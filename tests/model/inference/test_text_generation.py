@@ -105,6 +105,6 @@ def test_prompts_of_a_file(tmp_path):
 
 
 def test_a_prompt_the_tokenizer_cannot_take_is_refused():
-    with pytest.raises(ConfigError, match="prompt 'words': the tokenizer cannot encode this text"):
+    with pytest.raises(ConfigError, match="prompt 'words': the tokenizer is NullTokenizer, so a text is ids"):
         encode_prompt(NullTokenizer(20), "words")
     assert encode_prompt(BYTES, "") == [BYTES.eod]

@@ -64,6 +64,13 @@ GPT2 = {
     "n_head": 4,
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.5, 2.5, 9.0],
+    "partial_rotary_factor": 0.75,
+}
 DEEPSEEK = {
     **SIZES,
     "num_hidden_layers": 3,
@@ -93,6 +100,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GROUPED, "head_dim": 12, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "llama3": ("llama", "Llama", {**GROUPED, "rope_parameters": LLAMA3}),
+    "llama-interpolated": (
+        "llama",
+        "Llama",
+        {**GROUPED, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+    ),
     "mistral": ("mistral", "Mistral", {**GROUPED, "sliding_window": 5, "head_dim": 12, "rope_parameters": ROPE}),
     "qwen2": ("qwen2", "Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen2-window": (
@@ -106,8 +118,34 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "qwen3-yarn": (
+        "qwen3",
+        "Qwen3",
+        {
+            **GROUPED,
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 0.5,
+            },
+        },
+    ),
     "phi3": ("phi3", "Phi3", {**GROUPED, "sliding_window": 5}),
     "phi3-partial": ("phi3", "Phi3", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    # Greedy text becomes longer than the sequences before the extension.
+    "phi3-longrope": (
+        "phi3",
+        "Phi3",
+        {**GROUPED, "rope_parameters": LONGROPE, "original_max_position_embeddings": 12},
+    ),
+    "phi3-longrope-short": (
+        "phi3",
+        "Phi3",
+        {**GROUPED, "rope_parameters": {**LONGROPE, "factor": 3.0}, "original_max_position_embeddings": 24},
+    ),
     "gpt_neox": ("gpt_neox", "GPTNeoX", {**SIZES, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
     "gpt_neox-one-after-the-other": (
         "gpt_neox",
@@ -236,6 +274,10 @@ SLOW = (
 NIGHTLY = (
     "deepseek_v3-plain",
     "qwen3_moe-normalised",
+    "llama-interpolated",
+    "qwen3-yarn",
+    "phi3-longrope",
+    "phi3-longrope-short",
     "phi3-partial",
     "qwen2-window",
     "qwen2-some-layers",
@@ -290,6 +332,7 @@ def test_a_family(case: str, tmp_path: Path, cpu_ref: Any) -> None:
     # Back: the same tensors, under the same names, and transformers finds all of them.
     back = hal_format.read(tmp_path / "ours")
     same(weights, back)
+    assert back.options["mask_padded_vocab"] is True
     huggingface.write(back, tmp_path / "back", model_type=kind)
     before, after = read_tensors(tmp_path / "theirs"), read_tensors(tmp_path / "back")
     assert set(before) == set(after)

@@ -122,10 +122,12 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
     [
         ("llama", {"model_type": "bert"}, "a model of type 'bert'"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "scaled by 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "scaled by 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "attention_factor": 1.5}}, "attention_factor = 1.5"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, "mscale_all_dim without mscale"),
         # Older files have these keys beside, or instead of, rope_parameters.
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled by 'linear'"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "scaled by 'linear'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling: factor should be a number"),
+        ("llama", {"rope_scaling": {"type": "ntk", "factor": 4.0}, "rope_parameters": None}, "scaled by 'ntk'"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "scaled by 'dynamic'"),
         (
             "llama",

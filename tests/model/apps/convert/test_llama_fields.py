@@ -78,7 +78,7 @@ NEUTRAL: list[tuple[str, list[Any], Any]] = [
     ("num_local_experts", [None, 0, 1], 2),
     ("no_rope_layers", [None, []], [1]),
     ("quantization_config", [None], {}),
-    ("rope_scaling", [None, {}, {"rope_type": "default"}, {"type": "default", "factor": 1.0}], {"type": "linear"}),
+    ("rope_scaling", [None, {}, {"rope_type": "default"}, {"type": "default", "factor": 1.0}], {"type": "ntk"}),
     ("rope_scaling", [{"factor": 1, "partial_rotary_factor": 1}], {"factor": 2}),
     ("rope_parameters", [{"rope_type": "default"}, {"partial_rotary_factor": None}], {"partial_rotary_factor": 2}),
     ("sliding_window", [None, 16, 17], 15),

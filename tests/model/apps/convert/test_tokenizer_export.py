@@ -11,7 +11,7 @@ from models import GPT2, random_weights
 
 from hal.cli.convert import main
 from hal.model.apps.convert import hal_format, huggingface
-from hal.model.apps.convert.weights import Weights
+from hal.model.apps.convert.weights import ConversionError, Weights
 from hal.model.data.tokenizers.build import build_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="exports are held against transformers (extra: test)")
@@ -95,6 +95,70 @@ def test_auto_tokenizer_gives_hals_ids(make: Any, tmp_path: Path, capsys: Any) -
     again = huggingface.read(tmp_path / "theirs")
     back = build_tokenizer(again.config(make_vocab_size_divisible_by=1))
     assert all(back.encode(text) == ours.encode(text) for text in TEXTS) and back.eod == ours.eod
+
+
+SETTINGS = {
+    "tokenizer_class": "GPT2Tokenizer",
+    "eos_token": "<|endoftext|>",
+    "model_max_length": 77,
+    "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+}
+
+
+def a_folder(folder: Path, settings: dict[str, Any] | None, vocabulary: int) -> Weights:
+    """A model as transformers writes it beside the tokenizer files of `folder`."""
+    huggingface.write(random_weights(GPT2, vocabulary), folder / "model")
+    for path in (folder / "model").iterdir():
+        path.rename(folder / path.name)
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return huggingface.read(folder)
+
+
+def test_a_vocabulary_and_merges_keep_the_settings_of_their_folder(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5], "top_k": 7}))
+    weights = a_folder(tmp_path, SETTINGS, 300)
+    assert weights.tokenizer["tokenizer_type"] == "GPT2BPETokenizer"
+    assert huggingface.write(weights, tmp_path / "back") == []
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert theirs.model_max_length == 77 and theirs.apply_chat_template(MESSAGES, tokenize=False) == "[hi]"
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert (config.eos_token_id, config.top_k) == ([0, 5], 7)
+
+
+def test_files_that_several_tokenizers_read_differently_are_refused(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    with pytest.raises(ConversionError, match=r"has a Qwen2Tokenizer and no tokenizer.json; AutoTokenizer"):
+        a_folder(tmp_path, {"tokenizer_class": "Qwen2Tokenizer"}, 300)
+
+
+@pytest.mark.slow
+def test_a_sentencepiece_model_is_found_and_copied(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece (extra: train)")
+    (tmp_path / "text").write_text("\n".join(CORPUS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, "eos_token": "</s>"}
+    weights = a_folder(tmp_path, settings, 300)
+    ours = build_tokenizer(weights.config(make_vocab_size_divisible_by=1))
+    (note,) = huggingface.write(weights, tmp_path / "back")
+    assert "chat template" in note
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    for text in ["the cat sat", "two  cats ", "ünï"]:
+        assert theirs(text)["input_ids"] == ours.encode_prompt(text), text
+    again = huggingface.read(tmp_path / "back")
+    assert again.tokenizer["tokenizer_type"] == "Llama2Tokenizer"
+    (tmp_path / "back" / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert huggingface.read(tmp_path / "back").tokenizer["tokenizer_type"] == "GPTSentencePieceTokenizer"
 
 
 def test_a_chat_template_can_be_given(tmp_path: Path, capsys: Any) -> None:

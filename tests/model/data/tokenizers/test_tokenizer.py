@@ -211,6 +211,42 @@ def test_the_end_of_a_tokenizer_json(files, tmp_path):
         make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
 
 
+def test_prompts_begin_as_in_transformers_and_texts_end_with_any_end_of_the_model(files, tmp_path):
+    """The post-processor of tokenizer.json puts <s> before a text, unless tokenizer_config.json says what to add."""
+    content = json.loads(Path(files["HuggingFaceTokenizer"]["tokenizer_model"]).read_text())
+    begin = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": begin},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+
+    def prompt(settings):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": "<s>", "eos_token": "</s>", **settings})
+        )
+        tokenizer = make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
+        ids = tokenizer.encode_prompt("the fox <s>")
+        assert tokenizer.encode("the fox <s>") == [i for i in ids if i not in (0, 1)], "only a prompt has more tokens"
+        return ids[0] == 0, ids[-1] == 1
+
+    assert prompt({}) == (True, False)
+    assert prompt({"add_bos_token": False, "add_eos_token": False}) == (False, False)
+    assert prompt({"add_bos_token": True, "add_eos_token": True}) == (True, True)
+    tokenizer = make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
+    assert (tokenizer.begin, tokenizer.ends) == (0, {1})
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}).ends == {1, 5}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}).ends == {1, 3, 4}
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"generation_config.json is not a JSON object"):
+        make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)})
+
+
 def test_a_fingerprint_is_of_the_content_and_not_of_the_place(files, bpe_files, tmp_path):
     prints = {make(kind, options).fingerprint for kind, options in files.items()}
     assert len(prints) == len(files)
