@@ -337,6 +337,7 @@ BETWEEN_TREES = {
         "hal",
         "hal.ops",
         "hal.mesh",
+        "hal.nn",
         "hal.untrusted",
         "hal.launch",
         "hal.pages",
