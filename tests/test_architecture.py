@@ -94,6 +94,13 @@ def test_layers_and_integrations_name_no_device_no_backend_and_no_model(folder):
     report(check_tree(ROOT / "hal" / folder, rule, package=f"hal.{folder}"))
 
 
+def test_an_integration_is_made_of_short_files():
+    """Each is an adapter: what takes more than this belongs in hal.nn, or in an op."""
+    files = sorted((ROOT / "hal" / "integrations").glob("**/*.py"))
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in files}
+    assert len(lines) > 5 and {name: n for name, n in lines.items() if n >= 150} == {}
+
+
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
     rule = Rule(
         forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends", "hal.backend_tools")
