@@ -355,7 +355,7 @@ BETWEEN_TREES = {
     # Dispatch is measured into a kernel of cpu_ref, and `make gpu` and `make npu` ask their backends before they run.
     "hal.bench": {
         *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.profiling"),
-        "hal.testing",
+        *("hal.testing", "hal.integrations"),
         *("hal.backends.cpu_ref", "hal.backends.cuda", "hal.backends.npu"),
     },
     "hal.cli": {"hal.ops", "hal.model", "hal.bench"},
