@@ -94,6 +94,13 @@ def test_layers_and_integrations_name_no_device_no_backend_and_no_model(folder):
     report(check_tree(ROOT / "hal" / folder, rule, package=f"hal.{folder}"))
 
 
+def test_an_integration_is_made_of_short_files():
+    """Each is an adapter: what takes more than this belongs in hal.nn, or in an op."""
+    files = sorted((ROOT / "hal" / "integrations").glob("**/*.py"))
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in files}
+    assert len(lines) > 5 and {name: n for name, n in lines.items() if n >= 150} == {}
+
+
 def test_the_contract_imports_no_vendor_no_op_and_no_model():
     rule = Rule(
         forbidden=("torch_npu", "cupy", "cffi", "triton", "hal.ops", "hal.model", "hal.backends", "hal.backend_tools")
@@ -337,6 +344,7 @@ BETWEEN_TREES = {
         "hal",
         "hal.ops",
         "hal.mesh",
+        "hal.nn",
         "hal.untrusted",
         "hal.launch",
         "hal.pages",
@@ -347,7 +355,7 @@ BETWEEN_TREES = {
     # Dispatch is measured into a kernel of cpu_ref, and `make gpu` and `make npu` ask their backends before they run.
     "hal.bench": {
         *("hal", "hal.ops", "hal.model", "hal.core", "hal.errors", "hal.backend_tools", "hal.pages", "hal.profiling"),
-        "hal.testing",
+        *("hal.testing", "hal.integrations"),
         *("hal.backends.cpu_ref", "hal.backends.cuda", "hal.backends.npu"),
     },
     "hal.cli": {"hal.ops", "hal.model", "hal.bench"},

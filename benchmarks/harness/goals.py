@@ -107,6 +107,9 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),
     Goal("training step", "bf16 *", "tuned *", 1.4, "pooled", holds=_bf16),
     Goal("training memory", "*", "eager", 1.0),
+    Goal("transformers *", "f32 * V8192", "eager", 1.5, holds=_avx512),
+    Goal("transformers *", "f32 * V8192", "compile", 1.1, holds=_avx512),
+    Goal("transformers *", "*", "*", 0.95),
     Goal("memory at step 1,000", "*", "101 % of step 100", 1.0),
 ]
 
@@ -126,6 +129,7 @@ SHARES = [  # `peer` is the ceiling's name
     Goal("linear *", "f32 *", "GEMM f32", 0.90),
     Goal("training step", "f32 *", "GEMM f32", 0.80, holds=_avx512),
     Goal("training step", "bf16 *", "GEMM bf16", 0.72, holds=_bf16),
+    Goal("transformers *", "f32 * V8192", "GEMM f32", 0.85, holds=_avx512),
     *(Goal(f"{odd}{name}", "*", "copy", 0.85, "default") for name in _FUSED for odd in ("", "odd ")),
     *(Goal(f"{odd}{name}", "*", "copy", 0.85, "pooled") for name in _FUSED[:2] for odd in ("", "odd ")),
 ]

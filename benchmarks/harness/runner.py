@@ -13,7 +13,8 @@ from .roofline import CEILINGS
 from .workers import Unavailable, Workers
 
 SUITES = {
-    n: f"hal.bench.suites.{n}" for n in ("attention", "ops", "linear", "moe", "dispatch", "comm", "train", "scaling")
+    n: f"hal.bench.suites.{n}"
+    for n in ("attention", "ops", "linear", "moe", "dispatch", "comm", "train", "frameworks", "scaling")
 }
 """Suite -> module with `cases()`."""
 

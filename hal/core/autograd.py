@@ -136,7 +136,15 @@ class _Differentiable:
         if self.op.nondiff_outputs and len(output_grads) > 1:
             output_grads = tuple(g for i, g in enumerate(output_grads) if i not in self.op.nondiff_outputs)
         needs = {"needs": tuple(ctx.needs_input_grad[slot] for slot in self.slots)} if self.takes_needs else {}
-        grads = self.bwd(residuals, *output_grads, **needs)
+        try:
+            grads = self.bwd(residuals, *output_grads, **needs)
+        except RuntimeError as error:
+            if any(map(_batched, output_grads)):
+                raise UnsupportedOp(
+                    f"{self.op.name}: implementation '{self.id}' takes no batch of upstream gradients "
+                    "(is_grads_batched, vectorize=True); use torch.func.jacrev, or one call of autograd.grad for each"
+                ) from error
+            raise
         if issued.after is not None:
             issued.after(f"{self.op.name} ({self.id}), backward")
         if not isinstance(grads, tuple) or len(grads) != len(self.slots):
@@ -149,6 +157,12 @@ class _Differentiable:
         for slot, grad in zip(self.slots, grads):
             by_argument[slot] = grad
         return tuple(by_argument)
+
+
+def _batched(x: Any) -> bool:
+    """Whether x is a batch that vmap, or autograd.grad's older one, shows as a single tensor."""
+    functorch = torch._C._functorch
+    return isinstance(x, Tensor) and (functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 def _function(

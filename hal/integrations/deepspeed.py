@@ -32,12 +32,11 @@ class HalAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
         self._communication_backend_name = torch.distributed.get_default_backend_for_device(self._device)
         self._module: Any = torch.get_device_module(self._device)
         self._host = self._name == "cpu"
+        self._generator: Any = torch if self._host else self._module
         self._ranges: list[contextlib.AbstractContextManager[Any]] = []
 
     def is_synchronized_device(self) -> bool:
         return self._host
-
-    # Devices
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None or self._host else f"{self._name}:{device_index}"
@@ -66,20 +65,16 @@ class HalAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
 
     # Random state
 
-    def _random(self) -> Any:
-        return torch if self._host else self._module
-
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        self._random().set_rng_state(new_state)
+        self._generator.set_rng_state(new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> Any:
-        return self._random().get_rng_state()
+        return self._generator.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
-        self._random().manual_seed(seed)
+        self._generator.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
+    manual_seed_all = manual_seed  # one device per process
 
     # Streams: the CPU has none
 
@@ -127,8 +122,6 @@ class HalAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
 
-    # DeepSpeed's kernels
-
     def get_op_builder(self, class_name: str) -> Any:
         from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
 
@@ -136,8 +129,6 @@ class HalAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
 
     def create_op_builder(self, op_name: str) -> Any:
         return None
-
-    # Dtypes
 
     def supported_dtypes(self) -> list[torch.dtype]:
         stored = self._backend.capabilities().dtypes

@@ -59,7 +59,13 @@ class Embedding(_Checked, torch.nn.Embedding):
 
 
 class LayerNorm(_Checked, torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the last dimension on `ops.layer_norm`: [..., h] -> [..., h]."""
+    """`torch.nn.LayerNorm` over the last dimension on `ops.layer_norm`: [..., h] -> [..., h].
+
+    offset: gamma is weight + offset, in float32; 1 where the weights are stored around 0 (Gemma, Megatron's layernorm
+    1p).
+    """
+
+    offset = 0.0
 
     @staticmethod
     def why_not(module: Any) -> list[str]:
@@ -67,22 +73,44 @@ class LayerNorm(_Checked, torch.nn.LayerNorm):
         reasons = [] if len(shape) == 1 else [f"it normalises over {len(shape)} dimensions, the op over the last"]
         return reasons if module.weight is not None else [*reasons, "elementwise_affine=False leaves no weight"]
 
+    def _affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """gamma and beta [h] for an input like x."""
+        weight = self.weight.float() + self.offset if self.offset else self.weight.to(x.dtype)
+        return weight, torch.zeros_like(weight) if self.bias is None else self.bias.to(x.dtype)
+
     def forward(self, input: Tensor) -> Tensor:
-        bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-        return ops.layer_norm(full_precision(input), self.weight, bias, self.eps)
+        x = full_precision(input)
+        return ops.layer_norm(x, *self._affine(x), self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual), all [..., h], in one op."""
+        x, residual = full_precision(x), full_precision(residual)
+        return ops.add_layer_norm(x, residual, *self._affine(x), self.eps)
 
 
 class RMSNorm(_Checked, torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` over the last dimension on `ops.rms_norm`: [..., h] -> [..., h]."""
+    """`torch.nn.RMSNorm` over the last dimension on `ops.rms_norm`: [..., h] -> [..., h]. offset: as of LayerNorm."""
+
+    offset = 0.0
 
     @staticmethod
     def why_not(module: Any) -> list[str]:
         return LayerNorm.why_not(module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _gamma_eps(self, x: Tensor) -> tuple[Tensor, float]:
+        """gamma [h] and eps for an input like x."""
+        # The sum of 1 and a small bfloat16 has too few bits for the latter.
+        gamma = self.weight.float() + self.offset if self.offset else self.weight.to(x.dtype)
         # torch's default is the machine epsilon of the dtype in which it computes, float32 for the low precisions.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        return ops.rms_norm(x, self.weight.to(x.dtype), eps)
+        return gamma, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, *self._gamma_eps(x))
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual), all [..., h], in one op."""
+        return ops.add_rms_norm(x, residual, *self._gamma_eps(x))
 
 
 class GELU(_Checked, torch.nn.GELU):

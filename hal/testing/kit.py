@@ -29,7 +29,7 @@ from . import golden
 from .calls import not_stored
 from .checks import Verdict, check_sample
 from .device_checks import DEVICE, check_device
-from .lowering import check_lowered
+from .lowering import check_lowered, untraced
 from .parity_rows import NO_IMPLEMENTATION, Report, Row, shortened
 from .probe import ProbeFailure, check_probe
 from .production.check import check_production
@@ -172,20 +172,27 @@ def check_op(
     effort: Effort = Effort(),
     dtypes: Collection[torch.dtype] | None = None,
 ) -> Iterator[Row]:
-    """One row per implementation and dtype of one op, and one for its lowered form, which is checked in float32."""
+    """One row per implementation and dtype of one op, and one for its lowered form in float32.
+
+    The latter is not run if another row of float32 failed.
+    """
     impls = backend.implementations(op)
     if not impls:
         for dtype in op.tol:
             if dtypes is None or dtype in dtypes:
                 yield _row(backend, op, dtype, "declined", reasons=[NO_IMPLEMENTATION])
         return
+    wrong = False
     for impl in impls:
         if dtypes is None:
-            yield from check_implementation(backend, impl, effort)
+            rows = check_implementation(backend, impl, effort)
         else:
-            yield from (check_dtype(backend, impl, dtype, effort) for dtype in op.tol if dtype in dtypes)
+            rows = (check_dtype(backend, impl, dtype, effort) for dtype in op.tol if dtype in dtypes)
+        for row in rows:
+            wrong |= row.status == "fail" and row.dtype == "float32"
+            yield row
     if dtypes is None or torch.float32 in dtypes:
-        yield check_lowered(backend, op)
+        yield untraced(backend, op) if wrong else check_lowered(backend, op)
 
 
 def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from ..parallel.context_parallel import Ring, ring_attention, ulysses
 from ..parallel.document_mask import Documents
 from .activation_checkpointing import recompute
 from .dropout_rng import DropoutRng
-from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear
+from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, norm_of
 
 if TYPE_CHECKING:
     from .kv_cache import KeyValueCache
@@ -50,8 +50,8 @@ class SelfAttention(nn.Module):
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:
-            self.q_layernorm = Norm(config, init, f"{name}.q_layernorm", d)
-            self.k_layernorm = Norm(config, init, f"{name}.k_layernorm", d)
+            self.q_layernorm = norm_of(config, init, f"{name}.q_layernorm", d)
+            self.k_layernorm = norm_of(config, init, f"{name}.k_layernorm", d)
         self.layer, self.interleaved, self.rotated = layer, config.rotary_interleaved, config.has_rotation(layer)
         self.core_attention = CoreAttention(config, init, layer)
 

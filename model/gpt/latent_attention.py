@@ -22,7 +22,7 @@ from ..config.schema import Config
 from ..parallel.document_mask import Documents
 from .attention import CoreAttention, output_std
 from .dropout_rng import DropoutRng
-from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, linear
+from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, linear, norm_of
 
 if TYPE_CHECKING:
     from .kv_cache import KeyValueCache
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         def norm(which: str, channels: int) -> Norm | None:
             if not c.qk_layernorm:
                 return None
-            return Norm(c, init, f"{name}.{which}", channels)
+            return norm_of(c, init, f"{name}.{which}", channels)
 
         self.linear_q_proj: ColumnParallelLinear | None = None
         if c.q_lora_rank is None:

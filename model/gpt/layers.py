@@ -1,4 +1,4 @@
-"""Linear layers and the embedding of a tensor-parallel GPT, and the initialisation of parameters.
+"""hal.nn's layers as parts of a tensor-parallel GPT, and the initialisation of parameters.
 
 Every weight is drawn in full, on the CPU, from the seed and the parameter's name, and each rank keeps its slice.
 Therefore the initial model does not depend on the parallel layout. A single rank does not communicate.
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import hal.nn
 from hal import Comm, Rng, ops
 
 from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel, Shard
 
 mappings = ops.mappings
+UNALLOCATED = torch.device("meta")
+"""The device on which torch's constructors make parameters, which those of `Init` then replace."""
 
 
 @dataclass
@@ -64,14 +67,15 @@ class Init:
         return nn.Parameter(full.to(device=self.device, dtype=self.dtype).contiguous())
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(hal.nn.Linear):
     """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks."""
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool, parts: int = 1) -> None:
-        super().__init__()
+        super().__init__(n_in, n_out // init.parallel.tp.size, bias, UNALLOCATED)
         self.parallel, shard = init.parallel, Shard(0, parts)
         self.weight = init.weight(f"{name}.weight", (n_out, n_in), std, shard)
-        self.bias = init.constant(f"{name}.bias", (n_out,), 0.0, shard) if bias else None
+        if bias:
+            self.bias = init.constant(f"{name}.bias", (n_out,), 0.0, shard)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_linear(x, self.weight, self.bias, self.parallel)
@@ -166,7 +170,7 @@ class _GatheredLinear(torch.autograd.Function):
         return scattering.wait(), dw, dy_rows.sum(0) if ctx.has_bias else None, None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(hal.nn.Linear):
     """x [..., in / ranks] -> [..., out]; the weight's columns are split and the products are summed over the ranks.
 
     The bias (`self.bias`, replicated on every rank) is not added here, because it is fused with the dropout that
@@ -174,23 +178,25 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool) -> None:
-        super().__init__()
+        super().__init__(n_in // init.parallel.tp.size, n_out, bias, UNALLOCATED)
         self.parallel = init.parallel
         self.weight = init.weight(f"{name}.weight", (n_out, n_in), std, Shard(1))
-        self.bias = init.constant(f"{name}.bias", (n_out,), 0.0) if bias else None
+        if bias:
+            self.bias = init.constant(f"{name}.bias", (n_out,), 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         leave = mappings.reduce_scatter_from_region if self.parallel.sequence else mappings.reduce_from_region
         return leave(linear(x, self.weight), self.parallel.tp)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(hal.nn.Embedding):
     """ids [s, ...] -> [s, ..., hidden] (with sequence parallelism this rank's rows); the table's rows (the vocabulary)
     are split over the ranks."""
 
     def __init__(self, config: Config, init: Init, name: str) -> None:
-        super().__init__()
-        self.parallel, shape = init.parallel, (config.padded_vocab_size, config.hidden_size)
+        shape = config.padded_vocab_size, config.hidden_size
+        super().__init__(shape[0] // init.parallel.tp.size, shape[1], device=UNALLOCATED)
+        self.parallel = init.parallel
         self.weight = init.weight(f"{name}.weight", shape, config.embedding_init_method_std, Shard(0))
         # Rounded to the model's dtype, as where the factor is a tensor (Gemma).
         self.multiplier = torch.tensor(config.embedding_multiplier_scale, dtype=init.dtype, device="cpu").item()
@@ -202,27 +208,29 @@ class VocabParallelEmbedding(nn.Module):
         return mappings.scatter_to_region(x, self.parallel.tp, 0) if self.parallel.sequence else x
 
 
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension; gamma starts at `scale`, and may be 1 + weight (`centred`)."""
-
-    def __init__(self, config: Config, init: Init, name: str, hidden: int, scale: float = 1.0) -> None:
-        super().__init__()
-        self.eps, self.centred = config.norm_epsilon, config.apply_layernorm_1p
-        self.weight = init.constant(f"{name}.weight", (hidden,), scale - 1.0 if self.centred else scale)
-        self.bias = init.constant(f"{name}.bias", (hidden,), 0.0) if config.normalization == "LayerNorm" else None
-
-    def _gamma(self, x: Tensor) -> Tensor:
-        # float32, because the sum of 1 and a small bfloat16 has too few bits for the latter.
-        return 1.0 + self.weight.float() if self.centred else self.weight.to(x.dtype)
+class LayerNorm(hal.nn.LayerNorm):
+    """hal.nn's, whose result is in the model's dtype; x may be float32 (--fp32-residual-connection)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of x in the model's dtype; x may be float32 (--fp32-residual-connection)."""
-        if self.bias is None:
-            return ops.rms_norm(x, self._gamma(x), self.eps).to(self.weight.dtype)
-        return ops.layer_norm(x, self._gamma(x), self.bias.to(x.dtype), self.eps).to(self.weight.dtype)
+        return super().forward(x).to(self.weight.dtype)
 
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of x + residual, the sum)."""
-        if self.bias is None:
-            return ops.add_rms_norm(x, residual, self._gamma(x), self.eps)
-        return ops.add_layer_norm(x, residual, self._gamma(x), self.bias, self.eps)
+
+class RMSNorm(hal.nn.RMSNorm):
+    """Likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(self.weight.dtype)
+
+
+Norm = LayerNorm | RMSNorm
+
+
+def norm_of(config: Config, init: Init, name: str, hidden: int, scale: float = 1.0) -> Norm:
+    """LayerNorm or RMSNorm over the last dimension; gamma starts at `scale`."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    norm: Norm = kind(hidden, config.norm_epsilon, device=UNALLOCATED)
+    norm.offset = 1.0 if config.apply_layernorm_1p else 0.0
+    norm.weight = init.constant(f"{name}.weight", (hidden,), scale - norm.offset)
+    if isinstance(norm, LayerNorm):
+        norm.bias = init.constant(f"{name}.bias", (hidden,), 0.0)
+    return norm

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-import hal
+import hal.nn
 from hal import ops
 
 from ..config.recomputation import chunks
@@ -27,7 +27,7 @@ from .activation_checkpointing import recompute
 from .attention import SelfAttention
 from .dropout_rng import DropoutRng
 from .latent_attention import LatentAttention
-from .layers import Init, Norm, VocabParallelEmbedding, column_linear
+from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
 from .mlp import MLP
 from .moe import MoE
 
@@ -41,22 +41,22 @@ OUTPUT_LAYER = "output_layer.weight"
 embedding: it is that stage's copy of WORD_EMBEDDING."""
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(hal.nn.Embedding):
     """The table of learned positions [positions, h]."""
 
     def __init__(self, config: Config, init: Init, name: str) -> None:
-        super().__init__()
         shape = config.max_position_embeddings, config.hidden_size
+        super().__init__(*shape, device=UNALLOCATED)
         self.weight = init.weight(f"{name}.weight", shape, config.embedding_init_method_std)
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(hal.nn.Linear):
     """The matrix [v / ranks, h] that computes logits: a separate weight, or the last stage's copy of a tied one."""
 
     def __init__(self, config: Config, init: Init, tied: bool) -> None:
-        super().__init__()
         std = config.embedding_init_method_std if tied else config.init_method_std
         shape = config.padded_vocab_size, config.hidden_size
+        super().__init__(shape[1], shape[0] // init.parallel.tp.size, False, UNALLOCATED)
         # A copy is initialised under the name of the first stage's table, so that both have equal values.
         drawn_as = WORD_EMBEDDING if tied else None
         self.weight = init.weight(OUTPUT_LAYER, shape, std, Shard(0), drawn_as=drawn_as)
@@ -80,11 +80,10 @@ class Embedding(nn.Module):
         x: Tensor = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
             rows = self.parallel.hidden_rows(self.parallel.full_length(x.shape[0]))
-            weight = self.position_embeddings.weight
             if positions is None:
-                x = x + rows.take(weight[start : start + rows.full], 0)[:, None]
+                x = x + rows.take(self.position_embeddings.weight[start : start + rows.full], 0)[:, None]
             else:
-                x = x + ops.embedding(weight, rows.take(positions, 1).t().contiguous())
+                x = x + self.position_embeddings(rows.take(positions, 1).t().contiguous())
         x = x.to(self.dtype)
         if dropout_rng is not None and self.p > 0.0:
             rng, shape = dropout_rng.hidden("embedding", 0, x.shape)
@@ -101,7 +100,7 @@ class TransformerLayer(nn.Module):
         name, h = f"decoder.layers.{layer}", config.hidden_size
 
         def norm(which: str, scale: float = 1.0) -> Norm:
-            return Norm(config, init, f"{name}.{which}", h, scale)
+            return norm_of(config, init, f"{name}.{which}", h, scale)
 
         self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
         self.parallel_residual, self.multiplier = config.use_parallel_residual, config.residual_multiplier
@@ -158,7 +157,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Config, init: Init, layers: Sequence[int], final: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(n): TransformerLayer(config, init, n) for n in layers})
-        self.final_layernorm = Norm(config, init, "decoder.final_layernorm", config.hidden_size) if final else None
+        self.final_layernorm = norm_of(config, init, "decoder.final_layernorm", config.hidden_size) if final else None
         self.chunks, self.kept = chunks(config, list(layers)), kept_inputs(config, init.parallel)
 
     def forward(

@@ -13,7 +13,7 @@ NEEDS = {
     "accelerate": ("accelerate",),
     "fabric": ("lightning_fabric",),
     "deepspeed": ("deepspeed",),
-    "torchtitan": ("torchtitan", "triton"),
+    "torchtitan": ("triton", "torchdata", "tyro", "torchtitan.models.attention"),  # 0.3 has no such module
     "peft": ("peft", "transformers"),
     "trl": ("trl", "transformers"),
 }

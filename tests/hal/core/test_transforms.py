@@ -190,6 +190,17 @@ def test_second_derivatives_are_refused_unless_the_reference_is_pinned() -> None
         assert tangent.abs().max() > 0
 
 
+def test_a_batch_of_upstream_gradients_of_an_eager_call_is_refused() -> None:
+    x = X.clone().requires_grad_()
+    y = ops.rms_norm(x, W)
+    with pytest.raises(hal.UnsupportedOp, match=r"no batch of upstream gradients .* use torch.func.jacrev"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+    with pytest.raises(hal.UnsupportedOp, match="no batch of upstream gradients"):
+        torch.autograd.functional.jacobian(lambda x: ops.rms_norm(x, W), X, vectorize=True)
+    expected = torch.autograd.functional.jacobian(lambda x: ops.rms_norm(x, W), X)
+    torch.testing.assert_close(torch.func.jacrev(lambda x: ops.rms_norm(x, W))(X), expected)
+
+
 def test_a_dual_level_without_dual_tensors_is_eager_code() -> None:
     with forward_ad.dual_level():
         assert torch.equal(ops.rms_norm(X, W), ops.rms_norm(X, W))

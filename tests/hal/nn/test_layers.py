@@ -172,3 +172,34 @@ def test_convert_activates_the_backend_that_it_is_given(cpu_ref):
     with hal.activated(hal.testing.Reference()):
         hal.nn.convert(network(), backend="cpu_ref", verbose=False)
         assert hal.backend().name == "cpu_ref"
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_norm_adds_its_offset_to_the_weights_and_has_a_form_of_a_sum(kind, cpu_ref):
+    theirs, ours = (getattr(module, kind)(8, eps=1e-3) for module in (nn, hal.nn))
+    weight = torch.linspace(0.5, 1.5, 8)
+    theirs.weight.data, ours.weight.data, ours.offset = weight, weight - 1.0, 1.0
+    other = X.flip(0)
+    torch.testing.assert_close(ours(X), theirs(X))
+    torch.testing.assert_close(ours.of_sum(X, other), (theirs(X + other), X + other))
+
+
+def test_the_layers_of_the_gpt_are_these(cpu_ref):
+    from model_options import LLAMA_OPTIONS
+
+    from hal.model.config.schema import Config
+    from hal.model.gpt.model import GPT
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+    for options in ({}, {**LLAMA_OPTIONS, "untie_embeddings_and_output_weights": True}):
+        config = Config(**sizes, **options)
+        config.set_vocabulary(64)
+        for module in GPT(config, hal.device()).modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                assert isinstance(module, (hal.nn.Linear, hal.nn.Embedding, hal.nn.LayerNorm, hal.nn.RMSNorm)), module
+                weight = module.weight.shape
+                assert tuple(weight) in {
+                    (getattr(module, "out_features", 0), getattr(module, "in_features", 0)),
+                    (getattr(module, "num_embeddings", 0), getattr(module, "embedding_dim", 0)),
+                    getattr(module, "normalized_shape", ()),
+                }
