@@ -25,10 +25,11 @@ def model(family: str, length: int = LENGTH, hidden: int = HIDDEN, layers: int =
     """A Llama or GPT-2 of transformers on the measured device, without dropout; the same weights at each call."""
     import transformers
 
+    models: Any = transformers  # its types do not describe the keywords and the devices that it takes
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False, "tie_word_embeddings": True}
     torch.manual_seed(0)
     if family == "llama":
-        config = transformers.LlamaConfig(
+        config = models.LlamaConfig(
             hidden_size=hidden,
             intermediate_size=_FFN[family],
             num_hidden_layers=layers,
@@ -36,12 +37,12 @@ def model(family: str, length: int = LENGTH, hidden: int = HIDDEN, layers: int =
             max_position_embeddings=length,
             **common,
         )
-        return transformers.LlamaForCausalLM(config).to(target.device())
+        return models.LlamaForCausalLM(config).to(target.device())
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    gpt2 = transformers.GPT2Config(
+    gpt2 = models.GPT2Config(
         n_embd=hidden, n_inner=_FFN[family], n_layer=layers, n_head=HEADS, n_positions=length, **common, **no_dropout
     )
-    return transformers.GPT2LMHeadModel(gpt2).to(target.device())
+    return models.GPT2LMHeadModel(gpt2).to(target.device())
 
 
 def batch(padded: bool, length: int = LENGTH) -> dict[str, torch.Tensor]:
@@ -69,7 +70,7 @@ def step_of(module: Any, inputs: dict[str, torch.Tensor]) -> Thunk:
     def step() -> torch.Tensor:
         module.zero_grad(set_to_none=True)
         loss: torch.Tensor = module(**inputs).loss
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.detach()
 
     return step

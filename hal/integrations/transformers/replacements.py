@@ -15,7 +15,7 @@ from hal import ops
 from hal.nn.functional import low_precision
 
 from .recognition import agrees, draw, replaced
-from .rotary import rotary
+from .rotary_positions import rotary
 
 _GELUS = ("none", "tanh", "fast")
 
