@@ -12,10 +12,15 @@ from torch import Tensor
 from hal import ContractError, Rng, ops
 
 
+def _autocast(device: str) -> bool:
+    """Whether autocast is enabled for a type of device; torch has none for some, and raises for these."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def low_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The floating-point tensors in autocast's dtype where autocast is enabled, as it casts operands of products."""
     kind = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _autocast(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
@@ -23,7 +28,7 @@ def low_precision(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def full_precision(x: Tensor) -> Tensor:
     """x in float32 where autocast is enabled, as it casts operands of norms and losses."""
-    return x.float() if torch.is_autocast_enabled(x.device.type) else x
+    return x.float() if _autocast(x.device.type) else x
 
 
 def fresh_rng() -> Rng:

@@ -1,6 +1,7 @@
 """A device made of Python, on which only HAL's ops and listed operations of torch (aten) exist; it records the latter.
 
-Its tensors report the device `meta` and hold their values in a CPU tensor. HAL's ops run their references on these, as
+Its tensors report the device `meta:0` and hold their values in a CPU tensor; those of `meta`, without an index, are
+torch's own, which have no values and are not of this device. HAL's ops run their references on these, as
 opaque kernels, so that every aten operation that reaches the device is one that HAL, the model or autograd calls
 itself. Operations on host tensors are not counted.
 """
@@ -23,7 +24,7 @@ from hal.core.backend import Backend, Impl, Probe
 from hal.core.op import OPS, Op
 from hal.errors import HalError
 
-DEVICE, HOST = torch.device("meta"), torch.device("cpu")
+DEVICE, HOST = torch.device("meta", 0), torch.device("cpu")
 
 _MIXING = ("_to_copy", "copy_", "index", "index_put_", "_index_put_impl_")
 """Operations in which a device's tensor may meet a tensor of the host that is not a scalar."""
