@@ -180,12 +180,12 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
     ]
     names += ["qk_layernorm", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
     names += ["apply_layernorm_1p"]
+    biases = {n: o[n] or not o["disable_bias_linear"] for n in ("add_qkv_bias", "add_dense_bias", "add_mlp_bias")}
     return {
         "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
         **{name: o[name] for name in names},
-        **{
-            name: o[name] or not o["disable_bias_linear"] for name in ("add_qkv_bias", "add_dense_bias", "add_mlp_bias")
-        },
+        "disable_bias_linear": not all(biases.values()),
+        **biases,
         **_experts(o, ("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias")),
         "num_experts": o["num_experts"],
         "moe_layer_freq": o["num_experts"] and _pattern(o),
