@@ -277,7 +277,12 @@ FAULTS = [
     (ops.grouped_swiglu, doubled_beyond_row_1024_of_experts, torch.float32, "100,000 rows: the output, rows"),
     (ops.swiglu, bias_without_the_last_gradient, torch.float32, "the gradient of bias, columns 9 to 16 of 17"),
     (ops.flash_attention, first_head_everywhere, torch.float32, "packed sequences: the "),
-    (ops.flash_attention, keys_without_gradient, torch.float32, "the gradient of k, all keys of batch entry"),
+    (
+        ops.flash_attention,
+        keys_without_gradient,
+        torch.float32,
+        "latent attention, 4096 tokens, heads of 192 and 128: the gradient of k, all keys of batch entry",
+    ),
     (ops.linear_wgrad, last_output_is_not_added, torch.float32, "8192 tokens: main_grad, written in place, rows 32"),
     (ops.philox_uniform, repeated_draw, torch.float32, "100,000 rows: the output, rows"),
     (ops.embedding, repeated_ids_count_once, torch.float32, "the gradient of weight, the last rows that ids name"),
