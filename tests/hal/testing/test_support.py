@@ -215,8 +215,10 @@ STALE = "docs/support is out of date: run `make support`"
 def registered(name):
     """(op, dtype, implementation) -> waiver, of a backend as currently registered. Needs no device."""
     waivers = {}
+    # An instance, whose options decide which implementations it has.
+    backend = registry.make(name, {})
     for op in hal.OPS.values():
-        impls = _implementations(registry.load(name), op)
+        impls = backend.implementations(op)
         for dtype in op.tol:
             short = str(dtype).removeprefix("torch.")
             for impl in impls:
@@ -225,14 +227,6 @@ def registered(name):
             if not impls:
                 waivers[op.name, short, None] = ""
     return waivers
-
-
-def _implementations(backend, op):
-    """As Backend.implementations, of a class."""
-    own = backend.impls.get(op.name, [])
-    if op.decompose is None:
-        return own
-    return [*own, hal.Impl(op, "composition", op.decompose, lambda call: (), op.decompose, None, {})]
 
 
 def test_there_is_a_result_of_every_in_tree_backend():
