@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hal.backends.npu import Npu
+
+
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """Removes the variables that the backend sets for child processes, which must not reach other tests."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def build() -> Npu | None:
@@ -16,9 +29,7 @@ def build() -> Npu | None:
         return None
     from hal.backends.npu import Npu
 
-    before = dict(os.environ)
-    backend = Npu(simulate=True, poison=True)
-    backend.build()
-    os.environ.clear()  # variables that it sets for child processes must not reach other tests
-    os.environ.update(before)
+    with restored_environment():
+        backend = Npu(simulate=True, poison=True)
+        backend.build()
     return backend

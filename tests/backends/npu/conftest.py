@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import simulated_npu as helper
 
 import hal
 from hal.backends.npu import Npu, simulator
+
+
+@pytest.fixture(autouse=True)
+def restored_environment() -> Iterator[None]:
+    with helper.restored_environment():
+        yield
 
 
 @pytest.fixture(scope="session")

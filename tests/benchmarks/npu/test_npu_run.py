@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_npu
 
 import hal
 from hal.backends.npu import Npu
@@ -81,7 +82,8 @@ def test_every_op_has_a_claim() -> None:
 def end_to_end(folder: Path, *words: str) -> dict[str, Any]:
     if not Npu(simulate=True).probe().ok:
         pytest.skip("torch_npu is not installed (pip install 'torch-hal[npu]')")
-    npu_run.main(["--simulate", "--out", str(folder), *words])
+    with simulated_npu.restored_environment():
+        npu_run.main(["--simulate", "--out", str(folder), *words])
     (path,) = folder.glob("*.json")
     found: dict[str, Any] = json.loads(path.read_text())["claims"]
     return found
