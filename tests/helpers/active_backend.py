@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +15,11 @@ import hal.testing
 @pytest.fixture
 def cpu_ref() -> Iterator[hal.Backend]:
     """cpu_ref for one test. One thread: small models need no more, and waiting threads spin on a busy machine."""
-    before, threads = dict(os.environ), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with hal.activated(hal.testing.Reference()):
+    with simulator.restored_environment(), hal.activated(hal.testing.Reference()):
         yield hal.use("cpu_ref")
     torch.set_num_threads(threads)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 # When this is imported, not in a fixture: transformers imports torch_npu, which needs the simulator's libraries.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def restored_environment() -> Iterator[None]:
-    """Removes the variables that the backend sets for child processes, which must not reach other tests."""
+    """Removes the variables that a backend sets for child processes, which must not reach other tests."""
     before = dict(os.environ)
     try:
         yield
