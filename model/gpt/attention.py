@@ -8,6 +8,7 @@ G key/value heads, D head size, E head size of the values, R query rows of a gro
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,20 @@ Hidden = Tensor | Documents | None
 """What is hidden in addition to the window's outside: a mask (bool, True = hidden), or all other documents."""
 
 
+@dataclass(frozen=True)
+class SharedInputs:
+    """What all layers of one forward pass receive besides the activations.
+
+    rotary_cos_sin: [s, d/2] or [s, b, d/2] each, of this rank's rows. dropout_rng: None = no dropout. cache: keys and
+    values of the tokens before these. documents: of full sequences; attention stays within each of them.
+    """
+
+    rotary_cos_sin: tuple[Tensor, Tensor] | None = None
+    dropout_rng: DropoutRng | None = None
+    cache: KeyValueCache | None = None
+    documents: Documents | None = None
+
+
 class SelfAttention(nn.Module):
     """hidden [s, b, h] -> [s, b, h], without linear_proj's bias, which the caller fuses with the dropout."""
 
@@ -55,15 +70,7 @@ class SelfAttention(nn.Module):
         self.layer, self.interleaved, self.rotated = layer, config.rotary_interleaved, config.has_rotation(layer)
         self.core_attention = CoreAttention(config, init, layer)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary_cos_sin: tuple[Tensor, Tensor] | None,
-        dropout_rng: DropoutRng | None,
-        cache: KeyValueCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """documents: of full sequences; attention stays within each of them."""
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
@@ -72,11 +79,11 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
-        if rotary_cos_sin is not None and self.rotated:
-            q_SBND, k_SBGD = (ops.rotary(t, *rotary_cos_sin, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
-        if cache is not None:
-            k_SBGD, v_SBGD = cache.append(self.layer, k_SBGD, v_SBGD)
-        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, dropout_rng, cache, documents))
+        if (angles := shared.rotary_cos_sin) is not None and self.rotated:
+            q_SBND, k_SBGD = (ops.rotary(t, *angles, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
+        if shared.cache is not None:
+            k_SBGD, v_SBGD = shared.cache.append(self.layer, k_SBGD, v_SBGD)
+        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, shared))
         return y
 
 
@@ -91,23 +98,15 @@ class CoreAttention:
         self.flash, self.layout, self.window = config.use_flash_attn, config.shape_order, config.window_of(layer)
         self.recompute = recomputes_attention(config, layer)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_rng: DropoutRng | None,
-        cache: KeyValueCache | None,
-        documents: Documents | None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedInputs) -> Tensor:
         """q [s, b, n, d], k [skv, b, g, d], v [skv, b, g, e] -> [s, b, n*e]; with context parallelism s counts this
-        rank's rows. cache: k and v are its content; it determines which are hidden. documents: see SelfAttention."""
-        hidden: Hidden = documents
+        rank's rows. With a cache, k and v are its content, and it determines which are hidden."""
+        hidden: Hidden = shared.documents
         window: Window = self.window
-        if cache is not None:
-            hidden = cache.hidden(q.shape[0], self.window)
+        if shared.cache is not None:
+            hidden = shared.cache.hidden(q.shape[0], self.window)
             window = (None, None) if hidden is not None else window
-        context: Tensor = recompute(self._attend, q, k, v, dropout_rng, hidden, window, on=self.recompute)
+        context: Tensor = recompute(self._attend, q, k, v, shared.dropout_rng, hidden, window, on=self.recompute)
         return context
 
     def _attend(

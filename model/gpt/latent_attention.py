@@ -19,9 +19,7 @@ from hal import ops
 
 from ..config.rotary import yarn_factor
 from ..config.schema import Config
-from ..parallel.document_mask import Documents
-from .attention import CoreAttention, output_std
-from .dropout_rng import DropoutRng
+from .attention import CoreAttention, SharedInputs, output_std
 from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, linear, norm_of
 
 if TYPE_CHECKING:
@@ -77,17 +75,9 @@ class LatentAttention(nn.Module):
         scale = yarn_factor(c, c.mscale_all_dim) ** 2 / math.sqrt(size)
         self.core_attention = CoreAttention(c, init, layer, scale)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary_cos_sin: tuple[Tensor, Tensor] | None,
-        dropout_rng: DropoutRng | None,
-        cache: KeyValueCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """x [s, b, h] -> [s, b, h]. rotary_cos_sin: [s, p/2] each. documents: of full sequences; attention stays within
-        each of them."""
-        assert rotary_cos_sin is not None  # see config/latent.py
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        angles, cache = shared.rotary_cos_sin, shared.cache
+        assert angles is not None  # see config/latent.py
         q = self._queries(x)
         q = q.view(*q.shape[:2], -1, self.key + self.position)
         q_SBNK, q_SBNP = torch.split(q, [self.key, self.position], -1)
@@ -98,7 +88,7 @@ class LatentAttention(nn.Module):
         k_SBP = self.parallel.enter_region(k.contiguous())
         # Pairs (2i, 2i+1) as in DeepSeek's weights. megatron-core also separates even and odd channels, in queries and
         # keys alike, so the scores are the same.
-        q_SBNP, k_SB1P = (ops.rotary(t, *rotary_cos_sin, interleaved=True) for t in (q_SBNP, k_SBP[:, :, None]))
+        q_SBNP, k_SB1P = (ops.rotary(t, *angles, interleaved=True) for t in (q_SBNP, k_SBP[:, :, None]))
         context = None
         if cache is not None:
             (keys,) = cache.append(self.layer, torch.cat((latent_SBC[:, :, None], k_SB1P), -1))
@@ -110,7 +100,7 @@ class LatentAttention(nn.Module):
             k_SBNK, v_SBNE = kv.split((self.key, self.value), -1)
             k_SBNP = k_SB1P.expand(-1, -1, k_SBNK.shape[2], -1)
             q, k = torch.cat((q_SBNK, q_SBNP), -1), torch.cat((k_SBNK, k_SBNP), -1)
-            context = self.core_attention(q, k, v_SBNE, dropout_rng, cache, documents)
+            context = self.core_attention(q, k, v_SBNE, shared)
         y: Tensor = self.linear_proj(context)
         return y
 
@@ -134,7 +124,7 @@ class LatentAttention(nn.Module):
         key_NKC, value_NEC = torch.split(weight, [self.key, self.value], 1)
         q_SBNC = (q_SBNK.flatten(0, 1).transpose(0, 1) @ key_NKC).transpose(0, 1).view(s, b, n, -1)
         q = torch.cat((q_SBNC, q_SBNP), -1)
-        context = self.core_attention(q, keys, keys[..., : self.latent], None, cache, None)
+        context = self.core_attention(q, keys, keys[..., : self.latent], SharedInputs(cache=cache))
         context_NSBC = context.reshape(s * b, n, self.latent).transpose(0, 1)
         out_NSBE: Tensor = context_NSBC @ value_NEC.transpose(1, 2)
         return out_NSBE.transpose(0, 1).reshape(s, b, -1)

@@ -24,7 +24,7 @@ from ..parallel.document_mask import Documents
 from ..parallel.kept_inputs import kept_inputs
 from ..parallel.tensor_sharding import Parallel, Shard
 from .activation_checkpointing import recompute
-from .attention import SelfAttention
+from .attention import SelfAttention, SharedInputs
 from .dropout_rng import DropoutRng
 from .latent_attention import LatentAttention
 from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
@@ -117,15 +117,8 @@ class TransformerLayer(nn.Module):
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
         self.plain = self.post_attn_norm is None and self.multiplier == 1.0 and init.dtype == config.residual_dtype
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary_cos_sin: tuple[Tensor, Tensor] | None,
-        dropout_rng: DropoutRng | None,
-        cache: KeyValueCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), rotary_cos_sin, dropout_rng, cache, documents)
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        attended, dropout_rng = self.self_attention(self.input_layernorm(x), shared), shared.dropout_rng
         bias = self.self_attention.linear_proj.bias
         if self.parallel_residual:
             normed = self.pre_mlp_layernorm(x)
@@ -160,17 +153,10 @@ class Decoder(nn.Module):
         self.final_layernorm = norm_of(config, init, "decoder.final_layernorm", config.hidden_size) if final else None
         self.chunks, self.kept = chunks(config, list(layers)), kept_inputs(config, init.parallel)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary_cos_sin: tuple[Tensor, Tensor] | None,
-        dropout_rng: DropoutRng | None,
-        cache: KeyValueCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         def run(x: Tensor, layers: Sequence[int]) -> Tensor:
             for n in layers:
-                x = self.layers[str(n)](x, rotary_cos_sin, dropout_rng, cache, documents)
+                x = self.layers[str(n)](x, shared)
             return x
 
         for layers, on in self.chunks:
@@ -235,7 +221,7 @@ class GPT(nn.Module):
             x = self.embedding(x, dropout_rng, 0 if cache is None else cache.length, self._positions(starts, x.device))
         rotary_cos_sin = self._rotation(full, x.device, starts) if cache is None else cache.rotary_cos_sin(full)
         documents = None if starts is None or not self.config.separates_documents else Documents.of(starts, x.device)
-        x = self.decoder(x, rotary_cos_sin, dropout_rng, cache, documents)
+        x = self.decoder(x, SharedInputs(rotary_cos_sin, dropout_rng, cache, documents))
         if cache is not None:
             cache.advance(full)
         if self.last and rows is not None:
