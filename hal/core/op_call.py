@@ -7,8 +7,8 @@ or `Op.resolve`.
 
 from __future__ import annotations
 
-import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +49,9 @@ class Bound:
 
     @classmethod
     def of(cls, signature: inspect.Signature, schema: Schema, run: Callable[..., Any], call: Any) -> Bound | None:
-        """`run` for all calls with the metadata of `call`; None if the op has few options or one holds a tensor.
+        """`run` for all calls with the metadata of `call`.
+
+        None if the op has few options, if one holds a tensor, or if `run` is not a Python function that names them.
 
         Equal plain values have one memo key. So the implementation receives the value that the first call gave, which
         may be the integer 1 where a later call gives 1.0.
@@ -58,47 +60,51 @@ class Bound:
         given = {name: getattr(call, name) for name, p in named.items() if getattr(call, name) is not p.default}
         if len(named) < _MANY or any(schema.parameters[name].kind != "plain" for name in given):
             return None
-        others = tuple(name for name in signature.parameters if name not in named)
-        return cls(_binder(others, tuple(given))(run, **given))
+        if not isinstance(run, types.FunctionType) or not named.keys() <= set(run.__code__.co_varnames[: _taken(run)]):
+            return None
+        # The same function with the options as its defaults: no further call, and no arguments passed by name.
+        bound = types.FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+        bound.__kwdefaults__ = {**(run.__kwdefaults__ or {}), **given}
+        return cls(bound)
 
 
-@functools.cache
-def _binder(others: tuple[str, ...], given: tuple[str, ...]) -> Callable[..., Callable[..., Any]]:
-    """The function that binds the options `given` of an implementation, which also takes `others`.
-
-    A generated closure, because a functools.partial with keywords copies them into a dictionary on every call (85 ns).
-    """
-    passed = ", ".join([*others, *(f"{name}={name}" for name in given)])
-    text = f"def bind({', '.join(['_run', *given])}):\n    return lambda {', '.join(others)}: _run({passed})\n"
-    return define("bind", text, {}, "options of one memo key")
+def _taken(function: types.FunctionType) -> int:
+    """The number of a function's parameters, without *args and **kwargs."""
+    return function.__code__.co_argcount + function.__code__.co_kwonlyargcount
 
 
-def memo_key(schema: Schema) -> str | None:
+def memo_key(signature: inspect.Signature, schema: Schema) -> str | None:
     """Source text of the memo key of a call: the metadata of all arguments, as the elements of one tuple.
 
     None for an op on lists of tensors: reading the metadata of hundreds of tensors would cost as much as the check.
     """
     elements: list[str] = []
-    absent: dict[str, str] = {}
+    absent: dict[str, tuple[str, str]] = {}  # parameter -> the condition under which it is absent, its element if not
+    required = [p.name for p in schema.parameters.values() if p.kind == "tensor" and not p.optional]
+    flags = {name: p.default for name, p in signature.parameters.items() if isinstance(p.default, bool)}
     for p in schema.parameters.values():
         if p.kind == "tensors":
             return None
         metadata = _METADATA[p.kind].format(p.name)
-        if p.kind == "tensor" and not p.optional and not any("type(" in e for e in elements):
-            # Fake tensors have another type, which is read of one tensor only, because either all tensors of a call are
-            # fake or none is. The same applies to is_meta, which is not read of tensors on the CPU.
-            metadata = f"type({p.name}), {p.name}.shape, {p.name}.dtype, {p.name}.is_cpu or ({p.name}.is_meta,)"
-        # A value of a plain type is its own metadata, None included.
         if p.optional and p.kind != "plain":
-            absent[p.name] = f"{p.name} if {p.name} is None else ({metadata})"
+            absent[p.name] = (f"{p.name} is None", f"{p.name} if {p.name} is None else ({metadata})")
+        elif p.name in flags:
+            absent[p.name] = (f"{p.name} is {flags[p.name]}", p.name)
+        elif p.name in required:
+            elements.append(f"{p.name}.shape, {p.name}.dtype")
         else:
-            elements.append(metadata)
+            elements.append(metadata)  # a value of a plain type is its own metadata, None included
+    if required:
+        # Fake tensors have another type, which is read of one tensor only, because either all tensors of a call are
+        # fake or none is. The same applies to is_meta, which is not read of tensors on the CPU.
+        on_cpu = [f"{name}.is_cpu" for name in required]
+        elements.append(f"type({required[0]}), {' and '.join(on_cpu)} or ({', '.join(on_cpu)}, {required[0]}.is_meta)")
     if len(absent) <= 2:
-        elements += absent.values()
+        elements += [element for _, element in absent.values()]
     else:
         # Most calls give none of them. One element of the key for all of them is then faster than one for each.
-        none = " and ".join(f"{name} is None" for name in absent)
-        elements.append(f"None if {none} else ({', '.join(absent.values())},)")
+        none = " and ".join(condition for condition, _ in absent.values())
+        elements.append(f"None if {none} else ({', '.join(element for _, element in absent.values())},)")
     return ", ".join(elements)
 
 
@@ -182,7 +188,11 @@ def eager(
     written = [p for p in schema.parameters.values() if p.name in mutates]
     call = define(
         "__call__",
-        source(signature, memo_key(schema), *([p.name for p in written if p.kind == k] for k in ("tensor", "tensors"))),
+        source(
+            signature,
+            memo_key(signature, schema),
+            *([p.name for p in written if p.kind == k] for k in ("tensor", "tensors")),
+        ),
         {"_memo": memo, **states, **f.scope},
         f"dispatch of {name}",
     )

@@ -1,6 +1,7 @@
 """Which implementation runs: pin, then order of registration, then (if allowed) the reference, else an error."""
 
 import decimal
+import functools
 import os
 import subprocess
 import sys
@@ -428,7 +429,9 @@ def test_a_synchronous_device_pays_nothing_and_its_errors_stay_as_they_are(toy, 
             raise RuntimeError("of the program")
 
 
-def test_an_op_with_many_options_passes_them_all_on(make_backend):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_op_with_many_options_passes_them_all_on(make_backend, wrapped):
+    """Options are bound as defaults of a Python function; a wrapper of another signature receives them by name."""
     backend, received = make_backend(), []
     header = fragments(ops.flash_attention.signature)
     attention = define(
@@ -437,10 +440,12 @@ def test_an_op_with_many_options_passes_them_all_on(make_backend):
         {**header.scope, "_received": received},
         "recording attention",
     )
-    backend.impl(ops.flash_attention, id="a", version=ops.flash_attention.version)(attention)
+    function = functools.wraps(attention)(lambda *args, **kwargs: attention(*args, **kwargs)) if wrapped else attention
+    backend.impl(ops.flash_attention, id="a", version=ops.flash_attention.version)(function)
     q, options = torch.zeros(4, 2, 8), {"layout": "SBH", "num_heads": 2}
     bias = torch.zeros(2, 4, 4)
     calls = [{}, {}, {"next_tokens": 0}, {"next_tokens": 0}, {"scale": 0.5}, {"bias": bias}, {"bias": bias}, {}]
+    calls += [{"return_lse": True}, {"return_lse": False}]
     calls += [{"dropout_p": 0.1, "rng": hal.Rng(1, 0)}, {"dropout_p": 0.1, "rng": hal.Rng(2, 0)}]
     with hal.activated(backend()):
         for more in calls:
