@@ -5,46 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+import hal.nn
 from hal import HalError, ops
 
 from .rng_tracker import next_stream
 
 
-class HalNorm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, also under sequence parallelism.
+class HalNorm:
+    """Makes a hal.nn.LayerNorm or RMSNorm of megatron-core's arguments, as its TENorm makes Transformer Engine's.
 
-    Parameters `weight` and, for LayerNorm, `bias`; with zero-centered gamma `weight` is gamma - 1.
+    Only config, hidden_size and eps are used. With zero-centered gamma `weight` is gamma - 1. Raises HalError for a
+    normalization that HAL lacks.
     """
 
-    def __init__(
-        self,
+    def __new__(  # type: ignore[misc]  # not an instance of this class
+        cls,
         config: Any,
         hidden_size: int,
         eps: float = 1e-5,
         persist_layer_norm: bool = False,
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
-    ) -> None:
-        super().__init__()
+    ) -> hal.nn.LayerNorm | hal.nn.RMSNorm:
         if config.normalization not in ("LayerNorm", "RMSNorm"):
             raise HalError(f"normalization {config.normalization!r}: HAL has LayerNorm and RMSNorm")
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0))
-        self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
-        for parameter in self.parameters():
+        norm: hal.nn.LayerNorm | hal.nn.RMSNorm = getattr(hal.nn, config.normalization)(hidden_size, eps)
+        if config.layernorm_zero_centered_gamma:
+            nn.init.zeros_(norm.weight)
+            norm.offset = 1.0
+        for parameter in norm.parameters():
             # Each rank normalises its part of the sequence; this mark makes megatron-core sum the gradients over ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1.0 if self.zero_centered else self.weight
-        if self.bias is None:
-            return ops.rms_norm(x, weight, self.eps)
-        return ops.layer_norm(x, weight, self.bias, self.eps)
+        return norm
 
 
 class HalMLP(MLP):
