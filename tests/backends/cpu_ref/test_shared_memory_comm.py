@@ -173,6 +173,7 @@ def test_groups_have_segments_of_their_own() -> None:
 
 
 def _late(folder: str) -> object:
+    shared().barrier()  # processes may need more than a second to start
     comm = shared(timeout=1.0)
     comm.barrier()
     return timeout_without(comm, 1, folder)
