@@ -1,23 +1,25 @@
 """Converts the `args` in Megatron-LM's checkpoints to HAL's options and back.
 
-Features that HAL's model does not have are refused by name.
+Features that HAL does not convert from or to these checkpoints are refused by name.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...checkpoint.saved_config import model_options
 from ...config.command_line import convert
 from ...config.schema import Config
 from ...config.tokenizer_options import KINDS, OPTIONS
 from .weights import ConversionError, Weights, require
 
-_SAME = (
+_SHARED = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -37,8 +39,8 @@ _SAME = (
     "hidden_dropout",
     "init_method_std",
 )
-# Features that HAL's model does not have, by the arg that turns them on. 0, 1 and False are neutral.
-_FOREIGN = {
+# Features that are not read from these checkpoints, by the arg that turns them on. 0, 1 and False are neutral.
+_UNSUPPORTED = {
     "num_experts": "experts",
     "qk_layernorm": "norms of queries and keys",
     "multi_latent_attention": "multi-latent attention",
@@ -61,12 +63,16 @@ _FOREIGN = {
     "experimental_attention_variant": "an experimental attention variant",
 }
 # The same, for args of which 1 is not neutral.
-_NOT_EVEN_ONE = {
+_UNSUPPORTED_EVEN_IF_ONE = {
     "softmax_scale": "a custom attention scale",
     "glu_linear_offset": "an offset in the gated MLP",
     "activation_func_clamp_value": "a clamped activation",
     "no_rope_freq": "layers without rotary positions",
 }
+
+
+# Model options that do not change what the weights compute.
+_NOT_SHAPING = {"embedding_init_method_std", "use_flash_attn", "shape_order", "mask_padded_vocab", "pad_vocab_size_to"}
 
 
 def saved_args(state: Any, where: Path) -> tuple[Mapping[str, Any], int, float]:
@@ -79,30 +85,40 @@ def saved_args(state: Any, where: Path) -> tuple[Mapping[str, Any], int, float]:
     require(valid, f"{where}: args should be options by name; found {type(args).__name__}")
     iteration, version = state.get("iteration"), state.get("checkpoint_version", 0.0)
     iteration = 0 if iteration is None else iteration
-    require(type(iteration) is int and iteration >= 0, f"{where}: iteration should be a number; found {iteration!r}")
+    require(
+        type(iteration) is int and iteration >= 0,
+        f"{where}: iteration should be an integer of at least 0; found {iteration!r}",
+    )
     valid = isinstance(version, (int, float)) and 0 <= version < 100
-    require(valid, f"{where}: checkpoint_version should be a number; found {version!r}")
+    require(valid, f"{where}: checkpoint_version should be a number from 0 to 100; found {version!r}")
     return args, iteration, float(version)
 
 
 def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """Model options of a Config. Raises ConversionError for unsupported features and for values of a wrong type."""
-    for name, what in _FOREIGN.items():
+    for name, what in _UNSUPPORTED.items():
         value = args.get(name)
         neutral = not value or (value == 1 and value is not True)
-        require(neutral, f"the model has {what} ({name} = {value!r}), which HAL's model does not have")
-    for name, what in _NOT_EVEN_ONE.items():
+        require(
+            neutral,
+            f"the model has {what} ({name} = {value!r}), which HAL does not convert from Megatron's checkpoints",
+        )
+    for name, what in _UNSUPPORTED_EVEN_IF_ONE.items():
         value = args.get(name)
         require(
-            value in (None, 0, False), f"the model has {what} ({name} = {value!r}), which HAL's model does not have"
+            value in (None, 0, False),
+            f"the model has {what} ({name} = {value!r}), which HAL does not convert from Megatron's checkpoints",
         )
     softmax, rope = args.get("softmax_type"), args.get("rope_type")
     require(
         softmax in (None, "vanilla"),
-        f"the softmax of attention is of type {softmax!r}, which HAL's model does not have",
+        f"the softmax of attention is of type {softmax!r}, which HAL does not convert from Megatron's checkpoints",
     )
-    require(rope in (None, "rope"), f"rotary positions are of type {rope!r}, which HAL's model does not have")
-    options = {name: args[name] for name in _SAME if args.get(name) is not None}
+    require(
+        rope in (None, "rope"),
+        f"rotary positions are of type {rope!r}, which HAL does not convert from Megatron's checkpoints",
+    )
+    options = {name: args[name] for name in _SHARED if args.get(name) is not None}
     if "norm_epsilon" not in options and args.get("layernorm_epsilon") is not None:
         options["norm_epsilon"] = args["layernorm_epsilon"]
     if args.get("group_query_attention"):
@@ -110,7 +126,7 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     rotary = args.get("use_rotary_position_embeddings") or args.get("position_embedding_type") == "rope"
     options["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
     options["disable_bias_linear"] = not args.get("add_bias_linear", True)
-    if args.get("is_x_model"):  # of megatron_npu
+    if args.get("is_x_model"):  # set by megatron_npu, whose MLP is then a GEGLU
         width = args.get("ffn_hidden_size")
         if not isinstance(width, int) or width % 2:
             raise ConversionError(f"ffn_hidden_size {width!r} should be two equal halves")
@@ -136,37 +152,13 @@ def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) -> argparse.Namespace:
-    """The args for Megatron's checkpoints. Raises ConversionError for features that Megatron's GPT does not have."""
-    for name, off in (
-        ("use_sandwich_norm", False),
-        ("use_parallel_residual", False),
-        ("geglu", False),
-        ("add_dense_bias", False),
-        ("add_mlp_bias", False),
-        ("noop_layers", ()),
-        ("window", (None, 0)),
-        ("attn_logit_softcapping", None),
-        ("output_logit_softcapping", None),
-        ("embedding_multiplier_scale", 1.0),
-        ("residual_multiplier", 1.0),
-        ("output_multiplier_scale", 1.0),
-        ("rotary_seq_len_interpolation_factor", 1.0),
-    ):
-        if getattr(config, name) != off:
-            raise ConversionError(f"Megatron's GPT has no --{name.replace('_', '-')}")
-    for name in (
-        "qk_layernorm",
-        "squared_relu",
-        "use_rope_scaling",
-        "apply_layernorm_1p",
-        "softmax_scale",
-        "no_rope_freq",
-    ):
-        require(not getattr(config, name), f"--{name.replace('_', '-')} is not converted yet")
-    require(config.gelu_approximate != "fast" or config.swiglu, "Megatron's GPT has no --gelu-approximate fast")
+    """The args of Megatron's checkpoints for the model of `weights`, whose Config is `config`.
+
+    padded: rows of the padded vocabulary. Raises ConversionError if they would describe another model.
+    """
     groups = config.num_query_groups
-    return argparse.Namespace(
-        **{name: getattr(config, name) for name in _SAME},
+    args = argparse.Namespace(
+        **{name: getattr(config, name) for name in _SHARED},
         position_embedding_type=config.position_embedding_type,
         use_rotary_position_embeddings=config.position_embedding_type == "rope",
         group_query_attention=groups != config.num_attention_heads,
@@ -190,3 +182,9 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         **{name: getattr(config, name) for name in OPTIONS},
         tokenizer_type=config.tokenizer_type,
     )
+    read = replace(weights, options=options_of(vars(args)))
+    described = read.config(make_vocab_size_divisible_by=config.make_vocab_size_divisible_by)
+    lost = [n for n in model_options() if n not in _NOT_SHAPING and getattr(described, n) != getattr(config, n)]
+    names = ", ".join("--" + name.replace("_", "-") for name in lost)
+    require(not lost, f"{names} of this model: not converted to Megatron's checkpoints")
+    return args

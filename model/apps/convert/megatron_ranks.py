@@ -129,7 +129,9 @@ def _states(folder: Path) -> dict[tuple[int, int], Mapping[str, Any]]:
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
         if match is None:
-            raise ConversionError(f"{path} belongs to a layout with experts, which HAL's model does not have")
+            raise ConversionError(
+                f"{path} belongs to a layout with experts, which HAL does not convert from Megatron's checkpoints"
+            )
         paths[int(match[1]), int(match[2] or 0)] = path / _FILE
     tp, pp = 1 + max(t for t, _ in paths), 1 + max(p for _, p in paths)
     missing = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in paths or not paths[t, p].is_file()]

@@ -33,10 +33,10 @@ def random_weights(
     """A GPT with every parameter random (biases and norms too), as Weights."""
     config = Config(**options, make_vocab_size_divisible_by=1)
     config.set_vocabulary(vocabulary)
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, p in GPT(config, torch.device("cpu")).named_parameters():
-        noise = torch.randn(p.shape, generator=draw)
+        noise = torch.randn(p.shape, generator=generator)
         tensors[name] = ((1.0 if "layernorm.weight" in name else 0.0) + 0.2 * noise).to(dtype)
     return Weights(dict(options), tensors)
 
@@ -57,7 +57,7 @@ def same(a: Weights, b: Weights) -> None:
         assert torch.equal(a.tensors[name], b.tensors[name]), name
     one, other = (w.config(make_vocab_size_divisible_by=1, tokenizer_type="ByteTokenizer") for w in (a, b))
     for option in vars(one):
-        # The last is on for what comes from Hugging Face, whatever it was made of.
+        # mask_padded_vocab is always on in models that were read from Hugging Face's format.
         ignored = ("given", "padded_vocab_size", "vocab_size", "vocab_file", "merge_file", "tokenizer_model")
         if option not in (*ignored, "mask_padded_vocab"):
             assert getattr(one, option) == getattr(other, option), option

@@ -142,6 +142,27 @@ def test_a_distributed_checkpoint_holds_the_same_model(options: Any, tmp_path: P
     same(megatron_distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
 
 
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({**GPT2, "geglu": True}, "--geglu"),
+        ({**GPT2, "use_sandwich_norm": True}, "--use-sandwich-norm"),
+        ({**GPT2, "pre_tokens": 3}, "--pre-tokens"),
+        ({**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5}, "--qk-layernorm, --softmax-scale"),
+        ({**LLAMA, "rope_type": "yarn", "rotary_scaling_factor": 4.0}, "--rope-type, --rotary-scaling-factor"),
+        ({**LLAMA, "rotary_seq_len_interpolation_factor": 2.0}, "--rotary-seq-len-interpolation-factor"),
+        ({**LLAMA, "num_experts": 2}, "--num-experts"),
+    ],
+)
+@pytest.mark.parametrize("write", [megatron_ranks.write, megatron_distributed.write])
+def test_a_model_that_the_args_would_not_describe_is_not_written(
+    options: Any, named: str, write: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(HalError, match=named):
+        write(random_weights(options), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def _as_before_core(weights: Any, version: float, tp: int) -> list[dict[str, Any]]:
     """The ranks' states as Megatron-LM stored them before megatron-core, under the names and orders of `version`."""
     old = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
