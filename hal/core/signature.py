@@ -105,12 +105,14 @@ class Schema:
     def of(cls, reference: Callable[..., Any]) -> Schema:
         """The schema of a reference function.
 
-        Raises HalError, which names the op and the parameter, for a hint that is missing, that cannot be resolved, or
-        whose type is none of those that every part of HAL can handle.
+        Raises HalError, which names the op and the parameter, for *args and **kwargs, and for a hint that is missing,
+        that cannot be resolved, or whose type is none of those that every part of HAL can handle.
         """
         signature = inspect.signature(reference)
         parameters = {}
         for name, p in signature.parameters.items():
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise HalError(f"op '{reference.__name__}': an op cannot take {p}; name its parameters")
             parameter = _parameter(name, _resolved(reference, f"parameter '{name}'", p.annotation))
             if parameter is None:
                 raise HalError(
@@ -122,7 +124,7 @@ class Schema:
         if returns is None:
             raise HalError(
                 f"op '{reference.__name__}': the result has the type hint {_text(signature.return_annotation)}; an op "
-                "returns None, a Tensor, a tuple of Tensors, or one of the latter two"
+                "returns None, a Tensor, a tuple of Tensors, or either of the last two (Tensor | tuple[Tensor, ...])"
             )
         return cls(parameters, returns)
 
@@ -238,7 +240,7 @@ def fragments(signature: inspect.Signature) -> Fragments:
 
 
 def define(name: str, source: str, scope: dict[str, Any], where: str) -> Callable[..., Any]:
-    """Runs `source`, which defines `name`, in `scope`; `where` shows up in tracebacks."""
+    """Runs `source`, which defines `name`, in `scope`; `where` appears in tracebacks."""
     exec(compile(source, f"<hal: {where}>", "exec"), scope)
     function: Callable[..., Any] = scope[name]
     return function

@@ -82,6 +82,18 @@ def test_every_spelling_of_a_type_is_the_same_parameter(
     assert (parameters[0].kind, parameters[0].optional, parameters[0].type_name) == (kind, optional, spelling)
 
 
+def test_an_op_names_its_parameters() -> None:
+    def summed(x: Tensor, *rest: Tensor) -> Tensor:
+        return x
+
+    def scaled(x: Tensor, **rest: float) -> Tensor:
+        return x
+
+    for reference, named in ((summed, r"\*rest"), (scaled, r"\*\*rest")):
+        with pytest.raises(hal.HalError, match=f"op '{reference.__name__}': an op cannot take {named}"):
+            Schema.of(reference)
+
+
 @pytest.mark.parametrize(
     "hint, accepted, refused",
     [
