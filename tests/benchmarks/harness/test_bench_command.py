@@ -42,6 +42,7 @@ def bench(monkeypatch):
         (runner.Results([row(2.0)]), 2),  # a run without anything to check does not pass
         (runner.Results(), 2),
         (runner.Results([row(2.0, 1.5)], interrupted=True), 1),
+        (runner.Results([], interrupted=True), 1),
     ],
 )
 def test_check_exit_codes(bench, results, status):
