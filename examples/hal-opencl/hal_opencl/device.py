@@ -1,13 +1,14 @@
 """The opencl backend: any OpenCL 1.2 device, on tensors in host memory.
 
-torch has no OpenCL device, so `device()` is torch's CPU; memory.py gives kernels access to its tensors. Probing only
-queries the drivers and opens no device.
+torch has no OpenCL device, so `device()` returns torch's CPU device; memory.py gives kernels access to its tensors.
+Probing only queries the drivers and opens no device.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ class OpenCL(hal.Backend):
         device shares memory with the host.
     lanes, group: the shape of kernels (see kernels/common.h); default: what the device prefers.
     profile: measure the time of every kernel, see `kernel_times`.
+
+    Raises HalError for an unknown memory mode.
     """
 
     name = "opencl"
@@ -51,17 +54,20 @@ class OpenCL(hal.Backend):
 
     def probe(self) -> hal.Probe:
         try:
-            available = devices()
+            return self._probed(devices())
         except hal.BackendUnavailable as error:
             return hal.Probe(False, 0, str(error))
         except Exception as error:  # a probe must never raise, even with a broken driver
             return hal.Probe(False, 0, f"looking for an OpenCL device failed: {type(error).__name__}: {error}")
+
+    def _probed(self, available: Sequence[Any]) -> hal.Probe:
+        """The result of a probe that found these devices. Raises what the drivers raise."""
         facts = {f"device {i}": f"{d.name.strip()}, {d.version.strip()}" for i, d in enumerate(available)}
         if not available:
-            return hal.Probe(False, 0, "the OpenCL drivers show no device")
+            return hal.Probe(False, 0, "the OpenCL drivers report no device")
         number = self._number(len(available))
         if not 0 <= number < len(available):
-            reason = f"device_number={number}, but the OpenCL drivers show {len(available)} device(s)"
+            reason = f"device_number={number}, but the OpenCL drivers report {len(available)} device(s)"
             return hal.Probe(False, 0, reason, facts)
         chosen = available[number]
         if unfit(chosen):

@@ -37,8 +37,8 @@ def product(call: KernelCall, a: Tensor, b: Tensor, bias: Tensor | None, c: Tens
     """c [m, n] = a [m, k] b [n, k]^T + bias [n]."""
     if not c.numel():
         return
-    (left, rows), (right, columns) = _pack(call, a, _MR), _pack(call, b, _NV * engine().lanes)
-    grid = (-(-rows // engine().group), columns)
+    (left, row_panels), (right, column_panels) = _pack(call, a, _MR), _pack(call, b, _NV * engine().lanes)
+    grid = (-(-row_panels // engine().group), column_panels)
     call.run("linear", "multiply", _types(c), grid, left, right, bias, Out(c), *c.shape, a.shape[1])
 
 

@@ -142,7 +142,7 @@ def test_kernels_are_timed_when_asked(use):
 def test_what_the_constructor_refuses():
     with pytest.raises(hal.HalError, match="unknown memory mode 'shared'; choose one of auto, zero_copy, staging"):
         hal.use("opencl", memory="shared")
-    with pytest.raises(hal.BackendUnavailable, match="device_number=99, but the OpenCL drivers show"):
+    with pytest.raises(hal.BackendUnavailable, match="device_number=99, but the OpenCL drivers report"):
         hal.use("opencl", device_number=99)
     with pytest.raises(hal.HalError, match="lanes must be 1, 4, 8 or 16 and group a power of 2; got 3"):
         hal.use("opencl", lanes=3)
@@ -187,6 +187,12 @@ def test_a_device_that_cannot_run_the_kernels_is_refused(opencl, monkeypatch, ch
     probe = OpenCL().probe()
     assert probe.ok == (not reason)
     assert reason in probe.reason
+
+
+def test_a_probe_does_not_raise(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    probe = OpenCL().probe()
+    assert not probe.ok and "looking for an OpenCL device failed: ValueError" in probe.reason
 
 
 @pytest.mark.parametrize("rank, number", [(None, 0), ("0", 0), ("1", 1), ("2", 0)])
