@@ -1,7 +1,7 @@
 """Collectives of several ranks on one clock, and the time that each rank waited for others to arrive.
 
-A rank waits in a collective from its own arrival until the last rank's; the rest of the time that it is blocked, data
-are moved. Collectives of a group are matched by their order, which is the same on all of its ranks.
+A rank waits in a collective from its own arrival until the last rank arrives; the rest of its blocked time is data
+transfer. Collectives of a group are matched by their order, which is the same on all of its ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..comm.contract import Comm
 from ..spans import Span
 
 _ROUNDS = 9
+"""Barriers whose median difference is taken, so that a few that a rank left late do not count."""
 
 
 def clock_offset(world: Comm) -> int:
@@ -53,7 +54,10 @@ class Collective:
 
 
 def collectives(recorded: Sequence[Span], offset: int = 0) -> list[Collective]:
-    """The collectives of a rank's spans. Exchanges are not counted, because their partners differ from rank to rank."""
+    """The collectives of a rank's spans, with `offset` (see `clock_offset`) added to their times.
+
+    Exchanges are not counted, because their partners differ from rank to rank.
+    """
     numbers: dict[str, int] = defaultdict(int)
     started: dict[tuple[str, str], list[tuple[int, Span]]] = defaultdict(list)
     result = []
@@ -85,8 +89,8 @@ def collectives(recorded: Sequence[Span], offset: int = 0) -> list[Collective]:
 def waiting(ranks: Mapping[int, Sequence[Collective]]) -> dict[int, list[tuple[Collective, float]]]:
     """For each rank, its collectives with the seconds that it was blocked before the last of these ranks arrived."""
     last: dict[tuple[str, int], int] = {}
-    for of_rank in ranks.values():
-        for c in of_rank:
+    for collectives_of_rank in ranks.values():
+        for c in collectives_of_rank:
             key = c.group, c.number
             last[key] = max(last.get(key, c.arrived), c.arrived)
 
@@ -94,9 +98,9 @@ def waiting(ranks: Mapping[int, Sequence[Collective]]) -> dict[int, list[tuple[C
         begin, end = c.blocked
         return max(0, min(end, last[c.group, c.number]) - begin) * 1e-9
 
-    return {rank: [(c, waited(c)) for c in of_rank] for rank, of_rank in ranks.items()}
+    return {rank: [(c, waited(c)) for c in own] for rank, own in ranks.items()}
 
 
-def as_json(of: Sequence[Collective]) -> list[list[Any]]:
+def as_json(collectives: Sequence[Collective]) -> list[list[Any]]:
     """Rows [group, number, name, bytes, arrived, begin, end]."""
-    return [[c.group, c.number, c.name, c.size, c.arrived, *c.blocked] for c in of]
+    return [[c.group, c.number, c.name, c.size, c.arrived, *c.blocked] for c in collectives]

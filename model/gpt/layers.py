@@ -81,9 +81,10 @@ class ColumnParallelLinear(hal.nn.Linear):
         return column_linear(x, self.weight, self.bias, self.parallel)
 
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
-        """The activation, one of `ops.linear_bias_activation`, of the product."""
+        """activation(x W^T + bias), `activation` as in ops.linear_bias_activation: [..., in] -> [..., out / ranks], of
+        which a gated activation leaves half."""
         if self.parallel.sequence or _main_grads(self.weight, None) is not None:
-            y = column_linear(x, self.weight, None, self.parallel)  # a product with a its own backward pass
+            y = column_linear(x, self.weight, None, self.parallel)  # a product with its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
             return (ops.geglu if activation == "geglu" else ops.bias_gelu)(y, self.bias, approximate)
@@ -198,7 +199,7 @@ class VocabParallelEmbedding(hal.nn.Embedding):
         super().__init__(shape[0] // init.parallel.tp.size, shape[1], device=UNALLOCATED)
         self.parallel = init.parallel
         self.weight = init.weight(f"{name}.weight", shape, config.embedding_init_method_std, Shard(0))
-        # Rounded to the model's dtype, as where the factor is a tensor (Gemma).
+        # Rounded to the model's dtype, because Gemma stores the factor as a tensor of it.
         self.multiplier = torch.tensor(config.embedding_multiplier_scale, dtype=init.dtype, device="cpu").item()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -209,14 +210,14 @@ class VocabParallelEmbedding(hal.nn.Embedding):
 
 
 class LayerNorm(hal.nn.LayerNorm):
-    """hal.nn's, whose result is in the model's dtype; x may be float32 (--fp32-residual-connection)."""
+    """hal.nn.LayerNorm whose result is in the model's dtype; x may be float32 (--fp32-residual-connection)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.weight.dtype)
 
 
 class RMSNorm(hal.nn.RMSNorm):
-    """Likewise."""
+    """hal.nn.RMSNorm whose result is in the model's dtype; x may be float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.weight.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 from ..config.schema import Config, ConfigError
 from ..data.gpt_dataset import Split
 
-_ELSEWHERE = frozenset(
+_NOT_COMPARED = frozenset(
     [
         "backend",
         "simulate",
@@ -105,8 +105,8 @@ _ELSEWHERE = frozenset(
         "use_flash_attn",
     ]
 )
-"""Options that determine where and how a run is executed, not what it computes; and paths and the seed, whose meaning
-is compared apart from their values."""
+"""Options that determine where and how a run is executed, not what it computes; and paths and the seed, of which
+`differences` compares the content (data, tokenizer) or reports a change in words of its own (seed)."""
 
 
 def data_state(data: Mapping[str, Split]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def differences(state: Mapping[str, Any], config: Config, data: Mapping[str, Spl
     differs from the checkpoint's.
     """
     notes = _hyperparameters(state, config)
-    changed, moved = _data(state, data)
+    changed, uncertain = _data(state, data)
     if changed and not (config.accept_changed_data or config.new_dataset):
         raise ConfigError(
             f"the checkpoint {folder} was made with other data: {'; '.join(changed)}. Give the data it was made with, "
@@ -135,7 +135,7 @@ def differences(state: Mapping[str, Any], config: Config, data: Mapping[str, Spl
                 "default; the same seed continues it exactly, and one given with --seed replaces it"
             )
         notes.append(f"seed {rng[0]} -> {config.seed}: dropout and the order of the data change")
-    return [f"changed since {folder.name}: {note}" for note in (*notes, *changed, *moved)]
+    return [f"changed since {folder.name}: {note}" for note in (*notes, *changed, *uncertain)]
 
 
 def _hyperparameters(state: Mapping[str, Any], config: Config) -> list[str]:
@@ -143,7 +143,7 @@ def _hyperparameters(state: Mapping[str, Any], config: Config) -> list[str]:
     if not isinstance(saved, dict):
         return []
     notes = []
-    for name in sorted(set(saved) - _ELSEWHERE):
+    for name in sorted(set(saved) - _NOT_COMPARED):
         # A checkpoint may be of another version, with other options; JSON has lists in place of tuples.
         now = getattr(config, name, saved[name])
         if (list(now) if isinstance(now, tuple) else now) != saved[name]:
@@ -156,7 +156,7 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
     saved_splits = state.get("data")
     if not isinstance(saved_splits, dict):
         return [], []
-    changed, moved = [], []
+    changed, uncertain = [], []
     for name, split in data.items():
         saved = saved_splits.get(name)
         if not isinstance(saved, dict) or not split.source:
@@ -165,23 +165,25 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
             changed.append(f"the tokenizer of the {name} split has another fingerprint")
         before, after = saved.get("files"), split.source["files"]
         if not isinstance(before, list) or len(before) != len(after):
-            changed.append(f"the {name} split has another number of files")
+            changed.append(f"the {name} split has a different number of files")
             continue
         now = split.source
         if "weights" in saved and saved["weights"] != now.get("weights"):
-            changed.append(f"the {name} split has its files with the weights {_brief(saved, 'weights', now)}")
+            changed.append(f"the weights of the {name} split's files changed: {_brief(saved, 'weights', now)}")
         if "parts" in saved and saved["parts"] != now.get("parts"):
-            moved.append(
+            uncertain.append(
                 f"the {name} split may have other samples or another order of them: [first sequence, last sequence, "
                 f"samples if more than one epoch] of each file {_brief(saved, 'parts', now)}"
             )
         for old, new in zip(before, after):
             if not isinstance(old, dict) or old.get("sha256") != new["sha256"]:
                 size = old.get("bytes") if isinstance(old, dict) else None
-                changed.append(f"the {name} split has {new['prefix']} ({size} -> {new['bytes']} bytes)")
+                changed.append(
+                    f"{new['prefix']} of the {name} split has other contents ({size} -> {new['bytes']} bytes)"
+                )
             elif not new["complete"] and old.get("modified") != new["modified"]:
-                moved.append(f"{new['prefix']} was modified or copied; the sampled parts of it are the same")
-    return changed, moved
+                uncertain.append(f"{new['prefix']} was modified or copied; the sampled parts of it are the same")
+    return changed, uncertain
 
 
 def _brief(saved: Mapping[str, Any], key: str, now: Mapping[str, Any]) -> str:

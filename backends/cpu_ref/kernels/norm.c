@@ -1,6 +1,6 @@
 // Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
 //
-// Forward, per row: mean, then the variance around it (two passes over a row that stays in L1: no cancellation), then
+// Forward, per row: mean, then the variance around it (two passes over a row that stays in L1 or L2: no cancellation), then
 // y = (x - mean) rstd w + b. Backward, with n = (x - mean) rstd and g = dy w:
 //   dx = rstd (g - mean(g) - n mean(g n)),   dw = sum over rows of dy n,   db = sum over rows of dy.
 // The backward pass takes four rows at a time: the two means first, then one sweep over the columns writes four rows of
@@ -91,8 +91,8 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
     }
 }
 
-// `columns` columns of `count` rows: writes dx in rows of to_width, or to consecutive cache lines if `line` is given,
-// and adds their contribution to the running sums dw and db.
+// `columns` columns of `count` rows: writes dx in rows of to_width, or to line [count][columns] if it is given, and
+// adds their contribution to the running sums dw and db (db only if `centered`).
 HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, const T *x, const T *dy, const real *weight,
                                        const real *mean, const real *rstd, const real *g_mean, const real *gn_mean, T *to,
                                        int64_t to_width, real *line, double *dw, double *db, int64_t columns,
@@ -121,7 +121,7 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
     }
 }
 
-// dx of `count` (a compile-time constant) rows and their contribution to the running sums dw and db (0 for RMS norm).
+// dx of `count` (a compile-time constant) rows and their contribution to the running sums dw and db (db only if `centered`).
 HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const int stream, const T *x, const T *dy,
                                     const real *weight, const real *means, const real *rstds, T *dx, double *dw, double *db,
                                     int64_t width) {
@@ -163,6 +163,7 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
                                dw + i, db + i, width - i, width);
 }
 
+// The same for the rows begin ... end - 1, ROWS at a time.
 HAL_INLINE void NAME(norm_bwd_piece)(const int centered, const int stream, const T *x, const T *dy, const real *weight,
                                      const real *means, const real *rstds, T *dx, double *dw, double *db, int64_t begin,
                                      int64_t end, int64_t width) {

@@ -30,25 +30,25 @@ def kept(options: dict[str, Any], comm: Comm, x: Tensor, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", str(comm.size))
     contexts, packed = kept_inputs(build(options), Parallel(comm)), []
 
-    def contexts_that_show() -> Any:
+    def recording_contexts() -> Any:
         hooks: Any = contexts()
         pack = hooks.pack_hook
 
-        def shown(x: Tensor) -> Any:
+        def record(x: Tensor) -> Any:
             packed.append(pack(x))
             return packed[-1]
 
-        hooks.pack_hook = shown
+        hooks.pack_hook = record
         return hooks
 
     x = x.clone().requires_grad_()
-    recompute(lambda t: (t * t).sin().sum(), x, kept=contexts_that_show).backward()
+    recompute(lambda t: (t * t).sin().sum(), x, kept=recording_contexts).backward()
     assert x.grad is not None
     return sum(of.untyped_storage().nbytes() // of.element_size() for of, *_ in packed), x.grad
 
 
 @pytest.mark.parametrize("shape, share", [((4, 2, 6), 24), ((3, 1, 5), 15)])
-def test_each_rank_keeps_its_share_if_the_elements_can_be_shared(
+def test_each_rank_keeps_its_share_if_their_number_is_divisible(
     shape: tuple[int, ...], share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(shape)

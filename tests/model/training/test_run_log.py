@@ -1,4 +1,4 @@
-"""run.json while a run goes on."""
+"""The log lines, the run.json and the plot that RunLog writes."""
 
 import io
 import json
