@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import GPT2, random_weights
+from models import GPT2, random_weights, same
 
 from hal.cli.convert import main
 from hal.model.apps.convert import hal_format, huggingface
@@ -125,6 +125,16 @@ def test_a_vocabulary_and_merges_keep_the_settings_of_their_folder(tmp_path: Pat
     assert theirs.model_max_length == 77 and theirs.apply_chat_template(MESSAGES, tokenize=False) == "[hi]"
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
     assert (config.eos_token_id, config.top_k) == ([0, 5], 7)
+
+
+def test_a_model_with_more_ids_than_its_tokenizer_keeps_them(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    weights = a_folder(tmp_path, SETTINGS, 320)
+    assert build_tokenizer(weights.config(make_vocab_size_divisible_by=1)).vocab_size < 320
+    hal_format.write(weights, tmp_path / "ours")
+    back = hal_format.read(tmp_path / "ours")
+    assert back.vocabulary == 320 and hal_format.read(tmp_path / "ours", vocabulary=300).vocabulary == 300
+    same(weights, back)
 
 
 def test_files_that_several_tokenizers_read_differently_are_refused(tmp_path: Path) -> None:
