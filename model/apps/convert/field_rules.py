@@ -176,7 +176,8 @@ def window(layers: Pattern | None = None, *, switch: bool = False, default: int 
 
     def write(c: Config) -> Options:
         sliding = [c.window_of(n) != (None, 0) for n in range(c.num_layers)]
-        fields: Options = {"sliding_window": None if c.pre_tokens is None else c.pre_tokens + 1}
+        # Where files without a width have one, so has a model that does not use it.
+        fields: Options = {"sliding_window": default if c.pre_tokens is None else c.pre_tokens + 1}
         if layers is not None:
             fields["layer_types"] = [names[entry] for entry in sliding]
         if switch:

@@ -180,6 +180,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "hidden_activation": "gelu",
         },
     ),
+    "gemma2-without-windows": ("gemma2", "Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 4096}),
     "granite": (
         "granite",
         "Granite",
@@ -283,6 +284,7 @@ NIGHTLY = (
     "qwen2-some-layers",
     "gemma",
     "gemma2-uncapped",
+    "gemma2-without-windows",
     "smollm3-window",
     "arcee",
     "nemotron",
