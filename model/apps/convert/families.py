@@ -23,6 +23,7 @@ from .family import (
 )
 from .field_rules import (
     Rule,
+    attention_biases,
     behind,
     cap,
     choice,
@@ -143,7 +144,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    llama_like(*GROUPED, NO_BIAS_FIELD, QK_NORM, rope(), window(behind, switch=True)),
+    llama_like(*GROUPED, attention_biases(), QK_NORM, rope(), window(behind, switch=True)),
     layer={**DENSE, **QK_NORMS},
 )
 PHI3 = Family(
@@ -176,7 +177,7 @@ GPT_NEOX = Family(
         number("hidden_dropout", "hidden_dropout", 0.0),
         choice("hidden_act", GELU, "gelu"),
         choice("use_parallel_residual", {n: {"use_parallel_residual": n} for n in (True, False)}, True),
-        constant("attention_bias", True),
+        attention_biases(True, mlp=True),
         untied(False),
         old_names(rope(partial=True, percent=0.25), rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     ),
@@ -342,7 +343,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     llama_like(
         *GROUPED,
-        NO_BIAS_FIELD,
+        attention_biases(),
         QK_NORM,
         old_names(required("num_experts", "num_experts"), num_experts="num_local_experts"),
         count("moe_router_topk", "num_experts_per_tok", 8),
@@ -359,7 +360,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     llama_like(
-        NO_BIAS_FIELD,
+        constant("attention_bias", False, options={"disable_bias_linear": True}),
         written("num_key_value_heads", "num_attention_heads"),
         fixed(multi_latent_attention=True, qk_layernorm=True),
         fixed(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),

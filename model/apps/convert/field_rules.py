@@ -93,21 +93,28 @@ def written(field: str, option: str) -> Rule:
     return Rule((field,), lambda f: {}, lambda c: {field: getattr(c, option)})
 
 
+def _biases(attention: bool, mlp: bool) -> Options:
+    if attention and mlp:
+        return {"disable_bias_linear": False}
+    return {"disable_bias_linear": True, "add_qkv_bias": attention, "add_dense_bias": attention, "add_mlp_bias": mlp}
+
+
 def linear_biases() -> Rule:
-    """Llama's biases, in all linear layers or in none."""
+    """Llama's biases: those of attention's two layers, and those of the MLP's."""
+    return Rule(
+        ("attention_bias", "mlp_bias"),
+        lambda f: _biases(f.flag("attention_bias", False), f.flag("mlp_bias", False)),
+        lambda c: {"attention_bias": c.projection_bias, "mlp_bias": c.mlp_bias},
+    )
 
-    def read(f: Fields) -> Options:
-        bias = f.flag("attention_bias", False)
-        require(
-            bias == f.flag("mlp_bias", False),
-            "biases only in attention or only in the MLP have no counterpart in HAL's model",
-        )
-        return {"disable_bias_linear": not bias}
 
-    def write(c: Config) -> Options:
-        return {"attention_bias": not c.disable_bias_linear, "mlp_bias": not c.disable_bias_linear}
-
-    return Rule(("attention_bias", "mlp_bias"), read, write)
+def attention_biases(default: bool = False, *, mlp: bool = False) -> Rule:
+    """The biases of attention's two layers, of a family in which the MLP always has biases, or never."""
+    return Rule(
+        ("attention_bias",),
+        lambda f: _biases(f.flag("attention_bias", default), mlp),
+        lambda c: {"attention_bias": c.projection_bias},
+    )
 
 
 Pattern = Callable[[Fields, int], Sequence[bool]]

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
-    "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "attention_bias": True, "rope_parameters": ROPE}),
     "qwen3-yarn": (
         "qwen3",
         "Qwen3",
@@ -150,9 +150,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox-one-after-the-other": (
         "gpt_neox",
         "GPTNeoX",
-        {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+        {
+            **SIZES,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+        },
     ),
-    "gemma": ("gemma", "Gemma", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "gemma": ("gemma", "Gemma", {**GROUPED, "head_dim": 12, "attention_bias": True, "rope_parameters": ROPE}),
     "gemma2": (
         "gemma2",
         "Gemma2",
@@ -191,7 +197,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attention_multiplier": 0.3,
             "logits_scaling": 8.0,
             "attention_bias": True,
-            "mlp_bias": True,
         },
     ),
     "smollm3": ("smollm3", "SmolLM3", {**GROUPED, "no_rope_layer_interval": 2, "rope_parameters": ROPE}),
@@ -200,7 +205,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SmolLM3",
         {**GROUPED, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
     ),
-    "arcee": ("arcee", "Arcee", {**GROUPED, "head_dim": 12}),
+    "arcee": ("arcee", "Arcee", {**GROUPED, "head_dim": 12, "mlp_bias": True}),
     "nemotron": ("nemotron", "Nemotron", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
     "stablelm": ("stablelm", "StableLm", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
     "stablelm-biased": ("stablelm", "StableLm", {**GROUPED, "use_qkv_bias": True}),
@@ -220,6 +225,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "num_hidden_layers": 3,
             "mlp_only_layers": [1],
+            "attention_bias": True,
         },
     ),
     "qwen3_moe-normalised": (

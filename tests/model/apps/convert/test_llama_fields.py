@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,7 +55,10 @@ def test_what_a_file_leaves_out_is_transformers_default() -> None:
 
 
 def test_what_a_file_says_is_taken() -> None:
-    assert options(attention_bias=True, mlp_bias=True)["disable_bias_linear"] is False
+    biases = "add_qkv_bias", "add_dense_bias", "add_mlp_bias"
+    for attention, mlp in itertools.product([False, True], repeat=2):
+        read = options(attention_bias=attention, mlp_bias=mlp)
+        assert [read[name] or not read["disable_bias_linear"] for name in biases] == [attention, attention, mlp]
     assert options(tie_word_embeddings=True)["untie_embeddings_and_output_weights"] is False
     assert options(rope_theta=500.0)["rotary_base"] == 500.0
     assert options(rope_theta=500.0, rope_parameters={"rope_theta": 7.0})["rotary_base"] == 7.0
@@ -82,7 +86,6 @@ NEUTRAL: list[tuple[str, list[Any], Any]] = [
     ("rope_scaling", [{"factor": 1, "partial_rotary_factor": 1}], {"factor": 2}),
     ("rope_parameters", [{"rope_type": "default"}, {"partial_rotary_factor": None}], {"partial_rotary_factor": 2}),
     ("sliding_window", [None, 16, 17], 15),
-    ("mlp_bias", [None, False], True),
 ]
 
 
