@@ -270,6 +270,21 @@ def dense_first() -> Rule:
     )
 
 
+def normalised_topk(default: int) -> Rule:
+    """The number of experts of a token, whose sigmoid scores are divided by their sum if there are several. A single
+    score is left as it is: divided by itself it would be 1."""
+
+    def read(f: Fields) -> Options:
+        experts = f.count("num_experts_per_tok", default)
+        f.only("norm_topk_prob", (experts > 1,), True)
+        return {"moe_router_topk": experts}
+
+    def write(c: Config) -> Options:
+        return {"num_experts_per_tok": c.moe_router_topk, "norm_topk_prob": c.moe_router_topk > 1}
+
+    return Rule(("num_experts_per_tok", "norm_topk_prob"), read, write)
+
+
 def expert_groups() -> Rule:
     """The groups of experts from which the router chooses; one group is none."""
 

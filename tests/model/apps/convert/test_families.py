@@ -237,7 +237,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3-plain": (
         "deepseek_v3",
         "DeepseekV3",
-        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": ROPE},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": ROPE,
+        },
     ),
 }
 TOKENS = torch.randint(2, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))

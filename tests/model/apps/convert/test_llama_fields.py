@@ -1,4 +1,5 @@
-"""config.json of a Llama, field by field: transformers' defaults; fields that would change results are refused."""
+"""config.json of a Llama, field by field: transformers' defaults; fields that would change results are refused. Fields
+of its relatives that HAL computes otherwise are, too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pytest
 
 from hal import HalError
 from hal.model.apps.convert import family_weights
-from hal.model.apps.convert.families import LLAMA
+from hal.model.apps.convert.families import DEEPSEEK_V3, GEMMA2, GPT_NEOX, LLAMA
+from hal.model.apps.convert.family import Family
 from hal.model.apps.convert.hf_config import Fields
 from hal.model.config.schema import Config
 
@@ -99,6 +101,29 @@ def test_fields_of_relatives_pass_only_where_they_change_nothing(name: str, neut
 
 def test_a_window_counts_only_where_it_is_used() -> None:
     assert options(sliding_window=4, use_sliding_window=False) == options()
+
+
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+DEEPSEEK = dict.fromkeys((*LATENT, "n_routed_experts", "moe_intermediate_size"), 8)
+
+
+@pytest.mark.parametrize(
+    "family, fields, reason",
+    [
+        # transformers rotates 4 channels of 10, Megatron 2.
+        (GPT_NEOX, {"hidden_size": 40, "rotary_pct": 0.3}, "3 channels are not whole pairs"),
+        (DEEPSEEK_V3, {**DEEPSEEK, "num_experts_per_tok": 1}, "norm_topk_prob = True"),
+    ],
+)
+def test_what_a_relative_computes_otherwise_is_refused(family: Family, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HalError, match=reason):
+        family_weights.options_of(family, Fields({**SIZES, **fields}, "config.json"))
+
+
+def test_gemma_2_has_a_width_also_without_windows() -> None:
+    """transformers makes the mask of the windows even if no layer uses it."""
+    config = Config(num_layers=1, hidden_size=8, num_attention_heads=4)
+    assert family_weights.fields_of(GEMMA2, config)["sliding_window"] == 4096
 
 
 HAL = {
