@@ -67,7 +67,11 @@ def _vocabulary(weights: Weights, folder: Path) -> int:
 
 def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
     """Writes a release (weights without training state) to `root`, with the vocabulary padded to a multiple."""
-    tokenizer = weights.tokenizer or {"tokenizer_type": "NullTokenizer", "vocab_size": weights.vocabulary - 1}
+    tokenizer = weights.tokenizer or {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": weights.vocabulary - 1,
+        "tokenizer_model": None if weights.folder is None else str(weights.folder),
+    }
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=divisible_by, **tokenizer)
     state: dict[str, Any] = {"iteration": weights.iteration, "config": options(config)}
