@@ -360,7 +360,7 @@ class Config:
     tokenizer_type: str = _opt("ByteTokenizer", "kind of tokenizer", choices=TOKENIZERS)
     vocab_file: str | None = _opt(None, "vocabulary (GPT2BPETokenizer: vocab.json; BertWordPiece*: vocab.txt)")
     merge_file: str | None = _opt(None, "merges of the tokenizer (GPT2BPETokenizer: merges.txt)")
-    tokenizer_model: str | None = _opt(None, "SentencePiece model, or tokenizer.json (HuggingFaceTokenizer)")
+    tokenizer_model: str | None = _opt(None, "SentencePiece model, tokenizer.json, or a folder of Hugging Face")
     vocab_extra_ids: int = _opt(
         0, "<extra_id_N> tokens to append (BertWordPiece*, SentencePieceTokenizer)", "in 0..100000"
     )

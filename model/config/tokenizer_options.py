@@ -29,7 +29,7 @@ KINDS = {
     "Llama2Tokenizer": Kind(("tokenizer_model",)),
     "HuggingFaceTokenizer": Kind(("tokenizer_model",)),
     "WhitespaceTokenizer": Kind(("vocab_file",)),
-    "NullTokenizer": Kind(("vocab_size",)),
+    "NullTokenizer": Kind(("vocab_size",), ("tokenizer_model",)),
 }
 
 

@@ -12,7 +12,6 @@ from .family import (
     GEMMA_RULES,
     GROUPED,
     NO_BIAS,
-    NO_BIAS_FIELD,
     QK_NORM,
     QKV_BIAS,
     SIZES,
@@ -23,6 +22,7 @@ from .family import (
 )
 from .field_rules import (
     Rule,
+    attention_biases,
     behind,
     cap,
     choice,
@@ -34,6 +34,7 @@ from .field_rules import (
     fixed,
     linear_biases,
     no_rope,
+    normalised_topk,
     number,
     old_names,
     power,
@@ -143,7 +144,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    llama_like(*GROUPED, NO_BIAS_FIELD, QK_NORM, rope(), window(behind, switch=True)),
+    llama_like(*GROUPED, attention_biases(), QK_NORM, rope(), window(behind, switch=True)),
     layer={**DENSE, **QK_NORMS},
 )
 PHI3 = Family(
@@ -176,7 +177,7 @@ GPT_NEOX = Family(
         number("hidden_dropout", "hidden_dropout", 0.0),
         choice("hidden_act", GELU, "gelu"),
         choice("use_parallel_residual", {n: {"use_parallel_residual": n} for n in (True, False)}, True),
-        constant("attention_bias", True),
+        attention_biases(True, mlp=True),
         untied(False),
         old_names(rope(partial=True, percent=0.25), rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     ),
@@ -342,7 +343,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     llama_like(
         *GROUPED,
-        NO_BIAS_FIELD,
+        attention_biases(),
         QK_NORM,
         old_names(required("num_experts", "num_experts"), num_experts="num_local_experts"),
         count("moe_router_topk", "num_experts_per_tok", 8),
@@ -359,7 +360,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     llama_like(
-        NO_BIAS_FIELD,
+        constant("attention_bias", False, options={"disable_bias_linear": True}),
         written("num_key_value_heads", "num_attention_heads"),
         fixed(multi_latent_attention=True, qk_layernorm=True),
         fixed(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
@@ -370,10 +371,9 @@ DEEPSEEK_V3 = Family(
         required("v_head_dim", "v_head_dim"),
         constant("rope_interleave", True),
         old_names(required("num_experts", "n_routed_experts"), n_routed_experts="num_local_experts"),
-        count("moe_router_topk", "num_experts_per_tok", 8),
+        normalised_topk(8),
         required("moe_ffn_hidden_size", "moe_intermediate_size"),
         number("moe_router_topk_scaling_factor", "routed_scaling_factor", 2.5),
-        constant("norm_topk_prob", True),
         expert_groups(),
         shared_experts(),
         dense_first(),

@@ -7,6 +7,7 @@ from typing import Any
 
 from .field_rules import (
     Rule,
+    attention_biases,
     constant,
     count,
     fixed,
@@ -71,7 +72,6 @@ def llama_like(
 GROUPED = (count("num_query_groups", "num_key_value_heads"), count("kv_channels", "head_dim"))
 NO_BIAS = fixed(disable_bias_linear=True)
 QKV_BIAS = fixed(disable_bias_linear=True, add_qkv_bias=True)
-NO_BIAS_FIELD = constant("attention_bias", False, options={"disable_bias_linear": True})
 QK_NORM = fixed(qk_layernorm=True)
 
 GELU: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ GELU_TANH = {"gelu_pytorch_tanh": GELU["gelu_pytorch_tanh"], **GELU}
 """The same, with another name for the approximation when it is written."""
 
 GEMMA_RULES = (
-    NO_BIAS_FIELD,
+    attention_biases(),
     fixed(apply_layernorm_1p=True),
     scaled_embedding(),
     constant("use_bidirectional_attention", None),

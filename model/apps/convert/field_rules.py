@@ -93,21 +93,28 @@ def written(field: str, option: str) -> Rule:
     return Rule((field,), lambda f: {}, lambda c: {field: getattr(c, option)})
 
 
+def _biases(attention: bool, mlp: bool) -> Options:
+    if attention and mlp:
+        return {"disable_bias_linear": False}
+    return {"disable_bias_linear": True, "add_qkv_bias": attention, "add_dense_bias": attention, "add_mlp_bias": mlp}
+
+
 def linear_biases() -> Rule:
-    """Llama's biases, in all linear layers or in none."""
+    """Llama's biases: those of attention's two layers, and those of the MLP's."""
+    return Rule(
+        ("attention_bias", "mlp_bias"),
+        lambda f: _biases(f.flag("attention_bias", False), f.flag("mlp_bias", False)),
+        lambda c: {"attention_bias": c.projection_bias, "mlp_bias": c.mlp_bias},
+    )
 
-    def read(f: Fields) -> Options:
-        bias = f.flag("attention_bias", False)
-        require(
-            bias == f.flag("mlp_bias", False),
-            "biases only in attention or only in the MLP have no counterpart in HAL's model",
-        )
-        return {"disable_bias_linear": not bias}
 
-    def write(c: Config) -> Options:
-        return {"attention_bias": not c.disable_bias_linear, "mlp_bias": not c.disable_bias_linear}
-
-    return Rule(("attention_bias", "mlp_bias"), read, write)
+def attention_biases(default: bool = False, *, mlp: bool = False) -> Rule:
+    """The biases of attention's two layers, of a family in which the MLP always has biases, or never."""
+    return Rule(
+        ("attention_bias",),
+        lambda f: _biases(f.flag("attention_bias", default), mlp),
+        lambda c: {"attention_bias": c.projection_bias},
+    )
 
 
 Pattern = Callable[[Fields, int], Sequence[bool]]
@@ -176,7 +183,8 @@ def window(layers: Pattern | None = None, *, switch: bool = False, default: int 
 
     def write(c: Config) -> Options:
         sliding = [c.window_of(n) != (None, 0) for n in range(c.num_layers)]
-        fields: Options = {"sliding_window": None if c.pre_tokens is None else c.pre_tokens + 1}
+        # Where files without a width have one, so has a model that does not use it.
+        fields: Options = {"sliding_window": default if c.pre_tokens is None else c.pre_tokens + 1}
         if layers is not None:
             fields["layer_types"] = [names[entry] for entry in sliding]
         if switch:
@@ -260,6 +268,21 @@ def dense_first() -> Rule:
         read,
         lambda c: {"first_k_dense_replace": ([*_layers_with_experts(c), True]).index(True)},
     )
+
+
+def normalised_topk(default: int) -> Rule:
+    """The number of experts of a token, whose sigmoid scores are divided by their sum if there are several. A single
+    score is left as it is: divided by itself it would be 1."""
+
+    def read(f: Fields) -> Options:
+        experts = f.count("num_experts_per_tok", default)
+        f.only("norm_topk_prob", (experts > 1,), True)
+        return {"moe_router_topk": experts}
+
+    def write(c: Config) -> Options:
+        return {"num_experts_per_tok": c.moe_router_topk, "norm_topk_prob": c.moe_router_topk > 1}
+
+    return Rule(("num_experts_per_tok", "norm_topk_prob"), read, write)
 
 
 def expert_groups() -> Rule:

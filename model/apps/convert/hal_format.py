@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checkpoint import reader
 from ...checkpoint.safe_unpickle import check_stored, stored_tensors
-from ...checkpoint.saved_config import TOKENIZER, model_options, saved_options
+from ...checkpoint.saved_config import TOKENIZER, model_options, saved_options, saved_vocabulary
 from ...checkpoint.sharded_tensor import DeferredTensor
 from ...checkpoint.writer import save
 from ...config.schema import Config, ConfigError
@@ -22,8 +22,9 @@ from .weights import LazyTensors, Weights, meta_of
 
 
 def read(root: Path, *, vocabulary: int | None = None) -> Weights:
-    """The latest checkpoint of `root`. vocabulary: number of ids without padding (default: of its tokenizer). Raises
-    HalError for a damaged checkpoint."""
+    """The latest checkpoint of `root`. vocabulary: number of ids without padding (default: the model's, which may have
+    more than its tokenizer; of checkpoints that do not say, the tokenizer's). Raises HalError for a damaged
+    checkpoint."""
     folder, state = reader.read_state(root)
     saved = saved_options(state, folder)
     weights = Weights(
@@ -41,7 +42,9 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         meta = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
         tensors.add(name, partial(_load, folder, name, meta), meta)
     weights.check()
-    weights.cut(_vocabulary(weights, folder) if vocabulary is None else vocabulary)
+    if vocabulary is None:
+        vocabulary = saved_vocabulary(state, folder) or _vocabulary(weights, folder)
+    weights.cut(vocabulary)
     return weights
 
 
@@ -64,7 +67,11 @@ def _vocabulary(weights: Weights, folder: Path) -> int:
 
 def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
     """Writes a release (weights without training state) to `root`, with the vocabulary padded to a multiple."""
-    tokenizer = weights.tokenizer or {"tokenizer_type": "NullTokenizer", "vocab_size": weights.vocabulary - 1}
+    tokenizer = weights.tokenizer or {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": weights.vocabulary - 1,
+        "tokenizer_model": None if weights.folder is None else str(weights.folder),
+    }
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=divisible_by, **tokenizer)
     state: dict[str, Any] = {"iteration": weights.iteration, "config": options(config)}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...data.tokenizers.tokenizer import Tokenizer, ends_of
 from .hf_tokenizer import tokenizer_of
 from .weights import Weights, require
 
@@ -56,7 +57,10 @@ class Fields:
 def ends(weights: Weights) -> dict[str, int | None]:
     """config.json's ids of the first and last token of a text: that which ends documents, if the tokenizer is known."""
     tokenizer = tokenizer_of(weights)
-    end = weights.vocabulary - 1 if isinstance(tokenizer, str) else tokenizer.eod
+    known = frozenset() if weights.folder is None else ends_of(weights.folder)
+    if isinstance(tokenizer, Tokenizer):
+        known = frozenset({tokenizer.eod}) if tokenizer.eod in tokenizer.ends else tokenizer.ends
+    end = min(known, default=weights.vocabulary - 1)
     unknown = isinstance(tokenizer, str) and bool(weights.tokenizer)
     # Without pad_token_id, some families would have one outside of the vocabulary by default.
     return {

@@ -48,12 +48,17 @@ def write(weights: Weights, folder: Path, chat_template: Path | None) -> list[st
 
     chat_template: a Jinja file, else that of the source, else `PLAIN_CHAT`.
     """
-    tokenizer = tokenizer_of(weights)
+    tokenizer, source = tokenizer_of(weights), _source(weights)
+    if source is not None and (source / _GENERATION).is_file():
+        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
     if isinstance(tokenizer, str):
         if chat_template is not None:
             raise ConversionError(f"--chat-template needs a tokenizer, and there is none: {tokenizer}")
         return [f"no tokenizer was written: {tokenizer}; put one into the folder before AutoTokenizer is used on it"]
-    pipeline, source = tokenizer.pipeline(), _source(weights)
+    if not (folder / _GENERATION).is_file():
+        ends = {f"{which}_token_id": tokenizer.eod for which in ("bos", "eos", "pad")}
+        _write_json(folder / _GENERATION, ends)
+    pipeline = tokenizer.pipeline()
     if pipeline is None and (source is None or not (source / _SETTINGS[0]).is_file()):
         if chat_template is not None:
             raise ConversionError(
@@ -64,14 +69,11 @@ def write(weights: Weights, folder: Path, chat_template: Path | None) -> list[st
         ]
     if pipeline is not None:
         write_text(folder / "tokenizer.json", pipeline)
-    for name in (*_SETTINGS, _GENERATION, *(() if pipeline is not None else ("tokenizer.model",))):
+    for name in (*_SETTINGS, *(() if pipeline is not None else ("tokenizer.model",))):
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if pipeline is not None and not (folder / _SETTINGS[0]).is_file():
         _write_json(folder / _SETTINGS[0], _settings(weights, pipeline, tokenizer.eod))
-    if not (folder / _GENERATION).is_file():
-        ends = {f"{which}_token_id": tokenizer.eod for which in ("bos", "eos", "pad")}
-        _write_json(folder / _GENERATION, ends)
     if chat_template is not None:
         try:
             write_text(folder / _CHAT, chat_template.read_text())
@@ -89,10 +91,10 @@ def _kind(weights: Weights) -> str:
 
 def _source(weights: Weights) -> Path | None:
     """The folder of the tokenizer that the weights were trained with, if its files have the names of Hugging Face;
-    other files there describe it further."""
+    other files there describe it further. Without a tokenizer, the folder of the model."""
     file = weights.tokenizer.get("tokenizer_model") or weights.tokenizer.get("vocab_file")
     if file is None:
-        return None
+        return weights.folder
     path = Path(file)
     if path.is_dir():
         return path

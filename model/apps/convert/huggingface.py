@@ -44,6 +44,7 @@ def read(folder: Path) -> Weights:
         raise ConversionError(f"{folder}: {error}") from None
     weights.tensors = common_dtype(weights.tensors)
     weights.tokenizer = _tokenizer_of(folder)
+    weights.folder = None if weights.tokenizer else folder
     weights.check()
     return weights
 

@@ -58,7 +58,14 @@ def rope(
         options: Options = {"position_embedding_type": "rope"}
         options["rotary_base"] = float(new.number("rope_theta", f.number("rope_theta", base)))
         if partial:
-            options["rotary_percent"] = new.number("partial_rotary_factor", f.number("partial_rotary_factor", percent))
+            part = new.number("partial_rotary_factor", f.number("partial_rotary_factor", percent))
+            width = f.count("head_dim", f.count("hidden_size") // f.count("num_attention_heads"))
+            require(
+                int(part * width) % 2 == 0,
+                f"partial_rotary_factor = {part} of heads of {width} channels has no counterpart in HAL's model: "
+                f"{int(part * width)} channels are not whole pairs",
+            )
+            options["rotary_percent"] = part
         if kind == "linear":
             options["rotary_seq_len_interpolation_factor"] = float(scaling.number("factor"))
         if kind == "llama3":

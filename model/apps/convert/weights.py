@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +72,14 @@ class ConversionError(HalError):
 @dataclass
 class Weights:
     """options: model options of a Config, by name. tensors: unsharded, by HAL's parameter names. tokenizer: tokenizer
-    options of a Config, if the source has them. iteration: the training iteration of the checkpoint."""
+    options of a Config, if the source has them. iteration: the training iteration of the checkpoint. folder: that of a
+    model of Hugging Face without a tokenizer, whose other files are kept with the model."""
 
     options: dict[str, Any]
     tensors: Mapping[str, Tensor]
     tokenizer: dict[str, Any] = field(default_factory=dict)
     iteration: int = 0
+    folder: Path | None = None
 
     @property
     def vocabulary(self) -> int:

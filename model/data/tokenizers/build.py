@@ -27,7 +27,7 @@ def _built(config: Config) -> Tokenizer:
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
-        return NullTokenizer(options["vocab_size"])
+        return NullTokenizer(**options)
     if kind == "WhitespaceTokenizer":
         return WhitespaceTokenizer(**options)
     from . import vocabularies

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import one_line, parse_json, read_bytes, shown
+from hal.untrusted import one_line, parse_json, read_bytes, read_json, shown
 
 from ...config.schema import ConfigError
 
@@ -112,10 +112,24 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """For data that was tokenized elsewhere: ids 0..size-1, and id `size` ends a document, as in Megatron."""
+    """For data that was tokenized elsewhere: ids 0..size-1, and id `size` ends a document, as in Megatron.
 
-    def __init__(self, size: int) -> None:
-        self.vocab_size, self.eod = size + 1, size
+    tokenizer_model: the folder of a model of Hugging Face without a tokenizer; texts then end with its ids instead.
+    """
+
+    def __init__(self, vocab_size: int, tokenizer_model: str | None = None) -> None:
+        self.vocab_size, self.eod = vocab_size + 1, vocab_size
+        if tokenizer_model is not None:
+            if not Path(tokenizer_model).is_dir():
+                raise ConfigError(
+                    f"--tokenizer-model {tokenizer_model} of the NullTokenizer is not a folder; without it, only id "
+                    f"{vocab_size} ends a text (--tokenizer-type NullTokenizer --vocab-size {vocab_size})"
+                )
+            self.other_ends = ends_of(Path(tokenizer_model))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self.other_ends or super().ends
 
     def encode(self, text: str) -> list[int]:
         """The text must be ids separated by whitespace. Raises InvalidText for anything else."""
@@ -197,3 +211,24 @@ def read_file(path: str) -> bytes:
         raise ConfigError(f"the tokenizer file {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"the tokenizer file {path} cannot be read: {error.strerror}") from None
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = read_json(path, ConfigError)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content
+
+
+def ends_of(folder: Path) -> frozenset[int]:
+    """The ids with which the texts of the model in a folder end, as transformers reads them."""
+    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    ids = json_object(folder / name).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in ids if type(i) is int)

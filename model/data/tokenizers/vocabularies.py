@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hal.untrusted import contained, read_json
+from hal.untrusted import contained
 
 from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
 from .expansion import MAX_TOKEN, require_bounded
-from .tokenizer import Tokenizer, read_file, text_errors
+from .tokenizer import Tokenizer, ends_of, json_object, read_file, text_errors
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the end-of-text token, tried if no tokenizer_config.json gives one."""
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             self._pipeline.encode_special_tokens = True
             require_bounded(self._pipeline, path)
             self.vocab_size = _size(self._pipeline.get_vocab(with_added_tokens=True))
-        settings = _settings(path.with_name("tokenizer_config.json"))
+        settings = json_object(path.with_name("tokenizer_config.json"))
         eos_token = _token(settings, "eos_token")
         names = (eos_token,) if eos_token else _END_NAMES
         ids = [i for name in names if (i := self._pipeline.token_to_id(name)) is not None]
@@ -202,7 +202,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self._adds: tuple[bool, bool] | None = None
         if "add_bos_token" in settings or "add_eos_token" in settings:
             self._adds = settings.get("add_bos_token") is True, settings.get("add_eos_token") is True
-        self.other_ends = _ends(path.parent)
+        self.other_ends = ends_of(path.parent)
 
     def encode(self, text: str) -> list[int]:
         with text_errors():
@@ -223,32 +223,11 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return self.content.decode()
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = read_json(path, ConfigError)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content
-
-
 def _token(settings: dict[str, Any], name: str) -> str | None:
     """The text of a special token, which is an object with other properties in some files."""
     token = settings.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return None if token is None else str(token)
-
-
-def _ends(folder: Path) -> frozenset[int]:
-    """The ids with which the texts of the model in a folder end, as transformers reads them."""
-    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
-    ids = _settings(folder / name).get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(i for i in ids if type(i) is int)
 
 
 def _size(vocabulary: dict[str, int]) -> int:

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
-    "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "qwen3": ("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, "attention_bias": True, "rope_parameters": ROPE}),
     "qwen3-yarn": (
         "qwen3",
         "Qwen3",
@@ -150,9 +150,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox-one-after-the-other": (
         "gpt_neox",
         "GPTNeoX",
-        {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+        {
+            **SIZES,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+        },
     ),
-    "gemma": ("gemma", "Gemma", {**GROUPED, "head_dim": 12, "rope_parameters": ROPE}),
+    "gemma": ("gemma", "Gemma", {**GROUPED, "head_dim": 12, "attention_bias": True, "rope_parameters": ROPE}),
     "gemma2": (
         "gemma2",
         "Gemma2",
@@ -180,6 +186,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "hidden_activation": "gelu",
         },
     ),
+    "gemma2-without-windows": ("gemma2", "Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 4096}),
     "granite": (
         "granite",
         "Granite",
@@ -190,7 +197,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attention_multiplier": 0.3,
             "logits_scaling": 8.0,
             "attention_bias": True,
-            "mlp_bias": True,
         },
     ),
     "smollm3": ("smollm3", "SmolLM3", {**GROUPED, "no_rope_layer_interval": 2, "rope_parameters": ROPE}),
@@ -199,7 +205,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SmolLM3",
         {**GROUPED, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
     ),
-    "arcee": ("arcee", "Arcee", {**GROUPED, "head_dim": 12}),
+    "arcee": ("arcee", "Arcee", {**GROUPED, "head_dim": 12, "mlp_bias": True}),
     "nemotron": ("nemotron", "Nemotron", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
     "stablelm": ("stablelm", "StableLm", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
     "stablelm-biased": ("stablelm", "StableLm", {**GROUPED, "use_qkv_bias": True}),
@@ -219,6 +225,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "num_hidden_layers": 3,
             "mlp_only_layers": [1],
+            "attention_bias": True,
         },
     ),
     "qwen3_moe-normalised": (
@@ -230,7 +237,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3-plain": (
         "deepseek_v3",
         "DeepseekV3",
-        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": ROPE},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": ROPE,
+        },
     ),
 }
 TOKENS = torch.randint(2, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -283,6 +298,7 @@ NIGHTLY = (
     "qwen2-some-layers",
     "gemma",
     "gemma2-uncapped",
+    "gemma2-without-windows",
     "smollm3-window",
     "arcee",
     "nemotron",

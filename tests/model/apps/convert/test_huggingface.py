@@ -148,7 +148,7 @@ def _folder(tmp_path: Path, kind: str = "llama") -> Path:
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"attention_bias": "no"}, "attention_bias should be true or false"),
         ("llama", {"model_type": []}, r"a model of type \[\]"),
-        ("llama", {"attention_bias": True}, "biases only in attention"),
+        ("llama", {"attention_bias": True}, r"no tensor 'model.layers.0.self_attn.q_proj.bias'"),
         ("llama", {"num_hidden_layers": "two"}, "num_hidden_layers should be a number"),
         ("llama", {"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
         ("llama", {"num_hidden_layers": 10**12}, "no tensor"),

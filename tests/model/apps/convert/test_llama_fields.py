@@ -1,14 +1,17 @@
-"""config.json of a Llama, field by field: transformers' defaults; fields that would change results are refused."""
+"""config.json of a Llama, field by field: transformers' defaults; fields that would change results are refused. Fields
+of its relatives that HAL computes otherwise are, too."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from hal import HalError
 from hal.model.apps.convert import family_weights
-from hal.model.apps.convert.families import LLAMA
+from hal.model.apps.convert.families import DEEPSEEK_V3, GEMMA2, GPT_NEOX, LLAMA
+from hal.model.apps.convert.family import Family
 from hal.model.apps.convert.hf_config import Fields
 from hal.model.config.schema import Config
 
@@ -54,7 +57,10 @@ def test_what_a_file_leaves_out_is_transformers_default() -> None:
 
 
 def test_what_a_file_says_is_taken() -> None:
-    assert options(attention_bias=True, mlp_bias=True)["disable_bias_linear"] is False
+    biases = "add_qkv_bias", "add_dense_bias", "add_mlp_bias"
+    for attention, mlp in itertools.product([False, True], repeat=2):
+        read = options(attention_bias=attention, mlp_bias=mlp)
+        assert [read[name] or not read["disable_bias_linear"] for name in biases] == [attention, attention, mlp]
     assert options(tie_word_embeddings=True)["untie_embeddings_and_output_weights"] is False
     assert options(rope_theta=500.0)["rotary_base"] == 500.0
     assert options(rope_theta=500.0, rope_parameters={"rope_theta": 7.0})["rotary_base"] == 7.0
@@ -82,7 +88,6 @@ NEUTRAL: list[tuple[str, list[Any], Any]] = [
     ("rope_scaling", [{"factor": 1, "partial_rotary_factor": 1}], {"factor": 2}),
     ("rope_parameters", [{"rope_type": "default"}, {"partial_rotary_factor": None}], {"partial_rotary_factor": 2}),
     ("sliding_window", [None, 16, 17], 15),
-    ("mlp_bias", [None, False], True),
 ]
 
 
@@ -96,6 +101,29 @@ def test_fields_of_relatives_pass_only_where_they_change_nothing(name: str, neut
 
 def test_a_window_counts_only_where_it_is_used() -> None:
     assert options(sliding_window=4, use_sliding_window=False) == options()
+
+
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+DEEPSEEK = dict.fromkeys((*LATENT, "n_routed_experts", "moe_intermediate_size"), 8)
+
+
+@pytest.mark.parametrize(
+    "family, fields, reason",
+    [
+        # transformers rotates 4 channels of 10, Megatron 2.
+        (GPT_NEOX, {"hidden_size": 40, "rotary_pct": 0.3}, "3 channels are not whole pairs"),
+        (DEEPSEEK_V3, {**DEEPSEEK, "num_experts_per_tok": 1}, "norm_topk_prob = True"),
+    ],
+)
+def test_what_a_relative_computes_otherwise_is_refused(family: Family, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HalError, match=reason):
+        family_weights.options_of(family, Fields({**SIZES, **fields}, "config.json"))
+
+
+def test_gemma_2_has_a_width_also_without_windows() -> None:
+    """transformers makes the mask of the windows even if no layer uses it."""
+    config = Config(num_layers=1, hidden_size=8, num_attention_heads=4)
+    assert family_weights.fields_of(GEMMA2, config)["sliding_window"] == 4096
 
 
 HAL = {

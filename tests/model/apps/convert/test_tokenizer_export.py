@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import GPT2, random_weights
+from models import GPT2, random_weights, same
 
 from hal.cli.convert import main
 from hal.model.apps.convert import hal_format, huggingface
@@ -127,6 +127,16 @@ def test_a_vocabulary_and_merges_keep_the_settings_of_their_folder(tmp_path: Pat
     assert (config.eos_token_id, config.top_k) == ([0, 5], 7)
 
 
+def test_a_model_with_more_ids_than_its_tokenizer_keeps_them(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    weights = a_folder(tmp_path, SETTINGS, 320)
+    assert build_tokenizer(weights.config(make_vocab_size_divisible_by=1)).vocab_size < 320
+    hal_format.write(weights, tmp_path / "ours")
+    back = hal_format.read(tmp_path / "ours")
+    assert back.vocabulary == 320 and hal_format.read(tmp_path / "ours", vocabulary=300).vocabulary == 300
+    same(weights, back)
+
+
 def test_files_that_several_tokenizers_read_differently_are_refused(tmp_path: Path) -> None:
     gpt2(tmp_path)
     with pytest.raises(ConversionError, match=r"has a Qwen2Tokenizer and no tokenizer.json; transformers writes"):
@@ -161,6 +171,24 @@ def test_a_sentencepiece_model_is_found_and_copied(tmp_path: Path) -> None:
     assert huggingface.read(tmp_path / "back").tokenizer["tokenizer_type"] == "GPTSentencePieceTokenizer"
 
 
+def test_a_model_without_a_tokenizer_keeps_its_generation_settings(tmp_path: Path) -> None:
+    settings = {"bos_token_id": 3, "eos_token_id": [4, 5], "temperature": 0.5, "do_sample": True}
+    huggingface.write(random_weights(GPT2, 300), tmp_path / "theirs")
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(settings))
+    weights = huggingface.read(tmp_path / "theirs")
+    hal_format.write(weights, tmp_path / "ours")
+    back = hal_format.read(tmp_path / "ours")
+    assert build_tokenizer(back.config(make_vocab_size_divisible_by=1)).ends == {4, 5}
+    for name, source in (("direct", weights), ("back", back)):
+        (note,) = huggingface.write(source, tmp_path / name)
+        assert "no tokenizer was written" in note
+        assert json.loads((tmp_path / name / "generation_config.json").read_text()) == settings
+        assert json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"] == 4
+    (tmp_path / "theirs").rename(tmp_path / "elsewhere")
+    (note,) = huggingface.write(back, tmp_path / "gone")
+    assert "theirs of the NullTokenizer is not a folder" in note
+
+
 def test_a_chat_template_can_be_given(tmp_path: Path, capsys: Any) -> None:
     weights, _ = with_tokenizer(byte(tmp_path))
     hal_format.write(weights, tmp_path / "ours")
@@ -181,6 +209,7 @@ def test_what_cannot_be_expressed_is_said(tmp_path: Path, capsys: Any) -> None:
     (note,) = huggingface.write(weights, tmp_path / "null")
     assert "tokenizer.json cannot express NullTokenizer" in note
     assert not (tmp_path / "null" / "tokenizer_config.json").exists()
+    assert json.loads((tmp_path / "null" / "generation_config.json").read_text())["eos_token_id"] == 100
     weights.tokenizer = {**gpt2(tmp_path), "merge_file": str(tmp_path / "gone.txt")}
     (note,) = huggingface.write(weights, tmp_path / "gone")
     assert "gone.txt does not exist" in note and "before AutoTokenizer is used" in note

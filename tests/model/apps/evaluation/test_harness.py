@@ -138,9 +138,29 @@ def _rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _beginning(folder):
+    """The options of a tokenizer of bytes that begins every text with <s>, as Llama's does. Its ids are 0 to 257."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_str(BYTES.pipeline())
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 257)]
+    )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")}
+
+
 @pytest.mark.nightly
-def test_the_harness_has_the_same_results_on_the_export(tmp_path, cpu_ref, monkeypatch):
-    """Its Hugging Face adapter on the exported folder, and `hal eval` on the checkpoint, on tasks from local files."""
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_harness_has_the_same_results_on_the_export(begins, tmp_path, cpu_ref, monkeypatch):
+    """Its Hugging Face adapter on the exported folder, and `hal eval` on the checkpoint, on tasks from local files.
+
+    begins: the tokenizer begins every text with a token.
+    """
     for package in ("lm_eval", "datasets", "transformers", "accelerate", "safetensors"):
         pytest.importorskip(package, reason=f"needs {package}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -151,9 +171,10 @@ def test_the_harness_has_the_same_results_on_the_export(tmp_path, cpu_ref, monke
 
     options = {**sizes(2, 32, 4, 64), "init_method_std": 0.4, **LLAMA_OPTIONS, "hidden_dropout": 0.0}
     config = Config(**options, make_vocab_size_divisible_by=1)
-    config.set_vocabulary(257)
+    config.set_vocabulary(257 + begins)
     tensors = {name: p.detach() for name, p in GPT(config, torch.device("cpu")).named_parameters()}
-    hal_format.write(Weights(options, tensors, {"tokenizer_type": "ByteTokenizer"}), tmp_path / "checkpoint")
+    tokenizer = _beginning(tmp_path / "tokenizer") if begins else {"tokenizer_type": "ByteTokenizer"}
+    hal_format.write(Weights(options, tensors, tokenizer), tmp_path / "checkpoint")
     load = ["--load", str(tmp_path / "checkpoint")]
     assert convert([*load, "--save", str(tmp_path / "exported"), "--saver", "huggingface"]) == 0
 
@@ -189,13 +210,14 @@ def test_the_harness_has_the_same_results_on_the_export(tmp_path, cpu_ref, monke
         ["exact_match"],
         "doc_to_text: prompt",
         "doc_to_target: said",
-        "generation_kwargs: {until: ['#'], max_gen_toks: 5, do_sample: false, temperature: 0.0}",
+        "generation_kwargs: {until: ['##'], max_gen_toks: 5, do_sample: false, temperature: 0.0}",
     )
     names = ["cloze", "rolling", "choice", "free"]
     more = ["--task", "lm-eval", "--lm-eval-tasks", *names, "--lm-eval-path", str(tmp_path)]
     assert evaluate([*load, "--backend", "cpu_ref", *more, "--output-file", str(tmp_path / "ours.json")]) == 0
     ours = json.loads((tmp_path / "ours.json").read_text())
     adapter = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=1, dtype="float32")
+    assert (adapter.tok_encode("a")[0] == 257) == begins
     manager = TaskManager(include_path=str(tmp_path))
     theirs = simple_evaluate(model=adapter, tasks=names, task_manager=manager, bootstrap_iters=0)["results"]
     assert ours["free"]["exact_match,none"] == 0.5 and ours["rolling"]["word_perplexity,none"] > 1.0
