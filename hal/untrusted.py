@@ -23,6 +23,8 @@ MAX_TEXT_BYTES = 1 << 30
 """Largest text that is read in one piece: a file of prompts or of an evaluation."""
 
 _SHOWN = 80
+_MOST_LINKS = 40
+"""Most symbolic links on the way to a file, as in Linux."""
 
 
 def shown(value: object) -> str:
@@ -78,18 +80,32 @@ def read_json(path: Path, error: type[HalError] = HalError, limit: int = MAX_JSO
 
 
 def who_can_replace(path: Path) -> str:
-    """Why another user could replace the content of `path`, which exists: the owner or the mode of it or of a folder
-    above it. Empty if only this user and root can."""
-    real = Path(os.path.realpath(path))
-    for place in (real, *real.parents):
-        info = place.stat()
-        if info.st_uid not in (os.geteuid(), 0):
-            return f"{place} belongs to user {info.st_uid}, not to you"
-        # In a folder with the sticky bit, such as /tmp, users cannot rename what belongs to others.
-        sticky = place != real and info.st_mode & stat.S_ISVTX
-        if info.st_mode & 0o022 and not sticky:
-            return f"{place} is writable by others (mode {oct(info.st_mode & 0o777)})"
+    """Why another user could replace the content of `path`, which exists: the owner or the mode of it, of a folder
+    above it, or of a symbolic link on the way to it. Empty if only this user and root can."""
+    remaining, links = [(path.absolute(), True)], 0
+    while remaining:
+        target, whole = remaining.pop()
+        for place in (target, *target.parents):
+            info = place.lstat()
+            if info.st_uid not in (os.geteuid(), 0):
+                return f"{place} belongs to user {info.st_uid}, not to you"
+            if stat.S_ISLNK(info.st_mode):  # its own mode has no meaning
+                links += 1
+                if links > _MOST_LINKS:
+                    return f"{place} is one of more than {_MOST_LINKS} symbolic links"
+                remaining.append((place.parent / os.readlink(place), whole and place == target))
+                continue
+            # In a folder with the sticky bit, such as /tmp, users cannot rename what belongs to others.
+            sticky = not (whole and place == target) and info.st_mode & stat.S_ISVTX
+            if info.st_mode & 0o022 and not sticky:
+                return f"{place} is writable by others (mode {oct(info.st_mode & 0o777)})"
     return ""
+
+
+def changeable_by_others(path: Path) -> bool:
+    """Whether another user than this one and root owns a file or folder, or may write to it; also for any link."""
+    info = path.lstat()
+    return info.st_uid not in (os.geteuid(), 0) or bool(info.st_mode & 0o022)
 
 
 @contextlib.contextmanager

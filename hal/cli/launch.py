@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hal.errors import ContractError
-from hal.launch.agent import Job, run
+from hal.launch.agent import Job, run, without_working_directory
 from hal.launch.hosts import MAX_HOSTFILE_BYTES, Host, parse_hostfile, select, this_host
 from hal.untrusted import read_text
 
@@ -205,7 +205,10 @@ def main(argv: Sequence[str]) -> int:
     job.log_dir.mkdir(parents=True, exist_ok=True)
     with (job.log_dir / "launch.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hal", "launch", "--join", "true", *argv_without_join(argv)],
+            [
+                *(sys.executable, *without_working_directory("hal.cli")),
+                *("launch", "--join", "true", *argv_without_join(argv)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
+from hal.launch.agent import without_working_directory
 
 from .arguments import Parser, add_backend, options, require_writable, takes_simulate
 
@@ -254,7 +255,8 @@ def _side_by_side(arguments: argparse.Namespace) -> int:
 
 def _command(name: str, arguments: argparse.Namespace) -> list[str]:
     """The command that runs the kit on one backend, in this environment."""
-    command = [sys.executable, "-m", "hal", "parity", "--backend", name, "--seed", str(arguments.seed)]
+    command = [sys.executable, *without_working_directory("hal.cli")]
+    command += ["parity", "--backend", name, "--seed", str(arguments.seed)]
     if takes_simulate(name) and arguments.simulate:
         command.append("--simulate")
     if arguments.max_examples is not None:

@@ -34,12 +34,6 @@ _INTERVAL = 0.1
 """Seconds between two polls of the workers and their logs."""
 _STOP_SECONDS = 30.0
 """The minimum number of seconds that workers have to save and end after a request to stop."""
-_WORKER = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; root = sys.argv.pop(1); sys.path.append(root); "
-    "from hal.launch.worker import main; sys.exit(main(sys.argv[1:]))"
-)
-"""A worker's program: hal.launch.worker without the working directory on sys.path, where any file could hide a module
-of the standard library; HAL's own folder comes last."""
 _GRACE = 2
 """Seconds between SIGTERM and SIGKILL for the other workers when one has failed. It is short because they have nothing
 to save, and because workers that wait in a collective do not end by themselves."""
@@ -101,6 +95,19 @@ class Job:
             raise ContractError(
                 "launch: nothing to run; give a command, e.g. `hal launch --nproc-per-node 2 train ...`"
             )
+
+
+def without_working_directory(module: str) -> list[str]:
+    """Arguments of Python that run `main` of a module of HAL; the command's own arguments follow.
+
+    The working directory is not on sys.path, where any file could hide a module of the standard library; HAL's own
+    folder comes last.
+    """
+    program = (
+        "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append(sys.argv.pop(1)); "
+        f"from {module} import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return ["-c", program, str(Path(__file__).parents[2])]
 
 
 def run(job: Job) -> int:
@@ -214,7 +221,7 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
         role="hal",
         local_world_size=job.nproc,
         entrypoint=sys.executable,
-        args=("-u", "-c", _WORKER, str(Path(__file__).parents[2]), *job.command),
+        args=("-u", *without_working_directory("hal.launch.worker"), *job.command),
         rdzv_handler=_rendezvous(job),
         max_restarts=job.max_restarts,
         monitor_interval=_INTERVAL,

@@ -29,6 +29,9 @@ LATEST, MANIFEST, RELEASE = "latest_checkpointed_iteration.txt", "hal.json", "re
 FP32 = "optimizer.state.fp32_param."
 """Prefix of the names of the float32 master copies of 16-bit weights."""
 
+_TRACKER_CHARACTERS = 100
+"""Characters of a tracker file that are read; a valid one has fewer."""
+
 T = TypeVar("T", Tensor, LocalShard)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -44,7 +47,8 @@ def tracked(root: Path) -> int | str | None:
     tracker = root / LATEST
     if not tracker.exists():
         return None
-    text = tracker.read_text(errors="replace").strip()
+    with open(tracker, errors="replace") as file:
+        text = file.read(_TRACKER_CHARACTERS).strip()
     if text == RELEASE:
         return RELEASE
     if not (text.isascii() and text.isdigit() and len(text) < 19):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickletools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -20,6 +21,9 @@ MAX_DEPTH = 64
 _EXPANSION = 64
 """Most elements of a value per byte of its pickle, counting a value that is used again each time. As many elements may
 all arguments, states and keys have together, since each use of them takes time and may make a copy."""
+
+_COLLISIONS = 16
+"""Most keys of one container that have the same hash. Those of tuples of integers can be chosen."""
 
 _LONGEST_NAME = 500
 """Characters of a global's name, with its module."""
@@ -112,6 +116,8 @@ class _Machine:
         self._sealed: set[int] = set()
         """Ids of containers that are part of another: they no longer change, so that depths and sizes stay right."""
         self._builds: dict[int, Build | None] = {}
+        self._hashes: dict[int, Counter[int]] = {}
+        """id of a dictionary or set -> how many of its keys have each hash."""
         self._used = 0
         """Elements of the arguments, states and keys so far, each as often as it was used."""
 
@@ -253,7 +259,7 @@ class _Machine:
         container, items = self._stack[-1], [self._plain(item) for item in items]
         if kind is set:
             for item in items:
-                self._require_key(item)
+                self._require_key(container, item)
         if not isinstance(container, kind) and id(container) not in self._builds:
             self._refuse(f"it appends to {shown(container)}")
         self._grow(container, items)
@@ -267,17 +273,22 @@ class _Machine:
             self._refuse(f"it sets items of {shown(target)}")
         self._grow(target, items)
         for key, value in zip(items[::2], items[1::2]):
-            self._require_key(key)
+            self._require_key(target, key)
             target[key] = value
 
-    def _require_key(self, key: Any) -> None:
-        """Hashing a nested tuple can take time exponential in its depth, or overflow the C stack."""
+    def _require_key(self, container: Any, key: Any) -> None:
+        """Hashing a nested tuple can take time exponential in its depth, or overflow the C stack; keys with one hash
+        take time quadratic in their number."""
         self._use(key)
         for part in key if type(key) is tuple else (key,):
             if part is not None and not isinstance(part, (str, int, float, bytes, *self._keys)):
                 self._refuse(f"a key is {shown(part)}, which no checkpoint needs")
             if isinstance(part, int) and not has_own_hash(part):
                 self._refuse(f"a key is {shown(part)}, which no checkpoint needs")
+        hashes, value = self._hashes.setdefault(id(container), Counter()), hash(key)
+        hashes[value] += 1
+        if hashes[value] > _COLLISIONS:
+            self._refuse(f"more than {_COLLISIONS} keys of a dictionary have the same hash")
 
     def _push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):

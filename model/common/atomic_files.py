@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hal import HalError
-from hal.untrusted import who_can_replace
+from hal.untrusted import changeable_by_others, who_can_replace
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 
@@ -145,8 +145,13 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether the files of a folder are those that `made_once` finished."""
+    """Whether the files of a folder are those that `made_once` finished, and no other user can change them.
+
+    The digests alone do not show that: they are of samples, and lie beside the files.
+    """
     try:
+        if any(map(changeable_by_others, (folder, *folder.rglob("*")))):
+            return False
         return bool(json.loads((folder / _DIGESTS).read_text()) == _digests(folder))
     except (OSError, ValueError, RecursionError):
         return False

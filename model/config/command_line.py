@@ -20,6 +20,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hal.untrusted import shown
+
 from .formats import deepspeed, mindformers, mindformers_trainer, mindspeed
 from .formats.megatron_options import table, translate_options
 from .formats.rules import MICROBATCHES, Reading, flag, translate
@@ -349,18 +351,19 @@ def convert(name: str, value: Any, where: str) -> Any:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
         if kind is tuple:
             if isinstance(value, (list, tuple)) and not any(isinstance(v, (list, dict)) for v in value):
-                return tuple(str(v) for v in value)
+                return tuple(_text(v) for v in value)
             if isinstance(value, (list, dict)):
                 raise ValueError
-            return tuple(shlex.split(str(value)) if _OPTIONS[name].metadata["words"] else str(value).split(","))
+            text = _text(value)
+            return tuple(shlex.split(text) if _OPTIONS[name].metadata["words"] else text.split(","))
         if isinstance(value, (bool, list, dict)):
             raise ValueError
-        converted = _integer(value) if kind is int else kind(value)
+        converted = {int: _integer, str: _text}.get(kind, kind)(value)
     except (ValueError, KeyError, TypeError, OverflowError):
-        raise ConfigError(f"{where}: expected {kind.__name__}, found {value!r}") from None
+        raise ConfigError(f"{where}: expected {kind.__name__}, found {shown(value)}") from None
     choices = _OPTIONS[name].metadata["choices"]
     if choices and converted not in choices:
-        raise ConfigError(f"{where}: choose one of {', '.join(choices)}; found {value!r}")
+        raise ConfigError(f"{where}: choose one of {', '.join(choices)}; found {shown(value)}")
     return converted
 
 
@@ -370,6 +373,14 @@ def _integer(value: Any) -> int:
     if number != int(number) or abs(number) >= 1 << 63:
         raise ValueError
     return int(number)
+
+
+def _text(value: Any) -> str:
+    """Raises ValueError for a text that no path and no file can contain."""
+    text = str(value)
+    if b"\0" in os.fsencode(text):
+        raise ValueError
+    return text
 
 
 def _nearest(name: str) -> str:

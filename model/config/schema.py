@@ -88,6 +88,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "in 0..4294967295": lambda x: 0 <= x < 2**32,
     "in 0..2": lambda x: 0 <= x <= 2,
     "in 0..3": lambda x: 0 <= x <= 3,
+    "in 1..100000": lambda x: 1 <= x <= 100_000,
     "in 0..100000": lambda x: 0 <= x <= 100_000,
     "in -2147483648..2147483647": lambda x: -(2**31) <= x < 2**31,
     "any integer": lambda x: True,
@@ -175,7 +176,7 @@ class Config:
     nproc_per_node: int = _opt(1, "processes to start on this machine")
 
     # the model
-    num_layers: int = _opt(4, "transformer layers")
+    num_layers: int = _opt(4, "transformer layers", "in 1..100000")
     hidden_size: int = _opt(256, "width of the residual stream")
     ffn_hidden_size: int = _derived(
         _default_ffn_hidden_size, "width of the MLP; default 4 x hidden, or 8/3 x hidden if gated"

@@ -96,7 +96,8 @@ def _check(index: Index, size: int) -> None:
     if (pointers % index.dtype.itemsize).any():
         raise ConfigError(f"{name} is damaged: a sequence begins inside a token")
     ordered = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
-    if not ordered or (numpy.diff(documents) < 0).any():
+    # Compared, because a difference of corrupt numbers may overflow.
+    if not ordered or (documents[1:] < documents[:-1]).any():
         raise ConfigError(f"{name} is damaged: its document ends do not increase from 0 to {len(lengths)}")
 
 

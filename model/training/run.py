@@ -176,11 +176,14 @@ class _StopTime:
 def _continue_after_restart(config: Config) -> None:
     """Has a run of a job with restarts continue from its own checkpoints, if it has written any.
 
-    This does not depend on how often this process was started, since machines may join the job later.
+    This does not depend on how often this process was started, since machines may join the job later. Raises
+    ConfigError for --new-dataset in the run's own folder, where a restart would begin with the first sample again.
     """
+    if RESUME in os.environ and config.new_dataset and config.load == config.save:
+        raise ConfigError("--new-dataset in a job with restarts needs a --save that is not --load")
     if RESUME in os.environ and config.save is not None and reader.newest(Path(config.save)) is not None:
         config.load = config.save
-        config.finetune = config.no_load_optim = False
+        config.finetune = config.no_load_optim = config.new_dataset = False
 
 
 def build(config: Config) -> tuple[Trainer, Tokenizer]:

@@ -380,7 +380,7 @@ class Trainer:
             return
         self.lineage = lineage.begin(state)
         self.iteration, self.consumed = state["iteration"], 0 if c.new_dataset else state["consumed_samples"]
-        self.skipped, self.bad_batches = state["skipped"], int(state.get("bad_batches") or 0)
+        self.skipped, self.bad_batches = state["skipped"], state.get("bad_batches", 0)
         if self._rerun:
             self._rerun = RerunCheck(state.get("rerun_losses", []))
         if c.no_load_optim:

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal import HalError
-from hal.untrusted import contained, parse_integer, parse_json, read_json, shown
+from hal.untrusted import (
+    changeable_by_others,
+    contained,
+    parse_integer,
+    parse_json,
+    read_json,
+    shown,
+    who_can_replace,
+)
 
 
 @given(value=st.recursive(st.text() | st.integers() | st.binary() | st.floats(), st.lists))
@@ -52,3 +60,28 @@ def test_every_failure_of_a_library_is_contained_but_not_a_request_to_stop():
     for passed in (KeyboardInterrupt(), FileNotFoundError()):
         with pytest.raises(type(passed)), contained("the file"):
             raise passed
+
+
+def test_a_link_that_another_user_could_replace_is_not_safe(tmp_path):
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "private").mkdir(mode=0o700)
+    for name in ("shared", "private"):
+        (tmp_path / name / "link").symlink_to("../own")
+    (tmp_path / "private" / "long way").symlink_to(tmp_path / "shared" / "link")
+    (tmp_path / "private" / "circle").symlink_to("circle")
+    (tmp_path / "shared").chmod(0o777)
+    assert who_can_replace(tmp_path / "private" / "link") == ""
+    for unsafe in ("shared/link", "private/long way"):
+        assert "shared is writable by others (mode 0o777)" in who_can_replace(tmp_path / unsafe)
+    assert "symbolic links" in who_can_replace(tmp_path / "private" / "circle")
+    (tmp_path / "shared").chmod(0o1777)  # in which others can create links, but not replace this one
+    assert who_can_replace(tmp_path / "shared" / "link") == ""
+
+
+def test_a_file_that_others_may_write_to_is_changeable(tmp_path):
+    file = tmp_path / "file"
+    file.touch(0o640)
+    assert not changeable_by_others(file)
+    file.chmod(0o660)
+    assert changeable_by_others(file)

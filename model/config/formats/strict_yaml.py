@@ -10,6 +10,8 @@ from ..schema import ConfigError
 _LARGEST = 1 << 20
 _NODES = 100_000
 """Limit on the number of values after the expansion of aliases, of which few lines can make billions."""
+_LONGEST_NUMBER = 400
+"""Characters of a number, of which float64 needs 309 digits. YAML reads 1:30:00 as one, in quadratic time."""
 
 
 def load(path: Path, shown: str) -> Any:
@@ -31,6 +33,20 @@ def load(path: Path, shown: str) -> Any:
                     )
                 keys.add(key.value)
             return super().construct_mapping(node, deep)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            if number and len(node.value) > _LONGEST_NUMBER:
+                raise yaml.MarkedYAMLError(
+                    problem=f"a number has more than {_LONGEST_NUMBER} characters", problem_mark=node.start_mark
+                )
+            try:
+                return super().construct_object(node, deep)
+            # The constructors index the text of a value whose tag is given (!!int "", !!bool x, !!timestamp x).
+            except (LookupError, AttributeError, ArithmeticError):
+                raise yaml.MarkedYAMLError(
+                    problem=f"{node.value!r:.80} is not of the type {node.tag}", problem_mark=node.start_mark
+                ) from None
 
     try:
         with open(path, "rb") as file:

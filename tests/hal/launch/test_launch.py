@@ -44,8 +44,10 @@ def worker(tmp_path: Path) -> str:
     return str(tmp_path / "worker.py")
 
 
-def launch(*argv: str, prefix: tuple[str, ...] = (), timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [*prefix, sys.executable, "-m", "hal", "launch", *argv]
+def launch(
+    *argv: str, prefix: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "hal"), timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, *program, "launch", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
@@ -105,8 +107,28 @@ def test_a_killed_launcher_takes_its_workers_with_it(worker: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_join_false_returns_at_once_and_the_job_goes_on(worker: str, tmp_path: Path) -> None:
-    done = launch("--nproc-per-node", "2", "--join", "false", "--log-dir", str(tmp_path / "logs"), worker, "sleep", "2")
+def test_join_false_returns_at_once_and_the_job_goes_on(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "typing.py").write_text("raise ImportError('the wrong typing')\n")
+    monkeypatch.chdir(tmp_path)
+    # This process ignores the working directory; the launcher that it starts must do so on its own.
+    safe = (
+        "import sys; sys.path[:] = [p for p in sys.path if p]; from hal.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    done = launch(
+        "--nproc-per-node",
+        "2",
+        "--join",
+        "false",
+        "--log-dir",
+        str(tmp_path / "logs"),
+        worker,
+        "sleep",
+        "2",
+        program=("-c", safe),
+    )
     assert done.returncode == 0 and "started as process" in done.stdout
     log = tmp_path / "logs" / "worker_1.log"
     deadline = time.monotonic() + 60

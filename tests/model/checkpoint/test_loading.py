@@ -140,8 +140,15 @@ PROGRESS = {
     [
         *(
             (name, value)
-            for name in ("consumed_samples", "skipped", "optimizer_steps")
-            for value in (-1, 1.0, True, None)
+            for name in (
+                "iteration",
+                "consumed_samples",
+                "skipped",
+                "optimizer_steps",
+                "scheduled_samples",
+                "bad_batches",
+            )
+            for value in (-1, 1.0, True, None, "1", 2**63)
         ),
         *(("rng", value) for value in (None, 7, [], [7], [7, 0, 0], [7, "0"], (7, 0))),
         *(("loss_scaler", value) for value in (None, [], {"scale": "1"}, {"scale": None}, {"factor": 1.0})),

@@ -160,3 +160,22 @@ def test_integers_whose_hashes_collide_are_no_keys():
             restricted_pickle.load(io.BytesIO(content), lambda module, name: INERT)
     largest = {2**61 - 2: None, -(2**61) + 2: None}
     assert restricted_pickle.load(io.BytesIO(pickle.dumps(largest, 4)), lambda module, name: INERT) == largest
+
+
+def test_tuples_whose_hashes_collide_are_no_keys():
+    """The hash of a tuple of integers is not randomised, so that its second element can be computed."""
+    modulus, first, second, start = 1 << 64, 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def rotated(x, bits):
+        return (x << bits | x >> (64 - bits)) % modulus
+
+    target, keys = rotated(5 * pow(first, -1, modulus) % modulus, 33), []
+    for a in range(1000):
+        b = (target - rotated((start + a * second) % modulus, 31) * first) * pow(second, -1, modulus) % modulus
+        b -= modulus if b >= modulus // 2 else 0
+        if abs(b) < 2**61 - 1:
+            keys.append((a, b))
+    assert len({hash(key) for key in keys}) == 1 and len(keys) > 100
+    for content in (dict.fromkeys(keys), set(keys)):
+        with pytest.raises(InvalidPickle, match="keys of a dictionary have the same hash"):
+            restricted_pickle.load(io.BytesIO(pickle.dumps(content, 4)), lambda module, name: INERT)

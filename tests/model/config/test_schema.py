@@ -70,7 +70,7 @@ def test_aliases_and_derived_values():
     [
         ("--hiden-size 3", "no option '--hiden-size'. Did you mean --hidden-size?"),
         ("--num-layers x", "expected int, found 'x'"),
-        ("--num-layers 0", "--num-layers must be > 0"),
+        ("--num-layers 0", "--num-layers must be in 1..100000"),
         ("--pre-tokens 2147483648", "--pre-tokens must be in -2147483648..2147483647"),
         ("--vocab-extra-ids 10000000", "--vocab-extra-ids must be in 0..100000"),
         ("--lr nan", "--lr must be >= 0"),

@@ -157,6 +157,22 @@ def test_a_map_that_failed_is_made_by_the_next(tmp_path):
     assert (tmp_path / "m" / "x" / "f").exists()
 
 
+def test_a_map_that_others_may_write_to_is_made_again(tmp_path):
+    folder, made = tmp_path / "m" / "x", []
+
+    def fill(new):
+        made.append(new)
+        (new / "f").touch()
+
+    made_once(folder, fill)
+    for name in ("f", "."):
+        (folder / name).chmod(0o777)
+        made_once(folder, fill)
+        made_once(folder, fill)
+        assert not (folder / name).stat().st_mode & 0o022
+    assert len(made) == 3
+
+
 class Bomb:
     def __reduce__(self):
         return (open, (BOMB, "w"))

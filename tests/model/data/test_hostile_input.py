@@ -147,6 +147,7 @@ def test_counts_of_every_size(tmp_path, counts):
         ([2], [1], [0, 1], "inside a token"),
         ([2], [0], [0, 2], "document ends"),
         ([2], [0], [0, -1, 1], "document ends"),
+        ([2], [0], [0, 2**62 + 9, -(2**62) - 9, 1], "document ends"),  # their difference wraps around
         ([2], [0], [], "document ends"),
         ([], [], [0], "no sequences"),
     ],
@@ -214,6 +215,18 @@ HOSTILE_YAML = {
     "two documents": "num-layers: 2\n---\nnum-layers: 3",
     "binary": "num-layers: !!binary aGVsbG8=",
     "set": "pin: !!set {a}",
+    "no truth": "lr: !!bool x",
+    "no time": "lr: !!timestamp x",
+    "no integer": 'lr: !!int ""',
+    "no float": 'lr: !!float ""',
+    "time beyond float64": f"lr: 1{':0' * 190}.5",
+    "long time": f"lr: 1{':1' * 500_000}",
+    "long hexadecimal": f"num-layers: 0x{'f' * 390}",
+    "longer hexadecimal": f"num-layers: 0x{'f' * 6000}",
+    "byte 0 in a path": 'run-dir: "a\\0b"',
+    "byte 0 in a list": 'data-path: ["a\\0b"]',
+    "half a character": 'run-dir: "\\ud800"',
+    "endless layers": "num-layers: 4611686018427387904",
 }
 
 
