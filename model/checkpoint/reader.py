@@ -30,7 +30,7 @@ FP32 = "optimizer.state.fp32_param."
 """Prefix of the names of the float32 master copies of 16-bit weights."""
 
 _TRACKER_CHARACTERS = 100
-"""Characters of a tracker file that are read; a valid one has fewer."""
+"""The most characters of a valid tracker file; of a longer one no more are read."""
 
 T = TypeVar("T", Tensor, LocalShard)
 
@@ -48,10 +48,11 @@ def tracked(root: Path) -> int | str | None:
     if not tracker.exists():
         return None
     with open(tracker, errors="replace") as file:
-        text = file.read(_TRACKER_CHARACTERS).strip()
+        read = file.read(_TRACKER_CHARACTERS + 1)
+    text = read.strip()
     if text == RELEASE:
         return RELEASE
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
+    if len(read) > _TRACKER_CHARACTERS or not (text.isascii() and text.isdigit() and len(text) < 19):
         raise ConfigError(f"{tracker} should contain an iteration number or '{RELEASE}'; found {text[:40]!r}")
     return int(text)
 

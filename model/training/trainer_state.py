@@ -119,11 +119,8 @@ def _require_progress(state: Mapping[str, Any], folder: Path) -> None:
     """Raises HalError unless a checkpoint's state has all values that training needs to continue."""
     scaler, rng = state.get("loss_scaler"), state.get("rng")
     numbers = {n: state.get(n) for n in ("consumed_samples", "skipped", "optimizer_steps")}
-    optional = (
-        "iteration",
-        "scheduled_samples",
-        "bad_batches",
-    )  # the reader requires the first; older ones lack others
+    # The reader requires an iteration; checkpoints of older versions lack the others.
+    optional = ("iteration", "scheduled_samples", "bad_batches")
     numbers |= {n: state[n] for n in optional if n in state}
     wrong = [n for n, value in numbers.items() if type(value) is not int or not 0 <= value < 1 << 63]
     if not (isinstance(rng, list) and len(rng) == 2 and all(type(n) is int for n in rng)):

@@ -150,7 +150,7 @@ def test_the_tracker_names_an_iteration_or_a_release(tmp_path, text, newest):
     assert reader.newest(tmp_path) == (0 if newest == "release" else newest)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.0", "9" * 19, "\u0663", "\u00b2", "Release"])
+@pytest.mark.parametrize("text", ["", "-1", "1.0", "9" * 19, "7" + " " * 200 + "8", "\u0663", "\u00b2", "Release"])
 def test_a_damaged_tracker_is_refused(tmp_path, text):
     (tmp_path / reader.LATEST).write_text(text)
     with pytest.raises(HalError, match="should contain an iteration number or 'release'"):

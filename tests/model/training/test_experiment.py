@@ -90,6 +90,20 @@ def test_new_data_are_read_from_their_first_sample_on(resume, tmp_path):
     assert (state["iteration"], state["consumed_samples"]) == (3, 2)
 
 
+def test_a_job_with_restarts_reads_new_data_once(resume, tmp_path, monkeypatch):
+    """After a restart it continues with the samples that it has not read, also if the data were new at its start."""
+    monkeypatch.setenv("HAL_RESUME", "1")  # as the launcher sets it with --max-restarts
+    write(tmp_path / "e", seed=1)
+    new = ["--lr", "1e-3", "--new-dataset", "--save-interval", "1"]
+    code, output = resume(*new, data=["--data-path", str(tmp_path / "e")])
+    assert code == 2 and "--new-dataset in a job with restarts needs a --save that is not --load" in output
+    new += ["--save", str(tmp_path / "other")]
+    for last, consumed in (("3", 2), ("4", 4)):
+        code, output = resume(*new, "--train-iters", last, data=["--data-path", str(tmp_path / "e")])
+        assert code == 0, output
+        assert reader.read_state(tmp_path / "other")[1]["consumed_samples"] == consumed
+
+
 def test_another_text_is_refused(resume, tmp_path):
     (tmp_path / "text").write_text("other words\n" * 200)
     code, output = resume("--lr", "1e-3", data=["--text-file", str(tmp_path / "text")])
