@@ -261,6 +261,7 @@ def read_config(path: str, given: Mapping[str, Any] | None = None) -> Reading:
         front: Any = mindformers
     elif any(section in content for section in mindformers_trainer.SECTIONS):
         front = mindformers_trainer
+        front.require_gpt(reading, content)
     elif any(section in content for section in mindspeed.SECTIONS):
         model = content.get("model_config")
         front = mindformers if isinstance(model, dict) and "llm" in model else mindspeed
