@@ -238,6 +238,12 @@ def test_options_of_ours_stand_beside_the_sections_and_the_command_line_wins(fro
     assert config.origins["hidden_size"] == "command line"
 
 
+def test_lengths_of_other_schedules_are_zero_in_files_of_mindspeed(from_file):
+    keys = {"optimizer_config.lr_decay_samples": 0, "optimizer_config.lr_wsd_decay_iters": 0}
+    config = from_file(keys)
+    assert config.lr_decay_samples is None and config.lr_wsd_decay_iters is None and len(config.notes) == 2
+
+
 def test_options_of_a_reduction_that_does_not_happen_are_notes(from_file):
     keys = {"training_config.bucket_size": 100, "training_config.overlap_grad_reduce": True}
     config = from_file(keys)
@@ -395,8 +401,17 @@ def test_what_only_saves_memory_or_reports_is_noted(from_file):
         assert any(key in note for note in config.notes), key
 
 
+def test_moments_of_deepspeed_may_stay_uncorrected_and_what_only_others_read_is_noted(from_file):
+    keys = ds(optimizer__params__bias_correction=False, optimizer__params__freeze_step=9, gradient_predivide_factor=8)
+    config = from_file({**keys, "curriculum_learning.min_difficulty": 64}, option="--deepspeed-config")
+    assert not config.adam_bias_correction and len(config.notes) == 3
+
+
 def test_the_microbatch_is_the_share_of_the_batch(from_file, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert from_file({"train_batch_size": 24}, option="--deepspeed-config").micro_batch_size == 12
+    given = from_file({"train_batch_size": 24}, "--micro-batch-size", "3", option="--deepspeed-config")
+    assert (given.global_batch_size, given.micro_batch_size) == (24, 3)
     content = {"train_batch_size": 24, "gradient_accumulation_steps": 3}
     config = from_file(content, option="--deepspeed-config")
     assert (config.micro_batch_size, config.global_batch_size) == (4, 24)
