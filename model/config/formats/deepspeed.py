@@ -49,10 +49,10 @@ def without_auto(content: Any) -> Any:
 
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys."""
-    if "global_batch_size" in reading.values and not {MICROBATCHES, "micro_batch_size"} & set(reading.values):
+    given = {*reading.values, *reading.base}
+    if "global_batch_size" in reading.values and not {MICROBATCHES, "micro_batch_size"} & given:
         # _set_batch_related_parameters in DeepSpeed's config.py: a batch alone is one microbatch of each rank.
-        if reading.base.get("micro_batch_size") is None:
-            reading.set(MICROBATCHES, 1, "train_batch_size")
+        reading.set(MICROBATCHES, 1, "train_batch_size")
     scheduler, key = take(reading, "scheduler")
     if key:
         _schedule(reading, scheduler)
