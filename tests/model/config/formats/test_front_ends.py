@@ -244,6 +244,12 @@ def test_lengths_of_other_schedules_are_zero_in_files_of_mindspeed(from_file):
     assert config.lr_decay_samples is None and config.lr_wsd_decay_iters is None and len(config.notes) == 2
 
 
+def test_a_constant_weight_decay_of_mindspeed_may_have_two_equal_ends(from_file, problem):
+    ends = {"optimizer_config.start_weight_decay": 0.2, "optimizer_config.end_weight_decay": 0.2}
+    assert from_file({**ends, "optimizer_config.weight_decay": 0.1}).weight_decay == 0.2
+    assert "--start-weight-decay would be ignored" in problem({"optimizer_config.start_weight_decay": 0.2})
+
+
 def test_options_of_a_reduction_that_does_not_happen_are_notes(from_file):
     keys = {"training_config.bucket_size": 100, "training_config.overlap_grad_reduce": True}
     config = from_file(keys)
