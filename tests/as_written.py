@@ -6,7 +6,7 @@ SOURCES holds checkouts of Megatron-LM, MindSpeed-LLM, MindSpeed-Core-MS, MindFo
 folder; a folder NAME@REVISION holds the files of that revision. Shell scripts are executed as by `hal config import`,
 in an empty folder and with only a few text utilities in PATH; placeholders such as <path> and "your path" are filled
 in. Of each recorded command, YAML file or JSON file, the options are resolved as by `hal config show`. Files that name
-no data, vocabulary or length get none: missing ones are no problem here.
+no data or vocabulary get none: missing ones are no problem here. YAML files that name no length get 100000 steps.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _yaml(file: Path) -> Command | None:
         if given:
             return Command("", "", tuple(_model_args(given)), 8, 1)
     elif re.search("^(training_config|parallel_config|runner_config):", text, re.MULTILINE):
-        return Command("", "", ("--config", str(file), "--train-iters", "10"), None, 1)
+        return Command("", "", ("--config", str(file), "--train-iters", "100000"), None, 1)
     return None
 
 

@@ -99,7 +99,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
         _agree(reading, values, among=given)
     values.noted |= reading.noted
     if line.deepspeed is not None:
-        reading = _read_deepspeed(line.deepspeed)
+        reading = _read_deepspeed(line.deepspeed, values)
         _drop_zero(reading, values, showing)
         problems += reading.problems
         microbatches += _microbatches(reading)
@@ -263,6 +263,7 @@ def read_config(path: str, given: Mapping[str, Any] | None = None) -> Reading:
         front: Any = mindformers
     elif any(section in content for section in mindformers_trainer.SECTIONS):
         front = mindformers_trainer
+        front.require_gpt(reading, content)
     elif any(section in content for section in mindspeed.SECTIONS):
         model = content.get("model_config")
         front = mindformers if isinstance(model, dict) and "llm" in model else mindspeed
@@ -314,8 +315,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _read_deepspeed(path: str) -> Reading:
-    reading = Reading(f"--deepspeed-config {path}", convert)
+def _read_deepspeed(path: str, given: Mapping[str, Any]) -> Reading:
+    reading = Reading(f"--deepspeed-config {path}", convert, base=given)
     content = deepspeed.without_auto(load(Path(path), reading.file))
     if not isinstance(content, dict):
         raise ConfigError(f"{reading.file} must be a JSON object; it is {type(content).__name__}")
@@ -492,9 +493,11 @@ class _CommandLine:
                 self._values(typed, "", value, words)
                 self.values[option] = name != meta["no"]
                 return
-            takes = "+" if kind is tuple and meta["words"] else "1"
-            given = self._values(typed, takes, value, words)
             row = table().get(name)
+            takes = "+" if kind is tuple and meta["words"] else "1"
+            given = self._values(typed, "+" if row and row.takes == "+" else takes, value, words)
+            if takes == "1" and len(set(given)) > 1:
+                raise ConfigError(f"{typed} {' '.join(given)}: all layers have the same; give one value", "refused")
             given = [row.values.get(word, word) if row else word for word in given]
             converted = convert(option, given if takes == "+" else given[0], typed)
             self.values[option] = (*self.values.get(option, ()), *converted) if kind is tuple else converted

@@ -67,7 +67,10 @@ def _resolved(options: Sequence[str], processes: int | None, nodes: int) -> tupl
             raise report(values.problems)
         values.problems = []
         values.origins = {name: _origin(name, origin, options) for name, origin in values.origins.items()}
-        config = build(values, check_given)
+        try:
+            config = build(values, check_given)
+        except ConfigError as error:
+            raise report([*refused, *error.problems]) from None
     lines = [f"# {problem.text}" for problem in refused]
     return config, ["\n# refused, and not in this file: `hal train` would otherwise train something else", *lines] if (
         lines

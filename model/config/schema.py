@@ -420,6 +420,9 @@ class Config:
     adam_beta1: float = _opt(0.9, "decay of the first moment", "in [0, 1)")
     adam_beta2: float = _opt(0.999, "decay of the second moment", "in [0, 1)")
     adam_eps: float = _opt(1e-8, "epsilon added to the square root of the second moment")
+    adam_bias_correction: bool = _opt(
+        True, "divide the moments by 1 - beta^step, as Adam does", no="no-adam-bias-correction"
+    )
     clip_grad: float = _opt(1.0, "maximum gradient norm; 0 disables clipping", ">= 0")
     loss_scale: float | None = _opt(None, "constant loss scale (fp16); default dynamic")
     initial_loss_scale: float = _opt(2.0**32, "initial dynamic loss scale (fp16)")

@@ -20,6 +20,9 @@ from ..config.schema import Config
 from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
 from .loss_scaler import LossScaler
 
+UNCORRECTED = 1 << 30
+"""A number of a step in which the factors of the bias correction, 1 - beta**step, are 1."""
+
 DECOUPLED = (WORD_EMBEDDING, OUTPUT_LAYER)
 """The parameters whose learning rate --decoupled-lr sets, as in Megatron."""
 
@@ -185,7 +188,7 @@ class Optimizer:
                 [grads[n] for n in names],
                 [self.exp_avg[n] for n in names],
                 [self.exp_avg_sq[n] for n in names],
-                step=self.steps,
+                step=self.steps if c.adam_bias_correction else UNCORRECTED,
                 lr=decoupled_lr if own and decoupled_lr is not None else lr,
                 beta1=c.adam_beta1,
                 beta2=c.adam_beta2,

@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from .rules import Reading, Rule, load_rules, number_of, take
+from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
 
 
 def _loss_scale(reading: Reading, key: str, value: Any) -> None:
@@ -49,6 +49,10 @@ def without_auto(content: Any) -> Any:
 
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys."""
+    given = {*reading.values, *reading.base}
+    if "global_batch_size" in reading.values and not {MICROBATCHES, "micro_batch_size"} & given:
+        # _set_batch_related_parameters in DeepSpeed's config.py: a batch alone is one microbatch of each rank.
+        reading.set(MICROBATCHES, 1, "train_batch_size")
     scheduler, key = take(reading, "scheduler")
     if key:
         _schedule(reading, scheduler)

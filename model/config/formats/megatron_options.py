@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,14 @@ def _attention(reading: Reading) -> None:
         if number_of(scalar, key) <= 0.0:
             raise reading.refuse(key, f"a number above 0; found {scalar!r}")
         reading.set("softmax_scale", number_of(scalar, key) ** -0.5, key)
+    depth, key = take(reading, "scale_depth")
+    if key:  # MindSpeed-LLM's transformer_layer.py
+        layers = reading.either("num_layers") or Config.num_layers
+        reading.set("residual_multiplier", number_of(depth, key) / math.sqrt(layers), key)
+    base, key = take(reading, "dim_model_base")
+    if key:  # MindSpeed-LLM's gpt_model.py divides the output layer's input by hidden_size / dim_model_base
+        width = reading.either("hidden_size") or Config.hidden_size
+        reading.set("output_multiplier_scale", number_of(base, key) / width, key)
     _, key = take(reading, "no_position_embedding")
     if key and reading.either("position_embedding_type") not in ("rope", "none"):
         raise reading.refuse(key, "use --position-embedding-type none or rope")
@@ -335,7 +344,7 @@ def _batch(reading: Reading) -> None:
 
 def _tokens(reading: Reading) -> None:
     """Megatron-DeepSpeed's schedules in tokens, which are sequences times their length. Training ends with the first of
-    --train-tokens and --train-samples."""
+    --train-tokens, --train-samples and --train-iters."""
     length = int(reading.either("seq_length") or 0)
     for name in ("train", "lr_decay", "lr_warmup"):
         tokens, key = take(reading, f"{name}_tokens")
@@ -350,7 +359,12 @@ def _tokens(reading: Reading) -> None:
             if abs(samples * length - count) > count / 10_000:
                 raise reading.refuse(key, f"{count} tokens are not whole sequences of --seq-length {length}")
             reading.noted[key] = f"rounded to {samples} sequences, which changes learning rates by less than 0.01 %"
-        samples = min(samples, reading.either("train_samples") or samples) if name == "train" else samples
+        if name == "train":
+            iterations, size = reading.either("train_iters"), reading.either("global_batch_size")
+            if iterations and size:
+                samples = min(samples, iterations * size)
+                reading.superseded.add("train_iters")
+            samples = min(samples, reading.either("train_samples") or samples)
         if reading.values.pop(f"{name}_samples", None) is None and f"{name}_samples" in reading.base:
             reading.superseded.add(f"{name}_samples")
         reading.set(f"{name}_samples", samples, key)

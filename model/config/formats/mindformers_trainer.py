@@ -1,22 +1,30 @@
 """MindFormers' trainer files: runner_config, optimizer, lr_schedule, parallel_config, model.model_config and more.
 
-The files describe Llama-like models (`LlamaConfig`), Qwen3 and GPT-2. Defaults of these classes that differ from HAL's
-are set by `finish`: rotary positions, RMSNorm, a gated MLP and separate output weights.
+The files describe Llama-like models (`LlamaConfig`, `InternLM2Config`), GLM 3 and 4, Qwen3 and GPT-2. Defaults of these
+classes that differ from HAL's are set by `finish`: sizes, rotary positions, RMSNorm, a gated MLP and separate output
+weights.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hal.untrusted import shown
 
 from ..schema import ConfigError, collecting
 from .mindspeed import CHOICES, biases, residual
 from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
 from .stage_lists import recomputation
 
-SECTIONS = ("runner_config", "runner_wrapper", "lr_schedule")
-"""Sections by which such a file is recognised."""
+SECTIONS = ("run_mode", "runner_config", "runner_wrapper", "lr_schedule")
+"""Keys by which such a file is recognised."""
+
+MODELS = ("LlamaForCausalLM", "InternLM2ForCausalLM", "ChatGLM2ForConditionalGeneration", "GPT2LMHeadModel")
+"""The classes of model.arch.type whose configuration the table describes. Other classes read keys of the same names in
+other ways."""
 
 
 @functools.cache
@@ -31,25 +39,107 @@ def _profile_start_step(reading: Reading, key: str, value: Any) -> None:
     reading.set("profile_step_start", _whole(reading, value, key, least=1) - 1, key)
 
 
+def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
+    """Raises ConfigError, in one sentence, if the file does not train all weights of a model that HAL has."""
+    mode = content.get("run_mode")
+    if mode not in ("train", "finetune", None):
+        raise reading.refuse("run_mode", f"{mode!r}: `hal train` trains; `hal eval` and `hal generate` use a model")
+    task = _at(content, "trainer", "type")
+    if task not in ("CausalLanguageModelingTrainer", None):
+        raise reading.refuse("trainer.type", f"{task!r}: `hal train` trains a GPT, by CausalLanguageModelingTrainer")
+    model = _at(content, "model", "arch", "type")
+    if model not in (*MODELS, None):
+        raise reading.refuse(
+            "model.arch.type", f"{model!r} is none of the models whose keys are known: {', '.join(MODELS)}"
+        )
+    adapters = _at(content, "model", "model_config", "pet_config")
+    if adapters is not None:
+        kind = _at(adapters, "pet_type") or "adapters"
+        raise reading.refuse("model.model_config.pet_config", f"{kind!r}: all weights are trained, not adapters")
+    experts = _at(content, "moe_config", "expert_num")
+    if experts not in (None, 1):
+        raise reading.refuse(
+            "moe_config",
+            f"{shown(experts)} experts: MindFormers drops tokens and weights the rest in ways that HAL's experts "
+            "(--num-experts and the options of its group) do not have",
+        )
+
+
+def _at(content: Any, *keys: str) -> Any:
+    """The value at these nested keys, or None."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
+OF_CLASS = "model.model_config (default of its class)"
+
+_LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+}
+_LLAMA_7B = {"hidden_size": 4096, "num_layers": 32, "num_attention_heads": 32, "seq_length": 2048}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {**_LLAMA, **_LLAMA_7B, "pad_vocab_size_to": 32000},
+    "InternLM2Config": {
+        **_LLAMA,
+        **_LLAMA_7B,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14336,
+        "rotary_base": 1e6,
+        "pad_vocab_size_to": 92544,
+    },
+    "ChatGLM2Config": {
+        **_LLAMA,
+        **_LLAMA_7B,
+        "num_layers": 28,
+        "kv_channels": 128,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 13696,
+        "pad_vocab_size_to": 65024,
+    },
+    "GPT2Config": {
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_attention_heads": 12,
+        "seq_length": 1024,
+        "pad_vocab_size_to": 50257,
+    },
+}
+"""What the classes of model.model_config.type take for absent keys, where HAL takes something else."""
+
+
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys, and defaults that differ from HAL's. All problems are collected."""
     kind, _ = take(reading, "kind")
-    gpt2 = str(kind).startswith("GPT2")
-    for step in (_model, residual, _stages, _training, _length, biases):
+    if kind in _DEFAULTS:  # other options follow from these
+        sizes = {name: _DEFAULTS[kind][name] for name in ("hidden_size", "num_layers")}
+        _fill(reading, {**sizes, "fp16": True}, OF_CLASS)
+    if kind == "LlamaConfig":
+        _fill(reading, {"@multiple_of": 256}, OF_CLASS)
+    if kind == "ChatGLM2Config":
+        with collecting(reading.problems):
+            _glm(reading)
+    for step in (_model, residual, _extension, _stages, _training, _schedule, _gradients, _length, biases):
         with collecting(reading.problems):
             step(reading)
-    llama = {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "untie_embeddings_and_output_weights": True,
-        "disable_bias_linear": True,
-    }
-    for option, value in ({} if gpt2 else llama).items():
+    # base_trainer.py passes 0 if there is no weight decay; core/optim/optim.py and adamw.py have the values of epsilon.
+    corrects = reading.values.get("adam_bias_correction", True)
+    _fill(reading, {"weight_decay": 0.0, "adam_eps": 1e-8 if corrects else 1e-6}, "optimizer (default of its class)")
+    _fill(reading, _DEFAULTS.get(str(kind), _LLAMA), OF_CLASS)
+    _vocabulary(reading)
+
+
+def _fill(reading: Reading, options: Mapping[str, Any], key: str) -> None:
+    """Sets options, or deferred values, that the file does not set."""
+    for option, value in options.items():
         if option not in reading.values:
-            reading.set(option, value, "model.model_config (default of its class)")
+            reading.values[option], reading.origins[option] = value, key
 
 
 def _whole(reading: Reading, value: Any, key: str, least: int = -(2**31)) -> int:
@@ -58,6 +148,40 @@ def _whole(reading: Reading, value: Any, key: str, least: int = -(2**31)) -> int
     if not number.is_integer() or not least <= number < 2**63:
         raise ConfigError(f"{reading.file}: {key}: expected a whole number, at least {least}; found {value!r}")
     return int(number)
+
+
+def _glm(reading: Reading) -> None:
+    """GLM's rotary positions, of half of the channels in pairs of neighbours (models/glm2/glm2.py and glm2_modules.py),
+    its biases of QKV, and its sums between layers, whose dtype is residual_dtype alone (glm2_transformer.py)."""
+    ratio, key = take(reading, "rope_ratio")
+    base = 10000.0 * (number_of(ratio, f"{reading.file}: {key}") if key else 1.0)
+    _fill(reading, {"rotary_percent": 0.5, "rotary_interleaved": True, "rotary_base": base}, OF_CLASS)
+    if reading.values.pop("fp32_residual_connection", None) is not None:
+        reading.note("model.model_config.fp32_residual_connection", "it is not read; residual_dtype is")
+    _fill(reading, {"@residual": "float32", "@qkv_bias": True, "@linear_bias": False}, OF_CLASS)
+
+
+def _extension(reading: Reading) -> None:
+    """The extension of rotary positions to longer sequences."""
+    method, key = take(reading, "extension")
+    factor, factor_key = take(reading, "scaling")
+    if method == "PI":
+        reading.set("rotary_seq_len_interpolation_factor", 1.0 if factor is None else factor, factor_key or key)
+    elif str(method).lower() != "none":
+        raise reading.refuse(key, f"{method!r}: rotary positions are plain (None) or interpolated (PI)")
+    elif factor not in (None, 1, 1.0):
+        reading.note(factor_key, "only extend_method reads it")
+
+
+def _vocabulary(reading: Reading) -> None:
+    """Makes tensor-parallel ranks have equal shares of the vocabulary. MindFormers does not shard one that they do not
+    divide; the rows that are added here take no part in the loss."""
+    rows, ranks = reading.values.get("pad_vocab_size_to"), reading.values.get("tensor_model_parallel_size", 1)
+    if rows is not None and ranks > 0 and rows % ranks:
+        key = reading.origins["pad_vocab_size_to"]
+        reading.values["pad_vocab_size_to"] = -(-rows // ranks) * ranks
+        reading.set("mask_padded_vocab", True, key)
+        reading.note(key, f"{rows} rows cannot be divided over {ranks} ranks; added ones take no part in the loss")
 
 
 def _model(reading: Reading) -> None:
@@ -69,6 +193,8 @@ def _model(reading: Reading) -> None:
     factor, _ = take(reading, "ffn_multiplier")
     ratio, ratio_key = take(reading, "expand_ratio")
     hidden = values.get("hidden_size")
+    rows, rows_key = take(reading, "vocabulary")
+    reading.set("pad_vocab_size_to", rows, rows_key)
     if key and "ffn_hidden_size" not in values and hidden:
         # LlamaConfig: two thirds of 4 x hidden, times the multiplier, rounded up to a multiple.
         two_thirds = 8 * _whole(reading, hidden, "hidden_size") // 3
@@ -121,6 +247,51 @@ def _training(reading: Reading) -> None:
         reading.set("loss_scale", scale, key)
 
 
+_SCHEDULES = {
+    "constantwarmuplr": "constant",
+    "constant_with_warmup": "constant",
+    "cosinewithwarmuplr": "cosine",
+    "cosine": "cosine",
+    "linearwithwarmuplr": "linear",
+    "linear": "linear",
+    "polynomialwithwarmuplr": "polynomial",
+    "polynomial": "polynomial",
+}
+"""Schedules of core/lr/lr_schedule.py and their second names in build_lr.py, in lower case."""
+
+
+def _schedule(reading: Reading) -> None:
+    """The shape of the learning rate; it is constant without a schedule. Only `polynomial` has a default other than 0
+    of its last value, and `linear` reads none."""
+    name, key = take(reading, "schedule")
+    end, end_key = take(reading, "lr_end")
+    steps, steps_key = take(reading, "warmup_steps")
+    if steps_key and "lr_warmup_fraction" in reading.values:
+        reading.note(steps_key, "warmup_ratio replaces it")
+    elif steps_key:
+        reading.set("lr_warmup_iters", steps, steps_key)
+    style = _SCHEDULES.get(str(name).lower()) if key else "constant"
+    if style is None:
+        raise reading.refuse(key, f"{name!r} is not one of {', '.join(_SCHEDULES)} (it sets --lr-decay-style)")
+    reading.set("lr_decay_style", "linear" if style == "polynomial" else style, key or "lr_schedule (there is none)")
+    if style == "linear" and end_key:
+        reading.note(end_key, f"{end!r} has no effect: {name} ends at 0")
+    elif end_key:
+        reading.set("min_lr", end, end_key)
+    elif style == "polynomial":
+        reading.set("min_lr", 1e-7, f"{key} (its default of lr_end)")
+
+
+def _gradients(reading: Reading) -> None:
+    """Clipping of gradients, by the cells of wrapper/wrapper.py: that for several microbatches clips by default."""
+    clips, key = take(reading, "clips")
+    norm, norm_key = take(reading, "max_grad_norm")
+    if clips is None:
+        several = reading.values.get(MICROBATCHES, 1) > 1 or reading.values.get("pipeline_model_parallel_size", 1) > 1
+        clips, key = several, "runner_wrapper.use_clip_grad (default of its class)"
+    reading.set("clip_grad", (1.0 if norm is None else norm) if clips else 0.0, norm_key if clips and norm_key else key)
+
+
 def _length(reading: Reading) -> None:
     """The length of the run, and where weights come from."""
     epochs, key = take(reading, "epochs")
@@ -140,7 +311,14 @@ def _length(reading: Reading) -> None:
     ):
         if theirs in settings:
             reading.set(ours, settings[theirs], f"{data_key}.data_loader.config.{theirs}")
-    if data_key and "data_path" not in settings:
+    columns = data.get("input_columns") if isinstance(data, dict) else None
+    answers = isinstance(columns, list) and not {"labels", "target_ids"}.isdisjoint(map(str, columns))
+    if answers and not settings:  # Megatron's datasets have labels of all tokens, and settings
+        reading.set("sft", True, f"{data_key}.input_columns")
+        reading.note(
+            data_key, "data are given by --data-path: JSON lines of prompts and answers, of which answers count"
+        )
+    elif data_key and "data_path" not in settings:
         reading.note(data_key, "data are given by --data-path; `hal data preprocess` makes them of text")
     sizes = loader.get("sizes")
     given = [name for name in ("train_iters", "train_samples") if reading.either(name) is not None]
@@ -149,6 +327,8 @@ def _length(reading: Reading) -> None:
         size = sizes[0] if isinstance(sizes, list) else sizes
         samples = _whole(reading, epochs, key) * _whole(reading, size, where)
         reading.set("train_samples", samples, f"{key} x {where}")
+    elif key and not given and reading.values.get("sft"):
+        reading.set("num_train_epochs", epochs, key)
     elif key and not given:
         raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
     if steps_key and _whole(reading, steps, steps_key) > 0:

@@ -71,6 +71,16 @@ def finish(reading: Reading) -> None:
         reading.note("training_config.no_load_rng", "False, as in Megatron; MindSpeed-Core-MS would take True")
     if values.get("context_parallel_size", 1) > 1 and "context_parallel_algo" not in values:
         reading.set("context_parallel_algo", "ulysses", "parallel_config.context_parallel_algo (MindSpeed's default)")
+    for option in ("lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+        if values.get(option) == 0:  # its files have all lengths, of which those of another schedule are 0
+            del values[option]
+            reading.note(reading.origins.pop(option), "0 is no length")
+    ends = [values.get(name) for name in ("start_weight_decay", "end_weight_decay")]
+    if values.get("weight_decay_incr_style", "constant") == "constant" and None not in ends and ends[0] == ends[1]:
+        # optimizer_param_scheduler.py takes these two, and not weight_decay, for the constant style as well.
+        values["weight_decay"] = values.pop("start_weight_decay")
+        reading.origins["weight_decay"] = reading.origins.pop("start_weight_decay")
+        del values["end_weight_decay"], reading.origins["end_weight_decay"]
     epochs, key = take(reading, "epochs")
     if key and not any(reading.either(name) for name in ("train_iters", "train_samples")):
         raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")

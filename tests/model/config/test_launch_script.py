@@ -102,6 +102,7 @@ def test_refused_options_are_comments_and_the_exit_code_says_so(tmp_path, capsys
         ),
         ("python pretrain_gpt.py --num-layers 2", ["--number", "3"], "--number 3: .* starts 1 trainings"),
         ("python pretrain_gpt.py --num-lairs 2", [], "Did you mean --num-layers"),
+        ("python pretrain_gpt.py --fim-data --num-query-groups 3", [], "(?s)--fim-data.*--num-query-groups 3"),
     ],
 )
 def test_what_cannot_be_imported_is_explained(text, arguments, says, tmp_path, monkeypatch):

@@ -60,6 +60,19 @@ def test_decay_is_for_matrices_and_bias_correction_for_every_step(cpu_ref):
         torch.testing.assert_close(optimizer.model["layer.weight"].detach(), torch.full((2, 2), half))
 
 
+def test_without_bias_correction_the_moments_are_used_as_they_are(cpu_ref):
+    """MindSpore's AdamWeightDecay: m, v = averages from 0 on; update = m / (sqrt(v) + eps) + weight_decay * weight."""
+    optimizer = optimizer_of(weight_decay=0.5, clip_grad=0.0, adam_bias_correction=False, adam_eps=1e-6)
+    weight, m, v = 1.0, 0.0, 0.0
+    for gradient in (3.0, -2.0):
+        backward(optimizer, gradient)
+        optimizer.step(0.1)
+        optimizer.zero_grad()
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        weight -= 0.1 * (m / (v**0.5 + 1e-6) + 0.5 * weight)
+        torch.testing.assert_close(optimizer.model["layer.weight"].detach(), torch.full((2, 2), weight))
+
+
 def test_no_decay_is_for_biases_of_any_shape_and_for_vectors():
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     named = (("a.weight", matrix), ("a.weight", vector), ("a.bias", matrix), ("a.bias", vector))

@@ -238,6 +238,18 @@ def test_options_of_ours_stand_beside_the_sections_and_the_command_line_wins(fro
     assert config.origins["hidden_size"] == "command line"
 
 
+def test_lengths_of_other_schedules_are_zero_in_files_of_mindspeed(from_file):
+    keys = {"optimizer_config.lr_decay_samples": 0, "optimizer_config.lr_wsd_decay_iters": 0}
+    config = from_file(keys)
+    assert config.lr_decay_samples is None and config.lr_wsd_decay_iters is None and len(config.notes) == 2
+
+
+def test_a_constant_weight_decay_of_mindspeed_may_have_two_equal_ends(from_file, problem):
+    ends = {"optimizer_config.start_weight_decay": 0.2, "optimizer_config.end_weight_decay": 0.2}
+    assert from_file({**ends, "optimizer_config.weight_decay": 0.1}).weight_decay == 0.2
+    assert "--start-weight-decay would be ignored" in problem({"optimizer_config.start_weight_decay": 0.2})
+
+
 def test_options_of_a_reduction_that_does_not_happen_are_notes(from_file):
     keys = {"training_config.bucket_size": 100, "training_config.overlap_grad_reduce": True}
     config = from_file(keys)
@@ -395,8 +407,17 @@ def test_what_only_saves_memory_or_reports_is_noted(from_file):
         assert any(key in note for note in config.notes), key
 
 
+def test_moments_of_deepspeed_may_stay_uncorrected_and_what_only_others_read_is_noted(from_file):
+    keys = ds(optimizer__params__bias_correction=False, optimizer__params__freeze_step=9, gradient_predivide_factor=8)
+    config = from_file({**keys, "curriculum_learning.min_difficulty": 64}, option="--deepspeed-config")
+    assert not config.adam_bias_correction and len(config.notes) == 3
+
+
 def test_the_microbatch_is_the_share_of_the_batch(from_file, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert from_file({"train_batch_size": 24}, option="--deepspeed-config").micro_batch_size == 12
+    given = from_file({"train_batch_size": 24}, "--micro-batch-size", "3", option="--deepspeed-config")
+    assert (given.global_batch_size, given.micro_batch_size) == (24, 3)
     content = {"train_batch_size": 24, "gradient_accumulation_steps": 3}
     config = from_file(content, option="--deepspeed-config")
     assert (config.micro_batch_size, config.global_batch_size) == (4, 24)
@@ -481,15 +502,126 @@ def test_a_trainer_file_of_mindformers(tmp_path, monkeypatch):
 def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
     path = trainer_file(
         tmp_path,
-        optimizer={"type": "FP32StateAdamWeightDecay"},
+        optimizer={"type": "Lamb"},
         train_dataset={"data_loader": {"dataset_dir": "x"}},
-        moe_config={"expert_num": 8},
+        parallel_config={"expert_parallel": 8},
         frobnicate=1,
     )
     with pytest.raises(ConfigError) as caught:
         parse(["--config", str(path)], {})
-    for words in ("bias correction", "give --train-iters", "--num-experts", "frobnicate: there is no such key"):
+    for words in ("not one of AdamW", "give --train-iters", "--num-experts", "frobnicate: there is no such key"):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"run_mode": "predict"}, "run_mode: 'predict': `hal train` trains"),
+        ({"trainer": {"type": "image_classification"}}, "'image_classification': `hal train` trains a GPT"),
+        ({"model": {"arch": {"type": "YiZhaoDPO"}}}, "none of the models whose keys are known: LlamaForCausalLM"),
+        ({"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, "'lora': all weights are trained"),
+        ({"moe_config": {"expert_num": 8}}, "8 experts: MindFormers drops tokens"),
+    ],
+)
+def test_another_task_or_model_is_refused_in_one_sentence(tmp_path, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(trainer_file(tmp_path, **changes, frobnicate=1))], {})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+LLAMA = {
+    "run_mode": "finetune",
+    "load_checkpoint": "w",
+    "runner_config": {"epochs": 2, "batch_size": 1},
+    "optimizer": {"type": "FP32StateAdamWeightDecay", "beta2": 0.95},
+    "lr_schedule": {"type": "polynomial", "learning_rate": 1e-5, "warmup_steps": 3, "warmup_ratio": 0.5},
+    "train_dataset": {"input_columns": ["input_ids", "labels"], "data_loader": {"type": "MindDataset"}},
+    "model": {
+        "arch": {"type": "LlamaForCausalLM"},
+        "model_config": {
+            "type": "LlamaConfig",
+            "vocab_size": 32001,
+            "checkpoint_name_or_path": "llama2_7b",
+            "extend_method": "PI",
+            "scaling_factor": 4,
+        },
+    },
+    "runner_wrapper": {"type": "MFTrainOneStepCell"},
+}
+"""The form of MindFormers' configs/llama2/finetune_llama2_7b.yaml (v1.5.0)."""
+
+
+def llama_file(tmp_path, *argv, **changes):
+    path = tmp_path / "llama.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, **changes}))
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "320"]
+    return parse(["--config", str(path), *tokenizer, *argv], {})
+
+
+def test_a_file_of_mindformers_that_finetunes(tmp_path, monkeypatch):
+    config = llama_file(tmp_path, "--data-path", "x")
+    assert config.sft and config.num_train_epochs == 2.0 and config.load == "w"
+    assert (config.adam_bias_correction, config.adam_eps, config.weight_decay) == (False, 1e-6, 0.0)
+    assert (config.lr_decay_style, config.min_lr, config.lr_warmup_fraction) == ("linear", 1e-7, 0.5)
+    assert "lr_warmup_iters" not in config.given and config.clip_grad == 0.0
+    assert config.rotary_seq_len_interpolation_factor == 4.0
+    # The sizes of the class, in MindFormers' models/llama/llama_config.py.
+    assert (config.hidden_size, config.num_layers, config.ffn_hidden_size, config.fp16) == (4096, 32, 11008, True)
+    assert (config.pad_vocab_size_to, config.mask_padded_vocab) == (32001, False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = llama_file(tmp_path, "--data-path", "x", parallel_config={"model_parallel": 2})
+    assert (config.pad_vocab_size_to, config.mask_padded_vocab) == (32002, True)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"type": "linear", "lr_end": 1e-6}, ("linear", 0.0)),  # LinearWithWarmUpLR ends at 0
+        ({"type": "CosineWithWarmUpLR", "lr_end": 1e-6}, ("cosine", 1e-6)),
+        ({"type": "cosine"}, ("cosine", 0.0)),
+        ({"type": "polynomial", "lr_end": 1e-6}, ("linear", 1e-6)),
+        ({}, ("constant", 0.0)),
+    ],
+)
+def test_schedules_of_mindformers(tmp_path, changes, expected):
+    config = llama_file(tmp_path, "--data-path", "x", lr_schedule={"learning_rate": 1e-5, **changes})
+    assert (config.lr_decay_style, config.min_lr) == expected
+
+
+@pytest.mark.parametrize(
+    "wrapper, parallel, norm",
+    [
+        ({"use_clip_grad": True}, {}, 1.0),
+        ({"use_clip_grad": True, "max_grad_norm": 0.5}, {}, 0.5),
+        ({"use_clip_grad": False, "max_grad_norm": 0.5}, {}, 0.0),
+        ({}, {"gradient_accumulation_steps": 2}, 1.0),
+    ],
+)
+def test_clipping_of_mindformers(tmp_path, wrapper, parallel, norm):
+    runner = {"epochs": 2, "batch_size": 1, **parallel}
+    assert llama_file(tmp_path, "--data-path", "x", runner_wrapper=wrapper, runner_config=runner).clip_grad == norm
+
+
+def test_a_glm_of_mindformers(tmp_path):
+    model = {
+        "type": "ChatGLM2Config",
+        "padded_vocab_size": 65024,
+        "layernorm_epsilon": 1e-6,
+        "rope_ratio": 50,
+        "rmsnorm": True,
+        "multi_query_group_num": 4,
+        "compute_dtype": "bfloat16",
+        "fp32_residual_connection": False,
+    }
+    config = llama_file(
+        tmp_path,
+        "--data-path",
+        "x",
+        model={"arch": {"type": "ChatGLM2ForConditionalGeneration"}, "model_config": model},
+    )
+    assert (config.rotary_percent, config.rotary_interleaved, config.rotary_base) == (0.5, True, 500000.0)
+    assert (config.num_query_groups, config.kv_channels, config.ffn_hidden_size) == (4, 128, 13696)
+    assert config.fp32_residual_connection and config.qkv_bias and not config.mlp_bias and not config.projection_bias
 
 
 def test_deepspeeds_warm_up_to_a_cosine(from_file):

@@ -63,6 +63,17 @@ def test_reasons_point_to_options_that_exist():
             "--seq-length 8 --train-samples 10 --lr-decay-samples 5 --lr-warmup-samples 2",
         ),
         ("--seq-length 8 --train-samples 5 --train-tokens 80", "--seq-length 8 --train-samples 5"),
+        (
+            "--seq-length 8 --global-batch-size 4 --train-iters 2 --train-tokens 80",
+            "--seq-length 8 --global-batch-size 4 --train-samples 8",
+        ),
+        ("--num-layers 4 --scale-depth 1.5", "--num-layers 4 --residual-multiplier 0.75"),
+        ("--hidden-size 512 --dim-model-base 256", "--hidden-size 512 --output-multiplier-scale 0.5"),
+        (
+            "--position-embedding-type rope --use-glm-rope --rotary-percent 0.5",
+            "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5",
+        ),
+        ("--num-experts 4 4 --disable-bias-linear", "--num-experts 4 --disable-bias-linear"),
         ("--sparse-mode 4 --pre-tokens 3", "--pre-tokens 3"),
         ("--batch_size=8", "--micro-batch-size 8"),
         ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
@@ -164,6 +175,7 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--sparse-mode 7", "7: 0 and 4 are the window"),
         ("--fp16-lm-cross-entropy", "it needs --fp16, as in Megatron"),
         ("--seq-length 2048 --lr-warmup-tokens 3000", "3000 tokens are not whole sequences"),
+        ("--num-experts 4 4 8 --disable-bias-linear", "--num-experts 4 4 8: all layers have the same"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
     ],
 )
