@@ -60,6 +60,7 @@ def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> 
     """Properties that hold independently of the references' code: relations between the collectives."""
     values = st.lists(st.integers(-50, 50), min_size=rows * size, max_size=rows * size)
     xs = [torch.tensor(data.draw(values)) for _ in range(size)]
+    assert all(torch.equal(x, xs[0]) for x in run_reference(xs, "broadcast")), "rank 0 sends by default"
     scattered = run_reference(xs, "reduce_scatter", op="sum")
     assert torch.equal(run_reference(scattered, "all_gather")[0], run_reference(xs, "all_reduce", op="sum")[0])
     once = run_reference(xs, "all_to_all")

@@ -1,5 +1,6 @@
 """Which parts of a checkpoint --load restores, option by option, and how many checkpoints --save keeps."""
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def weights(trainer):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_rank_writes_what_it_owns_and_reads_without_a_warning(saved, monkeypatch):
+    trainer, root = saved
+    every = set(trainer.model.state_dict())
+    owned = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
+    monkeypatch.setattr(trainer.optimizer, "owned", owned)
+    state = trainer._model_state
+    assert {name for name in state.tensors() if not name.startswith("optimizer.")} == owned
+    assert {name for name in state.tensors(replicas=True) if not name.startswith("optimizer.")} == every
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.read_state(root)[1]["iteration"] == 3
 
 
 def test_finetune_takes_the_weights_only(saved, tiny):

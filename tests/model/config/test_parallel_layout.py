@@ -139,6 +139,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         | {"hidden_dropout": 0.1},
         "3 ranks (of --sequence-parallel, or that exchange heads) split the two chunks of a ring unevenly",
     ),
+    "two chunks of a ring": (
+        4,
+        {"context_parallel_size": 4, "seq_length": 12},
+        "--seq-length 12 is not divisible by 8",
+    ),
     "recompute lists": (2, {**PP2, "recompute_layer_list": ("1",)}, "must be 2 numbers of layers"),
     "recompute lists of virtual stages": (
         2,

@@ -106,6 +106,7 @@ def test_a_path_per_split(prefixes):
     "words, message",
     [
         ("0.3 a b", "mixes weights and prefixes"),
+        ("a b 0.5 c", "mixes weights and prefixes"),
         ("0 a 1 b", "weight 0; weights must be > 0"),
         ("-1 a 1 b", "weight -1; weights must be > 0"),
         ("nan a 1 b", "weight nan"),

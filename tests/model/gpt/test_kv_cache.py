@@ -69,3 +69,15 @@ def test_a_tensor_parallel_rank_keeps_its_own_heads_and_positions_go_on(referenc
 def test_sequences_cut_over_context_ranks_are_refused(references):
     with pytest.raises(hal.ContractError, match="--context-parallel-size 1"):
         KeyValueCache(Config(**SIZES), range(3), 1, 8, Parallel(cp=group(2)), torch.device("cpu"))
+
+
+def test_a_bucketed_cache_hides_the_rows_that_are_not_filled(references):
+    def after_three(bucketed):
+        cache = KeyValueCache(Config(**SIZES), [0], 1, 70, Parallel(), torch.device("cpu"), bucketed=bucketed)
+        assert cache.hidden(3, (None, 0)) is None, "the tokens of a first pass are all keys there are"
+        cache.advance(3)
+        return cache
+
+    hidden = after_three(True).hidden(2, (1, 0))[0, 0]
+    assert hidden.shape[1] > 5 and [(~row).nonzero().flatten().tolist() for row in hidden] == [[2, 3], [3, 4]]
+    assert after_three(False).hidden(2, (1, 0)) is None

@@ -117,6 +117,18 @@ def test_a_prompts_text_does_not_depend_on_the_rest_of_the_batch(cpu_ref, option
         assert single.ids == together[n].ids and single.reason == together[n].reason
 
 
+def test_a_rows_stream_is_forked_by_the_number_of_its_tokens(cpu_ref, monkeypatch):
+    engine, forks, fork = an_engine(), [], hal.Rng.fork
+
+    def recorded(rng, *names):
+        forks.append((rng.seed, *names))
+        return fork(rng, *names)
+
+    monkeypatch.setattr(hal.Rng, "fork", recorded)
+    complete(engine, [[1, 2, 3], [4]], 2, Sampling(1.0), [hal.Rng(7), hal.Rng(8)])
+    assert sorted(forks) == [(7, 0), (7, 1), (8, 0), (8, 1)]
+
+
 def test_a_long_prompt_is_read_on_when_a_short_one_has_ended(references):
     engine, prompts = an_engine(), [[4], [5, 6, 7, 8, 9]]
     together = continued(engine, prompts, 1, Sampling(0.0))

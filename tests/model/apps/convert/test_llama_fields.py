@@ -12,6 +12,7 @@ from hal import HalError
 from hal.model.apps.convert import family_weights
 from hal.model.apps.convert.families import DEEPSEEK_V3, GEMMA2, GPT_NEOX, LLAMA
 from hal.model.apps.convert.family import Family
+from hal.model.apps.convert.field_rules import behind, window
 from hal.model.apps.convert.hf_config import Fields
 from hal.model.config.schema import Config
 
@@ -101,6 +102,8 @@ def test_fields_of_relatives_pass_only_where_they_change_nothing(name: str, neut
 
 def test_a_window_counts_only_where_it_is_used() -> None:
     assert options(sliding_window=4, use_sliding_window=False) == options()
+    for rule, written in ((window(), False), (window(behind, switch=True), True)):
+        assert ("use_sliding_window" in rule.write(Config(pre_tokens=3, next_tokens=0))) == written
 
 
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
