@@ -315,11 +315,11 @@ def test_the_tensors_file_of_an_index(name: str, how: str, place: Any, tmp_path:
         ({"args": [1]}, "args should be options by name; found list"),
         ({"args": 5}, "args should be options by name; found int"),
         ({"args": argparse.Namespace(num_layers=torch.ones(2))}, "args should be options"),
-        ({"iteration": "x"}, "iteration should be a number; found 'x'"),
-        ({"iteration": [1]}, r"iteration should be a number; found \[1\]"),
-        ({"iteration": -1}, "iteration should be a number; found -1"),
-        ({"checkpoint_version": "three"}, "checkpoint_version should be a number; found 'three'"),
-        ({"checkpoint_version": float("nan")}, "checkpoint_version should be a number; found nan"),
+        ({"iteration": "x"}, "iteration should be an integer of at least 0; found 'x'"),
+        ({"iteration": [1]}, r"iteration should be an integer of at least 0; found \[1\]"),
+        ({"iteration": -1}, "iteration should be an integer of at least 0; found -1"),
+        ({"checkpoint_version": "three"}, "checkpoint_version should be a number from 0 to 100; found 'three'"),
+        ({"checkpoint_version": float("nan")}, "checkpoint_version should be a number from 0 to 100; found nan"),
     ],
 )
 @pytest.mark.parametrize("name, file", [("megatron", "mp_rank_00/model_optim_rng.pt"), ("megatron-core", "common.pt")])
