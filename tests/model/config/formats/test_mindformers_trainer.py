@@ -1,0 +1,185 @@
+"""MindFormers' trainer files: pretraining, finetuning, and what is refused in one sentence."""
+
+import pytest
+import yaml
+
+from hal.model.config.command_line import parse
+from hal.model.config.schema import ConfigError
+
+QWEN3 = {
+    "seed": 42,
+    "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": "Qwen3"},
+    "runner_config": {"epochs": 2, "batch_size": 1, "gradient_accumulation_steps": 1},
+    "optimizer": {"type": "AdamW", "betas": [0.9, 0.95], "eps": "1.e-8", "weight_decay": 0.0},
+    "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": "1.e-6", "warmup_ratio": 0, "total_steps": -1},
+    "train_dataset": {
+        "data_loader": {
+            "sizes": [8000, 0, 0],
+            "config": {"split": "1, 0, 0", "seq_length": 4096, "data_path": ["1", "x"]},
+        }
+    },
+    "parallel_config": {"data_parallel": 1, "model_parallel": 4, "pipeline_stage": 4, "micro_batch_num": 4},
+    "recompute_config": {"recompute": True},
+    "model": {
+        "model_config": {
+            "vocab_size": 151936,
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "hidden_act": "swiglu",
+            "seq_length": 4096,
+            "rope_theta": 1000000.0,
+            "qk_layernorm": True,
+            "compute_dtype": "bfloat16",
+            "residual_dtype": "bfloat16",
+            "offset": [-1, 1, 1, -1],
+        }
+    },
+    "runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True},
+    "context": {"device_target": "Ascend"},
+}
+"""Keys and values of MindFormers' configs/qwen3/pretrain_qwen3_32b_4k.yaml (dev, fd4deeb), with a 16-bit residual."""
+
+
+def trainer_file(tmp_path, **changes):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({**QWEN3, **changes}))
+    return path
+
+
+def test_a_trainer_file_of_mindformers(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "151000"]
+    config = parse(["--config", str(trainer_file(tmp_path)), *tokenizer], {})
+    assert (config.train_samples, config.train_iters, config.global_batch_size) == (16000, 4000, 4)
+    assert (config.swiglu, config.normalization, config.position_embedding_type) == (True, "RMSNorm", "rope")
+    assert config.qk_layernorm and config.bf16 and config.num_layer_list == ("15", "17", "17", "15")
+    assert config.recompute_granularity == "full" and config.data_path == ("1", "x")
+
+
+def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
+    path = trainer_file(
+        tmp_path,
+        optimizer={"type": "Lamb"},
+        train_dataset={"data_loader": {"dataset_dir": "x"}},
+        parallel_config={"expert_parallel": 8},
+        frobnicate=1,
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(path)], {})
+    for words in ("not one of AdamW", "give --train-iters", "--num-experts", "frobnicate: there is no such key"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"run_mode": "predict"}, "run_mode: 'predict': `hal train` trains"),
+        ({"trainer": {"type": "image_classification"}}, "'image_classification': `hal train` trains a GPT"),
+        ({"model": {"arch": {"type": "YiZhaoDPO"}}}, "none of the models whose keys are known: LlamaForCausalLM"),
+        ({"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, "'lora': all weights are trained"),
+        ({"moe_config": {"expert_num": 8}}, "8 experts: MindFormers drops tokens"),
+    ],
+)
+def test_another_task_or_model_is_refused_in_one_sentence(tmp_path, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(trainer_file(tmp_path, **changes, frobnicate=1))], {})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+LLAMA = {
+    "run_mode": "finetune",
+    "load_checkpoint": "w",
+    "runner_config": {"epochs": 2, "batch_size": 1},
+    "optimizer": {"type": "FP32StateAdamWeightDecay", "beta2": 0.95},
+    "lr_schedule": {"type": "polynomial", "learning_rate": 1e-5, "warmup_steps": 3, "warmup_ratio": 0.5},
+    "train_dataset": {"input_columns": ["input_ids", "labels"], "data_loader": {"type": "MindDataset"}},
+    "model": {
+        "arch": {"type": "LlamaForCausalLM"},
+        "model_config": {
+            "type": "LlamaConfig",
+            "vocab_size": 32001,
+            "checkpoint_name_or_path": "llama2_7b",
+            "extend_method": "PI",
+            "scaling_factor": 4,
+        },
+    },
+    "runner_wrapper": {"type": "MFTrainOneStepCell"},
+}
+"""The form of MindFormers' configs/llama2/finetune_llama2_7b.yaml (v1.5.0)."""
+
+
+def llama_file(tmp_path, *argv, **changes):
+    path = tmp_path / "llama.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, **changes}))
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "320"]
+    return parse(["--config", str(path), *tokenizer, *argv], {})
+
+
+def test_a_file_of_mindformers_that_finetunes(tmp_path, monkeypatch):
+    config = llama_file(tmp_path, "--data-path", "x")
+    assert config.sft and config.num_train_epochs == 2.0 and config.load == "w"
+    assert (config.adam_bias_correction, config.adam_eps, config.weight_decay) == (False, 1e-6, 0.0)
+    assert (config.lr_decay_style, config.min_lr, config.lr_warmup_fraction) == ("linear", 1e-7, 0.5)
+    assert "lr_warmup_iters" not in config.given and config.clip_grad == 0.0
+    assert config.rotary_seq_len_interpolation_factor == 4.0
+    # The sizes of the class, in MindFormers' models/llama/llama_config.py.
+    assert (config.hidden_size, config.num_layers, config.ffn_hidden_size, config.fp16) == (4096, 32, 11008, True)
+    assert (config.pad_vocab_size_to, config.mask_padded_vocab) == (32001, False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = llama_file(tmp_path, "--data-path", "x", parallel_config={"model_parallel": 2})
+    assert (config.pad_vocab_size_to, config.mask_padded_vocab) == (32002, True)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"type": "linear", "lr_end": 1e-6}, ("linear", 0.0)),  # LinearWithWarmUpLR ends at 0
+        ({"type": "CosineWithWarmUpLR", "lr_end": 1e-6}, ("cosine", 1e-6)),
+        ({"type": "cosine"}, ("cosine", 0.0)),
+        ({"type": "polynomial", "lr_end": 1e-6}, ("linear", 1e-6)),
+        ({}, ("constant", 0.0)),
+    ],
+)
+def test_schedules_of_mindformers(tmp_path, changes, expected):
+    config = llama_file(tmp_path, "--data-path", "x", lr_schedule={"learning_rate": 1e-5, **changes})
+    assert (config.lr_decay_style, config.min_lr) == expected
+
+
+@pytest.mark.parametrize(
+    "wrapper, parallel, norm",
+    [
+        ({"use_clip_grad": True}, {}, 1.0),
+        ({"use_clip_grad": True, "max_grad_norm": 0.5}, {}, 0.5),
+        ({"use_clip_grad": False, "max_grad_norm": 0.5}, {}, 0.0),
+        ({}, {"gradient_accumulation_steps": 2}, 1.0),
+    ],
+)
+def test_clipping_of_mindformers(tmp_path, wrapper, parallel, norm):
+    runner = {"epochs": 2, "batch_size": 1, **parallel}
+    assert llama_file(tmp_path, "--data-path", "x", runner_wrapper=wrapper, runner_config=runner).clip_grad == norm
+
+
+def test_a_glm_of_mindformers(tmp_path):
+    model = {
+        "type": "ChatGLM2Config",
+        "padded_vocab_size": 65024,
+        "layernorm_epsilon": 1e-6,
+        "rope_ratio": 50,
+        "rmsnorm": True,
+        "multi_query_group_num": 4,
+        "compute_dtype": "bfloat16",
+        "fp32_residual_connection": False,
+    }
+    config = llama_file(
+        tmp_path,
+        "--data-path",
+        "x",
+        model={"arch": {"type": "ChatGLM2ForConditionalGeneration"}, "model_config": model},
+    )
+    assert (config.rotary_percent, config.rotary_interleaved, config.rotary_base) == (0.5, True, 500000.0)
+    assert (config.num_query_groups, config.kv_channels, config.ffn_hidden_size) == (4, 128, 13696)
+    assert config.fp32_residual_connection and config.qkv_bias and not config.mlp_bias and not config.projection_bias

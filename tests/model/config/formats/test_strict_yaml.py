@@ -1,0 +1,26 @@
+"""YAML with anchors, within limits; duplicate keys are an error."""
+
+import pytest
+
+from hal.model.config.command_line import parse
+from hal.model.config.schema import ConfigError
+
+
+def test_anchors_are_followed_within_a_limit(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("num-layers: &n 3\nmicro-batch-size: *n\n")
+    assert parse(["--config", str(path)], {}).micro_batch_size == 3
+    path.write_text("model_config: &m {hidden_size: 64}\ntraining_config: {<<: *m, seed: 3}\n")
+    with pytest.raises(ConfigError, match=r"training_config\.hidden_size: there is no such key"):
+        parse(["--config", str(path)], {})
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="expand to more than 100000 values"):
+        parse(["--config", str(path)], {})
+    path.write_text("a: &a [*a]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(["--config", str(path)], {})
+    path.write_text("num-layers: 2\nnum-layers: 3\n")
+    with pytest.raises(ConfigError, match="the key 'num-layers' is here twice"):
+        parse(["--config", str(path)], {})
