@@ -288,7 +288,7 @@ class _Machine:
         hashes, value = self._hashes.setdefault(id(container), Counter()), hash(key)
         hashes[value] += 1
         if hashes[value] > _COLLISIONS:
-            self._refuse(f"more than {_COLLISIONS} keys of a dictionary have the same hash")
+            self._refuse(f"more than {_COLLISIONS} keys of a dictionary or set have the same hash")
 
     def _push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):

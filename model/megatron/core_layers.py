@@ -16,7 +16,8 @@ from .rng_tracker import next_stream
 
 
 class HalNorm:
-    """Makes a hal.nn.LayerNorm or RMSNorm of megatron-core's arguments, as its TENorm makes Transformer Engine's.
+    """Makes a hal.nn.LayerNorm or RMSNorm of megatron-core's arguments, as its TENorm makes Transformer Engine's. It is
+    a class because megatron-core uses a function in a specification as a module, without calling it.
 
     Only config, hidden_size and eps are used. With zero-centered gamma `weight` is gamma - 1. Raises HalError for a
     normalization that HAL lacks.

@@ -1,7 +1,7 @@
 // Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
 //
-// Forward, per row: mean, then the variance around it (two passes over a row that stays in L1 or L2: no cancellation), then
-// y = (x - mean) rstd w + b. Backward, with n = (x - mean) rstd and g = dy w:
+// Forward, per row: mean, then the variance around it (two passes over a row that stays in L1 or L2: no cancellation),
+// then y = (x - mean) rstd w + b. Backward, with n = (x - mean) rstd and g = dy w:
 //   dx = rstd (g - mean(g) - n mean(g n)),   dw = sum over rows of dy n,   db = sum over rows of dy.
 // The backward pass takes four rows at a time: the two means first, then one sweep over the columns writes four rows of
 // dx and adds four rows to dw and db, so that the running sums are loaded and stored a quarter as often. Each piece of
@@ -121,7 +121,8 @@ HAL_INLINE void NAME(norm_bwd_columns)(const int count, const int centered, cons
     }
 }
 
-// dx of `count` (a compile-time constant) rows and their contribution to the running sums dw and db (db only if `centered`).
+// dx of `count` (a compile-time constant) rows and their contribution to the running sums dw and db (db only if
+// `centered`).
 HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const int stream, const T *x, const T *dy,
                                     const real *weight, const real *means, const real *rstds, T *dx, double *dw, double *db,
                                     int64_t width) {

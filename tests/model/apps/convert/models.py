@@ -50,7 +50,7 @@ def hal_logits(root: Path, **given: Any) -> Tensor:
     return logits.transpose(0, 1)[..., :VOCABULARY].float()
 
 
-def same(a: Weights, b: Weights) -> None:
+def assert_equal_weights(a: Weights, b: Weights) -> None:
     """Asserts that two models are equal, bit for bit."""
     assert set(a.tensors) == set(b.tensors)
     for name in a.tensors:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_options import LATENT_OPTIONS
-from models import GPT2, LLAMA, hal_logits, random_weights, same
+from models import GPT2, LLAMA, assert_equal_weights, hal_logits, random_weights
 
 from hal import HalError
 from hal.cli.convert import main
@@ -30,7 +30,7 @@ def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cp
     true_size = [] if via in ("huggingface", "hal") else ["--true-vocab-size", "101"]
     assert main(["--load", str(there), "--save", str(back), "--saver", "hal", *true_size]) == 0
     assert f"{via} -> hal: " in capsys.readouterr().out
-    same(hal_format.read(here), hal_format.read(back))
+    assert_equal_weights(hal_format.read(here), hal_format.read(back))
     assert torch.equal(hal_logits(here), hal_logits(back))
     # The files of a converted model are complete and private, like those of any other checkpoint.
     assert not list(tmp_path.rglob("*.tmp"))

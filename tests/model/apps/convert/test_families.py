@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from models import same
+from models import assert_equal_weights
 from torch import Tensor
 
 from hal.model.apps.convert import family_weights, hal_format, huggingface
@@ -347,7 +347,7 @@ def test_a_family(case: str, tmp_path: Path, cpu_ref: Any) -> None:
 
     # Back: the same tensors, under the same names, and transformers finds all of them.
     back = hal_format.read(tmp_path / "ours")
-    same(weights, back)
+    assert_equal_weights(weights, back)
     assert back.options["mask_padded_vocab"] is True
     huggingface.write(back, tmp_path / "back", model_type=kind)
     before, after = read_tensors(tmp_path / "theirs"), read_tensors(tmp_path / "back")
@@ -404,6 +404,6 @@ def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
     assert len(names) > 3 and f"model-00001-of-{len(names):05d}.safetensors" in names
     assert all(p.stat().st_size < 22_000 for p in (tmp_path / "x").glob("*.safetensors"))
     assert not family_weights.reasons_against(family, config)
-    same(huggingface.read(tmp_path / "x"), weights)
+    assert_equal_weights(huggingface.read(tmp_path / "x"), weights)
     again = type(theirs).from_pretrained(tmp_path / "x", attn_implementation="eager").eval()
     assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT2, LLAMA, TOKENS, VOCABULARY, hal_logits, random_weights, same
+from models import GPT2, LLAMA, TOKENS, VOCABULARY, assert_equal_weights, hal_logits, random_weights
 
 from hal import HalError
 from hal.model.apps.convert import hal_format, huggingface
@@ -67,7 +67,7 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path, c
     torch.testing.assert_close(hal_logits(tmp_path / "ours"), logits_of(model), rtol=2e-5, atol=2e-5)
     # In the other direction, transformers loads it without missing or unexpected names and gives the same logits.
     back = hal_format.read(tmp_path / "ours")
-    same(weights, back)
+    assert_equal_weights(weights, back)
     huggingface.write(back, tmp_path / "back")
     again, report = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
@@ -88,7 +88,7 @@ def test_precision_is_kept(tmp_path: Path, cpu_ref: Any) -> None:
     back = hal_format.read(tmp_path / "ours")
     assert back.dtype == torch.bfloat16
     huggingface.write(back, tmp_path / "theirs")
-    same(huggingface.read(tmp_path / "theirs"), weights)
+    assert_equal_weights(huggingface.read(tmp_path / "theirs"), weights)
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
 
 
@@ -174,9 +174,9 @@ def test_fields_of_relatives_that_change_nothing_are_no_obstacle(tmp_path: Path)
     whole, path = huggingface.read(folder), folder / "config.json"
     more = {"rope_scaling": None, "logits_scaling": 1.0, "sliding_window": 4, "use_sliding_window": False}
     path.write_text(json.dumps({**json.loads(path.read_text()), **more, "rope_parameters": None, "rope_theta": 1e4}))
-    same(huggingface.read(folder), whole)
+    assert_equal_weights(huggingface.read(folder), whole)
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_sliding_window": None, "sliding_window": 16}))
-    same(huggingface.read(folder), whole)
+    assert_equal_weights(huggingface.read(folder), whole)
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

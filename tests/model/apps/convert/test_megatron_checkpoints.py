@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT2, LLAMA, TOKENS, VOCABULARY, hal_logits, random_weights, same
+from models import GPT2, LLAMA, TOKENS, VOCABULARY, assert_equal_weights, hal_logits, random_weights
 
 import hal
 from hal import HalError
@@ -130,7 +130,7 @@ def test_every_layout_of_files_holds_the_same_model(options: Any, tp: int, pp: i
     weights = random_weights({**options, "num_layers": 4})
     folder = megatron_ranks.write(weights, tmp_path, tp=tp, pp=pp, divisible_by=8)
     assert len(list(folder.glob("mp_rank_*/model_optim_rng.pt"))) == tp * pp
-    same(megatron_ranks.read(tmp_path, vocabulary=VOCABULARY), weights)
+    assert_equal_weights(megatron_ranks.read(tmp_path, vocabulary=VOCABULARY), weights)
     # The folder itself can also be given as the path. Without an option about padding, no padding is removed.
     assert megatron_ranks.read(folder).vocabulary == -(-VOCABULARY // (8 * tp)) * 8 * tp
 
@@ -139,7 +139,7 @@ def test_every_layout_of_files_holds_the_same_model(options: Any, tp: int, pp: i
 def test_a_distributed_checkpoint_holds_the_same_model(options: Any, tmp_path: Path) -> None:
     weights = random_weights(options)
     megatron_distributed.write(weights, tmp_path)
-    same(megatron_distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
+    assert_equal_weights(megatron_distributed.read(tmp_path, vocabulary=VOCABULARY), weights)
 
 
 @pytest.mark.parametrize(

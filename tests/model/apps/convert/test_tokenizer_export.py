@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import GPT2, random_weights, same
+from models import GPT2, assert_equal_weights, random_weights
 
 from hal.cli.convert import main
 from hal.model.apps.convert import hal_format, huggingface
@@ -134,7 +134,7 @@ def test_a_model_with_more_ids_than_its_tokenizer_keeps_them(tmp_path: Path) -> 
     hal_format.write(weights, tmp_path / "ours")
     back = hal_format.read(tmp_path / "ours")
     assert back.vocabulary == 320 and hal_format.read(tmp_path / "ours", vocabulary=300).vocabulary == 300
-    same(weights, back)
+    assert_equal_weights(weights, back)
 
 
 def test_files_that_several_tokenizers_read_differently_are_refused(tmp_path: Path) -> None:
