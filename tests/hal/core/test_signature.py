@@ -223,6 +223,22 @@ def test_a_memo_key_has_no_seed_and_no_identity_however_the_type_is_spelled(
             assert len(op.memo) == 2
 
 
+def test_a_memo_key_has_every_flag_and_the_place_of_every_tensor(isolated: None, make_backend: Any) -> None:
+    def flagged(x: Tensor, y: Tensor, *, a: bool = False, b: bool = False, c: bool = True) -> Tensor:
+        return x + y
+
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None)(flagged)
+    backend = make_backend()
+    backend.impl(op, id="a")(flagged)
+    with hal.activated(backend()):
+        for flags in ({}, {"a": True}, {"b": True}, {"c": False}, {"a": True, "b": True}, {"a": False}, {"c": True}):
+            op(X, X, **flags)
+        assert len(op.memo) == 5
+        assert op(X.to("meta"), X.to("meta")).is_meta
+        with pytest.raises(hal.HalError):
+            op(X, X.to("meta"))
+
+
 def test_parameters_may_have_any_name(isolated: None, make_backend: Any) -> None:
     """None of the names in the generated code (memo key, candidates, autograd) hides a parameter."""
 
