@@ -61,10 +61,11 @@ def test_the_next_token_is_not_expanded_into_keys_and_values(cpu_ref: Any) -> No
     assert rows and set(rows) == {1}
 
 
-def test_heads_of_the_values_may_be_larger_than_those_of_the_keys(cpu_ref: Any) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_heads_of_the_values_may_be_larger_than_those_of_the_keys(cpu_ref: Any, bucketed: bool) -> None:
     config = Config(**{**SIZES, "v_head_dim": 20})
     model, tokens = GPT(config, CPU), torch.arange(12)[None]
-    cache = KeyValueCache(config, range(2), 1, 12, Parallel(), CPU)
+    cache = KeyValueCache(config, range(2), 1, 12, Parallel(), CPU, bucketed=bucketed)
     with torch.no_grad():
         pieces = torch.cat([model(part, cache=cache) for part in tokens.split([7, 1, 4], 1)])
         torch.testing.assert_close(pieces, model(tokens), rtol=2e-5, atol=2e-5)

@@ -24,3 +24,11 @@ def test_anchors_are_followed_within_a_limit(tmp_path):
     path.write_text("num-layers: 2\nnum-layers: 3\n")
     with pytest.raises(ConfigError, match="the key 'num-layers' is here twice"):
         parse(["--config", str(path)], {})
+
+
+@pytest.mark.parametrize("number", ["9" * 401, "1" + ":1" * 200, "-" + "1" * 401 + ".5"])
+def test_a_number_that_takes_long_to_read_is_refused(tmp_path, number):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"lr: {number}\n")
+    with pytest.raises(ConfigError, match="a number has more than 400 characters"):
+        parse(["--config", str(path)], {})
