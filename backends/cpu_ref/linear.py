@@ -85,10 +85,13 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx [..., k], dw [n, k] and db [n] from dy [..., n], as far as `needs` requires them."""
     x, weight = residuals
-    dx = product(dy, weight.t()) if needs[0] else None
     dy_rows, x_rows = _rows(dy), _rows(x)
-    if needs[1] and _onednn_for(x_rows, weight) is not None and fast(x.dtype):
-        dw, db = _weight_gradient(dy_rows.contiguous(), x_rows.contiguous(), needs[2])
+    by_kernel = needs[1] and _onednn_for(x_rows, weight) is not None and fast(x.dtype)
+    if by_kernel:
+        dy_rows = dy_rows.contiguous()  # before the first product, which would copy it for itself
+    dx = product(dy_rows, weight.t()).view(*dy.shape[:-1], weight.shape[1]) if needs[0] else None
+    if by_kernel:
+        dw, db = _weight_gradient(dy_rows, x_rows.contiguous(), needs[2])
     else:
         dw = product(dy_rows.t(), x_rows.t()) if needs[1] else None
         db = dy_rows.sum(0) if needs[2] else None

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hal
 from hal import ops
+from hal.nn import Linear
 from hal.nn.functional import low_precision
 
 from .recognition import agrees, draw, replaced
@@ -84,6 +85,21 @@ def conv1d(module: Module) -> type[Module] | str | None:
     return replaced(Conv1D, "linear", forward)
 
 
+def _both(gate: Any, up: Any, x: Tensor) -> Tensor:
+    """x [..., h] -> [gate(x) | up(x)] [..., 2 f].
+
+    For more than h rows by one product with both weights, because copying these moves less memory than copying the
+    results. Hooks and wrappers (LoRA, parameters gathered for each call) need the calls of both projections.
+    """
+    plain = all(type(part) is Linear and not (part._forward_pre_hooks or part._forward_hooks) for part in (gate, up))
+    if not plain or x.numel() <= x.shape[-1] ** 2 or (gate.bias is None) != (up.bias is None):
+        return torch.cat([gate(x), up(x)], dim=-1)
+    weight = torch.cat([gate.weight, up.weight])
+    bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+    x, weight, bias = low_precision(x, weight, bias)  # type: ignore[assignment]
+    return ops.linear(x, weight, bias)
+
+
 def gated_mlp(module: Module) -> type[Module] | str | None:
     """down_proj(act_fn(gate_proj(x)) * up_proj(x)) with silu or gelu."""
     parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -100,7 +116,7 @@ def gated_mlp(module: Module) -> type[Module] | str | None:
         return f"its activation {type(act).__name__} has no gated op"
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        result: Tensor = self.down_proj(gate(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))
+        result: Tensor = self.down_proj(gate(_both(self.gate_proj, self.up_proj, x)))
         return result
 
     probe = draw(3, parts[0].in_features, dtype=parts[0].weight.dtype)

@@ -83,6 +83,30 @@ def test_what_is_said_to_be_replaced_runs_on_hal(cpu_ref, capsys):
     assert convert(model, verbose=False).replaced == {"attention implementation by hal.ops.flash_attention": 1}
 
 
+def test_many_rows_take_one_product_for_gate_and_up_unless_a_hook_needs_both_calls(cpu_ref):
+    model = tiny_models.model("llama")
+    expected = copy.deepcopy(model)
+    convert(model, verbose=False)
+    x, other = (torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    mlp, eager = model.model.layers[0].mlp, expected.model.layers[0].mlp
+    mlp(x).square().sum().backward()
+    eager(other).square().sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+    for ours, theirs in zip(mlp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert linears(mlp, x) == 2
+    assert linears(mlp, x[:, :4]) == 3
+    calls = []
+    mlp.up_proj.register_forward_hook(lambda *_: calls.append("up"))
+    assert linears(mlp, x) == 3
+    assert calls == ["up"]
+
+
+def linears(module, x):
+    """How often a forward pass calls ops.linear."""
+    return called(module, x=x)["linear"]
+
+
 def test_a_class_that_computes_something_else_is_left_with_the_reason(cpu_ref):
     from transformers.models.llama import modeling_llama
 
