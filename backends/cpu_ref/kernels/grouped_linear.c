@@ -65,6 +65,7 @@ int hal_grouped_linear_wgrad(int64_t dtype, uintptr_t dy_, uintptr_t x_, uintptr
     if (dtype != HAL_F32) return 0;
 #endif
     if (dtype != HAL_F32 && dtype != HAL_BF16) return 0;
+    const int stream = !add && streams(dweight, experts * n_out * n_in * 4, n_in * 4) == STREAM_LINES;
     for (int64_t e = 0; e < experts; e++, dw += n_out * n_in) {
         const int64_t rows = sizes[e];
         if (!rows) {
@@ -72,10 +73,10 @@ int hal_grouped_linear_wgrad(int64_t dtype, uintptr_t dy_, uintptr_t x_, uintptr
             continue;
         }
 #ifdef LINEAR_HAVE_BF16
-        if (dtype == HAL_BF16) linear_wgrad_bf16(dy, x, dw, NULL, rows, n_out, n_in, add);
+        if (dtype == HAL_BF16) linear_wgrad_bf16(dy, x, dw, NULL, rows, n_out, n_in, add, stream);
         else
 #endif
-            linear_wgrad_f32(dy, x, dw, NULL, rows, n_out, n_in, add);
+            linear_wgrad_f32(dy, x, dw, NULL, rows, n_out, n_in, add, stream);
         dy += rows * n_out * bytes;
         x += rows * n_in * bytes;
     }

@@ -2,13 +2,15 @@
 // pairs multiplied into floats. Sums are float32 in both. Included once by grouped_linear_<kind>.c.
 //
 // A group of a few rows reads its whole weight to compute little, so packing the weight, as a large product does, would
-// cost as much as multiplying. Both operands of y = x w^T are contiguous along the summed dimension: a block of 6 rows of
-// x and 4 of w is 24 vectors of partial products in registers, 10 loads per 24 multiply-adds, whose lanes are added at
-// the end. Only x, which is small, is packed, by every thread. The summed dimension is cut into pieces of DEPTH vectors, so that the 4 pieces of w stay in L1 for all rows of
-// the group. Threads share blocks of ROWS rows of w of all groups.
+// cost as much as multiplying. Both operands of y = x w^T are contiguous along the summed dimension: a block of 4 rows of
+// x and 6 of w is 24 vectors of partial products in registers, 10 loads per 24 multiply-adds, whose lanes are added at
+// the end. Only x, which is small, is packed, by every thread. The summed dimension is cut into pieces of DEPTH vectors,
+// so that the 6 pieces of w stay in L1 for all rows of the group, which come from L2. Threads share blocks of ROWS rows
+// of w of all groups.
 //
 // dx = dy w needs no sum over lanes: rows of w are the vectors (gemm.h). Threads share blocks of COLUMNS columns of w of
-// all groups; DEPTH_DX rows of w at a time are added to the block of dx, which stays in L2.
+// all groups; DEPTH_DX rows of w at a time are added to the block of dx, which stays in L2. If a group has more rows than
+// one block, it reads w more than once, so w is packed: in place, rows of 4 KiB would evict each other from L1.
 //
 // Every element is summed in an order that depends on the shape only. Memory traffic: every weight of a group that has
 // rows is read once.
@@ -26,14 +28,15 @@ typedef f32 elem;
 #endif
 
 enum {
-    M = 6,                    // rows of x per block
-    N = 4,                    // rows of w per block
+    M = 4,                    // rows of x per block
+    N = 6,                    // rows of w per block
     STEP = W * KU,            // elements per vector
-    DEPTH = 64,               // vectors per piece of a row: 4 KiB
+    DEPTH = 32,               // vectors per piece of a row: 2 KiB
     MOST = 64,                // the largest group
-    ROWS = 32,                // rows of w per task
+    ROWS = 48,                // rows of w per task
     COLUMNS = 960,            // columns of w per task of dx: less than a page per row
-    DEPTH_DX = 32,            // rows of w at a time
+    DEPTH_DX = 32,            // rows of w at a time in place
+    DEPTH_PACKED = 128,       // and if they are packed: 48 KiB
 };
 
 #ifdef FA_KIND_BF16
@@ -60,51 +63,58 @@ static void pack_x(int64_t m, int64_t n_in, const elem *x, elem *packed) {
     }
 }
 
+// to[j] += the sum of the lanes of acc[j], for 4 vectors at a time: half the shuffles of a sum by itself.
+HAL_INLINE void add_lanes_4(float *to, vec a, vec b, vec c, vec d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    const __m512 abcd = _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
+                                      (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    const __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum));
+}
+
 // sums[i][j] += x[i] . w[j] over `depth` elements, for m packed rows of x and n rows of w (constants after inlining).
 // ahead: whether the N rows of w that follow are prefetched.
 HAL_INLINE void dots(int m, int n, int ahead, int64_t depth, const elem *x, const elem *w, int64_t ld, float *sums) {
-    vec acc[M][N];
-#pragma GCC unroll 6
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) acc[i][j] = (vec){0};
+    vec acc[M * N];  // those of a row of x side by side
+#pragma GCC unroll 24
+    for (int i = 0; i < m * n; i++) acc[i] = (vec){0};
     for (int64_t k = 0; k < depth; k += STEP, x += M * STEP) {
         uvec wj[N];
         if (depth - k >= STEP) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int j = 0; j < n; j++) {
                 wj[j] = load_units(w + j * ld + k);
                 // The next rows, which would otherwise come from memory while nothing is multiplied.
                 if (ahead) __builtin_prefetch(w + (N + j) * ld + k, 0, 2);
             }
         } else {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int j = 0; j < n; j++) wj[j] = load_first(w + j * ld + k, depth - k);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
         for (int i = 0; i < m; i++) {
             const uvec xi = load_units(x + i * STEP);
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) acc[i][j] = MAC_LANES(acc[i][j], xi, wj[j]);
+#pragma GCC unroll 6
+            for (int j = 0; j < n; j++) acc[i * n + j] = MAC_LANES(acc[i * n + j], xi, wj[j]);
         }
     }
 #pragma GCC unroll 6
-    for (int i = 0; i < m; i++)
+    for (int i = 0; i + 4 <= m * n; i += 4) add_lanes_4(sums + i, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
 #pragma GCC unroll 4
-        for (int j = 0; j < n; j++) sums[i * N + j] += _mm512_reduce_add_ps((__m512)acc[i][j]);
+    for (int i = m * n & ~3; i < m * n; i++) sums[i] += _mm512_reduce_add_ps((__m512)acc[i]);
 }
 
-// The same for all m rows; block: elements of a packed block of rows.
+// sums [m][n] += x w^T over `depth` elements for all m rows of x; block: elements of a packed block of rows.
 HAL_INLINE void all_dots(int n, int64_t m, int64_t depth, const elem *x, int64_t block, const elem *w, int64_t ld,
                          float *sums) {
     if (m >= M) {
         dots(M, n, 1, depth, x, w, ld, sums);
-        for (m -= M, x += block, sums += M * N; m >= M; m -= M, x += block, sums += M * N)
+        for (m -= M, x += block, sums += M * n; m >= M; m -= M, x += block, sums += M * n)
             dots(M, n, 0, depth, x, w, ld, sums);
     }
     switch (m) {
-        case 5: dots(5, n, 1, depth, x, w, ld, sums); break;
-        case 4: dots(4, n, 1, depth, x, w, ld, sums); break;
         case 3: dots(3, n, 1, depth, x, w, ld, sums); break;
         case 2: dots(2, n, 1, depth, x, w, ld, sums); break;
         case 1: dots(1, n, 1, depth, x, w, ld, sums); break;
@@ -112,23 +122,24 @@ HAL_INLINE void all_dots(int n, int64_t m, int64_t depth, const elem *x, int64_t
     }
 }
 
-// y [m][ldy], rows from..to of w [..][n_in]; x is packed.
-static void some_columns(int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy, int64_t from,
-                         int64_t to) {
+// y [m][ldy], n rows of w [..][n_in] from row j on (n: a constant after inlining); x is packed.
+HAL_INLINE void columns(int n, int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy, int64_t j) {
     // With a single block of rows there is nothing to keep in L1.
     const int64_t piece = m <= M ? n_in : DEPTH * STEP, block = (n_in + STEP - 1) / STEP * STEP * M;
-    for (int64_t j = from; j < to; j += N) {
-        float sums[MOST * N] = {0};
-        const int n = to - j < N ? (int)(to - j) : N;
-        for (int64_t k = 0; k < n_in; k += piece) {
-            const int64_t depth = k + piece < n_in ? piece : n_in - k;
-            if (n == N) all_dots(N, m, depth, x + k * M, block, w + j * n_in + k, n_in, sums);
-            else
-                for (int c = 0; c < n; c++) all_dots(1, m, depth, x + k * M, block, w + (j + c) * n_in + k, n_in, sums + c);
-        }
-        for (int64_t i = 0; i < m; i++)
-            for (int c = 0; c < n; c++) STORE_ELEM(y + i * ldy + j + c, sums[i * N + c]);
-    }
+    float sums[MOST * N] = {0};
+    for (int64_t k = 0; k < n_in; k += piece)
+        all_dots(n, m, k + piece < n_in ? piece : n_in - k, x + k * M, block, w + j * n_in + k, n_in, sums);
+    for (int64_t i = 0; i < m; i++)
+        for (int c = 0; c < n; c++) STORE_ELEM(y + i * ldy + j + c, sums[i * n + c]);
+}
+
+// The same for the rows from..to of w.
+static void some_columns(int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy, int64_t from,
+                         int64_t to) {
+    int64_t j = from;
+    for (; j + N <= to; j += N) columns(N, m, n_in, x, w, y, ldy, j);
+    for (; j + 2 <= to; j += 2) columns(2, m, n_in, x, w, y, ldy, j);
+    if (j < to) columns(1, m, n_in, x, w, y, ldy, j);
 }
 
 static int64_t first_row(const struct groups *g, int64_t expert) {
@@ -163,14 +174,22 @@ void CAT(grouped_linear_, GROUPED_KIND)(const void *x_, const void *w_, void *y_
 // dx [m][count] for `count` columns of w [n_out][n_in], a multiple of W.
 static void dx_columns(int64_t m, int64_t n_out, int64_t n_in, int64_t count, const float *dy, const float *w, float *dx) {
     enum { PANEL = 3 * W };
-    for (int64_t k = 0; k < n_out; k += DEPTH_DX) {
-        const int64_t depth = k + DEPTH_DX < n_out ? DEPTH_DX : n_out - k;
+    float packed[DEPTH_PACKED * PANEL] __attribute__((aligned(64)));
+    const int64_t most = m > MR ? DEPTH_PACKED : DEPTH_DX;
+    for (int64_t k = 0; k < n_out; k += most) {
+        const int64_t depth = k + most < n_out ? most : n_out - k;
         for (int64_t c = 0; c < count; c += PANEL) {
             const int64_t vectors = (c + PANEL < count ? PANEL : count - c) / W;
             const float *panel = w + k * n_in + c;
-            for (int64_t i = 0; i < depth; i++) __builtin_prefetch(panel + i * n_in + 2 * PANEL);
-            if (k) stripes(m, vectors, depth, dy + k, n_out, 1, panel, n_in, dx + c, n_in, 1, NULL);
-            else stripes(m, vectors, depth, dy + k, n_out, 1, panel, n_in, dx + c, n_in, 0, NULL);
+            int64_t ld = n_in;
+            for (int64_t i = 0; i < depth; i++)
+                for (int64_t j = 0; j < vectors; j++) {
+                    __builtin_prefetch(panel + i * n_in + 2 * PANEL + j * W, 0, 2);
+                    if (m > MR) store(packed + i * PANEL + j * W, load(panel + i * n_in + j * W));
+                }
+            if (m > MR) panel = packed, ld = PANEL;
+            if (k) stripes(m, vectors, depth, dy + k, n_out, 1, panel, ld, dx + c, n_in, 1, NULL);
+            else stripes(m, vectors, depth, dy + k, n_out, 1, panel, ld, dx + c, n_in, 0, NULL);
         }
     }
 }

@@ -16,13 +16,16 @@ int hal_linear_is_fast(int64_t dtype) {
 
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add) {
+    const int stream = !add && streams(dweight, n_out * n_in * 4, n_in * 4) == STREAM_LINES;
     if (dtype == HAL_F32) {
-        linear_wgrad_f32((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add);
+        linear_wgrad_f32((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add,
+                         stream);
         return 1;
     }
 #ifdef LINEAR_HAVE_BF16
     if (dtype == HAL_BF16) {
-        linear_wgrad_bf16((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add);
+        linear_wgrad_bf16((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add,
+                         stream);
         return 1;
     }
 #endif

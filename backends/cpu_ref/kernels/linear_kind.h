@@ -78,18 +78,29 @@ static void add_sums(double *sums, const elem *src, int64_t stride, int64_t toke
     for (int64_t c = 0; c < columns; c++) sums[c] += part[c];
 }
 
-// A tile of dW with m <= MR rows and n <= PANEL columns; incomplete tiles go through a buffer.
-static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit *b, float *c, int64_t ldc, int add) {
-    if (m == MR && n == PANEL) {
-        for (int64_t i = 0; i < MR; i++)  // prefetched while the sum is computed
-            for (int64_t j = 0; j < PANEL; j += W) __builtin_prefetch(c + i * ldc + j, 1);
-        stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add, NULL);
-        return;
-    }
+// A tile of dW, m <= MR rows and n <= PANEL columns, through a buffer. Not inlined: the loop of the product must remain
+// free of stores (tests/backends/cpu_ref/test_machine_code.py).
+static __attribute__((noinline)) void buffered_tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit *b,
+                                                    float *c, int64_t ldc, int add, int stream) {
     float whole[MR * PANEL] __attribute__((aligned(64)));
     stripes(MR, (n + W - 1) / W, depth, a, 1, MR, b, PANEL, whole, PANEL, 0, NULL);
     for (int64_t i = 0; i < m; i++)
-        for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
+        if (stream)
+            for (int64_t j = 0; j < n; j += W) STREAM_LINE(c + i * ldc + j, whole + i * PANEL + j);
+        else
+            for (int64_t j = 0; j < n; j++) c[i * ldc + j] = whole[i * PANEL + j] + (add ? c[i * ldc + j] : 0);
+}
+
+// The same, in place if the tile is full and its lines are not written with non-temporal stores.
+static void tile(int64_t m, int64_t n, int64_t depth, const unit *a, const unit *b, float *c, int64_t ldc, int add,
+                 int stream) {
+    if (m < MR || n < PANEL || stream) {
+        buffered_tile(m, n, depth, a, b, c, ldc, add, stream);
+        return;
+    }
+    for (int64_t i = 0; i < MR; i++)  // prefetched while the sum is computed
+        for (int64_t j = 0; j < PANEL; j += W) __builtin_prefetch(c + i * ldc + j, 1);
+    stripe(MR, 3, MR, depth, a, 1, MR, b, PANEL, c, ldc, add, NULL);
 }
 
 // The buffers of a thread for its share of one block of tokens: packed panels of X, and space for a packed block of dY.
@@ -99,7 +110,7 @@ struct share {
     unit *panels, *rows;
     double *sums;  // sums of dY's columns, or 0
     int64_t tokens, n_out, n_in, columns;
-    int add;
+    int add, stream;
 };
 
 static void pack_columns(const struct share *s, int64_t panel) {
@@ -117,15 +128,16 @@ static void multiply_block(const struct share *s, int64_t block, int64_t p0, int
         const int64_t n = s->columns - p * PANEL < PANEL ? s->columns - p * PANEL : PANEL;
         for (int64_t i = 0; i < m; i += MR)
             tile(m - i < MR ? m - i : MR, n, depth, s->rows + i * DEPTH, s->panels + p * PANEL * DEPTH,
-                 s->dw + (i0 + i) * s->n_in + p * PANEL, s->n_in, s->add);
+                 s->dw + (i0 + i) * s->n_in + p * PANEL, s->n_in, s->add, s->stream);
     }
 }
 
 void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw, float *dbias, int64_t rows, int64_t n_out,
-                                     int64_t n_in, int add) {
+                                     int64_t n_in, int add, int stream) {
     const elem *dy = dy_, *x = x_;
     const int64_t blocks = (n_out + ROWS - 1) / ROWS, threads = omp_get_max_threads();
     const int64_t shared = (n_in < COLUMNS ? (n_in + PANEL - 1) / PANEL * PANEL : COLUMNS) * DEPTH, own = ROWS * DEPTH;
+    stream = stream && !add && rows <= DEPTH * KU;
     unit *workspace = hal_scratch((size_t)(shared + threads * own) * sizeof(unit) + (size_t)n_out * sizeof(double));
     double *sums = (double *)(workspace + shared + threads * own);
     memset(sums, 0, (size_t)n_out * sizeof(double));
@@ -142,7 +154,7 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
             const int64_t tokens = k0 + DEPTH * KU < rows ? DEPTH * KU : rows - k0;
             const struct share share = {
                 dy + k0 * n_out, x + k0 * n_in + j0, dw + j0, workspace, workspace + shared + me * own,
-                dbias && j0 == 0 && !(apart && me > 0) ? sums : 0, tokens, n_out, n_in, n, add || k0 > 0,
+                dbias && j0 == 0 && !(apart && me > 0) ? sums : 0, tokens, n_out, n_in, n, add || k0 > 0, stream,
             };
             if (apart) {
                 const int64_t p0 = panels * me / team, p1 = panels * (me + 1) / team;
@@ -155,6 +167,7 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
                 for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
             }
         }
+        if (stream) stream_end();
 #pragma omp barrier  // the next panels reuse this memory and may be distributed differently
     }
     if (dbias)

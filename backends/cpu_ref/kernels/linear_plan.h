@@ -9,8 +9,9 @@
 #endif
 #endif
 
-// dw [n_out][n_in] and dbias [n_out] (NULL: not computed); add: to the present values.
+// dw [n_out][n_in] and dbias [n_out] (NULL: not computed). add: to the present values. stream: dw begins on a cache line,
+// as do its rows, and is written with non-temporal stores where it is written once.
 void linear_wgrad_f32(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
-                      int add);
+                      int add, int stream);
 void linear_wgrad_bf16(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
-                       int add);
+                       int add, int stream);
