@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .torch_versions import accelerator
+
 _known: MutableMapping[Tensor, tuple[int, Any]] = WeakIdKeyDictionary()
 """Tensor on a device -> (its version when its content was known, the content as a list)."""
 
@@ -20,8 +22,7 @@ def to_device(x: Tensor, device: torch.device, *, known: bool = False) -> Tensor
     accelerator only, is queued like other work. known: backends that need the values on the host, such as the lengths
     of packed sequences, get them without reading the copy, until it is changed.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
+    if accelerator() != device.type:
         copy = x.to(device)
     else:
         copy = x.pin_memory().to(device, non_blocking=True)

@@ -29,7 +29,7 @@ from ..errors import HalError
 from . import batching, dispatch, gradients, residuals, torch_arguments
 from .backend import Impl
 from .op import Op
-from .torch_versions import tags
+from .torch_versions import given_dtypes, tags
 
 _ALL = range(1 << 30)
 
@@ -195,13 +195,14 @@ class Lowered:
         shapes = _split(sizes, ndims)
         return [
             torch.zeros(shape, dtype=dtype, device=device) if g is None else owned.take(g)
-            for g, shape, dtype in zip(grads.values(), shapes, dtypes)
+            for g, shape, dtype in zip(grads.values(), shapes, given_dtypes(dtypes))
         ]
 
     def _fake_backward(
         self, token: Tensor, sources: Any, kept: Any, upstream: Any, sizes: Any, ndims: Any, dtypes: Any, device: Any
     ) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(_split(sizes, ndims), dtypes)]
+        shapes = zip(_split(sizes, ndims), given_dtypes(dtypes))
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HalError
+from .torch_versions import gradient_edge
 
 
 class _Memory(array.array):  # type: ignore[type-arg]
@@ -107,6 +108,13 @@ class Record:
     inputs: dict[str, Any] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     shelf: _Shelf = field(default_factory=_Shelf)
+    owners: list[Any] = field(default_factory=list)
+
+    def edge(self, tensor: Tensor) -> Any:
+        """The edge of the graph at `tensor`, which stays valid for the life of the record."""
+        edge, owner = gradient_edge(tensor)
+        self.owners.append(owner)
+        return edge
 
     def settle(self, sources: Mapping[int, Tensor], kept: Sequence[int]) -> None:
         """Replaces saved tensors that share memory with a source by a reference to it, if it is kept, or by a copy.
@@ -170,12 +178,12 @@ def record(
         arguments = dict(given)
         for name in differentiated:
             arguments[name] = _Entry.apply(_anchor(), given[name])  # type: ignore[no-untyped-call]
-            entry.inputs[name] = torch.autograd.graph.get_gradient_edge(arguments[name])
+            entry.inputs[name] = entry.edge(arguments[name])
         result = run(arguments)
         results = list(result) if isinstance(result, tuple) else [result]
         for i, y in enumerate(results):
             if i not in nondiff_outputs:
-                entry.outputs.append(torch.autograd.graph.get_gradient_edge(y) if y.requires_grad else None)
+                entry.outputs.append(entry.edge(y) if y.requires_grad else None)
     return [y.detach() for y in results], entry
 
 

@@ -32,19 +32,26 @@ class Value:
 
     def declare(self, position: int) -> list[str]:
         """The arguments in a torch.library schema; `position` makes alias names unique."""
-        alias = f"Tensor(a{position}!)" if self.mutable else "Tensor"
-        return [f"{self.parameter.torch_type.replace('Tensor', alias)} {self.parameter.name}"]
+        alias, declared = f"Tensor(a{position}!)" if self.mutable else "Tensor", self.parameter.torch_type
+        # torch 2.6 cannot trace an op that writes to an optional list, so that an empty one stands for None.
+        declared = declared.removesuffix("?") if self._empty_for_none else declared
+        return [f"{declared.replace('Tensor', alias)} {self.parameter.name}"]
+
+    @property
+    def _empty_for_none(self) -> bool:
+        return self.mutable and self.parameter.sequence and self.parameter.optional
 
     def flatten(self) -> list[str]:
         """Source text of the torch op's arguments for a value of the parameter."""
         name = self.parameter.name
         if not self.parameter.sequence:
             return [name]
-        return [f"None if {name} is None else list({name})" if self.parameter.optional else f"list({name})"]
+        absent = "[]" if self._empty_for_none else "None"
+        return [f"{absent} if {name} is None else list({name})" if self.parameter.optional else f"list({name})"]
 
     def restore(self, flat: Sequence[Any]) -> Any:
         """The parameter's value from the torch op's arguments."""
-        return flat[0]
+        return None if self._empty_for_none and not flat[0] else flat[0]
 
 
 @dataclass(frozen=True)

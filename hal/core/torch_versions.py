@@ -1,11 +1,12 @@
 """What HAL uses of torch that older releases lack, each marked with the first release that has it.
 
-The supported releases are those of setup.cfg. On older ones, down to 2.6, nothing here fails at import, but they are
-not tested: the features of torch.compile and torch.export that need a newer torch are missing there.
+The supported releases are those of setup.cfg. `.ci/aarch64` tests the oldest; on releases before 2.11 the features of
+torch.compile and torch.export that need a newer torch are missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -39,3 +40,31 @@ def skip_frame(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     else:
         frames.skip_code(code)
+
+
+def given_dtypes(dtypes: Sequence[Any]) -> list[torch.dtype]:
+    """The dtypes that a torch op was given as a ScalarType[], which torch 2.6 passes to the op's fake as numbers."""
+    numbers = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}  # c10/core/ScalarType.h
+    return [dtype if isinstance(dtype, torch.dtype) else numbers[dtype] for dtype in dtypes]
+
+
+def gradient_edge(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """torch.autograd.graph.get_gradient_edge(tensor), and what keeps the edge's node alive.
+
+    The edge of a Python function refers to its node weakly. Releases before 2.9 do not add an owner to the edge, and
+    crash when they use an edge whose node is gone.
+    """
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    if hasattr(edge, "ownership_token"):
+        return edge, None
+    with torch.enable_grad():
+        return edge, tensor.view_as(tensor).grad_fn
+
+
+def accelerator() -> str | None:
+    """The device type of torch's accelerator, or None if this torch or this machine has none (2.6 raises then)."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+    return None if found is None else found.type
