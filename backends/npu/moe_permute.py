@@ -16,7 +16,7 @@ from hal import Call, ops
 
 from .composed import ID
 from .device import Npu
-from .tensors import reasons, refuses
+from .tensors import absent, reasons, refuses
 
 _MOST_PER_TOKEN = 512
 _MOST_INDICES = 16_777_214
@@ -81,7 +81,8 @@ def permute(
 
 
 def _why_not_unpermute(call: Call) -> Sequence[str]:
-    refusals = reasons(call.rows, call.probs) + _limits(call.row_map, call.rows.shape[1])
+    refusals = absent("npu_moe_token_unpermute_grad") + reasons(call.rows, call.probs)
+    refusals += _limits(call.row_map, call.rows.shape[1])
     if len(call.rows) != call.row_map.numel():
         refusals.append(f"{len(call.rows)} rows for {call.row_map.numel()} assignments (the operator needs as many)")
     return refusals

@@ -17,14 +17,14 @@ from hal.backend_tools import with_signature_of
 
 from .composed import ID
 from .device import Npu
-from .tensors import reasons, refuses
+from .tensors import absent, reasons, refuses
 
 _MOST = 1024
 """The largest k that the operator documents."""
 
 
 def _why_not(call: Call) -> Sequence[str]:
-    refusals = reasons(call.logits)
+    refusals = absent("npu_moe_gating_top_k_softmax_v2") + reasons(call.logits)
     if call.score_function != "softmax":
         refusals.append(f"{call.score_function} scores (npu_moe_gating_top_k_softmax_v2 computes the softmax)")
     if call.num_groups is not None:

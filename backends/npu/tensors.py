@@ -32,3 +32,9 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_gradient(dx: Tensor, bias: Tensor | None) -> Tensor | None:
     """The gradient of a bias of shape [h] from that of x [..., h], summed in float32."""
     return None if bias is None else dx.float().reshape(-1, bias.shape[0]).sum(0).to(bias.dtype)
+
+
+def absent(*operators: str) -> list[str]:
+    """The reason for which an implementation cannot run on a release of torch_npu that lacks its operators."""
+    names = [name for name in operators if not hasattr(torch.ops.npu, name)]
+    return [f"this release of torch_npu has no {' and no '.join(names)}"] if names else []

@@ -37,7 +37,7 @@ LIBRARIES = {
     "hcomm": (),
     "acl_op_compiler": (),
     "ge_runner": (),
-    "graph": (),
+    "graph": ("graph",),
     "acl_tdt_channel": (),
 }
 """Library -> its translation units. The empty libraries only depend on libascendcl, and libhcomm on libhccl, which

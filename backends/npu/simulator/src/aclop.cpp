@@ -71,6 +71,15 @@ const std::map<std::string, Served>& table() {
       // sizes.
       {"Fill", {[](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }}},
       {"PadV3", {pad}},
+      // Served by aclnn operators in torch_npu from 2.7 on.
+      {"FastGelu",
+       {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), kernels::fast_gelu(in.at(0))); }}},
+      {"RightShift",
+       {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), at::bitwise_right_shift(in.at(0), in.at(1))); }}},
+      {"FastGeluGrad",
+       {[](const Arrays& in, const Arrays& out, const aclopAttr&) {
+         write(out.at(0), kernels::fast_gelu_backward(in.at(0), in.at(1)));
+       }}},
       {"NPUGetFloatStatusV2", {[](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }}},
       {"NPUClearFloatStatusV2", {[](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }}},
   };

@@ -101,6 +101,7 @@ aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
     default: return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclGetDeviceCapability %d", static_cast<int>(info));
   }
 }
+#ifdef HALSIM_RECENT_HEADERS
 aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr attribute, int64_t* value) {
   switch (attribute) {
     case ACL_DEV_ATTR_AICORE_CORE_NUM:
@@ -116,6 +117,7 @@ aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t* va
 aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) {
   return aclrtGetDeviceResLimit(device, type, value);
 }
+#endif
 aclError aclrtGetDeviceUtilizationRate(int32_t, aclrtUtilizationInfo*) {
   return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "no utilisation is measured");
 }
@@ -209,11 +211,13 @@ aclError aclrtMemsetAsync(void* dst, size_t room, int32_t value, size_t bytes, a
   });
 }
 
+#ifdef HALSIM_RECENT_HEADERS
 aclError aclrtPointerGetAttributes(const void* address, aclrtPtrAttributes* attributes) {
   memset(attributes, 0, sizeof *attributes);
   attributes->location.type = halsim::is_device_memory(address, 1) ? ACL_MEM_LOCATION_TYPE_DEVICE : ACL_MEM_LOCATION_TYPE_HOST;
   attributes->location.id = device < 0 ? 0 : device;
   return ACL_SUCCESS;
 }
+#endif
 
 }  // extern "C"

@@ -25,6 +25,13 @@ using halsim::Deadline;
 using halsim::fail;
 using halsim::Segment;
 
+// The buffers of collectives with uneven counts, which older headers declare as constant.
+#ifdef HALSIM_RECENT_HEADERS
+using UnequalBuffer = void*;
+#else
+using UnequalBuffer = const void*;
+#endif
+
 namespace {
 
 struct Communicator {
@@ -236,7 +243,10 @@ HcclResult join(uint32_t ranks, const HcclRootInfo* root, uint32_t rank, const H
   auto comm = std::make_shared<Communicator>();
   comm->segment.reset(segment);
   comm->name = config && config->hcclCommName[0] ? config->hcclCommName : name;
-  int64_t execute = config && config->hcclExecTimeOut > 0 ? config->hcclExecTimeOut : seconds("HCCL_EXEC_TIMEOUT", 1836);
+  int64_t execute = seconds("HCCL_EXEC_TIMEOUT", 1836);
+#ifdef HALSIM_RECENT_HEADERS
+  if (config && config->hcclExecTimeOut > 0) execute = config->hcclExecTimeOut;
+#endif
   comm->timeout_ms = wait ? wait : execute * 1000;
   std::lock_guard<std::mutex> lock(registry_mutex);
   *out = comm.get();
@@ -452,15 +462,17 @@ HcclResult HcclScatter(void* send, void* recv, uint64_t count, HcclDataType type
   }
   return messages("HcclScatter", comm, transfers, stream);
 }
-HcclResult HcclAllGatherV(void* send, uint64_t send_count, void* recv, const void* recv_counts, const void* recv_at,
+HcclResult HcclAllGatherV(UnequalBuffer send_, uint64_t send_count, UnequalBuffer recv_, const void* recv_counts, const void* recv_at,
                           HcclDataType type, HcclComm handle, aclrtStream stream) {
+  void *send = const_cast<void*>(send_), *recv = const_cast<void*>(recv_);
   Shared comm = find(handle);
   if (!comm) return refuse(HCCL_E_PTR, "HcclAllGatherV: not a communicator");
   std::vector<uint64_t> counts(comm->segment->size(), send_count), at(comm->segment->size(), 0);
   return HcclAlltoAllV(send, counts.data(), at.data(), type, recv, recv_counts, recv_at, type, handle, stream);
 }
-HcclResult HcclReduceScatterV(void* send, const void* counts, const void* starts, void* recv, uint64_t count,
-                              HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+HcclResult HcclReduceScatterV(UnequalBuffer send_, const void* counts, const void* starts, UnequalBuffer recv_,
+                              uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+  void *send = const_cast<void*>(send_), *recv = const_cast<void*>(recv_);
   Shared comm = find(handle);
   size_t item = item_size(type);
   if (auto bad = check("HcclReduceScatterV", comm, type, recv, count * item, &op)) return bad;
@@ -492,6 +504,10 @@ HcclResult HcclReduceScatterV(void* send, const void* counts, const void* starts
       return segment.barrier(deadline);
     });
   });
+}
+// torch_npu before 2.7 links against it for devices of one process, which has one device here.
+HcclResult HcclCommInitAll(uint32_t, int32_t*, HcclComm*) {
+  return refuse(HCCL_E_NOT_SUPPORT, "HcclCommInitAll is not simulated");
 }
 
 }  // extern "C"

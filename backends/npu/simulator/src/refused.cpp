@@ -2,7 +2,12 @@
 // accepts its argument objects, so that a call can be made, and then refuses the call by operator name. Graphs, shared
 // handles and kernel binaries are refused; profiling reports are ignored.
 #include <acl/acl_op_compiler.h>
+#if __has_include(<profiling/aprof_pub.h>)  // not in torch_npu 2.6
 #include <profiling/aprof_pub.h>
+#else
+#define VOID_PTR void*
+using ProfCommandHandle = int (*)(unsigned, void*, unsigned);
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -116,6 +121,7 @@ aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t room) {
 aclError aclmdlInitDump() { return refuse("aclmdlInitDump"); }
 aclError aclmdlFinalizeDump() { return ACL_SUCCESS; }
 aclError aclmdlSetDump(const char*) { return refuse("aclmdlSetDump"); }
+#ifdef HALSIM_RECENT_HEADERS
 aclError aclrtBinaryLoadFromData(const void*, size_t, const aclrtBinaryLoadOptions*, aclrtBinHandle*) {
   return refuse("aclrtBinaryLoadFromData");
 }
@@ -123,6 +129,7 @@ aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char*, aclrtFuncHand
   return refuse("aclrtBinaryGetFunction");
 }
 aclError aclrtGetFunctionAddr(aclrtFuncHandle, void**, void**) { return refuse("aclrtGetFunctionAddr"); }
+#endif
 aclError aclrtMallocPhysical(aclrtDrvMemHandle*, size_t, const aclrtPhysicalMemProp*, uint64_t) {
   return refuse("aclrtMallocPhysical (expandable_segments)");
 }

@@ -9,6 +9,18 @@
 #include <functional>
 #include <string>
 
+// The headers of older releases of torch_npu lack some types and error codes; these releases do not call the functions
+// that take the types.
+#if __has_include(<acl/acl_base_rt.h>)
+#define HALSIM_RECENT_HEADERS
+#endif
+#ifndef ACL_ERROR_RT_STREAM_SYNC_TIMEOUT
+#define ACL_ERROR_RT_STREAM_SYNC_TIMEOUT 507046
+#define ACL_ERROR_RT_EVENT_SYNC_TIMEOUT 507047
+#define ACL_ERROR_RT_FFTS_PLUS_TIMEOUT 507048
+#define ACL_ERROR_RT_FFTS_PLUS_EXCEPTION 507049
+#endif
+
 namespace halsim {
 
 // Records the text for aclGetRecentErrMsg on this thread and returns `code`.
