@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ class Npu(hal.Backend):
             dtypes=hal.Capabilities().dtypes | {torch.float64, torch.int8, torch.int16},
             asynchronous=True,
             deterministic=self.simulated or self.deterministic,
+            graphs=hasattr(getattr(torch, "npu", None), "NPUGraph"),  # torch_npu 2.6 has none
         )
 
     def synchronize(self) -> None:
@@ -154,6 +155,23 @@ class Npu(hal.Backend):
 
     def wait(self, event: object) -> None:
         event.wait()  # type: ignore[attr-defined]
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Records a graph (aclgraph) with torch_npu's NPUGraph; see hal.Backend.capture."""
+        if not self.capabilities().graphs:
+            return super().capture(function)
+        npu = _npu()
+        with self.stream():  # what the first call allocates and compiles must not be part of the graph
+            function()
+        graph = npu.NPUGraph()
+        with npu.graph(graph):
+            result = function()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from .generate import LIMITS, TABLE, generate, generate_limits
 
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARIES = {
-    "ascendcl": ("runtime", "streams", "ascendcl", "refused"),
+    "ascendcl": ("runtime", "streams", "capture", "ascendcl", "refused"),
     "opapi": (
         "opapi",
         "kernels",

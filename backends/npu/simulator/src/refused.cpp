@@ -1,5 +1,5 @@
 // Functions that torch_npu links against but that the simulator does not implement. The older operator path (aclop)
-// accepts its argument objects, so that a call can be made, and then refuses the call by operator name. Graphs, shared
+// accepts its argument objects, so that a call can be made, and then refuses the call by operator name. Shared
 // handles and kernel binaries are refused; profiling reports are ignored.
 #include <acl/acl_op_compiler.h>
 #if __has_include(<profiling/aprof_pub.h>)  // not in torch_npu 2.6

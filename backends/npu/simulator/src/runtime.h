@@ -7,7 +7,10 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <set>
 #include <string>
+#include <vector>
 
 // The headers of older releases of torch_npu lack some types and error codes; these releases do not call the functions
 // that take the types.
@@ -46,6 +49,23 @@ extern std::atomic<bool> deterministic;
 using Task = std::function<int()>;
 enum class Wait { never, may_block };
 int submit(aclrtStream stream, Task task, Wait wait = Wait::never);
+// A graph (aclmdlRI): what was submitted, in order, to a stream while it was captured and to the streams that waited for
+// it. Nothing of it has run then.
+struct Graph {
+  struct Step {
+    Task task;
+    Wait wait;
+  };
+  std::vector<Step> steps;
+  aclrtStream origin = nullptr;    // null once the capture has ended
+  std::set<aclrtStream> streams;   // that are captured, besides the origin
+  std::set<aclrtStream> unjoined;  // those with work that the others have not waited for
+};
+using SharedGraph = std::shared_ptr<Graph>;
+int begin_capture(aclrtStream stream);
+SharedGraph captured_by(aclrtStream stream);  // null: the stream is not captured
+int end_capture(aclrtStream stream, SharedGraph* graph);
+
 // Stops every stream of the device, including those created later, as a failed task stops its own. Returns `code`.
 int stop_device(int device, int code, const std::string& text);
 

@@ -2,6 +2,7 @@
 // otherwise, or when the task may block on another process, its worker thread runs it. The first failing task stops the
 // stream: every later submission and synchronisation returns its error and text, as after a device exception. So does
 // a stream that waits for an event of the stopped one.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -35,6 +36,8 @@ struct Event {
   uint64_t completed = 0;  // the newest generation reached by its stream
   Clock::time_point when{};
   std::shared_ptr<Failure> source;  // of the stream that recorded it last
+  halsim::SharedGraph graph;        // in which it was recorded last; null outside of a capture
+  aclrtStream stream = nullptr;     // that recorded it in the graph
 };
 
 struct Stream {
@@ -49,6 +52,7 @@ struct Stream {
   std::string error_text;
   std::shared_ptr<Failure> failure = std::make_shared<Failure>();
   std::thread worker;
+  halsim::SharedGraph graph;  // that is captured
 
   bool idle() const { return !busy && queue.empty(); }
 
@@ -131,6 +135,7 @@ int create(aclrtStream* out) {
 
 int synchronize(Stream* stream, int64_t timeout_ms) {
   std::unique_lock<std::mutex> lock(stream->mutex);
+  if (stream->graph) return fail(ACL_ERROR_RT_STREAM_CAPTURED, "the host waits for stream %d, which is captured", stream->id);
   auto idle = [stream] { return stream->idle(); };
   if (timeout_ms < 0)
     stream->changed.wait(lock, idle);
@@ -163,6 +168,19 @@ int destroy(aclrtStream handle, bool force) {
   return ACL_SUCCESS;
 }
 
+// A stream waits for an event of a captured one: from then on it is part of the same graph.
+int join_graph(Stream* stream, aclrtStream handle, const Event& event) {
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  if (!event.graph->origin)
+    return fail(ACL_ERROR_RT_EVENT_CAPTURED, "stream %d waits for an event that was recorded into a graph", stream->id);
+  if (stream->graph && stream->graph != event.graph)
+    return fail(ACL_ERROR_STREAM_CAPTURE_CONFLICT, "stream %d waits for an event of another graph", stream->id);
+  stream->graph = event.graph;
+  if (handle != event.graph->origin) event.graph->streams.insert(handle);
+  event.graph->unjoined.erase(event.stream);
+  return ACL_SUCCESS;
+}
+
 // Handles share ownership: an event may be destroyed while tasks that refer to it are still queued.
 using SharedEvent = std::shared_ptr<Event>;
 const SharedEvent& event_of(aclrtEvent handle) { return *static_cast<SharedEvent*>(handle); }
@@ -181,6 +199,11 @@ int submit(aclrtStream handle, Task task, Wait wait) {
   }
   std::unique_lock<std::mutex> lock(stream->mutex);
   if (stream->error) return stream->report();
+  if (stream->graph) {
+    stream->graph->steps.push_back({std::move(task), wait});
+    if (handle != stream->graph->origin) stream->graph->unjoined.insert(handle);
+    return ACL_SUCCESS;
+  }
   if (stream->idle() && wait == Wait::never) {
     stream->run_one(lock, task);
     return ACL_SUCCESS;  // the failure of a task is reported at synchronisation, as on the device
@@ -188,6 +211,40 @@ int submit(aclrtStream handle, Task task, Wait wait) {
   stream->queue.push_back(std::move(task));
   if (!stream->worker.joinable()) stream->worker = std::thread([stream] { stream->work(); });
   stream->changed.notify_all();
+  return ACL_SUCCESS;
+}
+
+int begin_capture(aclrtStream handle) {
+  Stream* stream = find(handle);
+  if (!stream || !handle) return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, "the default stream cannot be captured");
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  if (stream->graph) return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured already", stream->id);
+  stream->graph = std::make_shared<Graph>();
+  stream->graph->origin = handle;
+  return ACL_SUCCESS;
+}
+
+SharedGraph captured_by(aclrtStream handle) {
+  Stream* stream = find(handle);
+  if (!stream) return nullptr;
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  return stream->graph;
+}
+
+int end_capture(aclrtStream handle, SharedGraph* out) {
+  SharedGraph graph = captured_by(handle);
+  if (!graph || graph->origin != handle)
+    return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "the capture of a stream ends that was not begun on it");
+  graph->streams.insert(handle);
+  graph->origin = nullptr;
+  for (aclrtStream captured : graph->streams)
+    if (Stream* stream = find(captured)) {
+      std::lock_guard<std::mutex> lock(stream->mutex);
+      stream->graph = nullptr;
+    }
+  if (!graph->unjoined.empty())
+    return fail(ACL_ERROR_RT_STREAM_UNJOINED, "%zu streams of a graph have work that no other waits for", graph->unjoined.size());
+  *out = graph;
   return ACL_SUCCESS;
 }
 
@@ -269,10 +326,11 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = ++event->recorded;
     if (Stream* source = find(stream)) event->source = source->failure;
+    event->graph = halsim::captured_by(stream), event->stream = stream;
   }
   return halsim::submit(stream, [event, generation] {
     std::lock_guard<std::mutex> lock(event->mutex);
-    event->completed = generation;
+    event->completed = std::max(event->completed, generation);  // a graph records the same generation again
     event->when = Clock::now();
     event->changed.notify_all();
     return ACL_SUCCESS;
@@ -289,6 +347,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
     std::lock_guard<std::mutex> lock(event->mutex);
     generation = event->recorded;
     source = event->source;
+    if (event->graph) return join_graph(find(stream), stream, *event);  // steps of a graph run in order
     if (event->completed >= generation) return ACL_SUCCESS;
   }
   return halsim::submit(
@@ -312,6 +371,7 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t timeout) {
   halsim::count(halsim::Counter::host_waits);
   SharedEvent event = event_of(handle);
   std::unique_lock<std::mutex> lock(event->mutex);
+  if (event->graph) return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the host waits for an event of a captured stream");
   uint64_t generation = event->recorded;
   auto reached = [&] { return event->completed >= generation; };
   if (timeout < 0)
