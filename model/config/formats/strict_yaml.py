@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hal.untrusted import has_own_hash
+
 from ..schema import ConfigError
 
 _LARGEST = 1 << 20
@@ -32,6 +34,11 @@ def load(path: Path, shown: str) -> Any:
                         problem=f"the key '{key.value}' is here twice", problem_mark=key.start_mark
                     )
                 keys.add(key.value)
+                # Larger integers can be chosen to have equal hashes, with which a dictionary takes quadratic time.
+                if key.tag == "tag:yaml.org,2002:int" and not has_own_hash(self.construct_object(key)):
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value:.80} is too large", problem_mark=key.start_mark
+                    )
             return super().construct_mapping(node, deep)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
