@@ -12,6 +12,8 @@ from ..schema import ConfigError
 _LARGEST = 1 << 20
 _NODES = 100_000
 """Limit on the number of values after the expansion of aliases, of which few lines can make billions."""
+_KEYS = 2000
+"""Limit on the number of keys. There are 1,500 names of options, with which each unknown key is compared."""
 _LONGEST_NUMBER = 400
 """Characters of a number, of which float64 needs 309 digits. YAML reads 1:30:00 as one, in quadratic time."""
 
@@ -24,7 +26,12 @@ def load(path: Path, shown: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        count = 0
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            self.count += len(node.value)
+            if self.count > _KEYS:
+                raise yaml.MarkedYAMLError(problem=f"there are more than {_KEYS} keys", problem_mark=node.start_mark)
             keys = set()
             for key, _ in node.value:
                 if key.tag == "tag:yaml.org,2002:merge":

@@ -43,3 +43,15 @@ def test_integers_whose_hashes_collide_are_no_keys(tmp_path, key):
         load(tmp_path / "a.yaml", "a.yaml")
     (tmp_path / "a.yaml").write_text(f"a: {{1: b, {2**61 - 2}: c}}\nd: {key}\n")
     assert load(tmp_path / "a.yaml", "a.yaml")["a"] == {1: "b", 2**61 - 2: "c"}
+
+
+@pytest.mark.parametrize("text", ["a: {%s}", "%s"])
+def test_a_file_of_very_many_keys_is_refused(tmp_path, text):
+    """A suggestion is searched for each unknown key, which takes 3 ms."""
+    path = tmp_path / "a.yaml"
+    separator = ", " if "a" in text else "\n"
+    path.write_text(text % separator.join(f"k{n}: 1" for n in range(2001)))
+    with pytest.raises(ConfigError, match="there are more than 2000 keys"):
+        load(path, "a.yaml")
+    path.write_text(text % separator.join(f"k{n}: 1" for n in range(1999)))
+    assert load(path, "a.yaml")
