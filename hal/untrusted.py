@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def parse_integer(text: str, low: int, high: int, what: str, error: type[HalErro
     if digits.isascii() and digits.isdigit() and len(digits) < 20 and low <= int(text) <= high:
         return int(text)
     raise error(f"{what} should be an integer in {low}..{high}; found {shown(text)}")
+
+
+def has_own_hash(number: int) -> bool:
+    """Whether no other such integer has its hash; others can be chosen so that a dictionary takes quadratic time."""
+    return abs(number) < sys.hash_info.modulus
 
 
 def read_bytes(path: Path, limit: int, error: type[HalError] = HalError) -> bytes:

@@ -9,13 +9,12 @@ form trees of bounded depth and size, dictionary keys are flat, and containers h
 from __future__ import annotations
 
 import pickletools
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple, NoReturn
 
 from hal import HalError
-from hal.untrusted import one_line, shown
+from hal.untrusted import has_own_hash, one_line, shown
 
 MAX_DEPTH = 64
 _EXPANSION = 64
@@ -83,11 +82,6 @@ _NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT"}
 _TEXTS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "UNICODE"}
 _SCALARS = _NUMBERS | _TEXTS | {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 _MARK = object()
-
-
-def has_own_hash(number: int) -> bool:
-    """Whether no other such integer has its hash; others can be chosen so that a dictionary takes quadratic time."""
-    return abs(number) < sys.hash_info.modulus
 
 
 def load(

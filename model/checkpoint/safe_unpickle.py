@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hal import HalError
-from hal.untrusted import read_bytes, shown
+from hal.untrusted import has_own_hash, read_bytes, shown
 
 from . import restricted_pickle
 from .restricted_pickle import INERT, Global, InvalidPickle, UnsafeFile
@@ -47,7 +47,7 @@ def _record(cls: type) -> Global:
 
 
 def _is_offset(number: Any) -> bool:
-    return type(number) is int and restricted_pickle.has_own_hash(number)
+    return type(number) is int and has_own_hash(number)
 
 
 def _index_key() -> Global:

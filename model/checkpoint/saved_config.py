@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hal import HalError, backend_names
-from hal.untrusted import shown
+from hal.untrusted import one_line, shown
 
 from ..config import tokenizer_options
 from ..config.command_line import ONE_MICROBATCH, convert
-from ..config.schema import WARMUP, Config, ConfigError, GivenOptions
+from ..config.schema import WARMUP, Config, ConfigError, GivenOptions, resolve
+from ..config.validation import check_model
+from ..gpt.model import WORD_EMBEDDING, shapes
 from .reader import RELEASE, candidates, folder_of, read_manifest
+from .safe_unpickle import stored_tensors
 
 TOKENIZER = ("tokenizer_type", *tokenizer_options.OPTIONS)
 
@@ -28,6 +31,8 @@ _THIS_RUNS = {"exit_interval", "exit_duration_in_mins", "use_checkpoint_opt_para
 """Options of data and training that a resumed run does not take over: when it stops, and what --load means."""
 
 _SHAPES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+
+_MOST_ROWS = 1 << 31
 
 
 def data_options() -> list[str]:
@@ -52,8 +57,8 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if unknown:
         raise HalError(f"the checkpoint {folder} was written by another version of HAL, with the options {unknown}")
     padded = stored.get("padded_vocab_size")
-    if padded is not None and (type(padded) is not int or padded < 1):
-        raise HalError(f"the checkpoint {folder}: padded_vocab_size should be a count; found {padded!r}")
+    if padded is not None and (type(padded) is not int or not 1 <= padded < _MOST_ROWS):
+        raise HalError(f"the checkpoint {folder}: padded_vocab_size should be a count of rows; found {shown(padded)}")
     where = f"the checkpoint {folder}: --"
     values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
     values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
@@ -65,9 +70,37 @@ def saved_vocabulary(state: Mapping[str, Any], folder: Path) -> int | None:
     value."""
     stored = state.get("config")
     count = stored.get("vocabulary") if isinstance(stored, dict) else None
-    if count is not None and (type(count) is not int or count < 1):
+    if count is not None and (type(count) is not int or not 1 <= count < _MOST_ROWS):
         raise HalError(f"the checkpoint {folder}: vocabulary should be a count of rows; found {shown(count)}")
     return count
+
+
+def require_consistent(saved: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+    """Raises HalError, before allocating memory, unless the tensors of a checkpoint are those of the model that its
+    options describe. saved: its `saved_options`."""
+    try:
+        config = resolve({n: v for n, v in saved.items() if n in model_options()})
+        embedding = stored_tensors(folder).get(WORD_EMBEDDING)
+        rows = 1 if embedding is None else embedding.size[0]
+        config.padded_vocab_size = state["config"].get("padded_vocab_size") or rows  # early versions did not store it
+        check_model(config)
+    except (TypeError, ValueError, ConfigError) as error:
+        reason = error.text if isinstance(error, ConfigError) else one_line(error)
+        raise HalError(f"the options of the checkpoint {folder} are invalid: {reason}") from None
+    _require_stored(config, folder)
+
+
+def _require_stored(config: Config, folder: Path) -> None:
+    stored = stored_tensors(folder)
+    if config.num_layers > len(stored):  # checked first, since `shapes` builds all layers
+        raise HalError(
+            f"the options of the checkpoint {folder} give {config.num_layers} layers; it holds {len(stored)} tensors"
+        )
+    for name, shape in shapes(config).items():
+        info = stored.get(name)
+        if info is None or tuple(info.size) != shape:
+            stored_as = "no tensor" if info is None else f"shape {tuple(info.size)}"
+            raise HalError(f"the checkpoint {folder} has {stored_as} for {name}; the model of its options has {shape}")
 
 
 def adopt(values: GivenOptions) -> None:
@@ -83,6 +116,7 @@ def adopt(values: GivenOptions) -> None:
         return
     folder, state = found
     saved = saved_options(state, folder)
+    require_consistent(saved, state, folder)
     if "tokenizer_type" in values:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
     if {"bf16", "fp16"} & set(values):
@@ -178,8 +212,12 @@ def backend_of(checkpoint: str | None) -> Iterator[None]:
 
 
 def _newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, state) of the checkpoint that would be tried first and has a readable manifest; None without any."""
+    """(folder, state) of the checkpoint that would be tried first and has a readable manifest and index; None without
+    any."""
     for iteration in candidates(root):
+        folder = folder_of(root, iteration)
         with contextlib.suppress(HalError, OSError):
-            return folder_of(root, iteration), read_manifest(folder_of(root, iteration))["state"]
+            state = read_manifest(folder)["state"]
+            stored_tensors(folder)
+            return folder, state
     return None

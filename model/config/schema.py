@@ -88,12 +88,17 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "in 0..4294967295": lambda x: 0 <= x < 2**32,
     "in 0..2": lambda x: 0 <= x <= 2,
     "in 0..3": lambda x: 0 <= x <= 3,
+    "in 1..65536": lambda x: 1 <= x <= 1 << 16,
     "in 1..100000": lambda x: 1 <= x <= 100_000,
+    "in 1..1048576": lambda x: 1 <= x <= 1 << 20,
+    "in 1..4194304": lambda x: 1 <= x <= 1 << 22,
+    "in 1..2147483647": lambda x: 1 <= x < 2**31,
     "in 0..100000": lambda x: 0 <= x <= 100_000,
     "in -2147483648..2147483647": lambda x: -(2**31) <= x < 2**31,
     "any integer": lambda x: True,
 }
-"""Bounds of numeric options: the text of the error message, and the predicate."""
+"""Bounds of numeric options: the text of the error message, and the predicate. Those of a model's sizes are chosen such
+that the bytes of its largest tensor are an int64."""
 
 
 TOKENIZERS = (
@@ -177,21 +182,22 @@ class Config:
 
     # the model
     num_layers: int = _opt(4, "transformer layers", "in 1..100000")
-    hidden_size: int = _opt(256, "width of the residual stream")
+    hidden_size: int = _opt(256, "width of the residual stream", "in 1..1048576")
     ffn_hidden_size: int = _derived(
-        _default_ffn_hidden_size, "width of the MLP; default 4 x hidden, or 8/3 x hidden if gated"
+        _default_ffn_hidden_size, "width of the MLP; default 4 x hidden, or 8/3 x hidden if gated", "in 1..4194304"
     )
-    num_attention_heads: int = _opt(4, "query heads")
+    num_attention_heads: int = _opt(4, "query heads", "in 1..65536")
     num_query_groups: int = _derived(
-        lambda c: c.num_attention_heads, "key/value heads (GQA); default: as many as query heads"
+        lambda c: c.num_attention_heads, "key/value heads (GQA); default: as many as query heads", "in 1..65536"
     )
     kv_channels: int = _derived(
         lambda c: c.hidden_size // max(1, c.num_attention_heads),
         "size of a head; default hidden_size / num_attention_heads",
+        "in 1..65536",
     )
-    seq_length: int = _opt(256, "tokens per sequence")
+    seq_length: int = _opt(256, "tokens per sequence", "in 1..2147483647")
     max_position_embeddings: int = _derived(
-        lambda c: c.seq_length, "longest sequence the model supports; default seq_length"
+        lambda c: c.seq_length, "longest sequence the model supports; default seq_length", "in 1..2147483647"
     )
     position_embedding_type: str = _opt(
         "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope", "none")
@@ -264,11 +270,15 @@ class Config:
     multi_latent_attention: bool = _opt(
         False, "keys and values of all heads are products of one small latent vector per token (DeepSeek-V2)"
     )
-    q_lora_rank: int | None = _opt(None, "size of the latent of the queries; default: queries without a latent")
-    kv_lora_rank: int = _opt(32, "size of the latent of keys and values")
-    qk_head_dim: int = _opt(128, "channels of a latent query's or key's head without rotary positions")
-    qk_pos_emb_head_dim: int = _opt(64, "channels with rotary positions beside them; all heads share those of the key")
-    v_head_dim: int = _opt(128, "channels of a latent value's head")
+    q_lora_rank: int | None = _opt(
+        None, "size of the latent of the queries; default: queries without a latent", "in 1..1048576"
+    )
+    kv_lora_rank: int = _opt(32, "size of the latent of keys and values", "in 1..1048576")
+    qk_head_dim: int = _opt(128, "channels of a latent query's or key's head without rotary positions", "in 1..65536")
+    qk_pos_emb_head_dim: int = _opt(
+        64, "channels with rotary positions beside them; all heads share those of the key", "in 1..65536"
+    )
+    v_head_dim: int = _opt(128, "channels of a latent value's head", "in 1..65536")
     rope_type: str = _derived(
         lambda c: "yarn" if c.multi_latent_attention else "rope",
         "rotary positions: plain, or scaled for longer sequences by YaRN (default of latent attention) or LongRoPE",
@@ -288,15 +298,19 @@ class Config:
     residual_multiplier: float = _opt(1.0, "factor of the outputs of attention and MLP in the residual sum (Granite)")
     output_multiplier_scale: float = _opt(1.0, "factor of the logits")
     output_logit_softcapping: float | None = _opt(None, "CAP of the logits: CAP tanh(logit / CAP) (Gemma 2)")
-    make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this")
-    pad_vocab_size_to: int | None = _opt(None, "size of the padded vocabulary, instead of a multiple")
+    make_vocab_size_divisible_by: int = _opt(128, "pad the vocabulary to a multiple of this", "in 1..2147483647")
+    pad_vocab_size_to: int | None = _opt(
+        None, "size of the padded vocabulary, instead of a multiple", "in 1..2147483647"
+    )
     mask_padded_vocab: bool = _opt(
         False,
         "leave the ids that pad the vocabulary out of the loss; on with --sft and for models of Hugging Face",
     )
 
     # mixture of experts
-    num_experts: int | None = _opt(None, "experts of a mixture-of-experts layer; default: dense layers only")
+    num_experts: int | None = _opt(
+        None, "experts of a mixture-of-experts layer; default: dense layers only", "in 1..65536"
+    )
     moe_layer_freq: str = _opt(
         "1", "layers with experts: every N-th from the first on, or a list of 0 and 1 such as [0]+[1]*3"
     )
@@ -319,10 +333,12 @@ class Config:
         None, "dtype of the router's product; default: the model's", choices=("fp32", "fp64")
     )
     moe_ffn_hidden_size: int = _derived(
-        lambda c: c.ffn_hidden_size or _default_ffn_hidden_size(c), "width of an expert; default ffn_hidden_size"
+        lambda c: c.ffn_hidden_size or _default_ffn_hidden_size(c),
+        "width of an expert; default ffn_hidden_size",
+        "in 1..4194304",
     )
     moe_shared_expert_intermediate_size: int | None = _opt(
-        None, "width of an expert that every token uses; default: there is none"
+        None, "width of an expert that every token uses; default: there is none", "in 1..4194304"
     )
     moe_expert_capacity_factor: float | None = _opt(
         None, "tokens that an expert accepts, in multiples of an even share; default: all"
@@ -368,8 +384,10 @@ class Config:
     vocab_size: int | None = _opt(None, "number of token ids, without end-of-document (NullTokenizer)")
 
     # training
-    micro_batch_size: int = _opt(4, "sequences per forward pass")
-    global_batch_size: int = _derived(lambda c: c.micro_batch_size, "sequences per step; default micro_batch_size")
+    micro_batch_size: int = _opt(4, "sequences per forward pass", "in 1..1048576")
+    global_batch_size: int = _derived(
+        lambda c: c.micro_batch_size, "sequences per step; default micro_batch_size", "in 1..1048576"
+    )
     rampup_batch_size: tuple[str, ...] = _opt(
         (), "START INCREMENT SAMPLES: the batch grows from START to --global-batch-size over SAMPLES", words=True
     )

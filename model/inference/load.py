@@ -20,7 +20,6 @@ from hal.launch.agent import Job, run
 from hal.mesh import Mesh
 
 from ..checkpoint import reader
-from ..checkpoint.safe_unpickle import stored_tensors
 from ..checkpoint.saved_config import (
     SOURCES,
     TOKENIZER,
@@ -28,6 +27,7 @@ from ..checkpoint.saved_config import (
     data_options,
     execution_of,
     model_options,
+    require_consistent,
     saved_options,
     saved_vocabulary,
     written,
@@ -38,7 +38,6 @@ from ..config.schema import Config, ConfigError, resolve
 from ..config.validation import check_model, world_size
 from ..data.tokenizers.build import build_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..gpt.model import shapes
 from .engine import Engine
 
 WHERE = ("backend", "simulate", "fallback", "pin", "nproc_per_node", "load")
@@ -139,7 +138,6 @@ def open_pretrained(
     config = config_of(state, given, dtype, folder, data=prepare is not None)
     tokenizer = build_tokenizer(config)
     _set_vocabulary(config, tokenizer, state, folder)
-    _require_stored(config, folder)
     prepared = None if prepare is None else prepare(config, tokenizer, state["config"])
     layout = make_parallel_layout(config, world_size(config))
     mesh = Mesh(layout.layout, hal.backend(), timeout=60.0 * config.distributed_timeout_minutes)
@@ -155,7 +153,9 @@ def config_of(
     names = {*model_options(), *TOKENIZER, "seed"}
     if data:
         names |= set(data_options()) - (SOURCES if SOURCES & set(given) else set())
-    saved = {n: v for n, v in saved_options(state, folder).items() if n in names}
+    saved = saved_options(state, folder)
+    require_consistent(saved, state, folder)
+    saved = {n: v for n, v in saved.items() if n in names}
     if "tokenizer_type" in given:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
     if dtype is not None:
@@ -170,20 +170,6 @@ def config_of(
 def world_size_of(given: Mapping[str, Any]) -> int:
     """The number of processes."""
     return int(os.environ.get("WORLD_SIZE", given.get("nproc_per_node", 1)))
-
-
-def _require_stored(config: Config, folder: Path) -> None:
-    """Raises HalError, before allocating memory, unless the checkpoint holds the model that its options describe."""
-    stored = stored_tensors(folder)
-    if config.num_layers > len(stored):  # checked first, since `shapes` builds all layers
-        raise HalError(
-            f"the options of the checkpoint {folder} give {config.num_layers} layers; it holds {len(stored)} tensors"
-        )
-    for name, shape in shapes(config).items():
-        info = stored.get(name)
-        if info is None or tuple(info.size) != shape:
-            stored_as = "no tensor" if info is None else f"shape {tuple(info.size)}"
-            raise HalError(f"the checkpoint {folder} has {stored_as} for {name}; the model of its options has {shape}")
 
 
 def _set_vocabulary(config: Config, tokenizer: Tokenizer, state: Mapping[str, Any], folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import hal
 from hal import HalError
-from hal.untrusted import one_line
+from hal.untrusted import one_line, shown
 
 from ..common.atomic_files import make_folder, write_bytes, write_text
 from ..common.progress_bar import ProgressBar
@@ -70,6 +70,9 @@ class NullRunLog:
 
 RECORD_SECONDS = 10.0
 """Least seconds between two times at which run.json is written, checkpoints apart."""
+
+_MOST = 1e300
+"""Largest number that is taken over from an earlier record."""
 
 
 class RunLog:
@@ -276,11 +279,24 @@ class RunLog:
             rows = ("losses", "grad_norms", "evaluations")
             later = ("step_seconds", "expert_imbalance", "router_entropy", "expert_loads")  # not in every record
             for name in (*rows, *(name for name in later if name in record)):
-                setattr(self, name, [row for row in record[name] if row[0] <= start])
+                setattr(self, name, [_row(row, name) for row in record[name] if row[0] <= start])
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise HalError(
                 f"{path} is not a run's record ({one_line(error)}); remove it or use another --run-dir"
             ) from None
+
+
+def _row(row: Any, name: str) -> list[Any]:
+    """[iteration, value] of a record, which can be written again. Raises ValueError or TypeError for another row."""
+    iteration, value = row
+    if name == "expert_loads":
+        json.dumps(value, allow_nan=False)
+        good = isinstance(value, dict)
+    else:
+        good = value is None or (isinstance(value, (int, float)) and abs(value) < _MOST)
+    if type(iteration) is not int or not good:
+        raise ValueError(f"{name} has the row {shown(iteration)}, {shown(value)}")
+    return [iteration, value]
 
 
 def _finite(value: float | None) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checkpoint import reader
 from ...checkpoint.safe_unpickle import check_stored, stored_tensors
-from ...checkpoint.saved_config import TOKENIZER, model_options, saved_options, saved_vocabulary
+from ...checkpoint.saved_config import TOKENIZER, model_options, require_consistent, saved_options, saved_vocabulary
 from ...checkpoint.sharded_tensor import DeferredTensor
 from ...checkpoint.writer import save
 from ...config.schema import Config, ConfigError
@@ -38,6 +38,7 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     stored = {n: info for n, info in stored_tensors(folder).items() if not n.startswith("optimizer.")}
     weights.tensors = tensors = LazyTensors()
     check_stored(folder, stored)
+    require_consistent(saved, state, folder)
     for name, info in stored.items():
         meta = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
         tensors.add(name, partial(_load, folder, name, meta), meta)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hal.untrusted import has_own_hash
+
 from ..schema import ConfigError
 
 _LARGEST = 1 << 20
 _NODES = 100_000
 """Limit on the number of values after the expansion of aliases, of which few lines can make billions."""
+_KEYS = 2000
+"""Limit on the number of keys. There are 1,500 names of options, with which each unknown key is compared."""
 _LONGEST_NUMBER = 400
 """Characters of a number, of which float64 needs 309 digits. YAML reads 1:30:00 as one, in quadratic time."""
 
@@ -22,7 +26,12 @@ def load(path: Path, shown: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        count = 0
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            self.count += len(node.value)
+            if self.count > _KEYS:
+                raise yaml.MarkedYAMLError(problem=f"there are more than {_KEYS} keys", problem_mark=node.start_mark)
             keys = set()
             for key, _ in node.value:
                 if key.tag == "tag:yaml.org,2002:merge":
@@ -32,6 +41,11 @@ def load(path: Path, shown: str) -> Any:
                         problem=f"the key '{key.value}' is here twice", problem_mark=key.start_mark
                     )
                 keys.add(key.value)
+                # Larger integers can be chosen to have equal hashes, with which a dictionary takes quadratic time.
+                if key.tag == "tag:yaml.org,2002:int" and not has_own_hash(self.construct_object(key)):
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value:.80} is too large", problem_mark=key.start_mark
+                    )
             return super().construct_mapping(node, deep)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:

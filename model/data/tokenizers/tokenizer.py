@@ -163,6 +163,11 @@ class WhitespaceTokenizer(Tokenizer):
         for token in ("<unk>", "<|endoftext|>"):
             if token not in self._ids:
                 raise ConfigError(f"the vocabulary {vocab_file} has no {token}")
+        largest = max(self._ids.values())
+        if largest >= MAX_VOCABULARY:  # before a dictionary of ids is made, whose hashes could be chosen to be equal
+            raise ConfigError(
+                f"the vocabulary {vocab_file} has the id {shown(largest)}; at most {MAX_VOCABULARY} are supported"
+            )
         self._words = {i: word for word, i in self._ids.items()}
         if len(self._words) != len(self._ids):
             raise ConfigError(f"the vocabulary {vocab_file} assigns the same id to two words")
@@ -231,4 +236,4 @@ def ends_of(folder: Path) -> frozenset[int]:
     name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
     ids = json_object(folder / name).get("eos_token_id")
     ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(i for i in ids if type(i) is int)
+    return frozenset(i for i in ids if type(i) is int and 0 <= i < MAX_VOCABULARY)

@@ -15,6 +15,7 @@ from hal.untrusted import contained
 from ...common.optional_packages import optional_package
 from ...config.schema import ConfigError
 from .expansion import MAX_TOKEN, require_bounded
+from .sentencepiece_model import require_safe
 from .tokenizer import Tokenizer, ends_of, json_object, read_file, text_errors
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -109,6 +110,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.content = read_file(tokenizer_model)
         self._pieces = SentencePieceProcessor()
         with contained(f"{tokenizer_model} is not a SentencePiece model", ConfigError):
+            require_safe(self.content)
             self._pieces.LoadFromSerializedProto(self.content)
             count = self._pieces.get_piece_size()
         if count == 0:

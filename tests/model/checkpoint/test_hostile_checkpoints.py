@@ -345,7 +345,10 @@ def test_tensors_that_repeat_what_is_stored_are_refused(place: Any) -> None:
         ([1], "state should be an object"),
         ({"config": {}}, "with an iteration number"),
         ({"iteration": "x", "config": {}}, "with an iteration number"),
-        ({"iteration": 1, "config": {"padded_vocab_size": "x"}}, "padded_vocab_size should be a count; found 'x'"),
+        (
+            {"iteration": 1, "config": {"padded_vocab_size": "x"}},
+            "padded_vocab_size should be a count of rows; found 'x'",
+        ),
         ({"iteration": 1, "config": [1]}, "does not contain the options of its model"),
         ({"iteration": 1}, "does not contain the options of its model"),
     ],

@@ -56,7 +56,7 @@ def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
 @pytest.mark.parametrize(
     "argv, code, words",
     [
-        (["--backend", "cpu_ref", "--seq-length", "0"], 2, "--seq-length must be > 0"),
+        (["--backend", "cpu_ref", "--seq-length", "0"], 2, "--seq-length must be in 1..2147483647"),
         (["--backend", "cpu_reff"], 2, "Did you mean 'cpu_ref'?"),
         ([], 2, "no backend was chosen"),
         (["--backend", "cpu_ref", "--text-file", "absent.txt"], 2, "absent.txt cannot be read"),

@@ -23,7 +23,7 @@ BASE = {"backend": "cpu_ref", "num_attention_heads": 4}
         ({"beta_fast": 0.5}, "--beta-fast 0.5 is below --beta-slow 1.0"),
         ({"rope_type": "longrope"}, "--rope-type longrope is for models without --multi-latent-attention"),
         ({"rotary_seq_len_interpolation_factor": 2.0}, "are scaled in one way; give one of them"),
-        ({"kv_lora_rank": 0}, "--kv-lora-rank must be > 0"),
+        ({"kv_lora_rank": 0}, "--kv-lora-rank must be in 1..1048576"),
     ],
 )
 def test_contradictions(options, words):

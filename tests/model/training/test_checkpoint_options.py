@@ -217,3 +217,22 @@ def test_a_checkpoint_of_another_version_is_refused(checkpoint: Path) -> None:
     values = read(["--backend", "cpu_ref", "--load", str(checkpoint)])
     with pytest.raises(HalError, match=r"another version of HAL, with the options.*warp_factor"):
         adopt(values)
+
+
+def test_a_checkpoint_that_asks_for_more_than_it_holds_is_refused(checkpoint: Path, capsys: Any) -> None:
+    """Before a model of these sizes is allocated."""
+    before = options_of(checkpoint)
+    for change, reason in (
+        (
+            {"hidden_size": 1 << 40},
+            "iter_0000002 are invalid: --hidden-size must be in 1..1048576; found 1099511627776",
+        ),
+        ({"ffn_hidden_size": 1 << 22}, "iter_0000002 has shape (128, 32) for decoder.layers.0.mlp.linear_fc1.weight"),
+        ({"kv_channels": 1 << 16}, "iter_0000002 has shape (96, 32) for"),
+        ({"padded_vocab_size": 1 << 40}, "iter_0000002: padded_vocab_size should be a count of rows; found 1099511627"),
+        ({"padded_vocab_size": None, "hidden_size": 1 << 20}, "iter_0000002 has shape (384, 32) for embedding"),
+        ({"global_batch_size": 1 << 40}, "--global-batch-size must be in 1..1048576; found 1099511627776"),
+    ):
+        edit_manifest(checkpoint, **{**before, **change})
+        assert main([*RUN, "--load", str(checkpoint), "--train-iters", "3"]) == 2, change
+        assert reason in capsys.readouterr().err

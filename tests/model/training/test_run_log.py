@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hal import HalError
 from hal.model.training import run_log
 from hal.model.training.log_line import compact_line
 from hal.model.training.run_log import RunLog
@@ -81,6 +82,25 @@ def test_the_record_is_written_while_training_goes_on(log, monkeypatch):
     for iteration in (5, 6):
         log.step(step(iteration))
     assert len(losses(log)) == 6
+
+
+@pytest.mark.parametrize(
+    "name, row",
+    [
+        ("losses", '[1, "x"]'),
+        ("losses", "[1, 1, 1]"),
+        ("grad_norms", "[1.5, 1.0]"),
+        ("evaluations", "[1, 1" + "0" * 400 + "]"),
+        ("step_seconds", "[1, NaN]"),
+        ("expert_loads", '[1, {"0": [Infinity]}]'),
+    ],
+)
+def test_a_record_that_could_not_be_written_again_is_refused(tiny, cpu_ref, tmp_path, name, row):
+    """When a run resumes, and not at its next record."""
+    rows = {key: f"[{row}]" if key == name else "[]" for key in ("losses", "grad_norms", "evaluations", name)}
+    (tmp_path / "run.json").write_text("{" + ", ".join(f'"{key}": {value}' for key, value in rows.items()) + "}")
+    with pytest.raises(HalError, match="is not a run's record"):
+        RunLog(tiny(train_iters=9), tmp_path, 5)
 
 
 def test_a_record_that_takes_long_is_written_rarely(log, monkeypatch):

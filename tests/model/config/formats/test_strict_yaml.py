@@ -3,6 +3,7 @@
 import pytest
 
 from hal.model.config.command_line import parse
+from hal.model.config.formats.strict_yaml import load
 from hal.model.config.schema import ConfigError
 
 
@@ -32,3 +33,25 @@ def test_a_number_that_takes_long_to_read_is_refused(tmp_path, number):
     path.write_text(f"lr: {number}\n")
     with pytest.raises(ConfigError, match="a number has more than 400 characters"):
         parse(["--config", str(path)], {})
+
+
+@pytest.mark.parametrize("key", [2**61 - 1, -(2**61), "0x7fffffffffffffff", "1:30:00:00:00:00:00:00:00:00:00:00"])
+def test_integers_whose_hashes_collide_are_no_keys(tmp_path, key):
+    """A mapping of many multiples of 2**61 - 1 would take quadratic time."""
+    (tmp_path / "a.yaml").write_text(f"a: {{1: b, -5: c}}\nd: {{{key}: e}}\n")
+    with pytest.raises(ConfigError, match=r"the key .* is too large"):
+        load(tmp_path / "a.yaml", "a.yaml")
+    (tmp_path / "a.yaml").write_text(f"a: {{1: b, {2**61 - 2}: c}}\nd: {key}\n")
+    assert load(tmp_path / "a.yaml", "a.yaml")["a"] == {1: "b", 2**61 - 2: "c"}
+
+
+@pytest.mark.parametrize("text", ["a: {%s}", "%s"])
+def test_a_file_of_very_many_keys_is_refused(tmp_path, text):
+    """A suggestion is searched for each unknown key, which takes 3 ms."""
+    path = tmp_path / "a.yaml"
+    separator = ", " if "a" in text else "\n"
+    path.write_text(text % separator.join(f"k{n}: 1" for n in range(2001)))
+    with pytest.raises(ConfigError, match="there are more than 2000 keys"):
+        load(path, "a.yaml")
+    path.write_text(text % separator.join(f"k{n}: 1" for n in range(1999)))
+    assert load(path, "a.yaml")

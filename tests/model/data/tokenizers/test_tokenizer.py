@@ -240,7 +240,7 @@ def test_prompts_begin_as_in_transformers_and_texts_end_with_any_end_of_the_mode
     assert (tokenizer.begin, tokenizer.ends) == (0, {1})
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     assert make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}).ends == {1, 5}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4, -1, 2305843009213693951]}')
     assert make("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}).ends == {1, 3, 4}
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"generation_config.json is not a JSON object"):
