@@ -144,6 +144,7 @@ ABSENT = {
     "hal.cli.doctor": ("pytest", "hypothesis", "hal.model"),
     "hal.cli.info": ("pytest", "hypothesis", "hal.ops", "hal.model"),
     "hal.testing.plugin": ("hypothesis", "hal.ops", "hal.model"),  # loaded in every pytest session
+    "hal.model.training.trainer": ("torch._dynamo", "megatron", "matplotlib", "transformers"),
     "hal.model.gpt": tuple(f"hal.model.{part}" for part in ("training", "data", "checkpoint", "inference", "apps")),
 }
 """Module -> what importing it must not load."""

@@ -19,7 +19,7 @@ from hal.model.config.schema import Config
 from hal.model.gpt.dropout_rng import DropoutRng
 from hal.model.gpt.moe import Experts
 from hal.model.training.optimizer import local
-from hal.model.training.pipeline import Pipeline
+from hal.model.training.stage import GradientAccumulation
 
 from ..harness.live_bytes import LiveBytes
 from .layout import config_of, trainer_of
@@ -106,7 +106,7 @@ def sent_to_experts(options: Mapping[str, Any]) -> tuple[float, float]:
 def recorded_order(options: Mapping[str, Any]) -> list[Action]:
     """The actions of this rank's pipeline in one step, in order, recorded by wrapping the methods of its stages."""
     trainer = trainer_of(config_of(options))
-    assert isinstance(trainer.pipeline, Pipeline)
+    assert not isinstance(trainer.pipeline, GradientAccumulation)
     done: list[Action] = []
     for stage in trainer.pipeline.stages:
         _record(stage, "forward_one_chunk", lambda how: "F", done)

@@ -1,13 +1,15 @@
 """Runs a function on N processes of this machine, as ranks of one world, and returns their results.
 
-For tests: the processes are forked from a server that has imported torch already (about 0.1 s each), the store is in
-the calling process on a port that the system chose, on the loopback interface, and the first failure ends all of them.
+For tests: the processes are forked from a server that has imported torch already, and the trainer if the caller has
+(about 0.1 s each), the store is in the calling process on a port that the system chose, on the loopback interface, and
+the first failure ends all of them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hal.errors import HalError
+
+_PRELOADED = ("torch", "torch.distributed", "hal.ops")
+_TRAINER = ("hal.model.training.trainer", "hal.model.training.pipeline")
 
 
 def run_processes(
@@ -44,7 +49,8 @@ def run_processes(
         **(environment or {}),
     }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hal.ops"])
+    # Of consequence for the first call only, which starts the server.
+    context.set_forkserver_preload([*_PRELOADED, *(_TRAINER if _TRAINER[0] in sys.modules else ())])
     processes, pipes = [], []
     for rank in range(size):
         receiving, sending = context.Pipe(duplex=False)

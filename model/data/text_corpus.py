@@ -6,6 +6,7 @@ Results are cached in HAL's cache folder. A split (training, validation, test) i
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,11 @@ def standard_library(tokenizer: Tokenizer) -> Path:
 def sources() -> tuple[Path, list[Path]]:
     """The standard library's folder and its .py files without tests, sorted by path. ConfigError if there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if not _SKIPPED.intersection(p.relative_to(root).parts))
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]  # site-packages may have 100,000 files
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     if not files:
         raise ConfigError(
             f"this Python has no standard library sources under {root}, so there is no built-in corpus; "

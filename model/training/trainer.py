@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,12 +45,15 @@ from .loss_scaler import LossScaler
 from .lr_scheduler import LRScheduler, weight_decay
 from .microbatches import Microbatch, counted_tokens, fetch_microbatches
 from .optimizer import Optimizer, local, owned_names
-from .pipeline import GradientAccumulation, Loss, Pipeline, Stage, shard
 from .rerun import RerunCheck
+from .stage import GradientAccumulation, Loss, Stage, shard
 from .step_result import DeviceGradients, PendingStep, PendingSteps, Progress, StepResult, TrainingFailed
 from .stop_vote import StopVote
 from .trainer_state import ModelState, options, read_checkpoint
 from .verified_calls import VerifiedCalls
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 
 def make_trainer(config: Config, data: Mapping[str, Split], world: int | None = None) -> Trainer:
@@ -124,6 +127,8 @@ class Trainer:
             in_place = sums_in_place(self.config, self.layout)
             after_first = self.optimizer.sum_in_place if in_place else lambda: None
             return GradientAccumulation(self.stages[0], self.layout.zero, after_first)
+        from .pipeline import Pipeline
+
         group = self.mesh.torch_group("pp")
         return Pipeline(self.stages, self.config, self.layout, group, self.device, self.optimizer.collect)
 

@@ -8,6 +8,7 @@ import torch
 from host_backend import HostBackend
 
 import hal
+from hal.backends.cpu_ref import CpuRef
 from hal.model.config.command_line import build
 
 
@@ -15,6 +16,12 @@ class References(HostBackend):
     """Runs every op's reference, so that the model is tested independently of any kernel."""
 
     name = "references"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels():
+    """Loads cpu_ref's kernels before a test changes the cache folder, where they would be compiled once more."""
+    CpuRef().build()
 
 
 @pytest.fixture

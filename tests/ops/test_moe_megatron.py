@@ -5,9 +5,13 @@ import torch
 
 from hal import ops
 
-moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils", reason="megatron-core is not installed")
-
 TOKENS, EXPERTS = 48, 16
+
+
+@pytest.fixture(scope="module")
+def moe_utils():
+    name = "megatron.core.transformer.moe.moe_utils"  # takes 3 s to import, hence not at the top of the file
+    return pytest.importorskip(name, reason="megatron-core is not installed")
 
 
 def logits(seed=1, tokens=TOKENS):
@@ -33,7 +37,7 @@ def dense(values, indices):
     ],
     ids=str,
 )
-def test_router(topk, kw):
+def test_router(topk, kw, moe_utils):
     mine, theirs = logits(), logits()
     probs, indices = ops.moe_router.reference(mine, topk, **kw)
     renamed = {"use_pre_softmax" if name == "pre_softmax" else name: value for name, value in kw.items()}
@@ -46,7 +50,7 @@ def test_router(topk, kw):
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_sinkhorn(topk):
+def test_sinkhorn(topk, moe_utils):
     x = logits()
     norm = moe_utils.sinkhorn(x.detach())
     _, right = torch.topk(norm, k=topk, dim=1)
@@ -58,7 +62,7 @@ def test_sinkhorn(topk):
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_auxiliary_losses(function, sequences):
+def test_auxiliary_losses(function, sequences, moe_utils):
     topk, mine, theirs = 2, logits(), logits()
     routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(theirs, topk, function)
     by_sequence = (TOKENS // sequences, sequences * EXPERTS)
@@ -75,7 +79,7 @@ def test_auxiliary_losses(function, sequences):
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_capacity_and_permutation(pad):
+def test_capacity_and_permutation(pad, moe_utils):
     topk, factor = 2, 0.75
     probs, indices = ops.moe_router.reference(logits().detach(), topk)
     capacity = moe_utils.get_capacity(TOKENS * topk, EXPERTS, factor)

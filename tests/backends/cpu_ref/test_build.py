@@ -8,22 +8,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hal import BackendUnavailable
 from hal.backends.cpu_ref import CpuRef, build, cpu, prebuilt
-
-USE = """
-import sys
-from pathlib import Path
-from hal.backends.cpu_ref import build
-build.KERNELS = Path(sys.argv[1])
-print(build.lib().hal_answer(20))
-"""
+from hal.testing.processes import run_processes
 
 
 @pytest.fixture
@@ -37,11 +31,19 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def start(kernels: Path, **environment: str) -> subprocess.Popen[str]:
-    """A process that compiles (or finds in the cache) the kernels and uses them."""
-    command = [sys.executable, "-c", USE, str(kernels)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment})
+def use(kernels: Path) -> int:
+    """Compiles the kernels (or finds them in the cache) and uses them; stderr goes to a file beside their folder."""
+    os.dup2(os.open(kernels.parent / f"stderr_{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    build.KERNELS = kernels
+    answer: int = build.lib().hal_answer(20)
+    return answer
+
+
+def in_processes(kernels: Path, count: int = 1, function: Callable[[Path], Any] = use, **how: Any) -> list[Any]:
+    """(what `function(kernels)` returned, what it wrote to stderr) of each of `count` new processes."""
+    environment = {"HAL_CACHE_DIR": os.environ["HAL_CACHE_DIR"], **how.pop("environment", {})}
+    answers = run_processes(count, function, kernels, environment=environment, **how)
+    return [(answer, (kernels.parent / f"stderr_{rank}").read_text()) for rank, answer in enumerate(answers)]
 
 
 def cached(kernels: Path) -> list[str]:
@@ -52,9 +54,8 @@ def test_processes_that_start_together_compile_once(kernels: Path) -> None:
     slow = kernels.parent / "cc"
     slow.write_text('#!/bin/sh\ncase "$*" in *-c*) sleep 0.5;; esac\nexec gcc "$@"\n')
     slow.chmod(0o755)
-    processes = [start(kernels, CC=str(slow)) for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in outputs] == ["42\n", "42\n"], outputs
+    outputs = in_processes(kernels, 2, environment={"CC": str(slow)})
+    assert [answer for answer, _ in outputs] == [42, 42], outputs
     assert sum("compiling cpu_ref kernels" in err for _, err in outputs) == 1
     assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock", "objects"]
 
@@ -63,12 +64,11 @@ def test_a_crash_half_way_leaves_no_library_and_the_next_build_cleans_up(kernels
     killer = kernels.parent / "cc"
     killer.write_text('#!/bin/sh\ncase "$*" in *-shared*) kill -9 $PPID; exit 1;; esac\nexec gcc "$@"\n')
     killer.chmod(0o755)
-    crashed = start(kernels, CC=str(killer))
-    crashed.communicate(timeout=120)
-    assert crashed.returncode == -9
+    ((answer, _),) = in_processes(kernels, environment={"CC": str(killer)}, expect_exit=[0])
+    assert answer is None, "the process has ended"
     assert cached(kernels) == ["build", "lock", "objects"]
-    after = start(kernels)
-    assert after.communicate(timeout=120)[0] == "42\n"
+    ((answer, _),) = in_processes(kernels)
+    assert answer == 42
     assert cached(kernels) == ["_hal_cpu_ref.so", "_hal_cpu_ref.so.sha256", "lock", "objects"]
 
 
@@ -83,9 +83,8 @@ def test_the_library_is_readable_by_its_owner_only_through_a_private_directory(k
 def test_a_library_that_was_cut_off_is_compiled_again(kernels: Path, size: int) -> None:
     """Mapping it would end the process with SIGBUS, and every later one."""
     os.truncate(build.ensure_built(), size)
-    again = start(kernels)
-    out, err = again.communicate(timeout=120)
-    assert out == "42\n" and "compiling cpu_ref kernels" in err
+    ((answer, err),) = in_processes(kernels)
+    assert answer == 42 and "compiling cpu_ref kernels" in err
 
 
 def test_only_files_that_changed_are_compiled_again(kernels: Path) -> None:
@@ -95,15 +94,15 @@ def test_only_files_that_changed_are_compiled_again(kernels: Path) -> None:
     (kernels / "two.h").write_text("#define TWO 2\n")
     (kernels / "other.c").write_text("int hal_other;\n")
 
-    def compiled() -> tuple[str, list[str]]:
-        out, err = start(kernels).communicate(timeout=120)
-        return out, sorted(re.findall(r"files: (\w+\.c)", err))
+    def compiled() -> tuple[int, list[str]]:
+        ((answer, err),) = in_processes(kernels)
+        return answer, sorted(re.findall(r"files: (\w+\.c)", err))
 
-    assert compiled() == ("42\n", ["answer.c", "other.c"])
+    assert compiled() == (42, ["answer.c", "other.c"])
     (kernels / "unused.h").write_text("")
-    assert compiled() == ("42\n", [])
+    assert compiled() == (42, [])
     (kernels / "two.h").write_text("#define TWO 3\n")
-    assert compiled() == ("43\n", ["answer.c"])
+    assert compiled() == (43, ["answer.c"])
 
 
 def test_the_key_changes_with_everything_that_changes_the_code(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +219,16 @@ def test_kernels_share_torchs_openmp_runtime() -> None:
     assert len([name for name in build._openmp_runtimes() if "/libgomp" in name]) <= 1
 
 
+def refused_twice(kernels: Path) -> list[str]:
+    """The messages of two attempts to use the kernels."""
+    messages = []
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            use(kernels)
+        messages.append(str(caught.value))
+    return messages
+
+
 def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) -> None:
     """clang links its own OpenMP runtime although torch was built with gcc's; a stub library stands in for it here."""
     folder = kernels.parent
@@ -231,14 +240,9 @@ def test_a_compiler_with_an_openmp_runtime_of_its_own_is_refused(kernels: Path) 
         f'#!/bin/sh\ncase "$*" in *-shared*) set -- "$@" -Wl,--no-as-needed {runtime};; esac\nexec gcc "$@"\n'
     )
     other.chmod(0o755)
-    first = "try:\n    build.lib()\nexcept Exception as error:\n    print(type(error).__name__)\n"
-    command = [sys.executable, "-c", USE.replace("print(", first + "print("), str(kernels)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CC": str(other)}, check=False)
-    out, err = done.stdout, done.stderr
-    assert out == "BackendUnavailable\n" and done.returncode == 1  # also on the second attempt
-    assert re.search(
-        rf"BackendUnavailable.*{other}.*{runtime}.*in addition to torch's.*libgomp.*gcc for libgomp", err, re.DOTALL
-    )
+    (((first, second), _),) = in_processes(kernels, function=refused_twice, environment={"CC": str(other)})
+    assert first == second
+    assert re.search(rf"{other}.*{runtime}.*in addition to torch's.*libgomp.*gcc for libgomp", first, re.DOTALL)
 
 
 @pytest.mark.parametrize("source", sorted(build.KERNELS.glob("*.c")), ids=lambda path: path.name)

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
-pytest.importorskip("psutil", reason="psutil is not installed (extra: megatron)")
+
+@pytest.fixture(autouse=True, scope="session")
+def megatron_core():
+    """Imported before any test that redirects torch's functions, and not when the tests of other folders are collected,
+    because it takes 3 s."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
+    pytest.importorskip("psutil", reason="psutil is not installed (extra: megatron)")
 
 
 @pytest.fixture
