@@ -81,7 +81,7 @@ class HalMLPOrExperts:
             return HalMLP(config, submodules, **kwargs)
         if config.moe_layer_freq != 1:
             raise HalError(
-                f"--moe-layer-freq {config.moe_layer_freq}: experts would be in all of HAL's layers, and it would train "
+                f"--moe-layer-freq {config.moe_layer_freq}: experts would be in all of HAL's layers, which trains "
                 "another model; leave out --spec"
             )
         spec = get_moe_module_spec_for_backend(
