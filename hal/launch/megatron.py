@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 
 CORE, TRAINING = "megatron.core", "megatron.training"
+SAVER = "saver_base"
+"""The module of Megatron-LM's tools/checkpoint/convert.py that writes checkpoints."""
 
 
 def mark_path(folder: Path) -> Path:
@@ -28,8 +30,8 @@ def mark_path(folder: Path) -> Path:
 def routed_when_imported(mark: Path) -> Iterator[None]:
     """A context for a launched script. When it imports `megatron.core`, device calls are redirected to the backend
     (HAL_BACKEND), by `hal.model.megatron.scripts.running_core`, until the context ends; when it imports
-    `megatron.training`, which creates `mark`, `running_training` is entered as well. Without a chosen backend nothing
-    happens.
+    `megatron.training`, which creates `mark`, `running_training` is entered as well. The import of `saver_base` raises
+    what `refuse_converter` raises. Without a chosen backend nothing happens.
     """
     if "HAL_BACKEND" not in os.environ:
         yield
@@ -49,7 +51,7 @@ class _Routing(MetaPathFinder):
 
     def __init__(self, stack: contextlib.ExitStack, mark: Path) -> None:
         self.stack, self.mark = stack, mark
-        self.awaited = {CORE, TRAINING}
+        self.awaited = {CORE, TRAINING, SAVER}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -80,6 +82,8 @@ class _Routing(MetaPathFinder):
         scripts = importlib.import_module("hal.model.megatron.scripts")
         if name == CORE:
             self.stack.enter_context(scripts.running_core(sys.argv))
+        elif name == SAVER:
+            scripts.refuse_converter()
         else:
             self.stack.enter_context(scripts.running_training())
             self.mark.touch()

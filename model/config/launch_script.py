@@ -1,7 +1,8 @@
 """Records the commands that a launch script of another trainer would start, by executing it with recorders on PATH.
 
 The script runs with bash in a temporary folder that holds copies of the small text files beside it and in the current
-folder, so that what it writes there changes nothing. Launchers (`LAUNCHERS`) and programs with effects elsewhere
+folder, so that what it writes there changes nothing. Placeholders for paths become names in the copies, because bash
+would read them as redirections or as several words. Launchers (`LAUNCHERS`) and programs with effects elsewhere
 (`STOPPED`) are replaced by recorders of their arguments; every other program that the script calls runs.
 """
 
@@ -33,8 +34,13 @@ STOPPED = (
 )
 """Programs that do nothing while a script is recorded: they would act on other processes, machines or files."""
 
-_COPIED = (".sh", ".json", ".yaml", ".yml", ".txt", ".env", ".cfg", ".conf", ".template")
+_COPIED = (".sh", ".py", ".json", ".yaml", ".yml", ".txt", ".env", ".cfg", ".conf", ".template")
 _SIZE = 1 << 20
+_PLACEHOLDER = re.compile(
+    r"""(?m)^(\s*(?:export\s+)?\w+=)(["']?)(<[^<>\n]+>[^\s"'#]*|your [^"'#\n]+?)\2(?=\s*(?:#.*)?$)"""
+)
+"""A shell variable whose value its user has to fill in: NAME=<a path>/vocab.json, NAME="your tokenizer path"."""
+
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "deepspeed", "deepspeed.launcher.runner")
 
 _RECORDER = """
@@ -83,7 +89,8 @@ def recorded(
     Files that the script wrote (a DeepSpeed configuration) exist until the context ends; options that name one are
     absolute. environment: of the script, by default that of this process; its PATH follows the recorders.
 
-    Raises ConfigError if there is no such script, or if it does not end within `timeout` seconds.
+    Raises ConfigError if there is no such script, if it does not end within `timeout` seconds, or if it fails before it
+    starts a Python program.
     """
     if not script.is_file():
         raise ConfigError(f"there is no launch script {script}")
@@ -105,8 +112,12 @@ def recorded(
             "HAL_RECORD": str(record),
             "PWD": str(work),
         }
-        _run(["bash", str(relative), *arguments], work, environment, timeout)
+        code = _run(["bash", str(relative), *arguments], work, environment, timeout, folder / "output")
         commands = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+        if code and not commands:
+            last = (folder / "output").read_text(errors="replace").splitlines()[-3:] or ["nothing"]
+            said = "".join(f"\n  {line}" for line in last)
+            raise ConfigError(f"{script} ended with exit code {code} and started nothing. It printed:{said}")
         yield [_command(_where_it_was(words, work)) for words in commands if _program(words) is not None]
 
 
@@ -124,22 +135,33 @@ def _copied(script: Path, folder: Path) -> tuple[Path, Path]:
         for file in source.iterdir():
             if file == script or (file.suffix in _COPIED and file.is_file() and file.stat().st_size <= _SIZE):
                 shutil.copyfile(file, target / file.name)
+                if file.suffix == ".sh":
+                    _name_placeholders(target / file.name)
     return work, relative
 
 
-def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], timeout: float) -> None:
-    """Runs the script in a separate process group, so that all its children end with it."""
-    process = subprocess.Popen(
-        command,
-        cwd=work,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=sys.stderr.fileno() if hasattr(sys.stderr, "fileno") and sys.stderr.isatty() else subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def _name_placeholders(script: Path) -> None:
+    """Makes placeholders words of letters: <Specify path>/vocab.json becomes Specify_path_/vocab.json."""
+    text = script.read_text(encoding="utf-8", errors="surrogateescape")
+    named = _PLACEHOLDER.sub(lambda found: found[1] + re.sub(r"[^\w./]+", "_", found[3]).strip("_"), text)
+    script.write_text(named, encoding="utf-8", errors="surrogateescape")
+
+
+def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], timeout: float, output: Path) -> int:
+    """Runs the script in a separate process group, so that all its children end with it. Returns its exit code; what it
+    prints is in `output`."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=work,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        process.wait(timeout)
+        return process.wait(timeout)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{command[1]} did not end within {timeout:g} seconds; it waits for something") from None
     finally:

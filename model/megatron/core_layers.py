@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 import hal.nn
@@ -52,12 +55,6 @@ class HalMLP(MLP):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        unsupported = {"num_moe_experts": "--num-experts", "multi_latent_attention": "--multi-latent-attention"}
-        options = [option for name, option in unsupported.items() if getattr(config, name, None)]
-        if options:
-            raise HalError(
-                f"HAL's layers do not support {', '.join(options)} and would train another model; leave out --spec"
-            )
         kwargs.setdefault("ffn_hidden_size", config.ffn_hidden_size)
         super().__init__(config, *args, **kwargs)
         self.activation = _activation(config)
@@ -67,6 +64,30 @@ class HalMLP(MLP):
             raise HalError("HAL's MLP is not an expert layer: it does not support per_token_scale")
         inner, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(self.activation(inner, bias))
+
+
+class HalMLPOrExperts:
+    """Makes a HalMLP, or megatron-core's MoELayer in a model with experts, of megatron-core's arguments.
+
+    Raises HalError for models whose layers differ in this, and for multi-latent attention, which HAL's layers lack.
+    """
+
+    def __new__(cls, config: Any, submodules: MLPSubmodules, **kwargs: Any) -> MLP | MoELayer:  # type: ignore[misc]
+        if getattr(config, "multi_latent_attention", False):
+            raise HalError(
+                "HAL's layers do not support --multi-latent-attention and would train another model; leave out --spec"
+            )
+        if config.num_moe_experts is None:
+            return HalMLP(config, submodules, **kwargs)
+        if config.moe_layer_freq != 1:
+            raise HalError(
+                f"--moe-layer-freq {config.moe_layer_freq}: experts would be in all of HAL's layers, which trains "
+                "another model; leave out --spec"
+            )
+        spec = get_moe_module_spec_for_backend(
+            LocalSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        )
+        return MoELayer(config, spec.submodules)
 
 
 def _activation(config: Any) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -224,7 +224,7 @@ def _is_torchs(thing: Any, owner: Any, name: str) -> bool:
         return False
     if isinstance(thing, types.FunctionType):
         return owner is not torch and all(_in_torchs_files(function) for function in _unwrapped(thing))
-    return isinstance(thing, types.BuiltinFunctionType | type)
+    return isinstance(thing, types.BuiltinFunctionType | type | type(torch.FloatTensor))
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

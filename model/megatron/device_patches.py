@@ -47,9 +47,15 @@ def _methods() -> dict[str, Make]:
     return {f"torch.Tensor.{name}": lambda proxy, own: proxy.factory(own) for name in new}
 
 
+def _tensor_types() -> dict[str, Make]:
+    kinds = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+    return {f"torch.cuda.{kind}Tensor": lambda proxy, own: proxy.tensor_type(own) for kind in kinds}
+
+
 DEVICE: Mapping[str, Make] = {
     **_factories(),
     **_methods(),
+    **_tensor_types(),
     "torch.Tensor.to": lambda proxy, own: proxy.convert(own),
     "torch.Tensor.pin_memory": lambda proxy, own: (lambda tensor, *a, **k: tensor) if proxy.host else own,
     "torch.nn.Module.to_empty": lambda proxy, own: proxy.to_empty(own),
@@ -67,6 +73,8 @@ DEVICE: Mapping[str, Make] = {
     "torch.cuda.max_memory_allocated": lambda proxy, own: proxy.memory("peak"),
     "torch.cuda.memory_reserved": lambda proxy, own: proxy.memory("reserved"),
     "torch.cuda.max_memory_reserved": lambda proxy, own: proxy.memory("reserved"),
+    "torch.cuda.memory_stats": lambda proxy, own: proxy.memory_stats,
+    "torch.cuda.reset_peak_memory_stats": lambda proxy, own: lambda device=None: proxy.backend.reset_peak_memory(),
     "torch.cuda.Stream": lambda proxy, own: proxy.stream_type,
     "torch.cuda.Event": lambda proxy, own: proxy.event_type,
     "torch.cuda.current_stream": lambda proxy, own: proxy.current_stream,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,20 @@ class DeviceProxy:
         """A counter of `Backend.memory_stats`; 0 if the device does not have it."""
         return lambda device=None: self.backend.memory_stats().get(name, 0)
 
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """torch.cuda.memory_stats from `Backend.memory_stats`, in bytes; counters that the device lacks are 0."""
+        stats = self.backend.memory_stats()
+        counters = {
+            "allocated_bytes.all.current": stats.get("allocated", 0),
+            "allocated_bytes.all.peak": stats.get("peak", 0),
+            "reserved_bytes.all.current": stats.get("reserved", 0),
+            "reserved_bytes.all.peak": stats.get("reserved", 0),
+        }
+        return defaultdict(int, counters)
+
+    def tensor_type(self, own: Any) -> TensorType:
+        return TensorType(self, own.dtype)
+
     def set_device(self, device: Any) -> None:
         index = device.index if isinstance(device, torch.device) else device
         if not self.host and index is not None:
@@ -156,6 +171,24 @@ class DeviceProxy:
 
     def use_stream(self, stream: Any) -> Any:
         return contextlib.nullcontext(stream) if self.host else self.module.stream(stream)
+
+
+class TensorType:
+    """torch.cuda.LongTensor and the like: constructs tensors of `dtype` on the device, from a size or from values;
+    isinstance(x, it) is whether x is such a tensor."""
+
+    def __init__(self, proxy: DeviceProxy, dtype: torch.dtype) -> None:
+        self.proxy, self.dtype = proxy, dtype
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.proxy.current()}
+        if all(isinstance(size, int) for size in args):
+            return torch.empty(args or (0,), **options)
+        (values,) = args
+        return torch.empty(values, **options) if isinstance(values, torch.Size) else torch.tensor(values, **options)
+
+    def __instancecheck__(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.dtype == self.dtype and x.device.type == self.proxy.type
 
 
 class _HostStream:

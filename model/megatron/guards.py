@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import hal
 from hal import HalError, ops
 
 from ..common.optional_packages import optional_package
@@ -55,11 +56,14 @@ def guarded() -> Iterator[None]:
         (schedules, "forward_backward_pipelining_with_interleaving"): _refuse_crossed_messages,
         (schedules, "forward_step"): _refuse_autocast,
         (queue, "__init__"): _refuse_persistent_writer,
+        (core("inference.contexts.dynamic_context").DynamicInferenceContext, "__init__"): _refuse_dynamic_batching,
     }
     replacements = {
         **{(owner, name): _checked(getattr(owner, name), check) for (owner, name), check in checks.items()},
         (schedules, "deallocate_output_tensor"): _kept_while_sent(schedules.deallocate_output_tensor),
         **{(module, name): (_OfDtype(dtype),) for name, dtype in _BY_TYPE.items()},
+        # The text-generation server asserts that what it sends is on an NVIDIA device.
+        (core("inference.communication_utils"), "_is_cuda"): _assert_on_device,
         **_experts(),
         **_bert(),
     }
@@ -120,6 +124,10 @@ class GroupedProduct:
         weight = b if trans_b else b.transpose(1, 2)
         product: torch.Tensor = ops.grouped_linear(a, weight, batch_sizes.to(a.device))
         return product
+
+
+def _assert_on_device(tensor: torch.Tensor) -> None:
+    assert tensor.device.type == hal.device().type, f"{tensor.device} instead of {hal.device()}"
 
 
 _ABSENT = object()
@@ -208,6 +216,15 @@ def _refuse_persistent_writer(arguments: Mapping[str, Any]) -> None:
             "--use-persistent-ckpt-worker) needs an NVIDIA device, and the first save would hang. Leave it out: "
             "checkpoints are then written by the training process."
         )
+
+
+def _refuse_dynamic_batching(arguments: Mapping[str, Any]) -> None:
+    """megatron-core's StaticInferenceEngine catches this, says why, and generates with its static batches."""
+    raise HalError(
+        "megatron-core's dynamic batching computes attention over its paged cache with flash-attn, which needs an "
+        "NVIDIA device. Its static engine generates here: examples/inference/gpt/gpt_static_inference.py or "
+        "tools/run_text_generation_server.py"
+    )
 
 
 _HALS_LAYERS = (

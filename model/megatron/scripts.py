@@ -74,6 +74,16 @@ def running_training() -> Iterator[None]:
         yield
 
 
+def refuse_converter() -> None:
+    """Raises HalError if Transformer Engine is missing, without which Megatron-LM's checkpoint converter fails."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise hal.HalError(
+            "Megatron-LM's tools/checkpoint/convert.py needs Transformer Engine, also for --saver-transformer-impl "
+            "local. `hal convert` reads and writes the same checkpoints without it: hal convert --load DIR --save DIR "
+            "--saver megatron --target-tensor-parallel-size N --target-pipeline-parallel-size N"
+        )
+
+
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda values: values.sum(0),
     dist.ReduceOp.MIN: lambda values: values.amin(0),

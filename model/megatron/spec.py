@@ -16,10 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from hal import HalError
-
 from .core_attention import HalCoreAttention, HalSelfAttention
-from .core_layers import HalMLP, HalNorm, get_bias_dropout_add
+from .core_layers import HalMLPOrExperts, HalNorm, get_bias_dropout_add
 
 
 class HalSpecProvider(LocalSpecProvider):
@@ -31,12 +29,10 @@ class HalSpecProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         return HalCoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
-        raise HalError("HAL's specs are for dense models; megatron-core 0.16.1 itself needs Transformer Engine for MoE")
-
 
 def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
-    """The spec of a GPT's transformer layer with HAL's ops, like get_gpt_layer_local_spec with torch's."""
+    """The spec of a GPT's transformer layer with HAL's ops, like get_gpt_layer_local_spec with torch's. Experts are
+    megatron-core's own."""
     provider = HalSpecProvider()
     norm = provider.layer_norm()
     qk_norm = norm if qk_layernorm else IdentityOp
@@ -57,7 +53,7 @@ def get_gpt_layer_hal_spec(qk_layernorm: bool = False) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=HalMLP, submodules=mlp),
+            mlp=ModuleSpec(module=HalMLPOrExperts, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
             # Transformer Engine's names, so that names in checkpoints do not depend on the layer implementation.
             sharded_state_dict_keys_map={

@@ -59,6 +59,33 @@ def test_a_job_script_is_followed_and_arguments_and_files_reach_it(tmp_path, mon
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "train.sh"])
 
 
+PLACEHOLDERS = """
+CHECKPOINT=<Specify path>
+export VOCABULARY=<Specify path to file>/vocab.json # GPT2's
+TOKENIZER="your tokenizer model path"
+DATA=your data path
+python pretrain_gpt.py --load $CHECKPOINT --vocab-file $VOCABULARY --tokenizer-model $TOKENIZER --data-path $DATA
+"""
+
+
+def test_placeholders_are_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with recorded(script(tmp_path, PLACEHOLDERS)) as (command,):
+        expected = ("Specify_path", "Specify_path_to_file_/vocab.json", "your_tokenizer_model_path", "your_data_path")
+        assert command.options[1::2] == expected
+
+
+def test_what_a_script_says_that_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = 'if [ ! -f pretrain_gpt.py ]; then echo "no pretrain_gpt.py here"; exit 3; fi; python pretrain_gpt.py'
+    says = r"exit code 3 and started nothing. It printed:\n  no pretrain_gpt"
+    with pytest.raises(ConfigError, match=says), recorded(script(tmp_path, text)):
+        pass
+    (tmp_path / "pretrain_gpt.py").touch()
+    with recorded(script(tmp_path, text)) as (command,):
+        assert command.trains_gpt
+
+
 def test_a_script_that_waits_is_stopped_with_its_children(tmp_path):
     with (
         pytest.raises(ConfigError, match=r"did not end within 0\.5 seconds"),

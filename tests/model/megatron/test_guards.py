@@ -179,6 +179,25 @@ def test_a_writer_that_would_hang_is_refused(cpu_ref):
     assert vars(AsyncCallsQueue)["__init__"] is own
 
 
+def test_dynamic_batches_need_an_nvidia_device_and_static_ones_do_not(cpu_ref):
+    from megatron.core.inference import communication_utils
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    with hal_device():
+        with pytest.raises(HalError, match=r"flash-attn.*gpt_static_inference\.py"):
+            DynamicInferenceContext(
+                params_dtype=torch.float32,
+                num_layers=1,
+                kv_channels=4,
+                num_attention_heads=1,
+                max_sequence_length=8,
+                buffer_size_gb=0.1,
+            )
+        communication_utils._is_cuda(torch.zeros(1))
+        with pytest.raises(AssertionError, match="meta instead of cpu"):
+            communication_utils._is_cuda(torch.zeros(1, device="meta"))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"context_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}],

@@ -87,6 +87,8 @@ WAYS = {
     "new_tensor": lambda: torch.ones(2).new_tensor([1.0], device="cuda").device,
     "counted devices": lambda: torch.zeros(1, device=f"cuda:{torch.cuda.device_count() - 1}").device,
     "if available": lambda: torch.zeros(1, device="cuda" if torch.cuda.is_available() else "meta").device,
+    "a tensor type of values": lambda: torch.cuda.LongTensor([3]).device,
+    "a tensor type of a size": lambda: torch.cuda.FloatTensor(2, 3).device,
     "set_device": lambda: torch.cuda.set_device("cuda:0") or torch.zeros(1).cuda().device,
 }
 
@@ -97,7 +99,7 @@ def test_every_way_of_naming_the_device_reaches_the_backends(way, cpu_ref):
     with hal_device():
         assert WAYS[way]().type == "cpu"
     if way != "if available":
-        with pytest.raises((AssertionError, RuntimeError, AttributeError)):
+        with pytest.raises((AssertionError, RuntimeError, AttributeError, TypeError)):
             WAYS[way]()
 
 
@@ -109,6 +111,15 @@ def test_questions_about_the_device_are_answered_to_scripts_and_truthfully_to_to
         asked = {"__name__": "torch._inductor.anything", "torch": torch}
         exec("answers = torch.cuda.is_available(), torch.cuda.device_count()", asked)
     assert asked["answers"] == (torch.cuda.is_available(), torch.cuda.device_count())
+
+
+def test_tensor_types_are_those_of_the_device(cpu_ref):
+    with hal_device():
+        values = torch.cuda.LongTensor([3, 5])
+        assert values.tolist() == [3, 5] and isinstance(values, torch.cuda.LongTensor)
+        assert not isinstance(values, torch.cuda.IntTensor) and not isinstance([3], torch.cuda.LongTensor)
+        shapes = [torch.cuda.HalfTensor(*size).shape for size in ((2, 3), (torch.Size([4]),), ())]
+        assert shapes == [(2, 3), (4,), (0,)] and torch.cuda.HalfTensor(2).dtype == torch.float16
 
 
 def test_events_and_streams_of_a_synchronous_device(cpu_ref):

@@ -52,6 +52,8 @@ print(json.dumps([rank, torch.zeros(1, device="cuda").device.type, *initialize_m
     "by_runpy.py": "import runpy\nrunpy.run_path(__file__.replace('by_runpy', 'train'), run_name='__main__')",
     "by_exec.py": "name = __file__.replace('by_exec', 'train')\nexec(compile(open(name).read(), name, 'exec'))",
     "by_asking.py": "from importlib.util import find_spec\nassert find_spec('megatron.training')\nimport train",
+    "saver_base.py": "from megatron.core import parallel_state",
+    "convert.py": "import saver_base\nprint('converted')",
     "by_second_try.py": """
 import sys
 sys.modules["megatron.training.initialize"] = None
@@ -83,7 +85,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     yield tmp_path
     for name in [*sys.modules]:
-        if name.startswith(("megatron.training", "megatron.legacy", "package")) or name == "train":
+        if name.startswith(("megatron.training", "megatron.legacy", "package")) or name in ("train", "saver_base"):
             del sys.modules[name]
 
 
@@ -122,6 +124,14 @@ def test_other_scripts_are_left_alone(tree, cpu_ref, capsys, monkeypatch):
     (tree / "train.py").write_text("import megatron.training, torch\nprint(torch.zeros)")
     assert _run(["train.py"], tree / "job") == 0
     assert "built-in" in capsys.readouterr().out
+
+
+def test_the_checkpoint_converter_is_refused_without_transformer_engine(tree, cpu_ref, capsys, monkeypatch):
+    with pytest.raises(hal.HalError, match=r"needs Transformer Engine.*hal convert --load DIR"):
+        _run(["convert.py"], tree / "job")
+    sys.modules.pop("saver_base", None)
+    monkeypatch.setattr("hal.model.megatron.scripts.importlib.util.find_spec", lambda name: name)
+    assert _run(["convert.py"], tree / "job") == 0 and capsys.readouterr().out == "converted\n"
 
 
 def test_a_module_is_a_command_with_its_own_options():
@@ -177,6 +187,9 @@ def test_memory_counters_are_the_backends(cpu_ref):
         assert torch.cuda.memory_allocated() > 0
         assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() // 2
         assert torch.cuda.memory_reserved() == 0  # the host keeps no such count
+        torch.cuda.reset_peak_memory_stats()
+        stats = torch.cuda.memory_stats()
+        assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] > 0 == stats["num_ooms"]
 
 
 def test_streams_of_the_host_are_its_only_one(cpu_ref):
@@ -238,7 +251,7 @@ def test_an_exact_vocabulary_is_not_reported(recwarn):
 
 
 OPTIONS = (
-    "--transformer-impl local --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--use-cpu-initialization --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
     "--attention-backend unfused --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --eval-iters 1 "
@@ -248,8 +261,8 @@ OPTIONS = (
 HAL = ("--spec", "hal.model.megatron", "gpt_layer_spec")
 
 
-def losses(ranks, *arguments, divisor=128, script=CHECKOUT / "pretrain_gpt.py"):
-    command = [sys.executable, "-m", "hal", "launch", "--backend", "cpu_ref", "--nproc-per-node", str(ranks)]
+def losses(ranks, *arguments, divisor=128, script=CHECKOUT / "pretrain_gpt.py", backend="cpu_ref"):
+    command = [sys.executable, "-m", "hal", "launch", "--backend", *backend.split(), "--nproc-per-node", str(ranks)]
     options = [*OPTIONS.split(), "--make-vocab-size-divisible-by", str(divisor), *map(str, arguments)]
     result = subprocess.run(
         [*command, str(script), *options],

@@ -33,8 +33,6 @@ def test_the_provider_offers_what_megatron_core_asks_of_one():
     provider = HalSpecProvider()
     assert provider.core_attention().__name__ == "HalCoreAttention"
     assert provider.layer_norm(rms_norm=True).__name__ == provider.layer_norm(for_qk=True).__name__ == "HalNorm"
-    with pytest.raises(HalError, match="dense models"):
-        provider.grouped_mlp_modules(False, False)
 
 
 def test_the_spec_option_finds_a_module_spec():
@@ -201,14 +199,19 @@ def test_an_activation_hal_has_not_is_refused(routed):
         _activation(config(gated_linear_unit=True, activation_func_clamp_value=1.0))
 
 
-@pytest.mark.parametrize("name", ["num_moe_experts", "multi_latent_attention"])
-def test_what_the_layers_do_not_carry_is_refused(name, routed):
-    from hal.model.megatron.core_layers import HalMLP
+@pytest.mark.parametrize(
+    "options", [{"multi_latent_attention": True}, {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 1]}], ids=str
+)
+def test_what_the_layers_do_not_carry_is_refused(options, routed):
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from hal.model.megatron import gpt_block_spec
 
     model_config = config()
-    setattr(model_config, name, 4)
+    for name, value in options.items():
+        setattr(model_config, name, value)
     with pytest.raises(HalError, match="would train another model"):
-        HalMLP(model_config)
+        GPTModel(model_config, gpt_block_spec(model_config), 32, 8)
 
 
 def test_bias_dropout_add_drops_while_training_only(routed):
