@@ -48,6 +48,27 @@ def test_elements_are_numbered_row_by_row():
     assert Rng(1).indexing((2, 3, 4)) == (0, (12, 4, 1))
     assert Rng(1).block((5, 6, 7), (1, 2, 3)).indexing((2, 2, 2)) == (1 * 42 + 2 * 7 + 3, (42, 7, 1))
     assert Rng(1).indexing(()) == (0, ())
+    assert Rng(1).block((4,), (4,)).indexing((0,)) == (4, (1,)), "an empty block at the end"
+
+
+@pytest.mark.parametrize(
+    "shape, fits",
+    [
+        ((2**62,), True),
+        ((2**31, 2**31), True),
+        ((2**62 + 1,), False),
+        ((2**31, 2**31 + 1), False),
+        ((2**61, 4), False),
+        ((0, 2**62 + 1), False),
+        ((0, 2**31, 2**32), False),
+    ],
+)
+def test_a_draw_has_at_most_as_many_elements_as_64_bits_can_index(shape, fits):
+    if fits:
+        assert Rng(1).indexing(shape)[0] == 0
+    else:
+        with pytest.raises(ContractError, match=r"at most 2\*\*62 elements"):
+            Rng(1).indexing(shape)
 
 
 @given(st.data())
@@ -69,6 +90,7 @@ def test_seed_and_offset_are_unsigned_64_bit_integers(bad):
         Rng(bad)
     with pytest.raises(ContractError, match="offset must be"):
         Rng(0, bad)
+    assert Rng(2**64 - 1).state() == (2**64 - 1, 0)
 
 
 def test_wrong_blocks_and_forks_are_refused():

@@ -239,14 +239,10 @@ def sparse_layers() -> Rule:
     """Qwen's layers with experts: every decoder_sparse_step-th but those of mlp_only_layers."""
 
     def read(f: Fields) -> Options:
-        layers, step, dense = (
-            f.count("num_hidden_layers"),
-            f.count("decoder_sparse_step", 1),
-            f.get("mlp_only_layers", []),
-        )
+        step, dense = f.count("decoder_sparse_step", 1), f.get("mlp_only_layers", [])
         require(isinstance(dense, list), f"mlp_only_layers should be a list; found {dense!r}")
-        pattern = [int(n not in dense and (n + 1) % step == 0) for n in range(min(layers, 10_000))]
-        return {"moe_layer_freq": str(pattern).replace(" ", "")}
+        pattern = [n not in dense and (n + 1) % step == 0 for n in range(_layers_of(f))]
+        return {"moe_layer_freq": _listed(pattern)}
 
     def write(c: Config) -> Options:
         dense = [n for n, experts in enumerate(_layers_with_experts(c)) if not experts]

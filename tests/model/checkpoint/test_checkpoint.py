@@ -104,6 +104,18 @@ def test_damage_is_noticed(saved):
         reader.read_state(root)
 
 
+def test_an_older_checkpoint_is_loaded_with_a_warning_if_the_newest_is_damaged(saved):
+    root, tensors = saved
+    writer.save(root, 4, tensors, {"iteration": 4})
+    (root / "iter_0000004" / reader.MANIFEST).write_text("{}")
+    with pytest.warns(RuntimeWarning, match="iter_0000004.*cannot be read.*Loading .*iter_0000003 instead") as caught:
+        assert reader.read_state(root)[1]["iteration"] == 3
+    assert caught[0].filename == __file__, "the warning shows the caller"
+    (root / reader.LATEST).unlink()
+    with pytest.warns(RuntimeWarning, match=f"{reader.LATEST} is missing"):
+        assert reader.read_state(root)[1]["iteration"] == 3
+
+
 def test_another_models_checkpoint_is_refused(saved):
     root, _ = saved
     folder, _ = reader.read_state(root)

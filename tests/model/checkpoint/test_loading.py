@@ -41,6 +41,7 @@ def same(a, b):
 
 def test_a_rank_writes_what_it_owns_and_reads_without_a_warning(saved, monkeypatch):
     trainer, root = saved
+    assert trainer.whole_model() is trainer.model, "one rank has the whole model"
     every = set(trainer.model.state_dict())
     owned = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
     monkeypatch.setattr(trainer.optimizer, "owned", owned)

@@ -47,6 +47,8 @@ def test_samples_are_windows_of_the_documents_and_labels_the_next_token(prefix):
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
     # 16 of the 20 documents are for training: ids of documents 16.. appear in no sample
     assert tokens.max() < 10 * 15 + 50
+    # 800 tokens have 49 samples of 16, so one epoch is enough for all that is asked for.
+    assert splits["train"].source["parts"] == [[0, 16, None]] and splits["valid"].source["parts"] == [[16, 18, None]]
     again = gpt_dataset.open_data(config(data_path=str(prefix)), NullTokenizer(300), {"train": 30})["train"]
     assert torch.equal(again.fetch(0, 8)[0], tokens) and torch.equal(again.fetch(4, 2)[0], tokens[4:6])
 

@@ -55,6 +55,17 @@ def test_a_multimodal_index_has_a_byte_more_per_sequence(tmp_path: Path) -> None
             indexed_dataset.read_index(write(*files, more=more))
 
 
+@pytest.mark.parametrize(
+    "name, hint", [("d", r"\("), ("d.v2", r"\("), ("e.bin", "--data-path takes"), ("e.idx", "--data-path takes")]
+)
+def test_a_file_that_is_missing_is_named_and_a_suffix_too_many_is_pointed_out(
+    tmp_path: Path, name: str, hint: str
+) -> None:
+    write(tmp_path / "e", [5], [1], [0], [0, 1])
+    with pytest.raises(ConfigError, match=rf"{name}\.idx does not exist\. {hint}"):
+        indexed_dataset.read_index(tmp_path / name)
+
+
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [5], [1], [0], [0, 1])
     content = (tmp_path / "d.idx").read_bytes()

@@ -6,7 +6,7 @@ from model_options import CACHED_KINDS, LATENT_OPTIONS, ROPE_OPTIONS, SCALED_OPT
 
 import hal
 from hal.model.config.schema import Config
-from hal.model.gpt.kv_cache import KeyValueCache
+from hal.model.gpt.kv_cache import KeyValueCache, bucket
 from hal.model.gpt.model import GPT
 from hal.model.parallel.tensor_sharding import Parallel
 
@@ -56,6 +56,8 @@ def test_a_tensor_parallel_rank_keeps_its_own_heads_and_positions_go_on(referenc
     part = torch.arange(3 * 2 * 2 * 8.0).view(3, 2, 2, 8)  # positions, sequences, 4 groups over 2 ranks, channels
     keys, values = cache.append(5, part, -part)
     assert torch.equal(keys, part) and torch.equal(values, -part)
+    with pytest.raises(ValueError, match="zip"):
+        cache.append(5, part)
     first = cache.rotary_cos_sin(3)
     cache.advance(3)
     keys, values = cache.append(5, part + 1, part + 2)
@@ -78,6 +80,29 @@ def test_a_bucketed_cache_hides_the_rows_that_are_not_filled(references):
         cache.advance(3)
         return cache
 
-    hidden = after_three(True).hidden(2, (1, 0))[0, 0]
-    assert hidden.shape[1] > 5 and [(~row).nonzero().flatten().tolist() for row in hidden] == [[2, 3], [3, 4]]
+    cache = after_three(True)
+    for window, seen in (
+        ((1, 0), [[2, 3], [3, 4]]),
+        ((2, -1), [[1, 2], [2, 3]]),
+        ((None, 0), [[0, 1, 2, 3], [0, 1, 2, 3, 4]]),
+    ):
+        hidden = cache.hidden(2, window)[0, 0]
+        assert hidden.shape[1] > 5 and [(~row).nonzero().flatten().tolist() for row in hidden] == seen
+    assert cache.hidden(2, (1, 0)) is cache.hidden(2, (1, 0)), "the layers of a step share a mask per window"
     assert after_three(False).hidden(2, (1, 0)) is None
+
+
+def test_a_cache_says_how_many_tokens_it_can_still_store(references):
+    cache = KeyValueCache(Config(**SIZES), [], 1, 8, Parallel(), torch.device("cpu"))
+    cache.advance(5)
+    assert cache.free == 3
+    cache.discard(2)
+    assert (cache.length, cache.free) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "count, least, limit, rounded",
+    [(1, 1, 99, 1), (2, 1, 99, 2), (3, 1, 99, 4), (64, 1, 99, 64), (65, 1, 99, 99), (5, 64, 200, 64), (7, 1, 3, 7)],
+)
+def test_a_bucket_is_a_power_of_two_within_its_limit(count, least, limit, rounded):
+    assert bucket(count, least, limit) == rounded

@@ -45,12 +45,10 @@ def test_temperature_zero_takes_the_likeliest_of_the_real_vocabulary(model):
     assert len(ids) == 3 + 5
 
 
-def test_sampling_has_the_models_distribution(model):
+def test_sampling_has_the_models_distribution(model, cpu_ref):
     probabilities = torch.softmax(model(torch.tensor([[5]]))[-1, 0, :101].float() / 5.0, -1)
-    counts = torch.zeros(101)
-    for seed in range(1500):
-        ids = generate(model, NullTokenizer(100), [5], 1, temperature=5.0, rng=hal.Rng(seed))
-        counts[ids[0] if ids else 100] += 1
+    texts = complete(Engine(model, 101), [[5]] * 1500, 1, Sampling(5.0), [hal.Rng(seed) for seed in range(1500)])
+    counts = torch.tensor([text.ids[0] for text in texts]).bincount(minlength=101)
     # Chi-squared over the ids expected at least 8 times; its mean is the number of degrees of freedom.
     expected = probabilities * 1500
     often = expected >= 8
@@ -133,6 +131,20 @@ def test_a_long_prompt_is_read_on_when_a_short_one_has_ended(references):
     engine, prompts = an_engine(), [[4], [5, 6, 7, 8, 9]]
     together = continued(engine, prompts, 1, Sampling(0.0))
     assert [c.ids for c in together] == [continued(engine, [p], 1, Sampling(0.0))[0].ids for p in prompts]
+
+
+def test_a_cache_has_room_for_the_text_and_not_for_more(references, monkeypatch):
+    engine, capacities, new_cache = an_engine(), [], Engine.new_cache
+
+    def recorded(self, batch, capacity):
+        capacities.append(capacity)
+        return new_cache(self, batch, capacity)
+
+    monkeypatch.setattr(Engine, "new_cache", recorded)
+    for count in (5, 9, 14):
+        list(stream(engine, [[1, 2, 3]], count, Sampling(0.0), [hal.Rng(0)]))
+    # The context of 12 begins at 0, and from 13 tokens on at 6.
+    assert capacities == [8, 12, 12, 11]
 
 
 def test_what_is_seen_of_a_long_text():

@@ -9,7 +9,8 @@ from torch import nn
 import hal
 from hal.comm.threads import threads
 from hal.model.config.schema import Config
-from hal.model.training.optimizer import LossScaler, Optimizer, local, no_decay
+from hal.model.parallel.tensor_sharding import Shard
+from hal.model.training.optimizer import LossScaler, Optimizer, local, no_decay, owned_names
 
 
 def optimizer_of(dtype=torch.float32, *, world=None, **options):
@@ -79,6 +80,28 @@ def test_no_decay_is_for_biases_of_any_shape_and_for_vectors():
     assert [no_decay(name, p) for name, p in named] == [False, True, True, True]
     parameter = nn.Parameter(matrix)
     assert local(parameter).data_ptr() == matrix.data_ptr() and not local(parameter).requires_grad
+
+
+@pytest.mark.parametrize(
+    "at, zero, owned",
+    [
+        ({}, 0, {"table", "norm", "sharded", "expert"}),
+        ({"tp": 1}, 0, {"sharded", "expert"}),
+        ({"dp": 1}, 0, {"expert"}),
+        ({"cp": 1}, 0, {"expert"}),
+        ({"edp": 1}, 0, {"table", "norm", "sharded"}),
+        ({"dp": 1, "edp": 1}, 1, {"table", "norm", "sharded", "expert"}),
+        ({"tp": 1, "dp": 1, "edp": 1}, 3, {"sharded", "expert"}),
+    ],
+)
+def test_each_element_is_owned_by_the_first_of_its_replicas(at, zero, owned):
+    class Stage(nn.ParameterDict):
+        def stored_name(self, name):
+            return "table" if name == "tied" else name
+
+    stage = Stage({name: torch.zeros(1) for name in ("table", "tied", "norm", "sharded", "expert")})
+    stage.shards = {"sharded": Shard(0), "expert": Shard(0, experts=True)}
+    assert owned_names([stage], dict.fromkeys(("tp", "dp", "cp", "edp"), 0) | at, zero) == owned
 
 
 @pytest.mark.parametrize(
