@@ -1,7 +1,7 @@
 """The schedules of a step's microbatches over the stages of a pipeline.
 
-The order of work is torch.distributed.pipelining's; this file adapts the GPT to it. Only runs with a pipeline import it,
-because torch's module imports torch's compiler.
+The order of work is torch.distributed.pipelining's; this file adapts the GPT to it. Only runs with a pipeline import
+it, because torch's module imports torch's compiler.
 """
 
 from __future__ import annotations
