@@ -22,7 +22,7 @@ from hal import Comm, HalError, SingleRankComm
 from hal.untrusted import read_json
 
 from ..config.schema import ConfigError
-from .safe_unpickle import read_tensors, stored_tensors
+from .safe_unpickle import SafeReader, read_tensors, stored_tensors
 from .sharded_tensor import LocalShard
 
 LATEST, MANIFEST, RELEASE = "latest_checkpointed_iteration.txt", "hal.json", "release"
@@ -179,7 +179,8 @@ def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[st
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor | LocalShard]) -> None:
     """Fills `tensors` in place, each rank its own. Raises HalError for names or shapes that the checkpoint lacks."""
-    stored = stored_tensors(folder)
+    source = SafeReader(folder)
+    stored = source.tensors()
     for name, tensor in tensors.items():
         info = stored.get(name)
         if info is None or tuple(info.size) != tuple(tensor.shape):
@@ -188,7 +189,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor | LocalShard]) -> No
                 f"the checkpoint {folder} has {stored_as} for {name}, this model has {tuple(tensor.shape)}; give the "
                 "model options that it was saved with"
             )
-    read_tensors(folder, tensors)
+    read_tensors(source, tensors)
 
 
 def file_checksum(path: Path) -> str:

@@ -107,10 +107,26 @@ def _of_index(module: str, name: str) -> Global:
 
 
 class SafeReader(filesystem.FileSystemReader):
-    """Reads a distributed checkpoint, validating its index against the files present, without Python's unpickler."""
+    """Reads a distributed checkpoint, validating its index against the files present, without Python's unpickler.
+
+    The index is read once, so tensors that are read one by one should be read by one reader.
+    """
+
+    _index: metadata.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Raises UnsafeFile or HalError for an invalid index."""
+        """The index. Raises UnsafeFile or HalError if it is invalid."""
+        if self._index is None:
+            self._index = self._read_index()
+        self._index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return self._index
+
+    def tensors(self) -> dict[str, metadata.TensorStorageMetadata]:
+        """The tensors in the index, by name. Raises UnsafeFile or HalError."""
+        entries = self.read_metadata().state_dict_metadata
+        return {n: info for n, info in entries.items() if isinstance(info, metadata.TensorStorageMetadata)}
+
+    def _read_index(self) -> metadata.Metadata:
         path = Path(self.path) / ".metadata"
         try:
             content = read_bytes(path, MAX_PICKLE_BYTES)
@@ -122,7 +138,6 @@ class SafeReader(filesystem.FileSystemReader):
         except InvalidPickle as error:
             raise HalError(f"{_invalid(path)}: {error.args[0]}") from None
         check_index(index, path)
-        index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return index
 
     def read_data(self, plan: Any, planner: Any) -> torch.futures.Future[None]:
@@ -147,8 +162,7 @@ class SafeReader(filesystem.FileSystemReader):
 
 def stored_tensors(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """The tensors in a distributed checkpoint's index, by name. Raises UnsafeFile or HalError."""
-    entries = SafeReader(folder).read_metadata().state_dict_metadata
-    return {n: info for n, info in entries.items() if isinstance(info, metadata.TensorStorageMetadata)}
+    return SafeReader(folder).tensors()
 
 
 def empty_tensors(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadata]) -> dict[str, torch.Tensor]:
@@ -169,19 +183,19 @@ def check_stored(folder: Path, infos: Mapping[str, metadata.TensorStorageMetadat
             )
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def read_tensors(source: SafeReader, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fills `tensors` in place from a distributed checkpoint. Raises HalError if it is damaged."""
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             # no_dist: each rank reads its own shards; the names and shapes differ between ranks.
-            load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
+            load(dict(tensors), storage_reader=source, no_dist=True)
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
         if isinstance(cause, HalError) or not isinstance(cause, Exception):
             raise cause from None
         reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-        raise HalError(f"the tensors of the checkpoint {folder} cannot be read: {reason}") from None
+        raise HalError(f"the tensors of the checkpoint {source.path} cannot be read: {reason}") from None
 
 
 def check_index(index: Any, path: Path) -> None:

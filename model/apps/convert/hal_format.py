@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import reader
-from ...checkpoint.safe_unpickle import check_stored, stored_tensors
+from ...checkpoint.safe_unpickle import SafeReader, check_stored, read_tensors
 from ...checkpoint.saved_config import TOKENIZER, model_options, require_consistent, saved_options, saved_vocabulary
 from ...checkpoint.sharded_tensor import DeferredTensor
 from ...checkpoint.writer import save
@@ -35,13 +35,14 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         {"tokenizer_type": Config.tokenizer_type, **{n: v for n, v in saved.items() if n in TOKENIZER}},
         state["iteration"],
     )
-    stored = {n: info for n, info in stored_tensors(folder).items() if not n.startswith("optimizer.")}
+    source = SafeReader(folder)
+    stored = {n: info for n, info in source.tensors().items() if not n.startswith("optimizer.")}
     weights.tensors = tensors = LazyTensors()
     check_stored(folder, stored)
     require_consistent(saved, state, folder)
     for name, info in stored.items():
         meta = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
-        tensors.add(name, partial(_load, folder, name, meta), meta)
+        tensors.add(name, partial(_load, source, name, meta), meta)
     weights.check()
     if vocabulary is None:
         vocabulary = saved_vocabulary(state, folder) or _vocabulary(weights, folder)
@@ -49,9 +50,9 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     return weights
 
 
-def _load(folder: Path, name: str, meta: Tensor) -> Tensor:
+def _load(source: SafeReader, name: str, meta: Tensor) -> Tensor:
     tensor = torch.empty(meta.shape, dtype=meta.dtype)
-    reader.load_tensors(folder, {name: tensor})
+    read_tensors(source, {name: tensor})
     return tensor
 
 

@@ -19,7 +19,7 @@ from hal import HalError
 from hal.untrusted import read_json, shown
 
 from ...checkpoint.reader import LATEST, RELEASE, folder_of, tracked
-from ...checkpoint.safe_unpickle import empty_tensors, read_tensors, stored_tensors
+from ...checkpoint.safe_unpickle import SafeReader, empty_tensors, read_tensors
 from ...checkpoint.torch_archive import load_state
 from ...common.atomic_files import publish_folder, write_text
 from ...gpt.model import OUTPUT_LAYER
@@ -55,8 +55,9 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     common = load_state(folder / "common.pt")
     args, iteration, _ = saved_args(common, folder / "common.pt")
     options = options_of(args)
-    tensors = empty_tensors(folder, {n: info for n, info in stored_tensors(folder).items() if n.startswith(_PREFIXES)})
-    read_tensors(folder, tensors)
+    source = SafeReader(folder)
+    tensors = empty_tensors(folder, {n: info for n, info in source.tensors().items() if n.startswith(_PREFIXES)})
+    read_tensors(source, tensors)
     unstacked = from_megatron_core(unstack_layers(tensors))
     if not options.get("untie_embeddings_and_output_weights"):
         unstacked.pop(OUTPUT_LAYER, None)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hal import HalError
-from hal.model.checkpoint import reader
+from hal.model.checkpoint import reader, safe_unpickle
 from hal.model.checkpoint.restricted_pickle import Inert, UnsafeFile
+from hal.model.checkpoint.safe_unpickle import SafeReader, read_tensors
 from hal.model.checkpoint.torch_archive import load_state
 from hal.model.checkpoint.writer import save
 
@@ -34,6 +35,19 @@ def test_an_index_of_our_own_that_would_run_something_is_not_run(tmp_path):
     with pytest.raises(UnsafeFile, match=r"non-allowlisted global _?io\.open"):
         reader.load_tensors(folder, mine)
     assert not (tmp_path / "ran").exists()
+
+
+def test_tensors_that_are_read_one_by_one_share_one_reading_of_the_index(tmp_path, monkeypatch):
+    """A converter reads them so: with one reading per tensor, its time would grow with the square of their number."""
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate("abc")}
+    source = SafeReader(save(tmp_path, 3, tensors, {}))
+    readings = []
+    monkeypatch.setattr(safe_unpickle, "check_index", lambda index, path: readings.append(path))
+    mine = {name: torch.zeros(source.tensors()[name].size) for name in tensors}
+    for name, tensor in mine.items():
+        read_tensors(source, {name: tensor})
+    assert all(torch.equal(mine[name], tensors[name]) for name in tensors)
+    assert len(readings) == 1
 
 
 @pytest.mark.parametrize("module, name", [("builtins", "eval"), ("os", "system"), ("torch", "load"), ("torch", "ops")])

@@ -210,7 +210,7 @@ def test_what_the_layers_do_not_carry_is_refused(options, routed):
     model_config = config()
     for name, value in options.items():
         setattr(model_config, name, value)
-    with pytest.raises(HalError, match="trains? another model"):
+    with pytest.raises(HalError, match=r"trains? another model"):
         GPTModel(model_config, gpt_block_spec(model_config), 32, 8)
 
 
