@@ -86,8 +86,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
     if values.get("tokenizer_type") != given.get("tokenizer_type", values.get("tokenizer_type")):
         # A tokenizer given on the command line replaces the file's tokenizer and all its options.
         for name in OPTIONS:
-            if given["tokenizer_type"] not in readers(name):
+            another_file = name == "tokenizer_model" and given["tokenizer_type"] == "NullTokenizer"  # a folder to it
+            if another_file or given["tokenizer_type"] not in readers(name):
                 values.pop(name, None)
+    _replace(values, given)
     values.take(given, dict.fromkeys(given, "command line"))
     reading = Reading("command line", convert, base=dict(values))
     translate_options(reading, line.foreign)
@@ -114,6 +116,27 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
     _drop_idle_parallelism(values, not showing or "WORLD_SIZE" in os.environ or "nproc_per_node" in values)
     values.problems = problems
     return values
+
+
+_DATA = ("data_path", "text_file", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
+_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_REPLACED = {
+    **dict.fromkeys(("data_path", "text_file", "train_data_path", "mock_data"), _DATA),
+    "train_iters": (*_SAMPLES, "num_train_epochs"),
+    "train_samples": (*_ITERATIONS, "num_train_epochs"),
+}
+"""What a choice on the command line replaces of a file or of the environment: other data, and other units of length."""
+
+
+def _replace(values: GivenOptions, given: Mapping[str, Any]) -> None:
+    for chosen in _REPLACED:
+        if not given.get(chosen):
+            continue
+        for name in _REPLACED[chosen]:
+            if values.get(name) and name not in given:
+                where = values.origins.pop(name)
+                values.notes.append(f"{where}: {flag(name)} {values.pop(name)!r} is replaced by {flag(chosen)}")
 
 
 def _drop_zero(reading: Reading, values: GivenOptions, showing: bool) -> None:

@@ -316,7 +316,9 @@ def _length(reading: Reading) -> None:
     if answers and not settings:  # Megatron's datasets have labels of all tokens, and settings
         reading.set("sft", True, f"{data_key}.input_columns")
         reading.note(
-            data_key, "data are given by --data-path: JSON lines of prompts and answers, of which answers count"
+            data_key,
+            "data are given by --data-path: JSON lines of prompts and answers, of which answers count; ids beyond the "
+            "tokenizer, which MindFormers' softmax includes, are left out of the loss",
         )
     elif data_key and "data_path" not in settings:
         reading.note(data_key, "data are given by --data-path; `hal data preprocess` makes them of text")

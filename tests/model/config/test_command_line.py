@@ -11,6 +11,7 @@ import pytest
 
 import hal
 from hal.model.config.command_line import parse
+from hal.model.config.schema import ConfigError
 from hal.model.training.run import main
 
 ROOT = Path(__file__).parents[3]
@@ -105,3 +106,21 @@ def test_importing_the_command_line_does_not_import_megatron():
     code = f"import sys, hal.model.training.run; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_data_and_length_of_the_command_line_replace_other_kinds_of_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data-path: corpus\ntokenizer-type: Llama2Tokenizer\ntokenizer-model: a.model\n"
+        "train-samples: 4096\nlr-warmup-samples: 512\n"
+    )
+    given = "--mock-data --tokenizer-type NullTokenizer --vocab-size 96 --train-iters 3"
+    config = parse(["--backend", "cpu_ref", "--config", str(file), *given.split()], {})
+    assert config.tokenizer_model is None
+    assert config.data_path == () and config.mock_data
+    assert (config.train_samples, config.train_iters, config.lr_warmup_samples) == (None, 3, 0)
+    notes = "\n".join(config.notes)
+    assert "data-path: --data-path ('corpus',) is replaced by --mock-data" in notes
+    assert "--lr-warmup-samples 512 is replaced by --train-iters" in notes
+    with pytest.raises(ConfigError, match="--data-path and --mock-data contradict"):
+        parse(["--backend", "cpu_ref", "--vocab-size", "96", "--data-path", "corpus", "--mock-data"], {})

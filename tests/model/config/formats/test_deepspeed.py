@@ -92,6 +92,7 @@ def test_conflicts_with_deepspeed_are_refused(problem, keys, argv, words):
 def test_what_only_saves_memory_or_reports_is_noted(from_file):
     content = {
         "zero_optimization.offload_param": {"device": "cpu", "pin_memory": True},
+        "zero_optimization.offload_optimizer": {"device": "cpu"},
         "activation_checkpointing.cpu_checkpointing": True,
         "wall_clock_breakdown": True,
         "tensorboard.enabled": True,
@@ -101,7 +102,13 @@ def test_what_only_saves_memory_or_reports_is_noted(from_file):
     config = from_file(content, option="--deepspeed-config")
     assert config.clip_grad == 0.5 and config.log_interval == 10
     assert config.checkpoint_in_cpu
-    for key in ("offload_param.device", "wall_clock_breakdown", "tensorboard", "steps_per_print"):
+    for key in (
+        "state stays on the device: 8 bytes for each parameter",
+        "weights stay on the device",
+        "wall_clock_breakdown",
+        "tensorboard",
+        "steps_per_print",
+    ):
         assert any(key in note for note in config.notes), key
 
 

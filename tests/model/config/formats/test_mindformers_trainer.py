@@ -122,6 +122,7 @@ def llama_file(tmp_path, *argv, **changes):
 def test_a_file_of_mindformers_that_finetunes(tmp_path, monkeypatch):
     config = llama_file(tmp_path, "--data-path", "x")
     assert config.sft and config.num_train_epochs == 2.0 and config.load == "w"
+    assert any("ids beyond the tokenizer" in note for note in config.notes)
     assert (config.adam_bias_correction, config.adam_eps, config.weight_decay) == (False, 1e-6, 0.0)
     assert (config.lr_decay_style, config.min_lr, config.lr_warmup_fraction) == ("linear", 1e-7, 0.5)
     assert "lr_warmup_iters" not in config.given and config.clip_grad == 0.0
