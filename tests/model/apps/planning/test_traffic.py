@@ -25,6 +25,15 @@ LAYER = H * (H + 2 * KV_CHANNELS) + H * H + 3 * H * FFN + 2 * H
 TABLE = VOCABULARY * H
 WHOLE = LAYERS * LAYER + 2 * TABLE + H
 TP4 = {"tensor_model_parallel_size": 4, "num_query_groups": 8}
+TP2 = {"tensor_model_parallel_size": 2}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+}
 PP2, PP3 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 3}
 CP4 = {"context_parallel_size": 4}
 ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses"}
@@ -72,6 +81,21 @@ def test_tensor_parallelism(options: dict[str, Any], microbatches: int, all_redu
     assert sent(microbatches, **options).tensor == pytest.approx(expected)
     halved = sent(microbatches, **options, bf16=True)
     assert halved.tensor == pytest.approx(expected / 2)
+
+
+def test_latents_enter_a_tensor_parallel_region_instead_of_hidden_states() -> None:
+    # Ring all-reduces over two ranks send as much as they reduce: in the forward pass the results of attention and MLP,
+    # in the backward pass the gradients of latents (24 + 16), of the keys' rotated channels (8) and of the MLP's input.
+    row = S * B * 4
+    layer, ends = row * (H + H + (24 + 16 + 8) + H), row * 2 * H
+    assert sent(8, **TP2, **LATENT).tensor == 8 * (LAYERS * layer + ends)
+    assert sent(8, **TP2, **LATENT, **FULL).tensor == 8 * (LAYERS * (layer + row * 2 * H) + ends)
+    # A gather and a scatter are half an all-reduce each. Gradients of down projections are summed once per step.
+    half_pass = row * (48 + H + 2 * H) / 2
+    again, down = row * (24 + 16 + H) / 2, 4 * H * 48
+    sequence = {**TP2, **LATENT, "sequence_parallel": True}
+    assert sent(8, **sequence).tensor == 8 * (LAYERS * (2 * half_pass + again) + ends) + LAYERS * down
+    assert sent(8, **sequence, **FULL).tensor == 8 * (LAYERS * (3 * half_pass + again) + ends) + LAYERS * down
 
 
 @pytest.mark.parametrize("width, options", [(4, {}), (2, {"bf16": True})])
