@@ -31,13 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tests" / "fixtures" / "equivalent_mutants.json"
 TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, fastest first
     "hal/comm/contract.py": "hal/comm/test_comm.py",
-    "hal/core/dispatch.py": "hal/core/test_dispatch.py",
+    "hal/core/dispatch.py": "hal/core/test_dispatch.py hal/core/test_composite_ops.py",
     "hal/mesh.py": "hal/test_mesh.py",
     "hal/core/registry.py": "hal/core/test_registry.py",
     "hal/rng.py": "hal/test_rng.py",
     "model/gpt/kv_cache.py": "model/gpt/test_kv_cache.py model/inference/test_decoding.py",
     "model/checkpoint/reader.py": "model/checkpoint/test_loading.py model/checkpoint/test_checkpoint.py",
-    "model/apps/convert/field_rules.py": "model/apps/convert/test_llama_fields.py",
+    "model/apps/convert/field_rules.py": (
+        "model/apps/convert/test_field_rules.py model/apps/convert/test_hub_configs.py "
+        "model/apps/convert/test_llama_fields.py"
+    ),
     "model/data/gpt_dataset.py": "model/data/test_gpt_dataset.py model/data/test_blends.py",
     "model/apps/evaluation/tasks.py": "model/apps/evaluation/test_tasks.py",
     "model/inference/decoding.py": "model/inference/test_decoding.py",
@@ -50,7 +53,10 @@ TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, f
     "model/inference/sampling.py": "model/inference/test_sampling.py",
     "model/training/lr_scheduler.py": "model/training/test_lr_scheduler.py",
     "model/training/trainer_state.py": "model/checkpoint/test_loading.py",
-    "model/training/trainer.py": "model/training/test_trainer.py model/training/test_summed_gradients.py",
+    "model/training/trainer.py": (
+        "model/training/test_deferred_results.py model/training/test_rerun.py model/training/test_trainer.py "
+        "model/training/test_summed_gradients.py"
+    ),
 }
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = (

@@ -47,7 +47,7 @@ class _Active:
     backend: Backend
     fallback: str
     pins: dict[str, str]
-    synchronous: bool = False
+    synchronous: bool
     around: Callable[[Impl, Callable[..., Any]], Callable[..., Any]] | None = None
 
 

@@ -439,7 +439,7 @@ class Trainer:
                 on_save(path)
             if c.exit_interval and self.iteration % c.exit_interval == 0:
                 break
-            late = bool(c.exit_duration_in_mins) and (time.monotonic() - began) / 60.0 > (c.exit_duration_in_mins or 0)
+            late = (time.monotonic() - began) / 60.0 > (c.exit_duration_in_mins or math.inf)
         for result in self.results():
             on_step(result)
         vote.close()

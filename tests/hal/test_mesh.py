@@ -94,6 +94,8 @@ def _groups() -> dict[str, tuple[int, list[int]]]:
     for dims in (("tp",), ("dp",), ("tp", "dp")):
         comm = mesh.comm(*dims)
         groups["-".join(dims)] = (comm.rank, comm.all_gather(torch.tensor([mesh.rank])).tolist())
+    assert (mesh.world.name, mesh.comm("tp").name, mesh.comm("pp").size) == ("world", "tp", 1)
+    assert mesh.torch_group("pp").size() == 1 and mesh.torch_group("tp").size() == 2
     assert mesh.device_mesh("dp").size() == 2 and mesh.comm("tp") is mesh.comm("tp")
     return groups
 
@@ -113,6 +115,9 @@ class WithoutComm(Reference):
 def test_one_rank_needs_no_communication_of_the_backend() -> None:
     mesh = Mesh(Layout(), WithoutComm())
     assert (mesh.rank, mesh.world.size, mesh.at) == (0, 1, dict.fromkeys((*DIMS, *EXPERT_DIMS), 0))
+    assert mesh.timeout == 600.0
+    with pytest.raises(hal.ContractError, match="has no torch process group"):
+        mesh.torch_group("dp")
     for dims in (*((d,) for d in DIMS), DIMS):
         comm = mesh.comm(*dims)
         assert (comm.rank, comm.size) == (0, 1)

@@ -17,6 +17,7 @@ import hal
 from hal.comm.contract import Comm, Message, average, run_reference
 from hal.comm.threads import run_threads
 from hal.comm.torch import GLOO, Transport, torch_comm
+from hal.spans import listening
 from hal.testing.collectives import check_comm
 from hal.testing.processes import run_processes
 
@@ -69,6 +70,32 @@ def test_laws_between_collectives(size: int, rows: int, data: st.DataObject) -> 
         run_reference([-x for x in xs], "all_reduce", op="min")[0], -run_reference(xs, "all_reduce", op="max")[0]
     )
     assert torch.equal(torch.stack(xs).sum(0), run_reference(xs, "all_reduce", op="sum")[0])
+
+
+@pytest.mark.parametrize("size, count", [(1, 0), (2, 5)])
+def test_collectives_of_several_ranks_and_waits_for_them_are_spans(size: int, count: int) -> None:
+    comm, heard, x = hal.SingleRankComm("pair"), [], torch.ones(3, requires_grad=True)
+    comm.size = size
+    with listening(heard.append):
+        assert not comm.all_reduce(x).requires_grad
+        assert not comm.start("all_gather", x).wait().requires_grad
+        assert comm.exchange_start([Message(1, x)] if size > 1 else [], [])() == []
+    parts = [(s.name, s.facts["part"]) for s in heard]
+    expected = [("all_reduce", "blocking"), ("all_gather", "start"), ("all_gather", "wait")]
+    assert parts == [*expected, ("exchange", "start"), ("exchange", "wait")][:count]
+    assert all(s.kind == "communication" for s in heard)
+    assert all((s.facts["group"], s.facts["ranks"], s.facts["bytes"]) == ("pair", 2, 12) for s in heard)
+
+
+def test_work_is_finished_once_and_continued() -> None:
+    finished: list[int] = []
+
+    def finish() -> torch.Tensor:
+        finished.append(1)
+        return torch.ones(2)
+
+    work = hal.Work(finish).then(lambda x: x + 1)
+    assert work.wait() is work.wait() and work.wait().tolist() == [2.0, 2.0] and finished == [1]
 
 
 def test_average_of_integers_rounds_towards_zero_exactly() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import hal
 from hal import ops
+from hal.core import dispatch
 from hal.core.signature import define, fragments
 
 
@@ -245,6 +246,40 @@ def test_why_tells_a_fallback_from_a_refusal(toy, make_backend):
         assert "reference: not allowed (fallback policy 'error')" in str(hal.why(toy, X))
 
 
+def test_what_is_active_can_be_asked_for(toy, two):
+    two.device = lambda index=0: torch.device("cpu", index)
+    two.local_index = lambda: 3
+    with hal.activated(two):
+        assert [impl.id for impl in dispatch.candidates(toy)] == ["a", "b"] and not dispatch.runs_reference(toy)
+        assert dispatch.chosen_backend() is two
+        assert [d.index for d in (hal.device(), hal.device(2), hal.local_device())] == [0, 2, 3]
+    with hal.activated(two, pin={"toy": "b"}):
+        assert [impl.id for impl in dispatch.candidates(toy)] == ["b"] and not dispatch.runs_reference(toy)
+    with hal.activated(two, pin={"toy": "reference"}):
+        assert [impl.id for impl in dispatch.candidates(toy)] == ["reference"] and dispatch.runs_reference(toy)
+    dispatch._set(None)
+    assert dispatch.chosen_backend() is None
+
+
+def test_calls_are_wrapped_for_a_block(toy, two):
+    seen = []
+
+    def around(impl, call):
+        def wrapped(*args, **kwargs):
+            seen.append(impl.id)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with hal.activated(two):
+        with dispatch.wrapped_calls(around):
+            assert toy(X)[0] == 100 and toy(X, scale=2.0)[0] == 200
+            with hal.policy(pin={"toy": "b"}):
+                assert toy(X)[0] == 200
+        assert toy(X)[0] == 100
+    assert seen == ["a", "b", "b"]
+
+
 def test_why_in_words(toy, two):
     def lines(*args, **kwargs):
         return str(hal.why(toy, *args, **kwargs)).splitlines()
@@ -395,7 +430,11 @@ def test_an_error_that_surfaces_late_names_the_calls_issued_before(toy, late):
             hal.synchronize()
         assert error.value.calls == ("toy (a)", "toy (a)")
         hal.synchronize()
-        toy(X)
+        for _ in range(21):
+            toy(X)
+        with pytest.raises(hal.DeviceError, match="one of the 21 issued") as error, hal.device_errors():
+            raise RuntimeError("what loss.item() raises")
+        assert len(error.value.calls) == 21 and str(error.value).count("toy (a)") == 20, "the latest are listed"
         with hal.device_errors():
             toy(X)  # stands for a value that is read without an error
         assert hal.core.issued.calls() == []

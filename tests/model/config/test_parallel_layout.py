@@ -9,7 +9,14 @@ from parallel_runs import GPT2, LLAMA
 
 from hal.mesh import Layout
 from hal.model.config.command_line import build
-from hal.model.config.parallel_layout import ParallelLayout, make_parallel_layout, problems, sums_in_place, zero_stage
+from hal.model.config.parallel_layout import (
+    ParallelLayout,
+    make_parallel_layout,
+    problems,
+    ranks_of_replica,
+    sums_in_place,
+    zero_stage,
+)
 from hal.model.config.schema import Config, ConfigError
 
 PP2, PP3, PP4 = ({"pipeline_model_parallel_size": n} for n in (2, 3, 4))
@@ -252,6 +259,16 @@ def test_where_products_may_add_to_the_gradients(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = build({**GPT2, **options})
     assert sums_in_place(config, make_parallel_layout(config, world)) is expected
+
+
+def test_experts_and_everything_else_fit_the_ranks_of_a_replica(monkeypatch) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 3, **PP2}
+    assert ranks_of_replica(Config(**sizes)) == 12
+    experts = {"num_experts": 8, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    assert ranks_of_replica(Config(**sizes, **experts)) == 24, "4 ranks for experts and 6 for the rest, on both stages"
+    assert ranks_of_replica(Config(**sizes, **experts | {"expert_tensor_parallel_size": 3})) == 24
+    laid_out = plan(8, monkeypatch, num_experts=8, expert_model_parallel_size=4, disable_bias_linear=True).layout
+    assert laid_out == Layout(dp=8, ep=4) and laid_out.edp == 2
 
 
 def test_one_replica_has_no_reduction_to_overlap() -> None:

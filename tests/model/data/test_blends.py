@@ -84,9 +84,13 @@ def test_samples_are_those_of_megatrons_builder(prefixes, words, count):
 
 
 def test_shares_are_the_weights(prefixes):
-    split = ours({"train": 200}, data_path=("0.25", prefixes["a"], "0.75", prefixes["b"]))["train"]
+    split = ours({"train": 2000}, data_path=("0.25", prefixes["a"], "0.75", prefixes["b"]))["train"]
     from_a = (split.fetch(0, 200)[0].float().mean(1) < 100).sum().item()
     assert abs(from_a - 50) <= 1
+    # Each dataset has 0.5 % more than its share of the 2000 samples, since blending rounds.
+    assert split.source["weights"] == [0.25, 0.75] and [n for *_, n in split.source["parts"]] == [503, 1508]
+    thirds = ours({"train": 20}, data_path=("1", prefixes["a"], "2", prefixes["b"]))["train"]
+    assert thirds.source["weights"] == [0.333333333333, 0.666666666667], "rounded, for a comparison of runs"
 
 
 def test_a_path_per_split(prefixes):

@@ -53,6 +53,24 @@ def test_samples_are_windows_of_the_documents_and_labels_the_next_token(prefix):
     assert torch.equal(again.fetch(0, 8)[0], tokens) and torch.equal(again.fetch(4, 2)[0], tokens[4:6])
 
 
+def test_a_split_is_as_large_as_its_documents(prefix):
+    """16 documents of 50 tokens are 49 samples of 16 and their labels; one more needs a second epoch."""
+
+    def train(samples, **options):
+        options = config(data_path=(str(prefix),), **options)
+        return gpt_dataset.open_data(options, NullTokenizer(300), {"train": samples})["train"]
+
+    assert train(49).source["parts"] == [[0, 16, None]] and train(50).source["parts"] == [[0, 16, 50]]
+    assert train(1, seq_length=799).fetch(0, 1)[0].shape == (1, 799)
+    with pytest.raises(ConfigError, match="has 800 tokens in 16 sequences, fewer than one sample"):
+        train(1, seq_length=800)
+
+
+def test_a_token_knows_where_its_document_begins():
+    tokens = torch.tensor([[9, 1, 9, 2, 3]])
+    assert gpt_dataset.Split([], vocabulary=10, eod=9).starts(0, tokens).tolist() == [[0, 1, 1, 3, 3]]
+
+
 def test_a_split_repeats_masks_the_ends_of_documents_and_refuses_alien_ids(prefix):
     rows = [torch.tensor([1, 9, 2, 3]), torch.tensor([9, 4, 5, 9]), torch.tensor([6, 7, 8, 0])]
     samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]

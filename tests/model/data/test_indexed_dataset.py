@@ -116,6 +116,9 @@ def test_ids_fit_the_vocabulary_if_the_file_is_small_enough_to_be_looked_at(tmp_
         else:
             with pytest.raises(ConfigError, match="token id 7: the tokenizer has 7 ids"):
                 indexed_dataset.check_ids(index, 7)
+    one = indexed_dataset.read_index(write(tmp_path / "one", [7], [1], [0], [0, 1], code=1))
+    with pytest.raises(ConfigError, match="token id 7: the tokenizer has 7 ids"):
+        indexed_dataset.check_ids(one, 7)  # a file of one byte
     Path(f"{prefix}.bin").write_bytes(b"")
     indexed_dataset.check_ids(index, 1)
     with pytest.raises(ConfigError, match="token id -1: it is damaged"):

@@ -145,6 +145,9 @@ def test_a_cache_has_room_for_the_text_and_not_for_more(references, monkeypatch)
         list(stream(engine, [[1, 2, 3]], count, Sampling(0.0), [hal.Rng(0)]))
     # The context of 12 begins at 0, and from 13 tokens on at 6.
     assert capacities == [8, 12, 12, 11]
+    capacities.clear()
+    list(stream(an_engine(**LONGROPE), [[1, 2, 3, 4, 5, 6]], 2, Sampling(0.0), [hal.Rng(0)]))
+    assert capacities == [6, 8], "the angles of longer texts are others"
 
 
 def test_what_is_seen_of_a_long_text():

@@ -10,7 +10,7 @@ import hal
 from hal.comm.threads import threads
 from hal.model.config.schema import Config
 from hal.model.parallel.tensor_sharding import Shard
-from hal.model.training.optimizer import LossScaler, Optimizer, local, no_decay, owned_names
+from hal.model.training.optimizer import DECOUPLED, LossScaler, Optimizer, local, no_decay, owned_names
 
 
 def optimizer_of(dtype=torch.float32, *, world=None, **options):
@@ -153,6 +153,60 @@ def test_products_add_to_the_sums_where_the_backend_can(cpu_ref):
         assert parameter.main_grad is optimizer.grads()[name] and parameter.main_grad.dtype == torch.float32
     optimizer.zero_grad()
     assert all(p.main_grad is None for p in optimizer.model.values())
+
+
+def test_embedding_and_output_layer_have_a_learning_rate_of_their_own(cpu_ref):
+    names = (*DECOUPLED, "layer.weight", "norm.weight")
+    for decoupled_lr, own in ((None, 0.1), (0.3, 0.3)):
+        parameters = {n: nn.Parameter(torch.ones(2) if n == "norm.weight" else torch.ones(2, 2)) for n in names}
+        optimizer = Optimizer(Config(decoupled_lr=decoupled_lr, weight_decay=0.5, clip_grad=0.0), parameters)
+        backward(optimizer, 3.0)
+        optimizer.step(0.1, decoupled_lr=decoupled_lr)
+        # Adam's first step is the learning rate; matrices decay by half of it.
+        for name, expected in zip(names, (1 - 1.5 * own, 1 - 1.5 * own, 1 - 0.15, 1 - 0.1)):
+            value = parameters[name].detach()
+            torch.testing.assert_close(value, torch.full_like(value, expected))
+
+
+def test_the_norm_is_that_of_all_ranks_together(cpu_ref):
+    class Two(hal.SingleRankComm):
+        def all_reduce(self, x, op="sum"):
+            return x + 9.0  # the square of the other rank's norm
+
+    optimizer = optimizer_of()
+    backward(optimizer, 2.0)
+    assert float(optimizer.grad_norm()) == pytest.approx(24**0.5)
+    optimizer.world = Two()
+    optimizer.world.size = 2
+    norm = optimizer.grad_norm()
+    assert float(norm) == pytest.approx(33**0.5) and norm.dtype == torch.float64
+    optimizer.owned = {"layer.weight"}
+    assert float(optimizer.grad_norm()) == pytest.approx(5.0)
+    optimizer.owned = set()
+    assert float(optimizer.grad_norm()) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_16_bit_gradients_are_collected_where_no_hook_has_run(cpu_ref, dtype):
+    optimizer = optimizer_of(dtype)
+    for parameter in optimizer.model.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.collect()
+    low = dtype == torch.bfloat16
+    assert len(optimizer.main_grads) == 2 * low and len(optimizer.grads()) == 2
+    assert all((p.grad is None) == low for p in optimizer.model.values())
+
+
+def test_experts_add_to_their_sums_where_the_backend_multiplies_groups(cpu_ref):
+    weights = {"expert": nn.Parameter(torch.ones(2, 2, 2)), "layer.weight": nn.Parameter(torch.ones(2, 2))}
+    optimizer = Optimizer(Config(), weights)
+    backward(optimizer, 1.0)
+    impls = {"linear_wgrad": [1], "grouped_linear_wgrad": [1]}
+    for known, summed in (({"linear_wgrad": [1]}, {"layer.weight"}), (impls, set(weights))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hal.backend(), "impls", known)
+            optimizer.sum_in_place()
+        assert {n for n, p in weights.items() if getattr(p, "main_grad", None) is not None} == summed
 
 
 def test_overflow_is_found_and_the_scale_divided_out(cpu_ref):

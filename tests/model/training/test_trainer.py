@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -389,6 +391,96 @@ def test_a_run_stops_after_some_minutes_and_can_refuse_to_start_anew(tiny, tmp_p
     with pytest.raises(hal.HalError, match="no checkpoint"):
         command.train(tiny(**again, exit_on_missing_checkpoint=True))
     assert command.train(tiny(**again)).iteration == 1
+
+
+def test_the_minutes_of_a_run_are_those_of_the_clock(tiny, monkeypatch):
+    trainer, seconds = start(tiny(exit_duration_in_mins=2.0)), itertools.count(1000.0, 40.2)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    nothing = dict.fromkeys(("on_step", "on_evaluation", "on_save"), lambda *given: None)
+    trainer.run(stop=lambda: False, **nothing)
+    assert trainer.iteration == 3, "after 120.6 seconds"
+
+
+class Pair(hal.SingleRankComm):
+    """The first of two ranks, of which the other contributes `other` to every reduction."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.size, self.other = 2, other
+
+    def all_reduce(self, x, op="sum"):
+        return torch.maximum(x, torch.full_like(x, self.other)) if op == "max" else x + self.other
+
+
+def test_numbers_of_all_ranks(tiny):
+    trainer = start(tiny(distributed_timeout_minutes=3.0))
+    assert trainer.mesh.timeout == 180.0 and trainer.lead
+    state = trainer.state()
+    assert [state[n] for n in ("iteration", "consumed_samples", "skipped", "scheduled_samples", "bad_batches")] == [
+        0
+    ] * 5
+    # Table and positions; per layer QKV, projection, both of the MLP, and two norms; the last norm.
+    layer = 3 * 32 * 33 + 32 * 33 + 128 * 33 + 32 * 129 + 4 * 32
+    parameters = 384 * 32 + 32 * 32 + 2 * layer + 2 * 32
+    assert trainer.parameter_count() == parameters and trainer.all_reduce_max(5) == 5
+    trainer.world = Pair(7)
+    assert trainer.parameter_count() == parameters + 7
+    assert (trainer.all_reduce_max(5), trainer.all_reduce_max(9)) == (7, 9)
+
+
+def test_an_error_of_an_engine_names_the_rank_that_failed_if_there_are_others(tiny, monkeypatch):
+    trainer = start(tiny())
+
+    def failing(*given):
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(trainer.pipeline, "run", failing)
+    monkeypatch.setattr(hal, "engine_failure", lambda error, what, timeout, number: hal.HalError(f"{what} {number}"))
+    with pytest.raises(RuntimeError, match="connection closed"):
+        trainer.step()
+    trainer.world = Pair(0)
+    with pytest.raises(hal.HalError, match="step 1"):
+        trainer.step()
+
+
+@pytest.mark.parametrize("kind", ["attention_dropout", "hidden_dropout"])
+def test_either_dropout_is_drawn(tiny, kind):
+    none = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    plain, dropped = (float(start(tiny(**{**none, **more})).forward_backward()) for more in ({}, {kind: 0.5}))
+    assert plain != dropped
+
+
+def test_an_evaluation_is_the_mean_over_the_first_samples_of_its_split(tiny, monkeypatch):
+    trainer, fetched = start(tiny(eval_interval=1, eval_iters=2)), []
+    fetch = trainer.data["valid"].fetch
+
+    def recorded(first, count):
+        fetched.extend(range(first, first + count))
+        return fetch(first, count)
+
+    monkeypatch.setattr(trainer.data["valid"], "fetch", recorded)
+    assert trainer.evaluate() == pytest.approx(math.log(384), abs=0.1)
+    assert fetched == list(range(8))
+
+
+def test_tokens_that_do_not_count_leave_the_mean_of_the_others(tiny):
+    numbers = {"mock_data": True, "text_file": None, "tokenizer_type": "NullTokenizer", "vocab_size": 50}
+    losses = []
+    for size in (4, 1):
+        config = tiny(**numbers, split="98,1,1", micro_batch_size=size, eod_mask_loss=True, init_method_std=0.5)
+        losses.append(float(start(config).forward_backward()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_older_checkpoints_and_new_data_begin_at_zero(tiny, tmp_path):
+    old = start(tiny())
+    steps(old, 2)
+    missing = ("scheduled_samples", "bad_batches")
+    old.saver.save(tmp_path, 2, old.tensors(), {n: x for n, x in old.state().items() if n not in missing})
+    for options, consumed in (({}, 8), ({"new_dataset": True}, 0)):
+        new = start(tiny(load=str(tmp_path), **options))
+        new.load(tmp_path)
+        assert (new.iteration, new.consumed, new.bad_batches, new.scheduled) == (2, consumed, 0, 8)
 
 
 def test_no_evaluation_with_zero_batches(tiny, tmp_path):

@@ -14,7 +14,7 @@ from hal.model.apps.planning.activations import stage_bytes
 from hal.model.apps.planning.memory import memory, rank_memory, states
 from hal.model.apps.planning.shape import Shape, total_parameters
 from hal.model.apps.planning.speed import _layer
-from hal.model.apps.planning.traffic import context_forward, traffic
+from hal.model.apps.planning.traffic import context_forward
 from hal.model.config.flops import attention_weights
 from hal.model.gpt.model import GPT as Model
 from hal.testing.processes import run_processes
@@ -101,22 +101,6 @@ def test_two_ranks(kind: str) -> None:
     kept, peak = (sum(values) / 2 for values in zip(*run_processes(2, _measured, options, timeout=240.0)))
     assert kept == pytest.approx(stage_bytes(shape, 0), rel=0.02)
     assert peak == pytest.approx(rank_memory(shape, 0).total, rel=0.08)
-
-
-def test_traffic_of_latents_instead_of_hidden_states() -> None:
-    tokens, h, layers, microbatches = 64, 64, 4, 8
-    options = {**LLAMA_LATENT, **TP2, "vocab_size": 256}
-    # Ring all-reduces over two ranks send as much as they reduce: in the forward pass the results of attention and MLP,
-    # in the backward pass the gradients of latents (24 + 16), of the keys' rotated channels (8) and of the MLP's input.
-    layer = tokens * 4 * (h + h + (24 + 16 + 8) + h)
-    ends = 2 * tokens * 4 * h
-    assert traffic(Shape.of(*plan_of(options, 2))).tensor == microbatches * (layers * layer + ends)
-    # A gather and a scatter are half an all-reduce each. Gradients of down projections are summed once per step.
-    half = tokens * 4 * (2 * (48 + h) + 4 * h) / 2
-    again = tokens * 4 * (24 + 16 + h) / 2
-    down = 4 * h * 48
-    sent = traffic(Shape.of(*plan_of({**options, **SP}, 2))).tensor
-    assert sent == microbatches * (layers * (half + again) + ends) + layers * down
 
 
 def test_context_parallel_ranks_send_keys_and_values_of_their_sizes() -> None:

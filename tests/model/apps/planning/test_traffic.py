@@ -25,11 +25,21 @@ LAYER = H * (H + 2 * KV_CHANNELS) + H * H + 3 * H * FFN + 2 * H
 TABLE = VOCABULARY * H
 WHOLE = LAYERS * LAYER + 2 * TABLE + H
 TP4 = {"tensor_model_parallel_size": 4, "num_query_groups": 8}
+TP2 = {"tensor_model_parallel_size": 2}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+}
 PP2, PP3 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 3}
 CP4 = {"context_parallel_size": 4}
 ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 TIED = {"untie_embeddings_and_output_weights": False}
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2}
 ZBV, INTERLEAVED = {"pipeline_schedule": "zbv"}, {"num_layers_per_virtual_pipeline_stage": 1}
 
 
@@ -60,6 +70,10 @@ def sent(microbatches: int, dp: int = 1, **options: Any) -> Traffic:
         ({**TP4, **PP2, "num_layer_list": ("2", "4")}, 2, 2 * (4 * 4 + 2), 0),
         ({**TP4, **PP2, "num_layer_list": ("5", "1"), "sequence_parallel": True}, 2, 2 * (5 * 4 + 2), 2 * 5 * 2),
         ({**TP4, **PP2, **INTERLEAVED}, 2, 2 * (3 * 4 + 2), 0),
+        # Tokens reach experts through the dispatcher; a dense MLP and a shared expert are cut like attention.
+        ({**TP4, **EXPERTS}, 1, LAYERS * 2 + 2, 0),
+        ({**TP4, **EXPERTS, "moe_shared_expert_intermediate_size": 16}, 1, LAYERS * 4 + 2, 0),
+        ({**TP4, **EXPERTS, "moe_layer_freq": "[1,0,1,0,0,0]"}, 1, 2 * 2 + 4 * 4 + 2, 0),
     ],
 )
 def test_tensor_parallelism(options: dict[str, Any], microbatches: int, all_reduces: int, gathers: int) -> None:
@@ -67,6 +81,21 @@ def test_tensor_parallelism(options: dict[str, Any], microbatches: int, all_redu
     assert sent(microbatches, **options).tensor == pytest.approx(expected)
     halved = sent(microbatches, **options, bf16=True)
     assert halved.tensor == pytest.approx(expected / 2)
+
+
+def test_latents_enter_a_tensor_parallel_region_instead_of_hidden_states() -> None:
+    # Ring all-reduces over two ranks send as much as they reduce: in the forward pass the results of attention and MLP,
+    # in the backward pass the gradients of latents (24 + 16), of the keys' rotated channels (8) and of the MLP's input.
+    row = S * B * 4
+    layer, ends = row * (H + H + (24 + 16 + 8) + H), row * 2 * H
+    assert sent(8, **TP2, **LATENT).tensor == 8 * (LAYERS * layer + ends)
+    assert sent(8, **TP2, **LATENT, **FULL).tensor == 8 * (LAYERS * (layer + row * 2 * H) + ends)
+    # A gather and a scatter are half an all-reduce each. Gradients of down projections are summed once per step.
+    half_pass = row * (48 + H + 2 * H) / 2
+    again, down = row * (24 + 16 + H) / 2, 4 * H * 48
+    sequence = {**TP2, **LATENT, "sequence_parallel": True}
+    assert sent(8, **sequence).tensor == 8 * (LAYERS * (2 * half_pass + again) + ends) + LAYERS * down
+    assert sent(8, **sequence, **FULL).tensor == 8 * (LAYERS * (3 * half_pass + again) + ends) + LAYERS * down
 
 
 @pytest.mark.parametrize("width, options", [(4, {}), (2, {"bf16": True})])
@@ -137,6 +166,19 @@ def test_tied_weights_at_both_ends_are_summed() -> None:
     assert sent(6, **PP2).tied == 0
     assert sent(6, **TIED).tied == 0
     assert sent(6, **PP3, **TIED, **ZBV).tied == 0, "rank 0 has both ends"
+
+
+def test_experts_on_two_ranks_exchange_half_of_the_rows() -> None:
+    options = {**EXPERTS, "expert_model_parallel_size": 2}
+    rows = S * B * 2 / 2  # two experts for each token, half of them on the other rank
+    # A row and its result are sent forward, their gradients back; with each row goes its probability, or the gradient
+    # of that. The ranks also tell each other, in int64, how many rows each of the eight experts gets from them.
+    backward = rows * (2 * 4 * H + 4)
+    forward = backward + 8 * 8
+    assert sent(3, dp=2, **options).experts == 3 * LAYERS * (forward + backward)
+    assert sent(3, dp=2, **options, **FULL).experts == 3 * LAYERS * (2 * forward + backward)
+    assert sent(3, dp=2, **options, moe_layer_freq="[1,0,1,0,0,0]").experts == 3 * 2 * (forward + backward)
+    assert sent(3, dp=2, **EXPERTS).experts == 0
 
 
 def test_one_rank_sends_nothing_and_the_total_is_the_sum() -> None:
