@@ -50,6 +50,11 @@ void pad(const Arrays& in, const Arrays& out, const aclopAttr&) {
   inside.copy_(in[0]);
 }
 
+template <Tensor (*function)(const Tensor&, const Tensor&)>
+void binary(const Arrays& in, const Arrays& out, const aclopAttr&) {
+  write(out.at(0), function(in.at(0), in.at(1)));
+}
+
 const std::map<std::string, Served>& table() {
   static const std::map<std::string, Served> by_name = {
       {"ApplyAdamW", {apply_adam_w}},
@@ -74,8 +79,11 @@ const std::map<std::string, Served>& table() {
       // Served by aclnn operators in torch_npu from 2.7 on.
       {"FastGelu",
        {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), kernels::fast_gelu(in.at(0))); }}},
-      {"RightShift",
-       {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), at::bitwise_right_shift(in.at(0), in.at(1))); }}},
+      {"RightShift", {binary<at::bitwise_right_shift>}},
+      {"LeftShift", {binary<at::bitwise_left_shift>}},
+      {"BitwiseXor", {binary<at::bitwise_xor>}},
+      {"BitwiseAnd", {binary<at::bitwise_and>}},
+      {"BitwiseOr", {binary<at::bitwise_or>}},
       {"FastGeluGrad",
        {[](const Arrays& in, const Arrays& out, const aclopAttr&) {
          write(out.at(0), kernels::fast_gelu_backward(in.at(0), in.at(1)));
