@@ -52,7 +52,7 @@ TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, f
     "model/apps/planning/traffic.py": "model/apps/planning/test_traffic.py",
     "model/inference/sampling.py": "model/inference/test_sampling.py",
     "model/training/lr_scheduler.py": "model/training/test_lr_scheduler.py",
-    "model/training/trainer_state.py": "model/checkpoint/test_loading.py",
+    "model/training/trainer_state.py": "model/training/test_trainer_state.py model/checkpoint/test_loading.py",
     "model/training/trainer.py": (
         "model/training/test_deferred_results.py model/training/test_rerun.py model/training/test_trainer.py "
         "model/training/test_summed_gradients.py"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hal import HalError, SingleRankComm
+from hal.comm.threads import run_threads
 from hal.model.checkpoint import reader, writer
 
 KILL = """
@@ -153,7 +154,15 @@ def test_a_manifest_that_is_not_what_it_should_be(saved, change, words):
 
 @pytest.mark.parametrize(
     "text, newest",
-    [("0\n", 0), ("12", 12), ("9" * 18, 10**18 - 1), (" 7 \n", 7), ("release\n", "release"), (None, None)],
+    [
+        ("0\n", 0),
+        ("12", 12),
+        ("9" * 18, 10**18 - 1),
+        (" 7 \n", 7),
+        ("7" + " " * 99, 7),
+        ("release\n", "release"),
+        (None, None),
+    ],
 )
 def test_the_tracker_names_an_iteration_or_a_release(tmp_path, text, newest):
     if text is not None:
@@ -162,11 +171,73 @@ def test_the_tracker_names_an_iteration_or_a_release(tmp_path, text, newest):
     assert reader.newest(tmp_path) == (0 if newest == "release" else newest)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.0", "9" * 19, "7" + " " * 200 + "8", "\u0663", "\u00b2", "Release"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.0", "9" * 19, "7" + " " * 200 + "8", "7" + " " * 100, "\u0663", "\u00b2", "Release"]
+)
 def test_a_damaged_tracker_is_refused(tmp_path, text):
     (tmp_path / reader.LATEST).write_text(text)
     with pytest.raises(HalError, match="should contain an iteration number or 'release'"):
         reader.tracked(tmp_path)
+
+
+def test_checkpoints_are_tried_from_the_one_that_the_tracker_names_on(tmp_path):
+    names = [
+        "iter_0000002",
+        "iter_0000004",
+        "iter_12345678",
+        f"iter_{'9' * 18}",
+        f"iter_{'9' * 19}",
+        "iter_x",
+        "iter_\u0663",
+    ]
+    for name in (*names, "release"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / reader.MANIFEST).write_text("{}")
+    (tmp_path / "iter_0000003").mkdir()  # without a manifest
+    assert reader.iterations(tmp_path) == [2, 4, 12345678, 10**18 - 1]
+    assert reader.candidates(tmp_path) == [10**18 - 1, 12345678, 4, 2, "release"]
+    for text, tried in (
+        ("4", [4, 2]),
+        ("5", [5, 4, 2]),
+        ("release", ["release"]),
+        ("damaged", [10**18 - 1, 12345678, 4, 2, "release"]),
+    ):
+        (tmp_path / reader.LATEST).write_text(text)
+        assert reader.candidates(tmp_path) == tried
+
+
+def test_ranks_agree_on_what_is_read_and_one_of_them_warns(saved):
+    root, _ = saved
+
+    def read(comm):
+        try:
+            return reader.read_state(root, comm)[1]["iteration"]
+        except HalError as error:
+            return str(error)
+
+    assert run_threads(2, read) == [3, 3]
+    (root / reader.LATEST).unlink()
+    with pytest.warns(RuntimeWarning, match="is missing") as caught:
+        assert run_threads(2, read) == [3, 3]
+    assert len(caught) == 1
+    for file in (root / "iter_0000003").glob("*.distcp"):
+        file.write_bytes(b"")
+    one, other = run_threads(2, read)
+    assert one == other and "is damaged" in one
+
+
+def test_files_outside_the_folder_and_other_formats_are_refused(saved):
+    root, _ = saved
+    path = root / "iter_0000003" / reader.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["sha256"][f"../{reader.LATEST}"] = reader.file_checksum(root / reader.LATEST)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(HalError, match=f"{reader.LATEST} is missing|{reader.LATEST} is damaged"):
+        reader.read_state(root)
+    path.unlink()
+    (path.parent / "mp_rank_00").mkdir()
+    with pytest.raises(HalError, match="is in Megatron's format; convert it"):
+        reader.read_state(root)
 
 
 def test_numbers_and_text_are_told_as_they_are():

@@ -168,6 +168,7 @@ EXPERTS = {**MODEL, "num_experts": 4, "moe_ffn_hidden_size": 6, "moe_router_topk
         ),
         (rules.shared_experts(), {**EXPERTS, "moe_shared_expert_intermediate_size": 12}, {"n_shared_experts": 2}),
         (rules.shared_experts(), EXPERTS, {"n_shared_experts": None}),
+        (rules.shared_experts(), {**EXPERTS, "moe_ffn_hidden_size": 1}, {"n_shared_experts": None}),
     ],
 )
 def test_fields_of_options(rule: Rule, options: dict[str, Any], fields: dict[str, Any]) -> None:
