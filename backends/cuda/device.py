@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import hal
+from hal.backend_tools import recorded
 
 from . import compile, launch
 from .comm import NCCL
@@ -179,17 +180,7 @@ class Cuda(hal.Backend):
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
         if self.simulated:
             return super().capture(function)
-        with self.stream():  # what the first call allocates and compiles must not be part of the graph
-            function()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = function()
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
+        return recorded(self, function, torch.cuda.CUDAGraph(), torch.cuda.graph)
 
     @contextlib.contextmanager
     def memory_pool(self) -> Iterator[object]:

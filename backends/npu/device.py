@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import hal
-from hal.backend_tools import announce
+from hal.backend_tools import announce, recorded
 
 from . import environment, kernels, vendor_rng
 from .comm import make_comm
@@ -160,18 +160,7 @@ class Npu(hal.Backend):
         """Records a graph (aclgraph) with torch_npu's NPUGraph; see hal.Backend.capture."""
         if not self.capabilities().graphs:
             return super().capture(function)
-        npu = _npu()
-        with self.stream():  # what the first call allocates and compiles must not be part of the graph
-            function()
-        graph = npu.NPUGraph()
-        with npu.graph(graph):
-            result = function()
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
+        return recorded(self, function, _npu().NPUGraph(), _npu().graph)
 
     @contextlib.contextmanager
     def profile_range(self, name: str) -> Iterator[None]:

@@ -81,7 +81,7 @@ def permute(
 
 
 def _why_not_unpermute(call: Call) -> Sequence[str]:
-    refusals = absent("npu_moe_token_unpermute_grad") + reasons(call.rows, call.probs)
+    refusals = [*absent("npu_moe_token_unpermute_grad"), *reasons(call.rows, call.probs)]
     refusals += _limits(call.row_map, call.rows.shape[1])
     if len(call.rows) != call.row_map.numel():
         refusals.append(f"{len(call.rows)} rows for {call.row_map.numel()} assignments (the operator needs as many)")

@@ -24,7 +24,7 @@ _MOST = 1024
 
 
 def _why_not(call: Call) -> Sequence[str]:
-    refusals = absent("npu_moe_gating_top_k_softmax_v2") + reasons(call.logits)
+    refusals = [*absent("npu_moe_gating_top_k_softmax_v2"), *reasons(call.logits)]
     if call.score_function != "softmax":
         refusals.append(f"{call.score_function} scores (npu_moe_gating_top_k_softmax_v2 computes the softmax)")
     if call.num_groups is not None:

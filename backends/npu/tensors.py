@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def bias_gradient(dx: Tensor, bias: Tensor | None) -> Tensor | None:
     return None if bias is None else dx.float().reshape(-1, bias.shape[0]).sum(0).to(bias.dtype)
 
 
-def absent(*operators: str) -> list[str]:
-    """The reason for which an implementation cannot run on a release of torch_npu that lacks its operators."""
-    names = [name for name in operators if not hasattr(torch.ops.npu, name)]
-    return [f"this release of torch_npu has no {' and no '.join(names)}"] if names else []
+@cache
+def absent(operator: str) -> tuple[str, ...]:
+    """The reason for which an implementation cannot run on a release of torch_npu that lacks its operator."""
+    return () if hasattr(torch.ops.npu, operator) else (f"this release of torch_npu has no {operator}",)

@@ -26,6 +26,7 @@ from .compilation import (
     place,
     run_compiler,
 )
+from .graphs import recorded
 from .moe import (
     RouterSpec,
     filled_groups,
@@ -99,6 +100,7 @@ __all__ = [
     "permuted_probs",
     "place",
     "processor_facts",
+    "recorded",
     "rotary_from",
     "router_from",
     "router_spec",

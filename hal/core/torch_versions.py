@@ -1,7 +1,7 @@
 """What HAL uses of torch that older releases lack, each marked with the first release that has it.
 
-The supported releases are those of setup.cfg. `.ci/aarch64` tests the oldest; on releases before 2.11 the features of
-torch.compile and torch.export that need a newer torch are missing.
+The supported releases are those of setup.cfg. `.ci/aarch64` installs the oldest. On releases before 2.11 the features
+of torch.compile and torch.export that need a newer torch are missing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def given_dtypes(dtypes: Sequence[Any]) -> list[torch.dtype]:
 def gradient_edge(tensor: torch.Tensor) -> tuple[Any, Any]:
     """torch.autograd.graph.get_gradient_edge(tensor), and what keeps the edge's node alive.
 
-    The edge of a Python function refers to its node weakly. Releases before 2.9 do not add an owner to the edge, and
-    crash when they use an edge whose node is gone.
+    The edge of a Python function refers to its node weakly. torch 2.6 does not add an owner to the edge, and crashes
+    when it uses an edge whose node is gone.
     """
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     if hasattr(edge, "ownership_token"):

@@ -62,6 +62,8 @@ class _Routing(MetaPathFinder):
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
+        if name == SAVER and Path(spec.origin or "").parent.name != "checkpoint":
+            return spec  # another program's
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

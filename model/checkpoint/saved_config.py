@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from hal import HalError, backend_names
 from hal.untrusted import one_line, shown
 
@@ -75,23 +77,20 @@ def saved_vocabulary(state: Mapping[str, Any], folder: Path) -> int | None:
     return count
 
 
-def require_consistent(saved: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+def require_consistent(
+    saved: Mapping[str, Any], state: Mapping[str, Any], folder: Path, stored: Mapping[str, TensorStorageMetadata]
+) -> None:
     """Raises HalError, before allocating memory, unless the tensors of a checkpoint are those of the model that its
-    options describe. saved: its `saved_options`."""
+    options describe. saved: its `saved_options`; stored: its `stored_tensors`."""
     try:
         config = resolve({n: v for n, v in saved.items() if n in model_options()})
-        embedding = stored_tensors(folder).get(WORD_EMBEDDING)
+        embedding = stored.get(WORD_EMBEDDING)
         rows = 1 if embedding is None else embedding.size[0]
         config.padded_vocab_size = state["config"].get("padded_vocab_size") or rows  # early versions did not store it
         check_model(config)
     except (TypeError, ValueError, ConfigError) as error:
         reason = error.text if isinstance(error, ConfigError) else one_line(error)
         raise HalError(f"the options of the checkpoint {folder} are invalid: {reason}") from None
-    _require_stored(config, folder)
-
-
-def _require_stored(config: Config, folder: Path) -> None:
-    stored = stored_tensors(folder)
     if config.num_layers > len(stored):  # checked first, since `shapes` builds all layers
         raise HalError(
             f"the options of the checkpoint {folder} give {config.num_layers} layers; it holds {len(stored)} tensors"
@@ -114,9 +113,9 @@ def adopt(values: GivenOptions) -> None:
     found = None if "load" not in values else _newest(Path(values["load"]))
     if found is None:
         return
-    folder, state = found
+    folder, state, stored = found
     saved = saved_options(state, folder)
-    require_consistent(saved, state, folder)
+    require_consistent(saved, state, folder, stored)
     if "tokenizer_type" in values:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}
     if {"bf16", "fp16"} & set(values):
@@ -190,7 +189,7 @@ def written(name: str, value: Any) -> str:
 
 def execution_of(root: Path) -> tuple[Path | None, dict[str, Any]]:
     """(folder, the options of EXECUTION) of the checkpoint in `root`; None and no options if none names a backend."""
-    folder, state = _newest(root) or (None, {})
+    folder, state, _ = _newest(root) or (None, {}, {})
     if folder is None or state["config"].get("backend") is None:
         return None, {}
     return folder, {n: v for n, v in saved_options(state, folder).items() if n in EXECUTION}
@@ -211,13 +210,11 @@ def backend_of(checkpoint: str | None) -> Iterator[None]:
         ) from error
 
 
-def _newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, state) of the checkpoint that would be tried first and has a readable manifest and index; None without
-    any."""
+def _newest(root: Path) -> tuple[Path, dict[str, Any], dict[str, TensorStorageMetadata]] | None:
+    """(folder, state, stored tensors) of the checkpoint that would be tried first and has a readable manifest and
+    index; None without any."""
     for iteration in candidates(root):
         folder = folder_of(root, iteration)
         with contextlib.suppress(HalError, OSError):
-            state = read_manifest(folder)["state"]
-            stored_tensors(folder)
-            return folder, state
+            return folder, read_manifest(folder)["state"], stored_tensors(folder)
     return None

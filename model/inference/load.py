@@ -20,6 +20,7 @@ from hal.launch.agent import Job, run
 from hal.mesh import Mesh
 
 from ..checkpoint import reader
+from ..checkpoint.safe_unpickle import stored_tensors
 from ..checkpoint.saved_config import (
     SOURCES,
     TOKENIZER,
@@ -154,7 +155,7 @@ def config_of(
     if data:
         names |= set(data_options()) - (SOURCES if SOURCES & set(given) else set())
     saved = saved_options(state, folder)
-    require_consistent(saved, state, folder)
+    require_consistent(saved, state, folder, stored_tensors(folder))
     saved = {n: v for n, v in saved.items() if n in names}
     if "tokenizer_type" in given:
         saved = {n: v for n, v in saved.items() if n not in TOKENIZER}

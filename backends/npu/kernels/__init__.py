@@ -126,14 +126,14 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 def _vector_cores(device: torch.device) -> int:
     index = torch.npu.current_device() if device.index is None else device.index
     if index not in _cores:
-        # torch_npu before 2.8 cannot say. Fewer blocks than cores are slower, and as right.
+        # torch_npu 2.6 cannot say. Fewer blocks than cores are slower, and as right.
         ask = getattr(torch.npu, "get_device_limit", None)
         _cores[index] = _FEWEST_CORES if ask is None else int(ask(index)["vector_core_num"])
     return _cores[index]
 
 
 _FEWEST_CORES = 40
-"""The vector cores of an Ascend 910B3 or 910B4; other 910 B and C have more."""
+"""The vector cores of an Ascend 910B3, two for each of its 20 cube cores (device_specs.py)."""
 
 _cores: dict[int, int] = {}
 """Device -> its number of vector cores."""

@@ -19,6 +19,7 @@ from .recognition import agrees, draw, replaced
 from .rotary_positions import rotary
 
 _GELUS = ("none", "tanh", "fast")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _rms(self: Any, x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def _both(gate: Any, up: Any, x: Tensor) -> Tensor:
     For more than h rows by one product with both weights, because copying these moves less memory than copying the
     results. Hooks and wrappers (LoRA, parameters gathered for each call) need the calls of both projections.
     """
-    plain = all(type(part) is Linear and not (part._forward_pre_hooks or part._forward_hooks) for part in (gate, up))
+    plain = all(type(part) is Linear and not any(getattr(part, hooks) for hooks in _HOOKS) for part in (gate, up))
     if not plain or x.numel() <= x.shape[-1] ** 2 or (gate.bias is None) != (up.bias is None):
         return torch.cat([gate(x), up(x)], dim=-1)
     weight = torch.cat([gate.weight, up.weight])

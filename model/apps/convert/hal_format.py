@@ -39,7 +39,7 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
     stored = {n: info for n, info in source.tensors().items() if not n.startswith("optimizer.")}
     weights.tensors = tensors = LazyTensors()
     check_stored(folder, stored)
-    require_consistent(saved, state, folder)
+    require_consistent(saved, state, folder, stored)
     for name, info in stored.items():
         meta = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
         tensors.add(name, partial(_load, source, name, meta), meta)

@@ -9,6 +9,7 @@ import torch
 
 import hal
 from hal import ops
+from hal.backends.npu.tensors import absent
 
 
 def normal(*shape, dtype=torch.float32):
@@ -76,3 +77,8 @@ def test_which_implementation_runs(npu):
     why = hal.why(ops.moe_router, normal(4, 8), 2, score_function="sigmoid")
     assert why.chosen == "npu/torch"
     assert hal.why(ops.moe_router, normal(4, 8), 2, pre_softmax=True).chosen == "npu/gating_top_k_softmax"
+
+
+def test_an_operator_that_this_release_lacks_is_a_reason(npu):
+    assert absent("npu_rms_norm") == ()
+    assert absent("npu_of_the_future") == ("this release of torch_npu has no npu_of_the_future",)

@@ -12,6 +12,19 @@ from hal.model.megatron import gpt_block_spec, hal_device, join_world
 from hal.testing.processes import run_processes
 
 
+def experts(dispatcher, **more):
+    """megatron-core's configuration of two layers with four experts."""
+    return config(
+        num_layers=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_ffn_hidden_size=32,
+        add_bias_linear=False,
+        **more,
+    )
+
+
 def losses(dispatcher, grouped=False, dtype=torch.float32):
     """Losses of three steps, from weights that depend only on their order. The products of grouped experts are stored
     side by side, those of others one by one."""
@@ -20,15 +33,10 @@ def losses(dispatcher, grouped=False, dtype=torch.float32):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(3)
-    kind = config(
-        num_layers=2,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_token_dispatcher_type=dispatcher,
+    kind = experts(
+        dispatcher,
         moe_grouped_gemm=grouped,
         moe_aux_loss_coeff=0.01,
-        moe_ffn_hidden_size=32,
-        add_bias_linear=False,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
@@ -116,15 +124,10 @@ def trained(dispatcher, tp, ep, own_layers):
     with hal_device():
         parallel_state.initialize_model_parallel(**layout)
         model_parallel_cuda_manual_seed(3)
-        kind = config(
-            num_layers=2,
-            num_moe_experts=4,
-            moe_router_topk=2,
-            moe_token_dispatcher_type=dispatcher,
+        kind = experts(
+            dispatcher,
             moe_router_load_balancing_type="seq_aux_loss",
             moe_aux_loss_coeff=0.1,
-            moe_ffn_hidden_size=32,
-            add_bias_linear=False,
             sequence_parallel=tp > 1,
             finalize_model_grads_func=finalize_model_grads,
             **layout,

@@ -76,7 +76,7 @@ const std::map<std::string, Served>& table() {
       // sizes.
       {"Fill", {[](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }}},
       {"PadV3", {pad}},
-      // Served by aclnn operators in torch_npu from 2.7 on.
+      // torch_npu 2.6 calls these through aclop, 2.13 through aclnn.
       {"FastGelu",
        {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), kernels::fast_gelu(in.at(0))); }}},
       {"RightShift", {binary<at::bitwise_right_shift>}},

@@ -1,4 +1,4 @@
-// Operators of CANN's graphs, which torch_npu before 2.7 registers when it is loaded. Nothing is kept, because graphs are
+// Operators of CANN's graphs, which torch_npu 2.6 registers when it is loaded. Nothing is kept, because graphs are
 // not simulated.
 #include <graph/operator.h>
 #include <graph/operator_factory.h>

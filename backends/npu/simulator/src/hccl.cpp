@@ -505,7 +505,7 @@ HcclResult HcclReduceScatterV(UnequalBuffer send_, const void* counts, const voi
     });
   });
 }
-// torch_npu before 2.7 links against it for devices of one process, which has one device here.
+// torch_npu 2.6 links against it for devices of one process, which has one device here.
 HcclResult HcclCommInitAll(uint32_t, int32_t*, HcclComm*) {
   return refuse(HCCL_E_NOT_SUPPORT, "HcclCommInitAll is not simulated");
 }

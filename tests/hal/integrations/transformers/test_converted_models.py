@@ -96,10 +96,13 @@ def test_many_rows_take_one_product_for_gate_and_up_unless_a_hook_needs_both_cal
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert linears(mlp, x) == 2
     assert linears(mlp, x[:, :4]) == 3
-    calls = []
-    mlp.up_proj.register_forward_hook(lambda *_: calls.append("up"))
-    assert linears(mlp, x) == 3
-    assert calls == ["up"]
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        calls = []
+        hook = getattr(mlp.up_proj, f"register_{register}")(lambda *_, calls=calls: calls.append("up"))
+        assert linears(mlp, x) == 3
+        mlp(x).sum().backward()
+        assert calls == ["up"] * (1 if "backward" in register else 2), register
+        hook.remove()
 
 
 def linears(module, x):

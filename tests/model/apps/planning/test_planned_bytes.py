@@ -108,6 +108,13 @@ def test_the_most_that_a_step_ever_holds(options) -> None:
     assert tensor_bytes.peak_bytes(options) == pytest.approx(memory(config, plan).total, rel=0.06)
 
 
+def test_further_microbatches_only_add_their_tokens() -> None:
+    sequence = (GPT["seq_length"] + 1) * 8  # int64, with the last label
+    more = GPT["global_batch_size"] - 2
+    two = tensor_bytes.peak_bytes({**GPT, **TWO_MICROBATCHES})
+    assert more == 6 and tensor_bytes.peak_bytes(GPT) == two + more * sequence
+
+
 def test_gradients_become_float32_one_by_one() -> None:
     wide = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 16, "vocab_size": 512}
     options = {**GPT, **BF16, **wide, **TWO_MICROBATCHES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from typing import Any
 
@@ -23,6 +24,7 @@ H100 = load("cuda").device_specs[0]
 MODEL = "--config llama-70b --seq-length 2048 --global-batch-size 256"
 
 
+@functools.cache
 def run_search(
     devices: int, options: str = MODEL, limit: float = H100.memory, **capabilities: Any
 ) -> tuple[Config, SearchResult]:
@@ -61,7 +63,7 @@ def test_experts_that_are_offered_are_what_the_trainer_runs(monkeypatch) -> None
 
 
 def test_they_come_in_order_and_within_the_limit() -> None:
-    _, result = run_search(64, f"{MODEL} --zero-stage 1", limit=60e9)
+    _, result = run_search(64, limit=60e9)
     seconds = [o.estimate.seconds for o in result.fits]
     assert seconds == sorted(seconds) and all(o.memory.total <= 60e9 for o in result.fits)
     missing = [o.memory.total for o in result.too_large]
@@ -119,9 +121,8 @@ def test_traffic_by_hand() -> None:
 
 
 def test_layouts_with_tensors_beyond_the_devices_limit_are_refused() -> None:
-    model = f"{MODEL} --zero-stage 1"
-    _, free = run_search(64, model)
-    config, limited = run_search(64, model, max_elements=2048 * 128256 // 8)
+    _, free = run_search(64)
+    config, limited = run_search(64, max_elements=2048 * 128256 // 8)
     offered = {plan_report.name(o) for o in limited.fits}
     assert offered < {plan_report.name(o) for o in free.fits}
     for option in limited.fits:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from model_options import LLAMA_OPTIONS, sizes
 
+from hal.bench.suites.scaling import LATENT
 from hal.model.apps.planning.shape import Shape
 from hal.model.apps.planning.traffic import Traffic, traffic
 from hal.model.config.parallel_layout import make_parallel_layout
@@ -26,14 +27,6 @@ TABLE = VOCABULARY * H
 WHOLE = LAYERS * LAYER + 2 * TABLE + H
 TP4 = {"tensor_model_parallel_size": 4, "num_query_groups": 8}
 TP2 = {"tensor_model_parallel_size": 2}
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 12,
-}
 PP2, PP3 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 3}
 CP4 = {"context_parallel_size": 4}
 ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses"}
