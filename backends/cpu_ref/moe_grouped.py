@@ -20,8 +20,8 @@ from .linear import fast, product
 from .memory import empty
 from .tensors import CODE, REAL, addresses, parameter, reasons, refuses
 
-_FEW = 32
-"""Up to this many rows, a group is multiplied by the kernel (which can take 64)."""
+_FEW = 64
+"""Up to this many rows, a group is multiplied by the kernel, which cannot take more."""
 
 
 def _sizes(op: str, group_sizes: Tensor, rows: int) -> list[int]:

@@ -33,7 +33,7 @@ enum {
     STEP = W * KU,            // elements per vector
     DEPTH = 32,               // vectors per piece of a row: 2 KiB
     MOST = 64,                // the largest group
-    ROWS = 48,                // rows of w per task
+    ROWS = 96,                // rows of w per task
     COLUMNS = 960,            // columns of w per task of dx: less than a page per row
     DEPTH_DX = 32,            // rows of w at a time in place
     DEPTH_PACKED = 128,       // and if they are packed: 48 KiB
@@ -75,20 +75,19 @@ HAL_INLINE void add_lanes_4(float *to, vec a, vec b, vec c, vec d) {
 }
 
 // sums[i][j] += x[i] . w[j] over `depth` elements, for m packed rows of x and n rows of w (constants after inlining).
-// ahead: whether the N rows of w that follow are prefetched.
-HAL_INLINE void dots(int m, int n, int ahead, int64_t depth, const elem *x, const elem *w, int64_t ld, float *sums) {
+// The first `ahead` rows of `next` are prefetched (a constant, too).
+HAL_INLINE void dots(int m, int n, int ahead, int64_t depth, const elem *x, const elem *w, const elem *next, int64_t ld,
+                     float *sums) {
     vec acc[M * N];  // those of a row of x side by side
 #pragma GCC unroll 24
     for (int i = 0; i < m * n; i++) acc[i] = (vec){0};
     for (int64_t k = 0; k < depth; k += STEP, x += M * STEP) {
         uvec wj[N];
+#pragma GCC unroll 6
+        for (int j = 0; j < ahead; j++) __builtin_prefetch(next + j * ld + k, 0, 2);
         if (depth - k >= STEP) {
 #pragma GCC unroll 6
-            for (int j = 0; j < n; j++) {
-                wj[j] = load_units(w + j * ld + k);
-                // The next rows, which would otherwise come from memory while nothing is multiplied.
-                if (ahead) __builtin_prefetch(w + (N + j) * ld + k, 0, 2);
-            }
+            for (int j = 0; j < n; j++) wj[j] = load_units(w + j * ld + k);
         } else {
 #pragma GCC unroll 6
             for (int j = 0; j < n; j++) wj[j] = load_first(w + j * ld + k, depth - k);
@@ -106,29 +105,29 @@ HAL_INLINE void dots(int m, int n, int ahead, int64_t depth, const elem *x, cons
     for (int i = m * n & ~3; i < m * n; i++) sums[i] += _mm512_reduce_add_ps((__m512)acc[i]);
 }
 
-// sums [m][n] += x w^T over `depth` elements for all m rows of x; block: elements of a packed block of rows.
-HAL_INLINE void all_dots(int n, int64_t m, int64_t depth, const elem *x, int64_t block, const elem *w, int64_t ld,
-                         float *sums) {
-    if (m >= M) {
-        dots(M, n, 1, depth, x, w, ld, sums);
-        for (m -= M, x += block, sums += M * n; m >= M; m -= M, x += block, sums += M * n)
-            dots(M, n, 0, depth, x, w, ld, sums);
-    }
+// sums [m][n] += x w^T over `depth` elements for all m rows of x; block: elements of a packed block of rows. Each block
+// prefetches `ahead` of the N rows of w that follow: all of them at once would wait for memory and multiply nothing.
+HAL_INLINE void all_dots(int n, int ahead, int64_t m, int64_t depth, const elem *x, int64_t block, const elem *w,
+                         int64_t ld, float *sums) {
+    int64_t next = N;
+    for (; m >= M; m -= M, x += block, sums += M * n, next = next + ahead < 2 * N ? next + ahead : N)
+        dots(M, n, ahead, depth, x, w, w + next * ld, ld, sums);
     switch (m) {
-        case 3: dots(3, n, 1, depth, x, w, ld, sums); break;
-        case 2: dots(2, n, 1, depth, x, w, ld, sums); break;
-        case 1: dots(1, n, 1, depth, x, w, ld, sums); break;
+        case 3: dots(3, n, ahead, depth, x, w, w + next * ld, ld, sums); break;
+        case 2: dots(2, n, ahead, depth, x, w, w + next * ld, ld, sums); break;
+        case 1: dots(1, n, ahead, depth, x, w, w + next * ld, ld, sums); break;
         default: break;
     }
 }
 
-// y [m][ldy], n rows of w [..][n_in] from row j on (n: a constant after inlining); x is packed.
-HAL_INLINE void columns(int n, int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy, int64_t j) {
+// y [m][ldy], n rows of w [..][n_in] from row j on (n, ahead: constants after inlining); x is packed.
+HAL_INLINE void columns(int n, int ahead, int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy,
+                        int64_t j) {
     // With a single block of rows there is nothing to keep in L1.
     const int64_t piece = m <= M ? n_in : DEPTH * STEP, block = (n_in + STEP - 1) / STEP * STEP * M;
     float sums[MOST * N] = {0};
     for (int64_t k = 0; k < n_in; k += piece)
-        all_dots(n, m, k + piece < n_in ? piece : n_in - k, x + k * M, block, w + j * n_in + k, n_in, sums);
+        all_dots(n, ahead, m, k + piece < n_in ? piece : n_in - k, x + k * M, block, w + j * n_in + k, n_in, sums);
     for (int64_t i = 0; i < m; i++)
         for (int c = 0; c < n; c++) STORE_ELEM(y + i * ldy + j + c, sums[i * n + c]);
 }
@@ -137,9 +136,12 @@ HAL_INLINE void columns(int n, int64_t m, int64_t n_in, const elem *x, const ele
 static void some_columns(int64_t m, int64_t n_in, const elem *x, const elem *w, elem *y, int64_t ldy, int64_t from,
                          int64_t to) {
     int64_t j = from;
-    for (; j + N <= to; j += N) columns(N, m, n_in, x, w, y, ldy, j);
-    for (; j + 2 <= to; j += 2) columns(2, m, n_in, x, w, y, ldy, j);
-    if (j < to) columns(1, m, n_in, x, w, y, ldy, j);
+    if (m <= M) for (; j + N <= to; j += N) columns(N, N, m, n_in, x, w, y, ldy, j);
+    else if (m <= 2 * M) for (; j + N <= to; j += N) columns(N, N / 2, m, n_in, x, w, y, ldy, j);
+    else if (m <= 5 * M) for (; j + N <= to; j += N) columns(N, N / 3, m, n_in, x, w, y, ldy, j);
+    else for (; j + N <= to; j += N) columns(N, 1, m, n_in, x, w, y, ldy, j);
+    for (; j + 2 <= to; j += 2) columns(2, 0, m, n_in, x, w, y, ldy, j);
+    if (j < to) columns(1, 0, m, n_in, x, w, y, ldy, j);
 }
 
 static int64_t first_row(const struct groups *g, int64_t expert) {
