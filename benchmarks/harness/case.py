@@ -37,7 +37,7 @@ class Case:
 
     work: FLOP or bytes of one call, for the share of `ceiling` (a key of roofline.CEILINGS).
     budgets: name -> seconds (or bytes) that ours may take, i.e. a peer whose figure is given instead of measured.
-    minus: a candidate whose time is subtracted from that of ours (the cost of an empty call); it is not a peer.
+    minus: a candidate whose time is subtracted from that of all others (the cost of an empty call); it is not a peer.
     series, x: the line of the growth plot to which this case adds a point, and the point's x coordinate.
     quantity: "seconds" of a call; "bytes" that one call adds to the resident memory at its peak; "counted bytes" or
         "counted share" for calls that return the figure themselves.

@@ -229,13 +229,13 @@ def rows(
 ) -> list[Row]:
     """One row per peer and per budget. ceiling_work: FLOP or bytes of one call of the candidate `CEILING`."""
 
-    def ours(times: Mapping[str, float]) -> float:
-        return times[OURS] - times[case.minus] if case.minus else times[OURS]
+    def net(times: Mapping[str, float], name: str = OURS) -> float:
+        return times[name] - times[case.minus] if case.minus else times[name]
 
     shares = []
     if case.ceiling and case.work and CEILING in samples.rounds[0]:
         # A rate is work / time; ours is divided by the ceiling's in the same round.
-        shares = [(case.work / ours(t)) / (ceiling_work / t[CEILING]) for t in samples.rounds]
+        shares = [(case.work / net(t)) / (ceiling_work / t[CEILING]) for t in samples.rounds]
     peers = [n for n in samples.rounds[0] if n not in (OURS, CEILING, case.minus)]
     goals = {peer: goal(peer) for peer in [*peers, *case.budgets]}
     ratios_count = any(wanted is not None for wanted in goals.values())
@@ -244,7 +244,7 @@ def rows(
         budget = case.budgets.get(peer)
         # Noise can make an overhead zero or negative. The ratio is limited then, because JSON cannot represent
         # infinity.
-        ratios = sorted((t[peer] if budget is None else budget) / max(ours(t), 1e-12) for t in samples.rounds)
+        ratios = sorted((net(t, peer) if budget is None else budget) / max(net(t), 1e-12) for t in samples.rounds)
         result.append(
             Row(
                 suite=suite,
@@ -255,7 +255,7 @@ def rows(
                 ratio_median=statistics.median(ratios),
                 ratio_min=ratios[0],
                 ratio_max=ratios[-1],
-                ours=statistics.median(ours(t) for t in samples.rounds),
+                ours=statistics.median(net(t) for t in samples.rounds),
                 unit=UNIT_OF[case.quantity],
                 ceiling=case.ceiling,
                 share_of_ceiling=statistics.median(shares) if shares else None,

@@ -111,8 +111,8 @@ def test_names_of_cases_are_unique():
 
 
 def test_goals_are_for_cpu_ref_only():
-    assert runner.ratio_goal("cpu_ref", "dispatch", "x", "budget of 1 us", "default") == 1.0
-    assert runner.ratio_goal("cuda", "dispatch", "x", "budget of 1 us", "default") is None
+    assert runner.ratio_goal("cpu_ref", "dispatch", "x", "torch.library", "default") == 4.0
+    assert runner.ratio_goal("cuda", "dispatch", "x", "torch.library", "default") is None
 
 
 @pytest.mark.parametrize(

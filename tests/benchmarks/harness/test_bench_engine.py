@@ -127,11 +127,13 @@ def test_only_clean_rounds_settle_a_case():
     assert (samples.taken, samples.clean, len(samples.rounds)) == (7, 5, 5)
 
 
-def test_the_subtracted_candidate_is_not_a_peer_but_a_budget_is():
-    (row,) = measured({"ours": 3e-6, "direct": 1e-6}, minus="direct", budgets={"budget of 1 us": 1e-6})
-    assert row.peer == "budget of 1 us"
-    assert row.ours == pytest.approx(2e-6)
-    assert row.ratio_median == pytest.approx(0.5)
+def test_a_candidate_is_subtracted_from_ours_and_from_peers_but_not_from_a_budget():
+    times = {"ours": 3e-6, "direct": 1e-6, "peer": 7e-6}
+    result = measured(times, minus="direct", budgets={"budget of 1 us": 1e-6})
+    assert [(r.peer, r.ours, r.ratio_median) for r in result] == [
+        ("peer", pytest.approx(2e-6), pytest.approx(3.0)),
+        ("budget of 1 us", pytest.approx(2e-6), pytest.approx(0.5)),
+    ]
 
 
 def test_an_overhead_below_zero_fits_any_budget_and_json():
