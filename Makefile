@@ -33,8 +33,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 train: $(READY)  ## train a small GPT on real text, on the CPU, in about three minutes
 	$(BIN)/hal train --backend cpu_ref --config tiny --run-dir runs/tiny
 
-# Some of the fast tests wait for other processes, so one worker more than processors keeps these busy.
-test: WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Some of these tests wait for other processes, so one worker more than processors keeps these busy.
+test test-slow: WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 test: $(READY)  ## the fast suite
 	$(call TEST,$(BIN)) -m "not slow"
 

@@ -56,7 +56,7 @@ def test_memory_does_not_creep_over_a_thousand_steps(layout: str) -> None:
     assert max(growth) <= CREEP, [f"{n / MIB:.2f} MiB" for n in growth]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @unsanitized
 def test_a_leak_of_16_kib_per_step_is_detected() -> None:
     (growth,) = run_processes(1, _growth, SMALL, 16 << 10, timeout=240.0)

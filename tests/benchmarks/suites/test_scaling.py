@@ -75,7 +75,7 @@ def test_training_under_a_layout(capsys, tmp_path) -> None:
     assert "tokens/s" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_under_a_layout_of_four_ranks(tmp_path) -> None:
     file = tmp_path / "rows"
     layout = ["--nproc-per-node", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]

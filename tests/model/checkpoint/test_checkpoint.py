@@ -62,7 +62,7 @@ print(moments, sorted(seen))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["foreground", "background"])
+@pytest.mark.parametrize("where", [pytest.param("foreground", marks=pytest.mark.nightly), "background"])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, where):
     done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "save"), where], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ def arguments(text, folder):
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_a_stopped_run_saves_reports_and_can_continue(text, tmp_path, number):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

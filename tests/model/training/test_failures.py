@@ -87,7 +87,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["", "async"])
+@pytest.mark.parametrize("saving", [pytest.param([], marks=pytest.mark.nightly), ["--async-save"]], ids=["", "async"])
 def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     text: str, tmp_path: Path, saving: list[str], start: Callable[..., Any]
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipient", ["launcher", "rank 1"])
+@pytest.mark.parametrize("recipient", ["launcher", pytest.param("rank 1", marks=pytest.mark.nightly)])
 def test_a_job_that_is_asked_to_stop_saves_and_ends_well(
     text: str, tmp_path: Path, start: Callable[..., Any], recipient: str
 ) -> None:
