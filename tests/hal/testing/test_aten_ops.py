@@ -27,6 +27,7 @@ def uses(operations):
     return {name: call["used by"] for name, call in operations.items()}
 
 
+@pytest.mark.slow
 def test_the_list_has_what_the_model_calls_and_nothing_else(recorded):
     assert uses(recorded) == uses(listed()), REGENERATE
 

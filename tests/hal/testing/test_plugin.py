@@ -52,6 +52,7 @@ def pytest_run(site, *argv):
     return subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_implementation_is_a_test_and_the_wrong_one_fails_with_its_code(site):
     ops = [f"--op={name}" for name in ("rms_norm", "l2norm", "adamw")]
     result = pytest_run(site, "--pyargs", "hal.testing", "--backend", "acme", "--max-examples", "2", *ops)

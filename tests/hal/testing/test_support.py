@@ -166,6 +166,7 @@ def test_results_of_other_environments_are_merged(tmp_path, capsys):
     assert "FAIL     swiglu" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_backends_run_in_processes_of_their_own_and_absent_ones_say_why(tmp_path, capfd):
     out = tmp_path / "support.md"
     argv = ["parity", "--backends", "cpu_ref,npu,cuda", "--op", "l2norm", "--max-examples", "0"]
