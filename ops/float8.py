@@ -110,11 +110,15 @@ def _samples() -> SearchStrategy[Sample]:
 
 def dequantize(x: Tensor, scale: Tensor, acc: torch.dtype = torch.float32) -> Tensor:
     """x times its scale, in `acc`. x [..., n] and scale as in `scaled_linear`."""
-    x, scale = x.detach(), scale.detach()
+    return x.detach().to(acc) * spread(scale.detach(), x).to(acc)
+
+
+def spread(scale: Tensor, x: Tensor) -> Tensor:
+    """A scale of x as a tensor that broadcasts with x: every scale of a block once per element."""
     for dim in range(-scale.ndim, 0):
         if scale.shape[dim] not in (1, x.shape[dim]):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, x.shape[dim])
-    return x.to(acc) * scale.to(acc)
+    return scale
 
 
 def _compose(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ existing model into these in place. `import hal` does not load this package.
 """
 
 from .conversion import Conversion, Rule, convert
+from .float8_products import ExactProducts, Float8Products
 from .functional import scaled_dot_product_attention
 from .layers import GELU, CrossEntropyLoss, Embedding, LayerNorm, Linear, RMSNorm, RotaryEmbedding
 
@@ -14,6 +15,8 @@ __all__ = [
     "Conversion",
     "CrossEntropyLoss",
     "Embedding",
+    "ExactProducts",
+    "Float8Products",
     "LayerNorm",
     "Linear",
     "RMSNorm",

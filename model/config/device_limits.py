@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
+
 from hal import Capabilities
 
 from .parallel_layout import ParallelLayout
@@ -25,6 +27,9 @@ def device_problems(c: Config, plan: ParallelLayout, capabilities: Capabilities)
             f"parameters of dtype {_name(c.params_dtype)} cannot be stored on the device, which has {known}; choose "
             "--bf16, --fp16 or neither (float32) accordingly"
         )
+    float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+    if c.fp8_format is not None and not float8 <= capabilities.dtypes:
+        yield f"--fp8-format {c.fp8_format}: the device has no float8_e4m3fn and float8_e5m2; remove it"
     limit = capabilities.max_elements
     for name, shape, remedy in _largest_tensors(c, plan):
         count = math.prod(shape)

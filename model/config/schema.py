@@ -402,6 +402,20 @@ class Config:
     bf16: bool = _opt(False, "bfloat16 model with float32 master weights")
     fp32_residual_connection: bool = _opt(False, "float32 sums between the layers of a 16-bit model")
     fp16: bool = _opt(False, "float16 model with float32 master weights and loss scaling")
+    fp8_format: str | None = _opt(
+        None,
+        "multiply the linear layers of a --bf16 model in float8: activations and weights in e4m3, gradients in e5m2 "
+        "(hybrid) or e4m3",
+        choices=("hybrid", "e4m3"),
+    )
+    fp8_recipe: str | None = _opt(
+        None,
+        "the scales of float8 operands: one per tensor, or one per 128 elements (weights: 128 x 128)",
+        choices=("tensorwise", "blockwise"),
+    )
+    first_last_layers_bf16: bool = _opt(False, "multiply the first and last layers in --bf16 beside --fp8-format")
+    num_layers_at_start_in_bf16: int = _opt(1, "how many first ones", ">= 0")
+    num_layers_at_end_in_bf16: int = _opt(1, "how many last ones", ">= 0")
     lr: float = _derived(
         lambda c: 2e-5 if c.sft else 6e-4, "peak learning rate; default 6e-4, or 2e-5 with --sft", ">= 0"
     )
@@ -661,6 +675,12 @@ class Config:
     def expert_count(self) -> int:
         """The experts of a mixture-of-experts layer; 0 if all layers are dense."""
         return self.num_experts or 0
+
+    def in_float8(self, layer: int) -> bool:
+        """Whether the linear layers of layer number `layer` multiply in float8."""
+        kept = self.first_last_layers_bf16
+        first, last = (self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16) if kept else (0, 0)
+        return self.fp8_format is not None and first <= layer < self.num_layers - last
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` is a mixture of experts."""

@@ -238,8 +238,33 @@ def _profile(c: Config) -> Iterator[str]:
         yield "--profile would measure the float64 references of --verify-ops; give one of them"
 
 
+def _float8(c: Config) -> Iterator[str]:
+    if c.fp8_format is None:
+        return
+    if not c.bf16:
+        yield f"--fp8-format {c.fp8_format} needs --bf16: weights and activations between products have that dtype"
+    if c.fp8_recipe is None:
+        yield (
+            f"--fp8-format {c.fp8_format} needs --fp8-recipe tensorwise or blockwise; scales from earlier iterations, "
+            "Megatron's default (delayed), are not available"
+        )
+    for option, given in (
+        ("--num-experts", c.num_experts is not None),
+        ("--multi-latent-attention", c.multi_latent_attention),
+        ("--context-parallel-size above 1", c.context_parallel_size > 1),
+    ):
+        if given:
+            yield f"--fp8-format {c.fp8_format} is not available with {option}; remove one of them"
+    if c.fp8_recipe == "tensorwise" and c.tensor_model_parallel_size > 1:
+        yield (
+            "--fp8-recipe tensorwise with --tensor-model-parallel-size above 1 would give each rank's part of a tensor "
+            "another scale; give --fp8-recipe blockwise"
+        )
+
+
 _ALONE = (
     _bounds,
+    _float8,
     _split,
     _shape,
     latent.problems,
@@ -262,6 +287,7 @@ def _ignored(c: Config) -> Iterator[str]:
         ("split", not c.train_data_path, "data that all splits share, not --train-data-path"),
         ("valid_data_path test_data_path", bool(c.train_data_path), "--train-data-path"),
         ("valid_data_path", c.eval_interval is not None, "--eval-interval"),
+        ("fp8_recipe", c.fp8_format is not None, "--fp8-format"),
         ("chat_template packing truncation num_train_epochs", c.sft, "--sft"),
         ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
         ("lr_decay_samples lr_warmup_samples lr_wsd_decay_samples", c.train_samples is not None, "--train-samples"),
@@ -320,6 +346,8 @@ def idle(c: Config) -> Iterator[str]:
         ("eval_interval", evaluates(c) or not c.eval_iters, "--split with validation data"),
         ("loss_scale", c.fp16, "--fp16"),
         ("fp32_residual_connection", c.fp16 or c.bf16, "--bf16 or --fp16"),
+        ("first_last_layers_bf16", c.fp8_format is not None, "--fp8-format"),
+        ("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", c.first_last_layers_bf16, "--first-last-layers-bf16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("recompute_method recompute_num_layers", full, "--recompute-granularity full"),

@@ -83,7 +83,7 @@ class ColumnParallelLinear(hal.nn.Linear):
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
         """activation(x W^T + bias), `activation` as in ops.linear_bias_activation: [..., in] -> [..., out / ranks], of
         which a gated activation leaves half."""
-        if self.parallel.sequence or _main_grads(self.weight, None) is not None:
+        if self.parallel.sequence or _main_grads(self.weight, None) or _products(self.weight) is not EXACT:
             y = column_linear(x, self.weight, None, self.parallel)  # a product with its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
@@ -102,13 +102,22 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Para
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """ops.linear with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
+    """x W^T + bias, with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
     float32 gradient sum (Megatron's name), which the optimizer sets from the second microbatch on."""
     main_grads = _main_grads(weight, bias)
-    if main_grads is None:
+    if main_grads is None and _products(weight) is EXACT:
         return ops.linear(x, weight, bias)
-    y: Tensor = _AccumulatingLinear.apply(x, weight, bias, main_grads)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, main_grads)  # type: ignore[no-untyped-call]
     return y
+
+
+EXACT = hal.nn.ExactProducts()
+
+
+def _products(weight: Tensor) -> hal.nn.ExactProducts:
+    """How a weight is multiplied: its attribute `products`, which `set_products` gives it."""
+    products: hal.nn.ExactProducts = getattr(weight, "products", EXACT)
+    return products
 
 
 _MainGrads = tuple[Tensor, Tensor | None]
@@ -124,23 +133,22 @@ def _main_grads(weight: Tensor, bias: Tensor | None) -> _MainGrads | None:
     return weight_sum, bias_sum
 
 
-class _AccumulatingLinear(torch.autograd.Function):
-    """ops.linear whose backward pass adds the gradients of weight and bias to their `main_grad` instead of returning
-    them."""
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward pass adds the gradients of weight and bias to their `main_grad`, if there is one,
+    instead of returning them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.main_grads = main_grads
-        return ops.linear(x, weight, bias)
+        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, _products(weight), bias is not None
+        return _products(weight).forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = ops.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
-        ops.linear_wgrad(x, dy, *ctx.main_grads)
-        return dx, None, None, None
+        dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, *_parameter_gradients(ctx, x, dy), None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -154,7 +162,8 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.has_bias, ctx.main_grads = comm, bias is not None, _main_grads(weight, bias)
-        return ops.linear(comm.all_gather(x), weight, bias)
+        ctx.products = _products(weight)
+        return ctx.products.forward(comm.all_gather(x), weight, bias)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -162,13 +171,19 @@ class _GatheredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # Both collectives overlap with a matrix product: the gather with that of dx, the scatter with that of dw.
         gathering = ctx.comm.start("all_gather", x)
-        scattering = ctx.comm.start("reduce_scatter", ops.linear(dy, weight.t()))
-        dy_rows, x_rows = dy.flatten(0, -2), gathering.wait().flatten(0, -2)
-        if ctx.main_grads is not None:
-            ops.linear_wgrad(x_rows, dy_rows, *ctx.main_grads)
-            return scattering.wait(), None, None, None
-        dw = ops.linear(dy_rows.t(), x_rows.t())
-        return scattering.wait(), dw, dy_rows.sum(0) if ctx.has_bias else None, None
+        scattering = ctx.comm.start("reduce_scatter", ctx.products.input_gradient(dy, weight))
+        gradients = _parameter_gradients(ctx, gathering.wait(), dy)
+        return scattering.wait(), *gradients, None
+
+
+def _parameter_gradients(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias from x [..., in] and dy [..., out], or (None, None) after adding them to
+    `main_grad`."""
+    if ctx.main_grads is not None:
+        ctx.products.add_gradients(x, dy, *ctx.main_grads)
+        return None, None
+    dy_rows = dy.flatten(0, -2)
+    return ctx.products.weight_gradient(dy_rows, x.flatten(0, -2)), dy_rows.sum(0) if ctx.has_bias else None
 
 
 class RowParallelLinear(hal.nn.Linear):
@@ -188,6 +203,15 @@ class RowParallelLinear(hal.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         leave = mappings.reduce_scatter_from_region if self.parallel.sequence else mappings.reduce_from_region
         return leave(linear(x, self.weight), self.parallel.tp)
+
+
+def set_products(layer: nn.Module, config: Config, number: int) -> None:
+    """Chooses float8 for the linear layers of transformer layer `number` where --fp8-format does."""
+    gradient = torch.float8_e5m2 if config.fp8_format == "hybrid" else torch.float8_e4m3fn
+    for part in layer.modules() if config.in_float8(number) else ():
+        if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
+            by_block = config.fp8_recipe == "blockwise"
+            part.weight.products = hal.nn.Float8Products(by_block, gradient)  # type: ignore[assignment]
 
 
 class VocabParallelEmbedding(hal.nn.Embedding):

@@ -27,7 +27,7 @@ from .activation_checkpointing import recompute
 from .attention import SelfAttention, SharedInputs
 from .dropout_rng import DropoutRng
 from .latent_attention import LatentAttention
-from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
+from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of, set_products
 from .mlp import MLP
 from .moe import MoE
 
@@ -116,6 +116,7 @@ class TransformerLayer(nn.Module):
             self.post_attn_norm = norm("post_attn_norm", config.attn_post_norm_scale)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.ffn_post_norm_scale)
         self.plain = self.post_attn_norm is None and self.multiplier == 1.0 and init.dtype == config.residual_dtype
+        set_products(self, config, layer)
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         attended, dropout_rng = self.self_attention(self.input_layernorm(x), shared), shared.dropout_rng

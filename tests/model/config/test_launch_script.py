@@ -110,10 +110,10 @@ def test_the_yaml_says_what_became_of_every_option_and_resolves(tmp_path, capsys
 
 def test_refused_options_are_comments_and_the_exit_code_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = script(tmp_path, f"python pretrain_gpt.py {MODEL} {TRAINING} --fp8-format hybrid --fim-data")
+    path = script(tmp_path, f"python pretrain_gpt.py {MODEL} {TRAINING} --fp4-format e2m1 --fim-data")
     assert main(["import", str(path)]) == 1
     captured = capsys.readouterr()
-    assert "# --fp8-format hybrid: " in captured.out and "# --fim-data" in captured.out
+    assert "# --fp4-format e2m1: " in captured.out and "# --fim-data" in captured.out
     assert "refused" in captured.err
 
 

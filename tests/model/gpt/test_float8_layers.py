@@ -1,0 +1,108 @@
+"""--fp8-format: which layers multiply in float8, and that a model trains with it as in bfloat16."""
+
+import parallel_runs
+import pytest
+import torch
+from model_options import LLAMA_OPTIONS
+
+import hal
+from hal.model.config.command_line import build
+from hal.model.config.device_limits import device_problems
+from hal.model.config.parallel_layout import make_parallel_layout
+from hal.model.config.schema import ConfigError
+from hal.model.gpt.model import GPT
+from hal.nn import Float8Products
+
+BF16 = {"tokenizer_type": "NullTokenizer", "vocab_size": 100, "data_path": "unused", "bf16": True}
+SMALL = {**BF16, "num_layers": 4, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 24}
+FLOAT8 = {"fp8_format": "hybrid", "fp8_recipe": "blockwise"}
+WIDE = {**parallel_runs.LLAMA, **FLOAT8, "bf16": True, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
+WIDE |= {"ffn_hidden_size": 256, "num_query_groups": 8, "lr": 1e-3, "init_method_std": 0.04}
+"""Parts of weights under TP2 are whole blocks of 128 x 128."""
+
+
+def products(**options):
+    gpt = GPT(build({**SMALL, **options}), torch.device("cpu"))
+    return {name: getattr(p, "products", None) for name, p in gpt.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options, layers",
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"first_last_layers_bf16": True}, {1, 2}),
+        ({"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 2}, {0, 1}),
+    ],
+)
+def test_the_four_products_of_a_layer_are_in_float8_and_no_others(options, layers):
+    found = {name for name, how in products(**FLOAT8, **options).items() if how is not None}
+    parts = ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
+    assert found == {f"decoder.layers.{n}.{part}.weight" for n in layers for part in parts}
+
+
+def test_the_recipe_and_the_format_are_those_given():
+    (how,) = {p for p in products(**FLOAT8).values() if p}
+    assert how == Float8Products(True, torch.float8_e5m2)
+    (how,) = {p for p in products(fp8_format="e4m3", fp8_recipe="tensorwise").values() if p}
+    assert how == Float8Products(False, torch.float8_e4m3fn)
+    assert set(products().values()) == {None}
+
+
+@pytest.mark.parametrize("family", [{}, {**LLAMA_OPTIONS, "num_query_groups": 2}])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_logits_and_gradients_are_near_those_of_bfloat16(family, recipe):
+    ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
+    results = []
+    with hal.activated(hal.testing.Reference()):
+        for float8 in ({}, {"fp8_format": "hybrid", "fp8_recipe": recipe}):
+            gpt = GPT(build({**SMALL, **family, "init_method_std": 0.1, **float8}), torch.device("cpu"))
+            logits = gpt(ids)
+            logits.float().square().mean().backward()
+            results.append((logits.detach().float(), {n: p.grad.float() for n, p in gpt.named_parameters()}))
+    (logits, grads), (logits8, grads8) = results
+    assert 1e-3 < (logits8 - logits).norm() / logits.norm() < 0.15
+    for name, grad in grads.items():
+        assert (grads8[name] - grad).norm() < 0.25 * grad.norm() + 1e-6, name
+
+
+def test_sums_of_microbatches_are_those_of_the_gradients():
+    """The second microbatch adds to float32 sums, which the first does not."""
+    one = parallel_runs.steps({**parallel_runs.GPT2, **FLOAT8, "bf16": True, "micro_batch_size": 8}, 2)
+    several = parallel_runs.steps({**parallel_runs.GPT2, **FLOAT8, "bf16": True, "micro_batch_size": 2}, 2)
+    parallel_runs.close(several, one, losses=2e-2, norms=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{**parallel_runs.TP2, **parallel_runs.SP}, {**parallel_runs.PP2}, {**parallel_runs.DISTRIBUTED_OPTIMIZER}],
+    ids=["tp2-sp", "pp2", "dp2-distributed-optimizer"],
+)
+def test_a_layout_trains_as_one_process(layout):
+    parallel_runs.close(parallel_runs.on(2, {**WIDE, **layout}, 5), parallel_runs.on(1, WIDE, 5), 2e-3, 2e-2)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({**FLOAT8, "bf16": False}, "--fp8-format hybrid needs --bf16"),
+        ({"fp8_format": "e4m3"}, "needs --fp8-recipe tensorwise or blockwise; scales from earlier iterations"),
+        ({"fp8_recipe": "blockwise"}, "--fp8-recipe would be ignored: it needs --fp8-format"),
+        ({**FLOAT8, "num_experts": 4, "disable_bias_linear": True}, "not available with --num-experts"),
+        ({**FLOAT8, "context_parallel_size": 2}, "not available with --context-parallel-size above 1"),
+        ({**FLOAT8, "fp8_recipe": "tensorwise", "tensor_model_parallel_size": 2}, "give --fp8-recipe blockwise"),
+    ],
+)
+def test_what_is_not_available_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        build({**SMALL, **options})
+
+
+def test_a_device_without_float8_is_refused():
+    config = build({**SMALL, **FLOAT8})
+    layout = make_parallel_layout(config, 1)
+    reals = frozenset({torch.float32, torch.bfloat16})
+    (problem,) = device_problems(config, layout, hal.Capabilities(dtypes=reals))
+    assert problem == "--fp8-format hybrid: the device has no float8_e4m3fn and float8_e5m2; remove it"
+    both = reals | {torch.float8_e4m3fn, torch.float8_e5m2}
+    assert list(device_problems(config, layout, hal.Capabilities(dtypes=both))) == []
