@@ -40,7 +40,7 @@ def _largest(x: Tensor, dim: int) -> Tensor:
     """The maximum of every 128 elements along `dim`, of non-negative values."""
     x = x.transpose(dim, -1)
     padded = F.pad(x, (0, blocks(x.shape[-1]) * BLOCK - x.shape[-1]))
-    return padded.unflatten(-1, (-1, BLOCK)).amax(-1).transpose(dim, -1)
+    return padded.reshape(*x.shape[:-1], -1, BLOCK).amax(-1).transpose(dim, -1)
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,12 @@ class Float8Products(ExactProducts):
         dy8, dy_scale = self._rows(dy.t(), self.gradient)
         x8, x_scale = self._rows(x.t(), torch.float8_e4m3fn)
         return ops.scaled_linear(dy8, x8, dy_scale, x_scale, dtype=dtype)
+
+
+EXACT = ExactProducts()
+
+
+def products_of(weight: Tensor) -> ExactProducts:
+    """How a weight is multiplied: its attribute `products`, or exactly."""
+    products: ExactProducts = getattr(weight, "products", EXACT)
+    return products

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 import hal.nn
 from hal import Comm, Rng, ops
+from hal.nn.float8_products import EXACT, products_of
 
 from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel, Shard
@@ -83,7 +84,7 @@ class ColumnParallelLinear(hal.nn.Linear):
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
         """activation(x W^T + bias), `activation` as in ops.linear_bias_activation: [..., in] -> [..., out / ranks], of
         which a gated activation leaves half."""
-        if self.parallel.sequence or _main_grads(self.weight, None) or _products(self.weight) is not EXACT:
+        if self.parallel.sequence or _main_grads(self.weight, None) or products_of(self.weight) is not EXACT:
             y = column_linear(x, self.weight, None, self.parallel)  # a product with its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
@@ -105,19 +106,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
     float32 gradient sum (Megatron's name), which the optimizer sets from the second microbatch on."""
     main_grads = _main_grads(weight, bias)
-    if main_grads is None and _products(weight) is EXACT:
+    if main_grads is None and products_of(weight) is EXACT:
         return ops.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, main_grads)  # type: ignore[no-untyped-call]
     return y
-
-
-EXACT = hal.nn.ExactProducts()
-
-
-def _products(weight: Tensor) -> hal.nn.ExactProducts:
-    """How a weight is multiplied: its attribute `products`, which `set_products` gives it."""
-    products: hal.nn.ExactProducts = getattr(weight, "products", EXACT)
-    return products
 
 
 _MainGrads = tuple[Tensor, Tensor | None]
@@ -140,8 +132,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, _products(weight), bias is not None
-        return _products(weight).forward(x, weight, bias)
+        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, products_of(weight), bias is not None
+        return products_of(weight).forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -162,7 +154,7 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.has_bias, ctx.main_grads = comm, bias is not None, _main_grads(weight, bias)
-        ctx.products = _products(weight)
+        ctx.products = products_of(weight)
         return ctx.products.forward(comm.all_gather(x), weight, bias)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -211,7 +203,7 @@ def set_products(layer: nn.Module, config: Config, number: int) -> None:
     for part in layer.modules() if config.in_float8(number) else ():
         if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
             by_block = config.fp8_recipe == "blockwise"
-            part.weight.products = hal.nn.Float8Products(by_block, gradient)  # type: ignore[assignment]
+            part.weight.products = hal.nn.Float8Products(by_block, gradient)  # type: ignore[attr-defined]
 
 
 class VocabParallelEmbedding(hal.nn.Embedding):
