@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from hal.comm.contract import Comm, Message, SingleRankComm, Work
 from hal.core.adapters import accept
 from hal.core.autograd import make_call, noting_writes
-from hal.core.backend import Backend, Impl, Probe
+from hal.core.backend import Backend, Capabilities, Impl, Probe
 from hal.core.op import OPS, Op
 from hal.errors import HalError
 
@@ -129,6 +130,10 @@ class RecordingBackend(Backend):
 
     def probe(self) -> Probe:
         return Probe(True, 1, "a device made of Python")
+
+    def capabilities(self) -> Capabilities:
+        reals = super().capabilities()
+        return replace(reals, dtypes=reals.dtypes | {torch.float8_e4m3fn, torch.float8_e5m2})
 
     def device(self, index: int = 0) -> torch.device:
         return DEVICE

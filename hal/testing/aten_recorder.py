@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "use_flash_attn": False},
     "sandwich": {"use_sandwich_norm": True, "shape_order": "BSH"},
     "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
+    "float8": {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "blockwise"},
 }
 """Further models besides golden.SHAPES, by name: options."""
 
