@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from hal.comm.contract import Comm, Message, SingleRankComm, Work
 from hal.core.adapters import accept
 from hal.core.autograd import make_call, noting_writes
-from hal.core.backend import Backend, Capabilities, Impl, Probe
+from hal.core.backend import Backend, Impl, Probe
+from hal.core.capabilities import Capabilities
 from hal.core.op import OPS, Op
 from hal.errors import HalError
 
