@@ -35,6 +35,23 @@ def parser() -> Parser:
         metavar="N",
         help="pipeline-parallel size of the result (megatron; default 1)",
     )
+    add(
+        "--target-expert-parallel-size",
+        type=int,
+        metavar="N",
+        help="expert-parallel size of the result (megatron; default 1)",
+    )
+    add(
+        "--saver-transformer-impl",
+        choices=("local", "transformer_engine"),
+        help="the layers whose names the result has (megatron; default local)",
+    )
+    add(
+        "--moe-grouped-gemm",
+        action="store_true",
+        default=None,
+        help="store experts as models with --moe-grouped-gemm load them (megatron)",
+    )
     add("--make-vocab-size-divisible-by", type=int, metavar="N", help="padding of the vocabulary (default 128)")
     add(
         "--true-vocab-size",
@@ -58,8 +75,9 @@ def main(argv: Sequence[str]) -> int:
     command = parser()
     arguments = command.parse_args(argv)
     tokenizer = {name: getattr(arguments, name) for name in TOKENIZER if hasattr(arguments, name)}
+    sizes = [f"target_{dimension}_parallel_size" for dimension in ("tensor", "pipeline", "expert")]
     ignored = {
-        "megatron": ("target_tensor_parallel_size", "target_pipeline_parallel_size"),
+        "megatron": (*sizes, "saver_transformer_impl", "moe_grouped_gemm"),
         "hal": tuple(tokenizer),
         "huggingface": ("chat_template", "model_type"),
     }
@@ -71,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         command.error("--make-vocab-size-divisible-by would be ignored: Hugging Face models have no padding")
     if tokenizer and "tokenizer_type" not in tokenizer:
         command.error("the tokenizer's options need --tokenizer-type")
-    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "make_vocab_size_divisible_by"):
+    for name in (*sizes, "make_vocab_size_divisible_by"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             command.error(f"--{name.replace('_', '-')} must be at least 1")
     loader = arguments.loader or convert.detect(arguments.load)
@@ -79,8 +97,9 @@ def main(argv: Sequence[str]) -> int:
     target = convert.Target(
         arguments.saver,
         arguments.save,
-        arguments.target_tensor_parallel_size or 1,
-        arguments.target_pipeline_parallel_size or 1,
+        *(getattr(arguments, name) or 1 for name in sizes),
+        arguments.saver_transformer_impl == "transformer_engine",
+        bool(arguments.moe_grouped_gemm),
         arguments.make_vocab_size_divisible_by or 128,
         arguments.dtype,
         tokenizer,

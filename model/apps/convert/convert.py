@@ -25,15 +25,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Target:
-    """What to write. folder: new or empty. tp, pp: parallel sizes of the files (megatron only). divisible_by: divisor
-    of the padded vocabulary size (not for huggingface, which has no padding). dtype: None keeps the source's.
-    tokenizer: options to store in the checkpoint (hal only) instead of the source's. chat_template: a Jinja file
-    (huggingface only). model_type: the family to write (huggingface only; default: the first that fits)."""
+    """What to write. folder: new or empty. tp, pp, ep: parallel sizes of the files (megatron only).
+    transformer_engine, grouped: names of Transformer Engine's layers, and of --moe-grouped-gemm (megatron only).
+    divisible_by: divisor of the padded vocabulary size (not for huggingface, which has no padding). dtype: None keeps
+    the source's. tokenizer: options to store in the checkpoint (hal only) instead of the source's. chat_template: a
+    Jinja file (huggingface only). model_type: the family to write (huggingface only; default: the first that fits)."""
 
     format: str
     folder: Path
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    transformer_engine: bool = False
+    grouped: bool = False
     divisible_by: int = 128
     dtype: str | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
@@ -77,16 +81,21 @@ def write(weights: Weights, target: Target) -> list[str]:
     folder = target.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--save {folder} is not empty; give a new folder")
-    kinds = {"num_experts": "a mixture of experts", "multi_latent_attention": "latent attention"}
-    for option, kind in kinds.items():
-        if target.format.startswith("megatron") and weights.options.get(option):
-            raise ConversionError(f"{kind} cannot be written as {FORMATS[target.format]} yet; --saver hal copies it")
     if target.dtype is not None:
         weights.to(DTYPES[target.dtype])
     if target.format == "huggingface":
         return huggingface.write(weights, folder, target.chat_template, target.model_type)
     if target.format == "megatron":
-        megatron_ranks.write(weights, folder, tp=target.tp, pp=target.pp, divisible_by=target.divisible_by)
+        megatron_ranks.write(
+            weights,
+            folder,
+            tp=target.tp,
+            pp=target.pp,
+            ep=target.ep,
+            divisible_by=target.divisible_by,
+            transformer_engine=target.transformer_engine,
+            grouped=target.grouped,
+        )
     elif target.format == "megatron-core":
         megatron_distributed.write(weights, folder, divisible_by=target.divisible_by)
     else:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ...checkpoint.saved_config import model_options
+from ...config import experts, latent
 from ...config.command_line import convert
+from ...config.experts import layer_pattern
 from ...config.schema import Config
 from ...config.tokenizer_options import KINDS, OPTIONS
 from .weights import ConversionError, Weights, require
@@ -38,12 +40,14 @@ _SHARED = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "qk_layernorm",
 )
+# Options that do not change what the weights compute, and of which Megatron has other values or none.
+_HOW = {"moe_token_dispatcher_type", "moe_per_layer_logging"}
+_EXPERTS = [name for name in experts.OPTIONS.split() if name not in _HOW]
+_LATENT = f"{latent.OPTIONS} {latent.YARN} rope_type rotary_scaling_factor original_max_position_embeddings".split()
 # Features that are not read from these checkpoints, by the arg that turns them on. 0, 1 and False are neutral.
 _UNSUPPORTED = {
-    "num_experts": "experts",
-    "qk_layernorm": "norms of queries and keys",
-    "multi_latent_attention": "multi-latent attention",
     "squared_relu": "squared relu",
     "use_rope_scaling": "scaled rotary positions",
     "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
@@ -61,6 +65,10 @@ _UNSUPPORTED = {
     "heterogeneous_layers_config_path": "heterogeneous layers",
     "linear_attention_freq": "linear attention layers",
     "experimental_attention_variant": "an experimental attention variant",
+    "moe_shared_expert_gate": "a gate on the shared expert",
+    "moe_latent_size": "experts of another width",
+    "moe_apply_probs_on_input": "probabilities that scale the experts' input",
+    "moe_extended_tp": "experts divided over all ranks",
 }
 # The same, for args of which 1 is not neutral.
 _UNSUPPORTED_EVEN_IF_ONE = {
@@ -73,6 +81,7 @@ _UNSUPPORTED_EVEN_IF_ONE = {
 
 # Model options that do not change what the weights compute.
 _NOT_SHAPING = {"embedding_init_method_std", "use_flash_attn", "shape_order", "mask_padded_vocab", "pad_vocab_size_to"}
+_NOT_SHAPING |= _HOW
 
 
 def saved_args(state: Any, where: Path) -> tuple[Mapping[str, Any], int, float]:
@@ -109,16 +118,21 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
             value in (None, 0, False),
             f"the model has {what} ({name} = {value!r}), which HAL does not convert from Megatron's checkpoints",
         )
-    softmax, rope = args.get("softmax_type"), args.get("rope_type")
+    softmax, rope, is_latent = args.get("softmax_type"), args.get("rope_type"), bool(args.get("multi_latent_attention"))
     require(
         softmax in (None, "vanilla"),
         f"the softmax of attention is of type {softmax!r}, which HAL does not convert from Megatron's checkpoints",
     )
     require(
-        rope in (None, "rope"),
+        rope in (None, "rope") or is_latent,
         f"rotary positions are of type {rope!r}, which HAL does not convert from Megatron's checkpoints",
     )
-    options = {name: args[name] for name in _SHARED if args.get(name) is not None}
+    has_experts = bool(args.get("num_experts"))
+    names = [*_SHARED, *(["num_experts", *_EXPERTS] if has_experts else []), *(_LATENT if is_latent else [])]
+    options = {name: args[name] for name in names if args.get(name) is not None}
+    if isinstance(options.get("moe_layer_freq"), list):
+        options["moe_layer_freq"] = str(options["moe_layer_freq"])
+    options["multi_latent_attention"] = is_latent
     if "norm_epsilon" not in options and args.get("layernorm_epsilon") is not None:
         options["norm_epsilon"] = args["layernorm_epsilon"]
     if args.get("group_query_attention"):
@@ -127,6 +141,7 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
     options["position_embedding_type"] = "rope" if rotary else args.get("position_embedding_type", "learned_absolute")
     options["disable_bias_linear"] = not args.get("add_bias_linear", True)
     if args.get("is_x_model"):  # set by megatron_npu, whose MLP is then a GEGLU
+        require(not has_experts, "the model has experts and is_x_model, which HAL does not convert")
         width = args.get("ffn_hidden_size")
         if not isinstance(width, int) or width % 2:
             raise ConversionError(f"ffn_hidden_size {width!r} should be two equal halves")
@@ -151,14 +166,52 @@ def tokenizer_of(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"tokenizer_type": kind, **options} if set(KINDS[kind].needs) <= set(options) else {}
 
 
-def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) -> argparse.Namespace:
+def stacks_layers(config: Config) -> bool:
+    """Whether megatron-core's distributed checkpoints stack the tensors of the layers: if all are of one kind."""
+    return config.num_experts is None or config.moe_layer_freq.strip() == "1"
+
+
+def _meaning(config: Config, name: str) -> Any:
+    """The value of an option, independent of its spelling."""
+    value = getattr(config, name)
+    if config.num_experts is not None and name == "moe_layer_freq":
+        return layer_pattern(value, config.num_layers)
+    return [float(x) for x in value] if name == "moe_aux_loss_coeff" else value
+
+
+def args_of(
+    weights: Weights,
+    config: Config,
+    *,
+    padded: int,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    transformer_impl: str = "local",
+    grouped: bool = False,
+) -> argparse.Namespace:
     """The args of Megatron's checkpoints for the model of `weights`, whose Config is `config`.
 
-    padded: rows of the padded vocabulary. Raises ConversionError if they would describe another model.
+    padded: rows of the padded vocabulary. grouped: --moe-grouped-gemm. Raises ConversionError if they would describe
+    another model.
     """
     groups = config.num_query_groups
+    model: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
+    if config.num_experts is not None:
+        frequency = config.moe_layer_freq.strip()
+        pattern = layer_pattern(frequency, config.num_layers)
+        model |= {name: getattr(config, name) for name in (*_EXPERTS, "moe_token_dispatcher_type")}
+        model["moe_layer_freq"] = int(frequency) if frequency.isdigit() else list(map(int, pattern))
+        kinds, coefficients = config.moe_router_load_balancing_type, [float(x) for x in config.moe_aux_loss_coeff]
+        model["moe_router_load_balancing_type"] = list(kinds) if len(kinds) > 1 else kinds[0]
+        model["moe_aux_loss_coeff"] = coefficients if len(kinds) > 1 else coefficients[0]
+        model["moe_grouped_gemm"] = grouped
+    if config.multi_latent_attention:
+        model |= {name: getattr(config, name) for name in _LATENT}
     args = argparse.Namespace(
-        **{name: getattr(config, name) for name in _SHARED},
+        **model,
+        num_experts=config.num_experts,
+        multi_latent_attention=config.multi_latent_attention,
         position_embedding_type=config.position_embedding_type,
         use_rotary_position_embeddings=config.position_embedding_type == "rope",
         group_query_attention=groups != config.num_attention_heads,
@@ -172,19 +225,20 @@ def args_of(weights: Weights, config: Config, *, tp: int, pp: int, padded: int) 
         pipeline_model_parallel_size=pp,
         num_layers_per_virtual_pipeline_stage=None,
         virtual_pipeline_model_parallel_size=None,
-        expert_model_parallel_size=1,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp,
         padded_vocab_size=padded,
         make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
         iteration=weights.iteration,
         consumed_train_samples=0,
         consumed_valid_samples=0,
-        transformer_impl="local",
+        transformer_impl=transformer_impl,
         **{name: getattr(config, name) for name in OPTIONS},
         tokenizer_type=config.tokenizer_type,
     )
     read = replace(weights, options=options_of(vars(args)))
     described = read.config(make_vocab_size_divisible_by=config.make_vocab_size_divisible_by)
-    lost = [n for n in model_options() if n not in _NOT_SHAPING and getattr(described, n) != getattr(config, n)]
+    lost = [n for n in model_options() if n not in _NOT_SHAPING and _meaning(described, n) != _meaning(config, n)]
     names = ", ".join("--" + name.replace("_", "-") for name in lost)
     require(not lost, f"{names} of this model: not converted to Megatron's checkpoints")
     return args

@@ -1,4 +1,5 @@
-"""Reads and writes megatron-core's distributed checkpoints (`torch_dist`): one folder for any layout, stacked layers.
+"""Reads and writes megatron-core's distributed checkpoints (`torch_dist`): one folder for any layout. The tensors of
+all layers are stacked, unless --moe-layer-freq makes layers of two kinds.
 
 The index is read by a restricted unpickler as is the pickle in common.pt.
 """
@@ -23,8 +24,8 @@ from ...checkpoint.safe_unpickle import SafeReader, empty_tensors, read_tensors
 from ...checkpoint.torch_archive import load_state
 from ...common.atomic_files import publish_folder, write_text
 from ...gpt.model import OUTPUT_LAYER
-from .megatron_args import args_of, options_of, saved_args, tokenizer_of
-from .megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
+from .megatron_args import args_of, options_of, saved_args, stacks_layers, tokenizer_of
+from .megatron_core import extra_states, from_megatron_core, to_distributed, unstack_layers
 from .weights import ConversionError, Weights, common_dtype, require
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -73,13 +74,11 @@ def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
     weights.check()
     config = weights.config(make_vocab_size_divisible_by=divisible_by)
     padded = config.padded_vocab_size
-    args = args_of(weights, config, tp=1, pp=1, padded=padded)
-    content: dict[str, Any] = stack_layers(to_megatron_core(weights.padded(padded), fused_norms=True))
+    args = args_of(weights, config, padded=padded)
+    content: dict[str, Any] = to_distributed(weights.padded(padded), stacked=stacks_layers(config))
     # Empty states of Transformer Engine's layers: loading requires the entries.
-    for layer in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
-        for n in range(config.num_layers):
-            content[f"decoder.layers.{layer}._extra_state/shard_{n}_{config.num_layers}"] = _empty_state()
-    content["output_layer._extra_state/shard_0_1"] = _empty_state()
+    states = [*extra_states(content), "output_layer._extra_state/shard_0_1"]
+    content |= {key: _empty_state() for key in states}
     common = {"args": args, "checkpoint_version": 3.0, "iteration": weights.iteration}
     with publish_folder(folder_of(root, RELEASE)) as new:
         with warnings.catch_warnings():

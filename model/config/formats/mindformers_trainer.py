@@ -1,8 +1,8 @@
 """MindFormers' trainer files: runner_config, optimizer, lr_schedule, parallel_config, model.model_config and more.
 
-The files describe Llama-like models (`LlamaConfig`, `InternLM2Config`), GLM 3 and 4, Qwen3 and GPT-2. Defaults of these
-classes that differ from HAL's are set by `finish`: sizes, rotary positions, RMSNorm, a gated MLP and separate output
-weights.
+The files describe Llama-like models (`LlamaConfig`, `InternLM2Config`), Qwen 1 and 3, GLM 3 and 4, and GPT-2. Defaults
+of these classes that differ from HAL's are set by `finish`: sizes, rotary positions, RMSNorm, a gated MLP and separate
+output weights.
 """
 
 from __future__ import annotations
@@ -16,27 +16,60 @@ from hal.untrusted import shown
 
 from ..schema import ConfigError, collecting
 from .mindspeed import CHOICES, biases, residual
-from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
+from .rules import MICROBATCHES, Reading, Rule, choices, load_rules, number_of, take
 from .stage_lists import recomputation
 
 SECTIONS = ("run_mode", "runner_config", "runner_wrapper", "lr_schedule")
 """Keys by which such a file is recognised."""
 
-MODELS = ("LlamaForCausalLM", "InternLM2ForCausalLM", "ChatGLM2ForConditionalGeneration", "GPT2LMHeadModel")
+MODELS = (
+    "LlamaForCausalLM",
+    "InternLM2ForCausalLM",
+    "QwenForCausalLM",
+    "ChatGLM2ForConditionalGeneration",
+    "GPT2LMHeadModel",
+)
 """The classes of model.arch.type whose configuration the table describes. Other classes read keys of the same names in
 other ways."""
+_NORMALISED_HEAD = "its output layer scales every row of its weight to length 1 (NormHead), which HAL's does not"
+_OTHER_MODELS = {
+    "TelechatForCausalLM": "the last layer of its MLP has a bias and the first has none; --add-mlp-bias is about both",
+    "Baichuan7BV2ForCausalLM": _NORMALISED_HEAD,
+    "Baichuan13BV2ForCausalLM": f"{_NORMALISED_HEAD}; its positions are ALiBi, for which HAL's attention has no bias",
+}
+"""What HAL's model lacks for others (research/telechat2/telechat_layer.py, research/baichuan2)."""
 
 
 @functools.cache
 def rules() -> dict[str, Rule]:
     """The rule of every key, and of sections."""
-    functions: dict[str, Rule] = {"profile_start_step": _profile_start_step}
+    functions: dict[str, Rule] = {"profile_start_step": _profile_start_step, "optimizer_type": _optimizer_type}
     return load_rules(Path(__file__).with_name("mindformers_trainer.yaml"), CHOICES, functions)
 
 
 def _profile_start_step(reading: Reading, key: str, value: Any) -> None:
     """MindFormers counts the first profiled step, Megatron the one before it."""
     reading.set("profile_step_start", _whole(reading, value, key, least=1) - 1, key)
+
+
+_CORRECTS_MOMENTS = {
+    "AdamW": True,
+    "AdamWeightDecay": False,
+    "FP32StateAdamWeightDecay": False,
+    "FusedAdamWeightDecay": False,
+}
+"""MindSpore's AdamWeightDecay and its variants in core/optim/optim.py do not correct the moments; core/optim/adamw.py
+does."""
+
+
+def _optimizer_type(reading: Reading, key: str, value: Any) -> None:
+    if value == "AdamWeightDecayX":  # research/qwen/optim.py
+        raise reading.refuse(
+            key,
+            f"{value!r} adds eps to the root of the second moment before it corrects that moment, so that the first "
+            "updates are smaller. HAL's AdamW adds it afterwards, as MindFormers' AdamW does; give that as the type",
+        )
+    choices("adam_bias_correction", _CORRECTS_MOMENTS)(reading, key, value)
 
 
 def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
@@ -48,6 +81,8 @@ def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
     if task not in ("CausalLanguageModelingTrainer", None):
         raise reading.refuse("trainer.type", f"{task!r}: `hal train` trains a GPT, by CausalLanguageModelingTrainer")
     model = _at(content, "model", "arch", "type")
+    if model in _OTHER_MODELS:
+        raise reading.refuse("model.arch.type", f"{model!r}: {_OTHER_MODELS[model]}")
     if model not in (*MODELS, None):
         raise reading.refuse(
             "model.arch.type", f"{model!r} is none of the models whose keys are known: {', '.join(MODELS)}"
@@ -94,6 +129,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rotary_base": 1e6,
         "pad_vocab_size_to": 92544,
     },
+    "QwenConfig": {**_LLAMA, **_LLAMA_7B, "pad_vocab_size_to": 32000},
     "ChatGLM2Config": {
         **_LLAMA,
         **_LLAMA_7B,
@@ -122,6 +158,8 @@ def finish(reading: Reading) -> None:
         _fill(reading, {**sizes, "fp16": True}, OF_CLASS)
     if kind == "LlamaConfig":
         _fill(reading, {"@multiple_of": 256}, OF_CLASS)
+    if kind == "QwenConfig":
+        _qwen(reading)
     if kind == "ChatGLM2Config":
         with collecting(reading.problems):
             _glm(reading)
@@ -159,6 +197,23 @@ def _glm(reading: Reading) -> None:
     if reading.values.pop("fp32_residual_connection", None) is not None:
         reading.note("model.model_config.fp32_residual_connection", "it is not read; residual_dtype is")
     _fill(reading, {"@residual": "float32", "@qkv_bias": True, "@linear_bias": False}, OF_CLASS)
+
+
+def _qwen(reading: Reading) -> None:
+    """Qwen's layers have biases of QKV only, keys for every head, and separate output weights. The model does not read
+    the keys that would say otherwise (research/qwen/qwen_model.py)."""
+    for option, key in (
+        ("kv_channels", "kv_channels"),
+        ("num_query_groups", "n_kv_heads"),
+        ("rotary_percent", "rotary_pct"),
+        ("rotary_base", "rotary_emb_base"),
+        ("@tied", "tie_word_embeddings"),
+        ("@qkv_bias", "qkv_has_bias"),
+    ):
+        if reading.origins.get(option) == f"model.model_config.{key}":
+            del reading.values[option], reading.origins[option]
+            reading.note(f"model.model_config.{key}", "QwenForCausalLM does not read it")
+    _fill(reading, {"@qkv_bias": True, "@linear_bias": False}, OF_CLASS)
 
 
 def _extension(reading: Reading) -> None:

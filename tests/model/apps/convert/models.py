@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_options import LLAMA_OPTIONS
+from model_options import DEEPSEEK_OPTIONS, LATENT_OPTIONS, LLAMA_OPTIONS
 from torch import Tensor
 
 from hal.model.apps.convert.weights import Weights
@@ -23,6 +23,15 @@ LLAMA: dict[str, Any] = {
     "ffn_hidden_size": 48,
     "num_query_groups": 2,
 }
+MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "qk_layernorm": True}
+DEEPSEEK: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
+    **DEEPSEEK_OPTIONS,
+    **LATENT_OPTIONS,
+    "rope_type": "yarn",
+    "moe_ffn_hidden_size": 24,
+    "moe_layer_freq": "[0, 1]",
+}
 VOCABULARY = 101
 TOKENS = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -35,9 +44,10 @@ def random_weights(
     config.set_vocabulary(vocabulary)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, p in GPT(config, torch.device("cpu")).named_parameters():
+    for name, p in GPT(config, torch.device("cpu")).state_dict().items():
         noise = torch.randn(p.shape, generator=generator)
-        tensors[name] = ((1.0 if "layernorm.weight" in name else 0.0) + 0.2 * noise).to(dtype)
+        value = (1.0 if "layernorm.weight" in name else 0.0) + 0.2 * noise
+        tensors[name] = value if name.endswith("expert_bias") else value.to(dtype)
     return Weights(dict(options), tensors)
 
 

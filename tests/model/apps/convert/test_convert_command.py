@@ -36,12 +36,11 @@ def test_there_and_back_by_any_format(via: str, options: Any, tmp_path: Path, cp
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("saver", ["huggingface", "megatron", "megatron-core"])
-def test_latent_attention_is_copied_and_not_written_as_what_it_is_not(saver: str, tmp_path: Path, cpu_ref: Any) -> None:
+def test_latent_attention_is_copied_and_not_written_as_what_it_is_not(tmp_path: Path, cpu_ref: Any) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     hal_format.write(random_weights({**LLAMA, **LATENT_OPTIONS, "num_query_groups": 4}), here)
-    with pytest.raises(HalError, match=r"latent attention cannot be written as|cannot express this one"):
-        main(["--load", str(here), "--save", str(there), "--saver", saver])
+    with pytest.raises(HalError, match="cannot express this one"):
+        main(["--load", str(here), "--save", str(there), "--saver", "huggingface"])
     assert not there.exists()
     assert main(["--load", str(here), "--save", str(there), "--saver", "hal"]) == 0
     assert torch.equal(hal_logits(here), hal_logits(there))

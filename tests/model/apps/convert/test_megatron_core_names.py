@@ -10,7 +10,7 @@ from model_options import LLAMA_OPTIONS
 
 import hal
 from hal import HalError
-from hal.model.apps.convert.megatron_core import from_megatron_core, stack_layers, to_megatron_core, unstack_layers
+from hal.model.apps.convert.megatron_core import from_megatron_core, to_distributed, to_megatron_core, unstack_layers
 from hal.model.config.schema import Config
 from hal.testing.processes import run_processes
 
@@ -77,8 +77,7 @@ def test_names_and_shapes_are_those_of_megatron_cores_model(options: dict[str, A
         for rank, (plain, back, (sharded, ours)) in enumerate(run_processes(tp * pp, _both, options, tp, pp)):
             if (tp, pp) == (1, 1):
                 whole = {name: torch.empty(shape) for name, shape in ours.items()}
-                stacked = stack_layers(to_megatron_core(whole, fused_norms=True))
-                assert sharded == _shapes(stacked)
+                assert sharded == _shapes(to_distributed(whole))
             assert plain[0] == plain[1], f"rank {rank}"
             assert back[0] == back[1], f"rank {rank}"
 
@@ -88,21 +87,28 @@ def test_there_and_back_gives_the_same_tensors() -> None:
 
     with torch.no_grad():
         ours = dict(GPT(Config(**LLAMA), torch.device("cpu")).state_dict())
-    core = to_megatron_core(ours, fused_norms=True)
+    core = to_megatron_core(ours, transformer_engine=True)
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in core
-    again = from_megatron_core(unstack_layers(stack_layers(core)))
-    assert set(again) == set(ours) and all(torch.equal(again[n], ours[n]) for n in ours)
+    for again in (from_megatron_core(core), from_megatron_core(unstack_layers(to_distributed(ours)))):
+        assert set(again) == set(ours) and all(torch.equal(again[n], ours[n]) for n in ours)
 
 
 def test_what_the_other_model_does_not_have_is_refused() -> None:
     x = torch.zeros(1)
-    for name in ("decoder.layers.0.mlp.router.weight", "decoder.layers.0.post_attn_norm.weight", "something"):
-        with pytest.raises(HalError, match="only the parameters that a dense GPT has"):
-            to_megatron_core({name: x})
-        with pytest.raises(HalError, match="only the parameters that a dense GPT has"):
-            from_megatron_core({name: x})
+    for rest in (
+        "mlp.shared_experts.gate_weight",
+        "mlp.experts.local_experts.0.linear_fc1.bias",
+        "post_attn_norm.weight",
+    ):
+        for convert in (to_megatron_core, from_megatron_core, to_distributed):
+            with pytest.raises(HalError, match="only parameters that a GPT has in both HAL and megatron-core"):
+                convert({f"decoder.layers.0.{rest}": x})
     with pytest.raises(HalError, match="before the stage's first layer"):
         to_megatron_core({"decoder.layers.1.mlp.linear_fc1.weight": x}, first_layer=2)
     with pytest.raises(HalError, match=r"layers \[0\]"):
-        stack_layers({"decoder.layers.1.mlp.linear_fc1.weight": x})
+        to_distributed({"decoder.layers.1.mlp.linear_fc1.weight": x})
+    with pytest.raises(HalError, match=r"experts \[0\] are missing"):
+        from_megatron_core({"decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight": x})
+    with pytest.raises(HalError, match="not divisible into the 3 experts of the rank"):
+        from_megatron_core({"decoder.layers.0.mlp.experts.weight1": torch.zeros(2, 4)}, experts=3)
     assert from_megatron_core({"decoder.layers.0.mlp.linear_fc1._extra_state": None}) == {}

@@ -145,3 +145,15 @@ def test_deepspeeds_warm_up_to_a_cosine(from_file):
 def test_the_environment_gives_way_to_every_file(from_file):
     config = from_file(ds(optimizer__params__lr=1e-3), option="--deepspeed-config", environ={"HAL_LR": "0.5"})
     assert config.lr == 1e-3
+
+
+def test_keys_of_what_others_add_to_deepspeeds_file(from_file, problem):
+    """As in LLaMA-Factory's examples/deepspeed and the tests of transformers."""
+    keys = {
+        "_comment": "supported models",
+        "monitor_config": {"enabled": True},
+        "comms_config": {"verbose": False},
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": True,
+    }
+    assert len(from_file(keys, option="--deepspeed-config").notes) == 4
+    assert "the model computes in bf16, fp16 or float32" in problem({"fp8.enabled": True}, option="--deepspeed-config")

@@ -79,6 +79,11 @@ def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
     [
         ({"run_mode": "predict"}, "run_mode: 'predict': `hal train` trains"),
         ({"trainer": {"type": "image_classification"}}, "'image_classification': `hal train` trains a GPT"),
+        ({"model": {"arch": {"type": "TelechatForCausalLM"}}}, "the last layer of its MLP has a bias"),
+        (
+            {"model": {"arch": {"type": "Baichuan13BV2ForCausalLM"}}},
+            "NormHead), which HAL's does not; its positions are",
+        ),
         ({"model": {"arch": {"type": "YiZhaoDPO"}}}, "none of the models whose keys are known: LlamaForCausalLM"),
         ({"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, "'lora': all weights are trained"),
         ({"moe_config": {"expert_num": 8}}, "8 experts: MindFormers drops tokens"),
@@ -184,3 +189,36 @@ def test_a_glm_of_mindformers(tmp_path):
     assert (config.rotary_percent, config.rotary_interleaved, config.rotary_base) == (0.5, True, 500000.0)
     assert (config.num_query_groups, config.kv_channels, config.ffn_hidden_size) == (4, 128, 13696)
     assert config.fp32_residual_connection and config.qkv_bias and not config.mlp_bias and not config.projection_bias
+
+
+def test_a_qwen_of_mindformers(tmp_path):
+    """Keys of research/qwen/finetune_qwen_7b_bf16.yaml (v1.3.2), of which some say what the model does not read."""
+    model = {
+        "type": "QwenConfig",
+        "vocab_size": 151936,
+        "intermediate_size": 11008,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 500,
+        "kv_channels": 64,
+        "qkv_has_bias": False,
+        "compute_dtype": "bfloat16",
+    }
+    model = {"arch": {"type": "QwenForCausalLM"}, "model_config": model}
+    config = llama_file(tmp_path, "--data-path", "x", model=model)
+    assert (config.rotary_percent, config.rotary_base, config.kv_channels, config.swiglu) == (1.0, 10000.0, 128, True)
+    assert config.untie_embeddings_and_output_weights and config.qkv_bias
+    assert not config.mlp_bias and not config.projection_bias
+    assert sum("QwenForCausalLM does not read it" in note for note in config.notes) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"optimizer": {"type": "AdamWeightDecayX"}}, "adds eps to the root of the second moment before it corrects"),
+        ({"optimizer": {"type": "Came"}}, "'Came' is not one of AdamW, AdamWeightDecay"),
+        ({"pretrained_model_dir": "x"}, "'x' cannot be followed: the model is described by the config.json"),
+    ],
+)
+def test_what_a_trainer_file_leaves_to_others_is_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        llama_file(tmp_path, "--data-path", "x", **changes)

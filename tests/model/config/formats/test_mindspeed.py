@@ -21,7 +21,7 @@ def megatron_arguments():
 def test_the_mapping_has_all_126_arguments_and_each_has_a_rule():
     arguments = [argument for _, names in megatron_arguments() for argument in names]
     assert len(arguments) == len(set(arguments)) == 126
-    assert {key.split(".")[0] for key in mindspeed.rules()} == {*mindspeed.SECTIONS, "lora_config"}
+    assert {key.split(".")[0] for key in mindspeed.rules()} == {*mindspeed.SECTIONS, "moe_config", "lora_config"}
     assert len(list(megatron_arguments())) == 125  # both betas are one list
 
 
@@ -173,6 +173,9 @@ def test_layers_of_stages(from_file, problem, keys, expected):
             "a global batch of 6, but",
         ),
         ({"training_config.profile": True, "training_config.profile_step_end": 3}, "must be above"),
+        ({"training_config.grad_clip_kwargs.grad_clip_type": "GradClipByValue"}, "clipped by the norm of all"),
+        ({"training_config.loss_func_kwargs.loss_func_type": "MSE"}, "the loss is the cross entropy"),
+        ({"model_config.num_layers": 2, "moe_config.num_experts": 4}, "experts are chosen by --num-experts"),
         ({"training_config": 5}, "holds keys; found 5"),
         ({"training_config.resume_training": True}, "needs training_config.load_checkpoint"),
     ],
@@ -211,3 +214,17 @@ def test_options_of_a_reduction_that_does_not_happen_are_notes(from_file):
     assert not sharded.overlap_grad_reduce and "with ZeRO stage 1 every layer is one bucket" in sharded.notes[0]
     alone = parse(["--ddp-bucket-size", "5", "--use-distributed-optimizer", "--sequence-parallel"], {})
     assert not alone.use_distributed_optimizer and not alone.sequence_parallel and len(alone.notes) == 3
+
+
+def test_sections_of_the_experimental_trainer(from_file):
+    """Keys and values of MindFormers' tests/st/test_distri_core/test_parallel_optimizer/config (v1.5.0)."""
+    keys = {
+        "training_config.grad_clip_kwargs.grad_clip_type": "ClipGlobalNorm",
+        "training_config.grad_clip_kwargs.clip_value": 0.5,
+        "training_config.loss_func_kwargs.loss_func_type": "CrossEntropyLoss",
+        "optimizer_config.zero_config.allreduce_after_grad_accumulation": True,
+        "moe_config.num_experts": 1,
+        "moe_config.moe_router_topk": 2,
+    }
+    config = from_file(keys)
+    assert config.clip_grad == 0.5 and len(config.notes) == 2
