@@ -33,7 +33,7 @@ TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, f
     "hal/comm/contract.py": "hal/comm/test_comm.py",
     "hal/core/dispatch.py": "hal/core/test_dispatch.py hal/core/test_composite_ops.py",
     "hal/mesh.py": "hal/test_mesh.py",
-    "hal/core/registry.py": "hal/core/test_registry.py",
+    "hal/core/registry.py": "hal/core/test_registry.py hal/core/test_deterministic_mode.py",
     "hal/rng.py": "hal/test_rng.py",
     "model/gpt/kv_cache.py": "model/gpt/test_kv_cache.py model/inference/test_decoding.py",
     "model/checkpoint/reader.py": "model/checkpoint/test_loading.py model/checkpoint/test_checkpoint.py",
@@ -55,6 +55,7 @@ TESTS = {  # source file -> fast tests in tests/ that must detect its mutants, f
     "model/training/trainer_state.py": "model/training/test_trainer_state.py model/checkpoint/test_loading.py",
     "model/training/trainer.py": (
         "model/training/test_deferred_results.py model/training/test_rerun.py model/training/test_trainer.py "
+        "model/checkpoint/test_loading.py model/training/test_verified_calls.py "
         "model/training/test_summed_gradients.py"
     ),
 }
@@ -96,8 +97,9 @@ def mutants(file: str, source: str) -> list[Mutant]:
 
 
 def _nodes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    """Each node with its context, the outermost for operators. Excluded: text, type annotations, decorators."""
-    if isinstance(node, ast.Raise) or _is_text(node):
+    """Each node with its context, the outermost for operators. Excluded: text, type annotations and what is imported
+    for them, decorators."""
+    if isinstance(node, ast.Raise) or _is_text(node) or _is_for_types(node):
         return
     yield node, parent
     inner = isinstance(node, ast.keyword) or (isinstance(node, OPERATORS) and isinstance(parent, OPERATORS))
@@ -106,6 +108,10 @@ def _nodes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[ast.AST, ast
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     yield from _nodes(child, parent if inner else node)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _is_text(node: ast.AST) -> bool:

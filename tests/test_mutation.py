@@ -8,6 +8,8 @@ import mutation
 import pytest
 
 SOURCE = '''
+if TYPE_CHECKING:
+    LIMIT = 1
 def f(a: int = 1, *, b=True) -> int:
     """Adds 1."""
     if a:
@@ -20,16 +22,16 @@ def f(a: int = 1, *, b=True) -> int:
 def test_every_kind_of_mutant_and_no_text() -> None:
     mutants = mutation.mutants("f.py", SOURCE)
     assert [(m.line, m.kind) for m in mutants] == [
-        (2, "constant"),
-        (2, "constant"),
-        (4, "negation"),
-        (6, "boolean"),
+        (4, "constant"),
+        (4, "constant"),
         (6, "negation"),
-        (6, "comparison"),
-        (6, "constant"),
-        (6, "arithmetic"),
-        (6, "constant"),
-        (7, "return"),
+        (8, "boolean"),
+        (8, "negation"),
+        (8, "comparison"),
+        (8, "constant"),
+        (8, "arithmetic"),
+        (8, "constant"),
+        (9, "return"),
     ]
     for m in mutants:
         changed_lines = [(a, b) for a, b in zip(SOURCE.splitlines(), m.source.splitlines(), strict=True) if a != b]

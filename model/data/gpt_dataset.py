@@ -168,7 +168,7 @@ def parse_blend(words: tuple[str, ...], flag: str) -> tuple[tuple[Path, ...], tu
     """Prefixes and weights of `A`, `A B C` or `0.3 A 0.7 B`, by Megatron's rule. The weights sum to 1."""
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
-        if any(w is not None for w in weights[: len(words) // 2]) and len(words) > 1:
+        if any(w is not None for w in weights[: len(words) // 2]):
             raise ConfigError(f"{flag} mixes weights and prefixes; give WEIGHT PREFIX pairs, or prefixes only")
         return tuple(Path(word) for word in words), None
     given = [w for w in weights if w is not None]

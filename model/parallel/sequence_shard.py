@@ -83,7 +83,7 @@ class SequenceShard:
         # positions: then the second run is directly below the first, in the same columns. The numbers do not change,
         # because a draw is numbered in row-major order, which splitting a dimension preserves.
         distance = others[0][0] - first
-        row, column = divmod(first, distance) if distance > 0 else (0, 0)
-        if len(others) > 1 or others[0][1] != length or distance < length or column + length > distance:
+        if len(others) > 1 or others[0][1] != length or distance < length or first % distance + length > distance:
             raise ContractError(f"rows {self.runs} of {self.full} are not two equal runs, which a draw could address")
+        row, column = divmod(first, distance)
         return rng.block((row + 2, distance, *rest), (row, column, *start)), [2, length, *shape[1:]]

@@ -424,7 +424,7 @@ class Trainer:
             with around_step():
                 self.advance()
             evaluating = evaluates(c) and self.iteration % (c.eval_interval or 1) == 0
-            saving = root and c.save_interval and self.iteration % c.save_interval == 0
+            saving = root if c.save_interval and self.iteration % c.save_interval == 0 else None
             logged = self._reads_every_step or self.iteration == start + 1 or self.iteration % c.log_interval == 0
             if logged or evaluating or saving:
                 for result in self.results():
@@ -432,9 +432,9 @@ class Trainer:
             if evaluating:
                 on_evaluation(self.iteration, self.evaluate())
             self._require_right_update()
-            if root and saving:
+            if saving:
                 before_save()
-                self.save(root)
+                self.save(saving)
             for path in self.saver.finished():
                 on_save(path)
             if c.exit_interval and self.iteration % c.exit_interval == 0:

@@ -67,6 +67,7 @@ def test_groups_partition_the_world(layout: Layout, numbers: set[str], known: tu
 
 
 def test_what_is_not_given_is_one_and_the_rest_are_replicas() -> None:
+    assert Layout(tp=2, pp=2).rank(pp=1) == 2, "a coordinate that is not given is 0"
     assert Layout() == Layout(tp=1, cp=1, dp=1, pp=1, ep=1, etp=1) and Layout.of_world(8) == Layout(dp=8)
     assert Layout.of_world(48, tp=2, cp=3, ep=2, pp=2) == Layout(tp=2, cp=3, dp=4, pp=2, ep=2)
 

@@ -140,6 +140,27 @@ def test_truth_values_are_gathered_and_reduced_by_extremes() -> None:
     assert run_threads(2, lambda c: c.start("all_gather", x, op="avg").wait().tolist()) == [x.tolist() * 2] * 2
 
 
+def test_rank_0_broadcasts_by_default() -> None:
+    assert run_threads(2, lambda c: c.broadcast(torch.tensor([c.rank])).tolist()) == [[0], [0]]
+
+
+def test_a_transport_is_asked_for_its_reasons_with_the_reduction_of_those_that_reduce() -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Refusing(hal.SingleRankComm):
+        def why_not(self, collective: str, x: torch.Tensor, op: str | None = None) -> list[str]:
+            asked.append((collective, op))
+            return ["a test"] if collective == "all_gather" else []
+
+    comm, x = Refusing(), torch.ones(2)
+    for result in (comm.all_reduce(x, "max"), comm.reduce_scatter(x), comm.all_to_all(x)):
+        assert torch.equal(result, x)
+    with pytest.raises(hal.UnsupportedOp, match="all_gather on group 'single rank': a test"):
+        comm.all_gather(x)
+    assert asked == [("all_reduce", "max"), ("reduce_scatter", "sum"), ("all_to_all", None), ("all_gather", None)]
+    assert list(hal.SingleRankComm().why_not("all_gather", x)) == []
+
+
 def test_ranks_that_call_different_collectives_are_told() -> None:
     def differ(comm: Comm) -> torch.Tensor:
         return comm.all_reduce(torch.ones(2)) if comm.rank else comm.all_gather(torch.ones(2))

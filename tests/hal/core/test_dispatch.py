@@ -256,7 +256,8 @@ def test_what_is_active_can_be_asked_for(toy, two):
     with hal.activated(two, pin={"toy": "b"}):
         assert [impl.id for impl in dispatch.candidates(toy)] == ["b"] and not dispatch.runs_reference(toy)
     with hal.activated(two, pin={"toy": "reference"}):
-        assert [impl.id for impl in dispatch.candidates(toy)] == ["reference"] and dispatch.runs_reference(toy)
+        (reference,) = dispatch.candidates(toy)
+        assert reference.id == "reference" and reference.by_metadata and dispatch.runs_reference(toy)
     dispatch._set(None)
     assert dispatch.chosen_backend() is None
 
@@ -348,7 +349,7 @@ def registered(isolated, make_backend, monkeypatch):
 
 
 def test_a_device_that_is_a_string_is_a_plugin_error(registered, monkeypatch):
-    monkeypatch.setattr(registered, "device", lambda self, index=0: "cpu")
+    monkeypatch.setattr(registered, "device", lambda self, index=0: torch.device("cpu") if index else "cpu")
     with pytest.raises(hal.PluginError, match=r"device\(0\) of backend 'ready' returned 'cpu'"):
         hal.use("ready")
 

@@ -64,7 +64,7 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for(install):
     module = install(GOOD)
     assert registry.load("acme").name == "acme"
     assert module in sys.modules
-    assert hal.use("acme", lanes=2).lanes == 2
+    assert hal.use("acme", lanes=2).lanes == 2 and registry.make("acme").lanes == 4
 
 
 def test_an_unknown_name_lists_the_names_and_a_near_miss(install):

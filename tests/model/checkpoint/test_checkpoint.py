@@ -108,6 +108,7 @@ def test_damage_is_noticed(saved):
 def test_an_older_checkpoint_is_loaded_with_a_warning_if_the_newest_is_damaged(saved):
     root, tensors = saved
     writer.save(root, 4, tensors, {"iteration": 4})
+    assert reader.read_state(root)[1]["iteration"] == 4
     (root / "iter_0000004" / reader.MANIFEST).write_text("{}")
     with pytest.warns(RuntimeWarning, match="iter_0000004.*cannot be read.*Loading .*iter_0000003 instead") as caught:
         assert reader.read_state(root)[1]["iteration"] == 3
@@ -152,6 +153,32 @@ def test_a_manifest_that_is_not_what_it_should_be(saved, change, words):
         reader.read_state(root)
 
 
+def test_a_manifest_that_cannot_be_read_says_why(saved, monkeypatch):
+    root, tensors = saved
+    (root / reader.LATEST).write_text("9")
+    with pytest.warns(RuntimeWarning, match=r"iter_0000009/hal\.json cannot be read: .*No such file"):
+        assert reader.read_state(root)[1]["iteration"] == 3
+    (root / "iter_0000003" / reader.MANIFEST).write_text("[" * 10000)
+    with pytest.raises(HalError, match=r"iter_0000003/hal\.json cannot be read: .*nested"):
+        reader.read_manifest(root / "iter_0000003")
+    writer.save(root, 0, tensors, {"iteration": 0})
+    plain = reader.read_manifest
+
+    def lost(folder):
+        if folder.name == "iter_0000009":
+            raise OSError(5, "Input/output error")
+        return plain(folder)
+
+    monkeypatch.setattr(reader, "read_manifest", lost)
+    (root / reader.LATEST).write_text("9")
+    with pytest.warns(RuntimeWarning, match=r"\[Errno 5\] Input/output error; .*Loading .*iter_0000000 instead"):
+        assert reader.read_state(root)[1] == {"iteration": 0}
+
+
+def test_the_checksum_of_a_state_does_not_depend_on_the_order_of_its_keys():
+    assert reader.state_checksum({"a": 1, "b": 2}) == reader.state_checksum({"b": 2, "a": 1})
+
+
 @pytest.mark.parametrize(
     "text, newest",
     [
@@ -188,6 +215,7 @@ def test_checkpoints_are_tried_from_the_one_that_the_tracker_names_on(tmp_path):
         f"iter_{'9' * 18}",
         f"iter_{'9' * 19}",
         "iter_x",
+        "iter_x1",
         "iter_\u0663",
     ]
     for name in (*names, "release"):

@@ -34,6 +34,7 @@ def test_an_even_split(monkeypatch) -> None:
 
 def test_interleaved_stages_go_round(monkeypatch) -> None:
     p = plan(2, monkeypatch, **PP2, num_layers=8, num_layers_per_virtual_pipeline_stage=2)
+    assert p.schedule == "interleaved"
     assert p.layers == ((0, 1), (2, 3), (4, 5), (6, 7)) and [p.stages_of(r) for r in (0, 1)] == [[0, 2], [1, 3]]
 
 
@@ -75,6 +76,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "layers not divisible": (2, {**PP2, "num_layers": 5}, "--num-layers 5 is not divisible by 2 stages"),
     "layer list": (2, {**PP2, "num_layer_list": ("1", "2")}, "sum to --num-layers 4"),
     "layer list with nothing": (2, {**PP2, "num_layer_list": ("3", "0")}, "counts that sum to"),
+    "layer list with nothing between": (3, {**PP3, "num_layer_list": ("2", "0", "2")}, "counts that sum to"),
     "layer list of words": (2, {**PP2, "num_layer_list": ("four", "0")}, "counts that sum to"),
     "layer list of virtual stages": (
         2,
@@ -100,7 +102,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "zbv without PP": (1, {"pipeline_schedule": "zbv"}, "zbv needs --pipeline-model-parallel-size above 1"),
     "noop": (2, {**PP2, "noop_layers": ("4",)}, "indices of layers, 0 to 3"),
     "virtual without PP": (1, {"num_layers_per_virtual_pipeline_stage": 1}, "needs --pipeline-model-parallel-size"),
-    "virtual leaves one": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}, "that is not interleaving"),
+    "virtual leaves one": (
+        2,
+        {**PP2, "num_layers": 6, "num_layers_per_virtual_pipeline_stage": 3},
+        "that is not interleaving",
+    ),
     "virtual not divisible": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 3}, "not divisible"),
     "microbatches": (
         2,
@@ -108,7 +114,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "gives 5 per replica",
     ),
     "zbv resharding": (4, {**PP2, "pipeline_schedule": "zbv", "zero_stage": 3}, "wrong gradients"),
-    "zbv microbatches": (2, {**PP2, "pipeline_schedule": "zbv", "global_batch_size": 3}, "at least 4 microbatches"),
+    "zbv microbatches": (
+        3,
+        {**PP3, "pipeline_schedule": "zbv", "num_layers": 6, "global_batch_size": 5},
+        "at least 6 microbatches",
+    ),
     "zbv and virtual": (
         2,
         {**PP2, "pipeline_schedule": "zbv", "num_layers_per_virtual_pipeline_stage": 1},
@@ -120,11 +130,21 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "computes weight gradients last",
     ),
     "zbv 16-bit zero": (4, {**PP2, "pipeline_schedule": "zbv", "zero_stage": 1, "bf16": True}, "in 16 bits"),
-    "batch": (2, {"global_batch_size": 3}, "is not divisible by --micro-batch-size 1 x 2 data-parallel replicas"),
+    "batch": (2, {"global_batch_size": 3}, "--global-batch-size 3 is not divisible by --micro-batch-size 1 x 2 data-p"),
+    "batch of a ramp": (
+        2,
+        {"global_batch_size": 8, "rampup_batch_size": ("2", "3", "24")},
+        "--rampup-batch-size: the batch size 5 is not divisible",
+    ),
     "zero alone": (1, {"zero_stage": 2}, "there is only one"),
     "zero twice": (2, {"zero_stage": 2, "use_distributed_optimizer": True}, "give one of them"),
     "overlap alone": (1, {"overlap_grad_reduce": True}, "nothing to reduce"),
-    "overlap with zero": (2, {"overlap_grad_reduce": True, "zero_stage": 1}, "is for replicated gradients"),
+    "overlap with zero": (2, {"overlap_grad_reduce": True, "zero_stage": 1}, "gradients; --zero-stage overlaps"),
+    "overlap with a distributed optimizer": (
+        2,
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+        "gradients; --use-distributed-optimizer overlaps",
+    ),
     "bucket ignored": (1, {"ddp_bucket_size": 100}, "would be ignored"),
     "ring parts": (2, {"context_parallel_size": 2, "seq_length": 14}, "not divisible by 4"),
     "hybrid without a degree": (
@@ -133,6 +153,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "a divisor of --context-parallel-size 4",
     ),
     "hybrid of one group": (4, {**CP4, **HYBRID, "ulysses_degree_in_cp": 4}, "with 4 ulysses"),
+    "hybrid of one rank": (4, {**CP4, **HYBRID, "ulysses_degree_in_cp": 1}, "With 1 it is ring"),
     "hybrid parts": (4, {**CP4, **HYBRID, "seq_length": 10}, "not divisible by 4"),
     "hybrid without flash": (4, {**CP4, **HYBRID, "use_flash_attn": False}, "hybrid merges partial results"),
     "hybrid heads": (
@@ -152,6 +173,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "--seq-length 12 is not divisible by 8",
     ),
     "recompute lists": (2, {**PP2, "recompute_layer_list": ("1",)}, "must be 2 numbers of layers"),
+    "recompute lists of more layers": (2, {**PP2, "recompute_layer_list": ("5", "0")}, "must be 2 numbers of layers"),
     "recompute lists of virtual stages": (
         2,
         {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "select_recompute_layer_list": ("1", "1")},
@@ -167,6 +189,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         4,
         {"context_parallel_size": 4, "context_parallel_algo": "ulysses", "num_query_groups": 2},
         "use ring",
+    ),
+    "ulysses heads of a tensor rank": (
+        8,
+        {"context_parallel_size": 4, "context_parallel_algo": "ulysses", "tensor_model_parallel_size": 2},
+        "--num-query-groups 4 over 2 tensor-parallel ranks is not divisible by 4 ranks; use ring",
     ),
     "sequence parts": (
         2,
@@ -200,8 +227,10 @@ def test_what_is_wrong_or_meaningless_is_refused(name: str, monkeypatch: pytest.
 ACCEPTED: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "any vocabulary without TP": (1, {"make_vocab_size_divisible_by": 11}),
-    "as many microbatches as stages": (2, {**PP2, "global_batch_size": 2}),
+    "fewer microbatches than stages": (2, {**PP2, "global_batch_size": 1}),
+    "ends without layers": (3, {**PP3, "num_layer_list": ("0", "4", "0")}),
     "interleaved": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 2}),
+    "interleaved in one round": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 3}),
     "zbv with twice as many": (2, {**PP2, "pipeline_schedule": "zbv", "global_batch_size": 4}),
     "zbv 16-bit": (2, {**PP2, "pipeline_schedule": "zbv", "bf16": True}),
     "zbv sharded": (4, {**PP2, "pipeline_schedule": "zbv", "zero_stage": 2}),
@@ -210,7 +239,9 @@ ACCEPTED: dict[str, tuple[int, dict[str, Any]]] = {
     "no layers on the last stage": (2, {**PP2, "noop_layers": ("2", "3")}),
     "noop without PP": (1, {"noop_layers": ("0", "3")}),
     "sequence": (2, {**TP2_SP, "seq_length": 2}),
-    "ring": (2, {**CP2, "seq_length": 4}),
+    "ring": (2, {**CP2, "seq_length": 4, "hidden_dropout": 0.1}),
+    "ulysses of an odd number of ranks": (3, {**SIX_HEADS, **CP3_ULYSSES, "seq_length": 12, "hidden_dropout": 0.1}),
+    "hybrid without CP": (1, {"context_parallel_algo": "hybrid"}),
     "ulysses without flash": (2, {**CP2, "context_parallel_algo": "ulysses", "seq_length": 2, "use_flash_attn": False}),
     "ring with even tensor ranks": (4, {**TP2_SP, **CP2, "hidden_dropout": 0.1}),
     "ring of uneven chunks without dropout": (
@@ -218,7 +249,7 @@ ACCEPTED: dict[str, tuple[int, dict[str, Any]]] = {
         {**SIX_HEADS, **CP2, "tensor_model_parallel_size": 3, "sequence_parallel": True, "seq_length": 24},
     ),
     "hybrid": (4, {**CP4, **HYBRID, "seq_length": 4, "hidden_dropout": 0.1}),
-    "recompute lists": (2, {**PP2, "recompute_layer_list": ("2", "0"), "select_recompute_layer_list": ("0", "1")}),
+    "recompute lists": (2, {**PP2, "recompute_layer_list": ("4", "0"), "select_recompute_layer_list": ("0", "1")}),
     "overlap": (2, {"overlap_grad_reduce": True, "ddp_bucket_size": 100}),
     "context ranks are replicas": (2, {**CP2, "overlap_grad_reduce": True}),
     "sharded over context ranks": (2, {**CP2, "zero_stage": 3}),
@@ -233,6 +264,12 @@ def test_what_is_just_possible_is_accepted(name: str, monkeypatch: pytest.Monkey
     config = build({**GPT2, **options})
     assert list(problems(config, world)) == []
     assert make_parallel_layout(config, world).layout.world == world
+
+
+def test_what_does_not_apply_is_no_problem() -> None:
+    assert list(problems(Config(tensor_model_parallel_size=2), 2)) == [], "the vocabulary is not known yet"
+    alone = Config(pipeline_schedule="zbv", global_batch_size=1, micro_batch_size=1)
+    assert list(problems(alone, 1)) == ["--pipeline-schedule zbv needs --pipeline-model-parallel-size above 1"]
 
 
 def test_a_plan_counts_microbatches_per_replica_and_names_the_zero_stage(monkeypatch) -> None:

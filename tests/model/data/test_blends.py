@@ -113,16 +113,20 @@ def test_a_path_per_split(prefixes):
         ("a b 0.5 c", "mixes weights and prefixes"),
         ("0 a 1 b", "weight 0; weights must be > 0"),
         ("-1 a 1 b", "weight -1; weights must be > 0"),
+        ("1 a 0 b", "weight 0; weights must be > 0"),
         ("nan a 1 b", "weight nan"),
-        ("a inf", None),
+        ("inf a 1 b", "weight inf"),
     ],
 )
 def test_wrong_blends(words, message):
-    if message is None:  # Megatron reads this as two prefixes, not as a weight
-        assert [p.name for p in gpt_dataset.parse_blend(tuple(words.split()), "--data-path")[0]] == ["a", "inf"]
-        return
     with pytest.raises(ConfigError, match=message):
         gpt_dataset.parse_blend(tuple(words.split()), "--data-path")
+
+
+@pytest.mark.parametrize("words", ["a inf", "1", "a b 3"])
+def test_numbers_that_megatron_reads_as_prefixes(words):
+    prefixes, weights = gpt_dataset.parse_blend(tuple(words.split()), "--data-path")
+    assert [p.name for p in prefixes] == words.split() and weights is None
 
 
 def test_a_blend_from_everywhere(tmp_path):
@@ -200,6 +204,8 @@ def test_a_pickle_in_place_of_an_index_map_is_not_opened(prefixes, tmp_path, kin
             numpy.save(path, numpy.array([Bomb()], dtype=object), allow_pickle=True)
         else:
             path.write_bytes(whole[:-5])
+        with pytest.raises(ConfigError, match="is not an index map"):
+            gpt_dataset._require_plain(path)
         ours({"train": 20}, **options)  # its digest does not match, so it is built again
         assert path.read_bytes() == whole
     assert not (tmp_path / "exploded").exists()

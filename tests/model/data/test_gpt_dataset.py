@@ -9,7 +9,7 @@ import torch
 from hal import HalError
 from hal.model.common.atomic_files import publish_folder
 from hal.model.config.schema import Config, ConfigError
-from hal.model.data import gpt_dataset, indexed_dataset, text_corpus
+from hal.model.data import gpt_dataset, indexed_dataset, megatron_datasets, text_corpus
 from hal.model.data.indexed_dataset import read_index
 from hal.model.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 from hal.model.parallel.document_mask import IGNORED
@@ -64,6 +64,29 @@ def test_a_split_is_as_large_as_its_documents(prefix):
     assert train(1, seq_length=799).fetch(0, 1)[0].shape == (1, 799)
     with pytest.raises(ConfigError, match="has 800 tokens in 16 sequences, fewer than one sample"):
         train(1, seq_length=800)
+
+
+@pytest.mark.parametrize("options", [{}, {"text_file": "text.txt"}])
+def test_all_splits_come_from_one_text(prefix, monkeypatch, options):
+    monkeypatch.setattr(gpt_dataset, "text_file", lambda path, tokenizer: {"text.txt": prefix}[path])
+    monkeypatch.setattr(gpt_dataset, "standard_library", lambda tokenizer: {None: prefix}[options.get("text_file")])
+    splits = gpt_dataset.open_data(config(**options), NullTokenizer(300), {"train": 30, "valid": 4})
+    assert [splits[name].source["parts"] for name in ("train", "valid")] == [[[0, 16, None]], [[16, 18, None]]]
+
+
+def test_artificial_data_are_ascending_numbers():
+    tokenizer = NullTokenizer(50)
+    lengths = megatron_datasets.gpt_dataset().MockGPTLowLevelDataset(tokenizer).sequence_lengths
+    options = {"mock_data": True, "split": f"{len(lengths) - 1},1,0"}  # one document is for validation
+    longest = int(lengths[-1]) - 1
+    splits = gpt_dataset.open_data(config(**options, seq_length=longest), tokenizer, {"train": 8, "valid": 1})
+    tokens, labels = splits["train"].fetch(0, 8)
+    # 50 is the end-of-document token, and also a number that occurs in the documents.
+    follows, begins = labels == (tokens + 1) % 51, (tokens == 50) & (labels == 1)
+    assert (follows | begins | (labels == 50)).all() and follows.float().mean() > 0.9
+    assert splits["valid"].fetch(0, 1)[0].shape == (1, longest)
+    with pytest.raises(ConfigError, match="the valid split of --mock-data is too small for --seq-length"):
+        gpt_dataset.open_data(config(**options, seq_length=longest + 1), tokenizer, {"valid": 1})
 
 
 def test_a_token_knows_where_its_document_begins():

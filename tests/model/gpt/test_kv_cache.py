@@ -88,8 +88,19 @@ def test_a_bucketed_cache_hides_the_rows_that_are_not_filled(references):
     ):
         hidden = cache.hidden(2, window)[0, 0]
         assert hidden.shape[1] > 5 and [(~row).nonzero().flatten().tolist() for row in hidden] == seen
-    assert cache.hidden(2, (1, 0)) is cache.hidden(2, (1, 0)), "the layers of a step share a mask per window"
+    shared = cache.hidden(2, (1, 0))
+    assert cache.hidden(2, (2, 0)) is not shared is cache.hidden(2, (1, 0)), "a step has one mask per window"
     assert after_three(False).hidden(2, (1, 0)) is None
+
+
+def test_a_bucketed_cache_is_read_up_to_a_power_of_two(references):
+    config = Config(**{**SIZES, "seq_length": 200})
+    cache = KeyValueCache(config, [0], 1, 70, Parallel(), torch.device("cpu"), bucketed=True)
+    part = torch.ones(3, 1, 4, 8)
+    assert cache.capacity == 128 and len(cache.append(0, part, part)[0]) == 3, "all keys of a first pass are its own"
+    for length, rows in ((3, 64), (61, 64), (62, 128)):
+        cache.length = length
+        assert len(cache.append(0, part, part)[0]) == rows == cache.hidden(3, (None, 0)).shape[-1]
 
 
 def test_a_cache_says_how_many_tokens_it_can_still_store(references):

@@ -141,8 +141,9 @@ def test_a_cache_has_room_for_the_text_and_not_for_more(references, monkeypatch)
         return new_cache(self, batch, capacity)
 
     monkeypatch.setattr(Engine, "new_cache", recorded)
-    for count in (5, 9, 14):
-        list(stream(engine, [[1, 2, 3]], count, Sampling(0.0), [hal.Rng(0)]))
+    for count in (5, 9):
+        assert not any(token.top for token in stream(engine, [[1, 2, 3]], count, Sampling(0.0), [hal.Rng(0)]))
+    complete(engine, [[1, 2, 3]], 14, Sampling(0.0), [hal.Rng(0)])
     # The context of 12 begins at 0, and from 13 tokens on at 6.
     assert capacities == [8, 12, 12, 11]
     capacities.clear()

@@ -53,6 +53,7 @@ def test_sequence_parallel_parts_of_context_parallel_rows() -> None:
         ((0, 2), (2, 1)),
         ((2, 2), (0, 2)),
         ((1, 2), (2, 2)),
+        ((1, 2), (1, 2)),
         ((3, 2), (7, 2)),  # the first run goes across a multiple of their distance
     ],
     ids=str,

@@ -98,6 +98,10 @@ def test_every_step_has_megatrons_rate(style, wsd, warmup):
         theirs.step(1)
 
 
+def test_a_constant_weight_decay_has_no_ramp():
+    assert weight_decay(Config(weight_decay=0.25, start_weight_decay=0.5, end_weight_decay=1.0), 4) == 0.25
+
+
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("in_samples", [False, True])
 def test_schedules_of_a_config_are_megatrons(style, in_samples):

@@ -56,12 +56,14 @@ def test_a_passing_fault_changes_nothing(trainer, monkeypatch):
 def test_a_batch_that_causes_it_is_skipped_if_allowed(trainer, monkeypatch):
     made = trainer(skip_bad_batches=1)
     plant(made, monkeypatch, {1, 2, 3, 5, 6, 7, 8})
-    made.step()
+    monkeypatch.setattr(made.optimizer.scaler, "update", (overflows := []).append)
+    assert not made.step().skipped
     before = weights(made)
     result = made.step()
     assert result.skipped and math.isnan(result.loss) and result.grad_norm is None and same(before, weights(made))
     assert "the batch is skipped (1 of 1)" in made.lines[0] and made.bad_batches == 1
     made.step()
+    assert overflows == [False, False], "a bad batch says nothing about the loss scale"
     with pytest.raises(TrainingFailed, match="the loss is nan"):
         made.step()
 

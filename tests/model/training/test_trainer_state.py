@@ -192,6 +192,7 @@ def test_a_rank_with_both_ends_of_a_tied_model_stores_one_table_and_loads_two(tm
     values = {**first.tensors(), **{n: x for n, x in second.tensors().items() if n not in first.tensors()}}
     assert OUTPUT_LAYER not in values and WORD_EMBEDDING in second.tensors(replicas=True), "under the table's name"
     writer.save(tmp_path, 1, values, {"iteration": 1})
+    first.optimizer.owned = set()  # a rank also loads what another one writes
     first.load(tmp_path / "iter_0000001", moments=True)
     assert bool((table == 0.5).all()) and bool((copy == 0.5).all())
     assert all(bool((first.optimizer.model[n] == 0.5).all()) for n in (WORD_EMBEDDING, OUTPUT_LAYER))

@@ -68,7 +68,7 @@ KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
         (rules.scaled_embedding(), {"hidden_size": 2304}, {"embedding_multiplier_scale": 48.0}),
         (rules.sparse_layers(), SPARSE, {"moe_layer_freq": "[1,1,1,1]"}),
         (rules.sparse_layers(), {**SPARSE, "mlp_only_layers": [0, 3]}, {"moe_layer_freq": "[0,1,1,0]"}),
-        (rules.sparse_layers(), {**SPARSE, "decoder_sparse_step": 2}, {"moe_layer_freq": "[0,1,0,1]"}),
+        (rules.sparse_layers(), {**SPARSE, "decoder_sparse_step": 3}, {"moe_layer_freq": "[0,0,1,0]"}),
         (
             rules.sparse_layers(),
             {**SPARSE, "decoder_sparse_step": 2, "mlp_only_layers": [1]},

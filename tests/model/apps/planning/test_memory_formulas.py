@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hal.bench.suites.scaling import LATENT
 from hal.model.apps.planning.activations import head_bytes, layer_bytes, stage_bytes
 from hal.model.apps.planning.memory import Memory, explain, gib, memory, rank_memory, states
 from hal.model.apps.planning.shape import Shape
@@ -26,6 +27,11 @@ WHOLE = LAYERS * LAYER + 2 * TABLE + H
 TP2, SP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 ZBV, INTERLEAVED = {"pipeline_schedule": "zbv"}, {"num_layers_per_virtual_pipeline_stage": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+EXPERT = 3 * H * 32
+SPARSE_LAYER = LAYER - 3 * H * FFN + 8 * EXPERT + 8 * H
+"""Parameters of a layer with EXPERTS and their router in place of the MLP."""
 BF16, FP16, TIED = {"bf16": True}, {"fp16": True}, {"untie_embeddings_and_output_weights": False}
 
 
@@ -96,6 +102,12 @@ def test_a_pipeline_sums_sharded_gradients_until_its_last_microbatch() -> None:
     # With one layer per stage no next layer is gathered, but the output layer and final norm of the stage still are.
     lone = rank_memory(shape_of(4, dp=2, **PP2, num_layers=2, zero_stage=3, **BF16), 1)
     assert lone.weights == 2 * (LAYER + TABLE + H)
+    # A stage without layers has the embedding alone.
+    empty = rank_memory(shape_of(4, dp=2, **PP2, num_layer_list=("0", "8"), zero_stage=3, **BF16), 0)
+    assert (empty.weights, empty.working) == (2 * TABLE, 0)
+    # A layer is gathered together with the next one, of which every other one has experts.
+    pairs = rank_memory(shape_of(4, dp=2, **EXPERTS, moe_layer_freq="2", zero_stage=3, **BF16), 0)
+    assert pairs.weights == 2 * (SPARSE_LAYER + LAYER + 2 * TABLE + H)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,10 @@ def test_replicas_hold_all_gradients_once_more_while_they_are_sent() -> None:
     small = {"seq_length": 4, "micro_batch_size": 1}
     estimate = rank_memory(shape_of(1, dp=2, **small), 0)
     assert (estimate.activations, estimate.working, estimate.buffers) == (0, 0, 4 * WHOLE)
+    # Experts on two ranks have no replicas, and their gradients are not sent.
+    others = LAYERS * (SPARSE_LAYER - 8 * EXPERT) + 2 * TABLE + H
+    for experts, options in ((8 * LAYERS * EXPERT, {}), (0, {"expert_model_parallel_size": 2})):
+        assert rank_memory(shape_of(1, dp=2, **small, **EXPERTS, **options), 0).buffers == 4 * (others + experts)
     estimate = rank_memory(shape_of(1, **small, context_parallel_size=2), 0)
     assert estimate.buffers == 4 * WHOLE
     # In a pipeline the receive buffers are added; on the first rank, those that receive gradients.
@@ -170,6 +186,14 @@ def test_a_backward_pass_works_on_one_layer_at_a_time(dp: int, options: dict[str
     assert rank_memory(shape_of(4, dp, micro_batch_size=B, **options), 0).working == working
 
 
+def test_experts_and_latents_work_on_their_own_activations() -> None:
+    sparse = shape_of(4, **PP2, **EXPERTS)
+    weight = 8 * H * 2 * 32 * 4
+    assert rank_memory(sparse, 0).working == ROWS * H + sparse.experts.working() + weight
+    narrow = shape_of(4, **PP2, **LATENT, ffn_hidden_size=8)
+    assert rank_memory(narrow, 0).working == ROWS * H + narrow.latent.working() + H * 2 * 8 * 4
+
+
 def test_recomputation_brings_one_chunk_of_layers_back() -> None:
     without = rank_memory(shape_of(4, **PP2), 0).working
     # A stage has four layers. With "block" the last of them have freed their activations before the first recompute.
@@ -185,6 +209,9 @@ def test_the_head_and_the_layers_do_not_work_at_once() -> None:
     shape = shape_of(4, vocabulary=16, **PP2)
     assert head_bytes(shape) < layer
     assert rank_memory(shape, 1).working == layer - head_bytes(shape)
+    # Without a pipeline, the weight gradient of the layer is added to the sum in place,
+    shape = shape_of(4, vocabulary=16)
+    assert rank_memory(shape, 0).working == layer - WEIGHT - head_bytes(shape)
     # A large head needs the gradients of its input and of its weight,
     assert rank_memory(shape_of(4, vocabulary=1 << 14, **PP2), 1).working == ROWS * H + (1 << 14) * H * 4
     # and without a pipeline the weight gradient is added to the sum in place.
@@ -211,6 +238,7 @@ def test_a_rank_keeps_the_microbatches_in_flight() -> None:
         {**PP4, "num_layer_list": ("1", "1", "5", "1")},
         {**PP4, "num_layer_list": ("1", "5", "1", "1")},
         {**PP4, "num_layer_list": ("1", "1", "1", "5")},
+        {**PP4, **EXPERTS, "moe_ffn_hidden_size": 512, "moe_layer_freq": "[0,0,0,0,1,1,0,0]"},
     ],
     ids=str,
 )
@@ -218,6 +246,12 @@ def test_the_plan_is_that_of_the_fullest_rank(layout: dict[str, Any], vocabulary
     shape = shape_of(8, dp, vocabulary, **layout)
     ranks = [rank_memory(shape, rank) for rank in range(shape.plan.layout.pp)]
     assert memory(shape.config, shape.plan) == max(ranks, key=lambda m: m.total)
+
+
+def test_the_second_rank_of_a_pipeline_may_be_the_fullest() -> None:
+    # It receives hidden states and gradients, and keeps more microbatches than the ranks after it.
+    shape = shape_of(32, **PP4, **FULL)
+    assert memory(shape.config, shape.plan) == rank_memory(shape, 1) != rank_memory(shape, 2)
 
 
 def test_the_report_names_the_largest_first() -> None:

@@ -131,6 +131,14 @@ def test_replicated_gradients_are_all_reduced_in_float32() -> None:
     )
 
 
+def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
+    # A router and eight experts are in place of each MLP. A rank has half of the experts, which two of four ranks have.
+    others = WHOLE - LAYERS * (3 * H * FFN - 8 * H)
+    experts = LAYERS * 4 * 3 * H * FFN
+    sums = sent(5, dp=4, **EXPERTS, expert_model_parallel_size=2).data
+    assert sums == pytest.approx(2 * 4 * (3 / 4 * others + 1 / 2 * experts))
+
+
 @pytest.mark.parametrize("width, options", [(4, {}), (2, {"bf16": True})])
 def test_sharded_states(width: int, options: dict[str, Any]) -> None:
     # Rajbhandari et al., section 7: gradients are reduce-scattered (each microbatch's, if they are sharded), weights
