@@ -16,13 +16,14 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # threads sleep instead of spinning, because other processes need the processor.
 WORKERS ?= auto
 TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
-SIMULATED := tests/backends/npu tests/backends/cuda
+SIMULATED := tests/backends/npu tests/backends/cuda tests/benchmarks/npu
 # CI runs this share of the nightly tests, selected by the commit.
 SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
-.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-sample production fuzzers faults mutation
-.PHONY: test-opencl test-aarch64 gpu npu gpu-environment sanitize lint as-written check bench support reference docs clean
+.PHONY: train test test-slow test-simulators nightly nightly-tests nightly-simulators nightly-sample production fuzzers
+.PHONY: faults mutation test-opencl test-aarch64 gpu npu gpu-environment sanitize lint as-written check bench support
+.PHONY: reference docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -41,14 +42,17 @@ test: $(READY)  ## the fast suite
 test-slow: $(READY)  ## the tests that the fast suite leaves out, except those of the simulators
 	$(call TEST,$(BIN)) -m "slow and not nightly" $(SIMULATED:%=--ignore %)
 
-test-simulators: $(SIM)/.ready  ## the npu and cuda backends on their simulators, fast and slow tests
+test-simulators: $(SIM)/.ready  ## what needs the simulators of npu and cuda, fast and slow tests
 	$(call TEST,$(SIM)/bin) -m "not nightly" $(SIMULATED) tests/model/megatron/test_quickstart.py -k "npu or cuda"
 
 nightly:  ## all or PARTS="..." of the tests that take too long for CI; writes docs/verified/nightly.md
 	.ci/run nightly $(PARTS)
 
-nightly-tests: $(READY)  ## the tests marked nightly
+nightly-tests: $(READY)  ## the tests marked nightly, except those of the simulators
 	$(call TEST,$(BIN)) -m nightly $(SIMULATED:%=--ignore %)
+
+nightly-simulators: $(SIM)/.ready  ## what needs the simulators, tests marked nightly
+	$(call TEST,$(SIM)/bin) -m nightly $(SIMULATED)
 
 fuzzers: $(READY)  ## 100,000 inputs for every parser of files that others have made
 	HAL_FUZZ_EXAMPLES=100000 $(call TEST,$(BIN)) --dist load -m slow tests/faults/test_fuzzers.py

@@ -37,6 +37,7 @@ STAGES = {
     "nightly": (
         (".venv-sim/.ready",),
         ("nightly-tests",),
+        ("nightly-simulators",),
         ("production",),
         ("fuzzers",),
         ("faults",),
@@ -175,8 +176,8 @@ def page(results: Sequence[Result], date: str, commit: str, machine: str, before
     return f"""# The nightly run
 
 The results of `make nightly`, which runs the tests that take too long for CI. The parts are targets of the Makefile;
-`nightly-tests` are the tests marked `nightly`. A row is valid for its commit, which may be older than this page: parts
-may be run separately (`make nightly PARTS="production mutation"`).
+`nightly-tests` and `nightly-simulators` are the tests marked `nightly`. A row is valid for its commit, which may be
+older than this page: parts may be run separately (`make nightly PARTS="production mutation"`).
 
 | {" | ".join(PAGE_HEAD)} |
 |{"---|" * len(PAGE_HEAD)}

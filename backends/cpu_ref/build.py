@@ -38,7 +38,7 @@ import torch  # imported before the kernels, so that both use torch's libgomp
 
 from hal import BackendUnavailable, backend_tools
 
-from . import cpu, prebuilt
+from . import cpu, openmp, prebuilt
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 MODULE = "_hal_cpu_ref"
@@ -107,11 +107,13 @@ def ensure_built(part: str = CORE) -> Path:
     # The name of a part's module includes the core's key, because it is linked with this one core: the one that this
     # process uses, which is not always that of the present cache directory.
     core = None if part == CORE else _loaded_core() or ensure_built()
-    key = _key(compiler, [*flags, *([] if core is None else [core.name])], [*files, Path(__file__)])
+    runtime = openmp.renamed()
+    linked = [Path(path).name for path in (core, runtime) if path is not None]
+    key = _key(compiler, [*flags, *linked], [*files, Path(__file__)])
     # A part looks for the core in its own folder.
     folder = backend_tools.cache_directory("cpu_ref") if core is None else core.parent
     target = folder / f"{_name(part)}-{key}.so"
-    return backend_tools.build_once(target, lambda work: _build(part, core, compiler, flags, work))
+    return backend_tools.build_once(target, lambda work: _build(part, core, compiler, flags, work, runtime))
 
 
 def _loaded_core() -> Path | None:
@@ -197,8 +199,13 @@ def _key(compiler: Sequence[str], flags: Sequence[str], files: Sequence[Path]) -
     return digest.hexdigest()[:24]
 
 
-def _build(part: str, core: Path | None, compiler: list[str], flags: list[str], work: Path) -> Path:
-    """Compiles a part's module in the folder `work`, linked with that of the core; returns its path there."""
+def _build(
+    part: str, core: Path | None, compiler: list[str], flags: list[str], work: Path, runtime: str | None = None
+) -> Path:
+    """Compiles a part's module in the folder `work`, linked with that of the core; returns its path there.
+
+    runtime: the OpenMP runtime to link with instead of the compiler's.
+    """
     import cffi
 
     include = sysconfig.get_paths()["include"]
@@ -248,6 +255,9 @@ def _build(part: str, core: Path | None, compiler: list[str], flags: list[str], 
     inputs = [str(path) for path in (glue.result(), *objects.values())]
     # The core is found beside the part, also in a cache that was moved.
     linked = [] if core is None else [f"-L{core.parent}", f"-l:{core.name}", "-Wl,-rpath,$ORIGIN"]
+    if runtime is not None:
+        flags = [flag for flag in flags if flag != "-fopenmp"]  # it would link the compiler's runtime, too
+        linked.append(runtime)
     _run([*compiler, *flags, "-shared", *inputs, "-o", str(library), *linked, "-lm"])
     # Flushed before the rename; otherwise a power failure could leave a file with its final name and incomplete
     # contents.
@@ -274,10 +284,10 @@ def _load(name: str, path: Path) -> ModuleType:
     assert spec is not None
     if path in _refused:
         raise BackendUnavailable(_refused[path])
-    before = _openmp_runtimes()
+    before = openmp.runtimes()
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    runtimes = _openmp_runtimes()
+    runtimes = openmp.runtimes()
     gnu = {runtime for runtime in runtimes if "/libgomp" in runtime}
     if len(gnu) > 1:
         raise BackendUnavailable(
@@ -294,12 +304,3 @@ def _load(name: str, path: Path) -> ModuleType:
         )
         raise BackendUnavailable(_refused[path])
     return module
-
-
-def _openmp_runtimes() -> set[str]:
-    """The OpenMP runtimes loaded in this process (GNU, LLVM, Intel); empty where the system does not list libraries."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.split()[-1] for line in lines if re.search(r"/lib(gomp|omp|iomp)[^/]*\.so", line)}

@@ -1,6 +1,7 @@
 """Kernels that were compiled before: wheels bring them (.ci/wheel.py), so that their users need no compiler.
 
-A source checkout has none, and compiles for its own processor. HAL_CPU_REF_NATIVE=1 makes an installed wheel do so too.
+A source checkout has none, and compiles for its own processor. HAL_CPU_REF_NATIVE=1 makes an installed wheel do so too,
+and so does a torch whose OpenMP runtime has another name than the one that the kernels ask for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cpu
+from . import cpu, openmp
 
 FOLDER = Path(__file__).resolve().parent / "prebuilt"
 
@@ -44,6 +45,6 @@ VARIANTS = (  # the best first
 def variant() -> Variant | None:
     """The best variant that is installed and runs on this processor; None if the kernels have to be compiled."""
     asked = os.environ.get("HAL_CPU_REF_NATIVE") == "1" or os.environ.get("HAL_CPU_REF_SANITIZE")
-    if asked or not FOLDER.is_dir():
+    if asked or not FOLDER.is_dir() or openmp.renamed() is not None:
         return None
     return next((v for v in VARIANTS if (FOLDER / v.name).is_dir() and v.runs_here), None)

@@ -15,20 +15,14 @@ import torch
 import hal
 from hal import Transport, torch_comm
 
-_REDUCED = (
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-)
+from .constraints import CONSTRAINTS
+
+_REDUCED = CONSTRAINTS["hccl.reduced"].value.split()
 
 
 def _refuse(collective: str, dtype: torch.dtype, op: str | None) -> Sequence[str]:
-    if op is not None and dtype not in _REDUCED:
-        return [f"{dtype} (HCCL on Atlas A2 reduces {', '.join(str(d).removeprefix('torch.') for d in _REDUCED)})"]
+    if op is not None and str(dtype).removeprefix("torch.") not in _REDUCED:
+        return [f"{dtype} (HCCL on Atlas A2 reduces {', '.join(_REDUCED)})"]
     if dtype.is_complex:
         return [f"{dtype} (HCCL has no complex numbers)"]
     return ()

@@ -15,7 +15,7 @@ TABLE = Path(__file__).with_name("constraints.csv")
 
 @dataclass(frozen=True)
 class Constraint:
-    """One line: `value` by kind: a range "least..most", or words (shapes, dtypes or modes that are accepted).
+    """One line: `value` by kind: a range "least..most", words (shapes, dtypes or modes that are accepted), or a rule.
 
     code: the library's error code for a call that violates it.
     """
@@ -26,6 +26,11 @@ class Constraint:
     value: str
     code: int
     source: str
+
+    @property
+    def least(self) -> int:
+        """The smallest number of a range."""
+        return int(self.value.split("..")[0])
 
     @property
     def most(self) -> int:

@@ -11,20 +11,14 @@ from torch import Tensor
 from hal import Call, ops
 
 from .composed import ID
+from .constraints import CONSTRAINTS
 from .device import Npu
 from .tensors import reasons, refuses
 
-_MOST_GROUPS = 1024
-_SIZE_LIMIT = 65536
-"""The last dimensions of both operands must be smaller."""
-
 
 def _limits(x: Tensor, sizes: Sequence[int], groups: int) -> list[str]:
-    refusals = []
-    if groups > _MOST_GROUPS:
-        refusals.append(f"{groups} groups (npu_grouped_matmul takes up to {_MOST_GROUPS})")
-    if max(sizes) >= _SIZE_LIMIT:
-        refusals.append(f"a size of {max(sizes)} (npu_grouped_matmul takes less than {_SIZE_LIMIT})")
+    refusals = CONSTRAINTS["grouped.groups"].refusal("groups", groups)
+    refusals += CONSTRAINTS["grouped.last_size"].refusal("channels", max(sizes))
     if not (len(x) and min(sizes) and groups):
         refusals.append("an empty product (npu_grouped_matmul needs an element)")
     return refusals

@@ -15,19 +15,14 @@ from torch import Tensor
 from hal import Call, ops
 
 from .composed import ID
+from .constraints import CONSTRAINTS
 from .device import Npu
 from .tensors import absent, reasons, refuses
 
-_MOST_PER_TOKEN = 512
-_MOST_INDICES = 16_777_214
-
 
 def _limits(assignments: Tensor, h: int) -> list[str]:
-    refusals = []
-    if assignments.shape[1] > _MOST_PER_TOKEN:
-        refusals.append(f"{assignments.shape[1]} experts per token (the operators take up to {_MOST_PER_TOKEN})")
-    if assignments.numel() > _MOST_INDICES:
-        refusals.append(f"{assignments.numel()} assignments (the operators take up to {_MOST_INDICES})")
+    refusals = CONSTRAINTS["moe.per_token"].refusal("experts per token", assignments.shape[1])
+    refusals += CONSTRAINTS["moe.assignments"].refusal("assignments", assignments.numel())
     if not assignments.numel() or not h:
         refusals.append("an empty call (the operators need an element)")
     return refusals

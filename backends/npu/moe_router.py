@@ -16,11 +16,9 @@ from hal import Call, ops
 from hal.backend_tools import with_signature_of
 
 from .composed import ID
+from .constraints import CONSTRAINTS
 from .device import Npu
 from .tensors import absent, reasons, refuses
-
-_MOST = 1024
-"""The largest k that the operator documents."""
 
 
 def _why_not(call: Call) -> Sequence[str]:
@@ -31,9 +29,7 @@ def _why_not(call: Call) -> Sequence[str]:
         refusals.append("groups of experts (npu_moe_gating_top_k_softmax_v2 has none)")
     if call.indices is not None:
         refusals.append("prescribed experts (npu_moe_gating_top_k_softmax_v2 chooses them)")
-    if call.topk > _MOST:
-        refusals.append(f"topk {call.topk} (npu_moe_gating_top_k_softmax_v2 takes up to {_MOST})")
-    return refusals
+    return refusals + CONSTRAINTS["moe.top_k"].refusal("experts per token", call.topk)
 
 
 def _backward(residuals: tuple[Any, ...], dprobs: Tensor) -> tuple[Tensor]:

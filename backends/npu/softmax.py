@@ -14,10 +14,12 @@ from torch import Tensor
 
 from hal import Call, ops
 
+from .constraints import CONSTRAINTS
 from .device import Npu
 from .tensors import reasons, refuses
 
-_SMALLEST, _LARGEST, _MULTIPLE = 32, 4096, 32
+_MULTIPLE = 32
+_SIZES = CONSTRAINTS["softmax.size"]
 
 
 def _why_not_vendor(call: Call) -> Sequence[str]:
@@ -25,9 +27,10 @@ def _why_not_vendor(call: Call) -> Sequence[str]:
     if call.mask is None and not call.causal:
         refusals.append("no mask (npu_scaled_masked_softmax needs one)")
     for name, size in (("query", call.x.shape[2]), ("key", call.x.shape[3])):
-        if not _SMALLEST <= size <= _LARGEST or size % _MULTIPLE:
+        if not _SIZES.least <= size <= _SIZES.most or size % _MULTIPLE:
             refusals.append(
-                f"{size} {name} positions (npu_scaled_masked_softmax takes multiples of 32 from 32 to 4096)"
+                f"{size} {name} positions ({_SIZES.operator} takes multiples of {_MULTIPLE} "
+                f"from {_SIZES.least} to {_SIZES.most})"
             )
     return refusals
 

@@ -131,17 +131,23 @@ def parse(text: str) -> list[Operator]:
 
 
 def generate_limits() -> str:
-    """The C++ header with the ranges of constraints.csv: `limits::attention_heads.least` and `.most`."""
+    """The C++ header with what constraints.csv says in numbers and dtypes: `limits::attention_heads.least` and `.most`,
+    and `limits::hccl_product`, an array of names.
+    """
     lines = [line for line in LIMITS.read_text().splitlines() if line and not line.startswith("#")]
-    ranges = []
+    values = []
     for row in csv.DictReader(lines):
+        name = row["id"].replace(".", "_")
         if row["kind"] == "range":
             least, most = row["value"].split("..")
-            ranges.append(f"constexpr Range {row['id'].replace('.', '_')}{{{least}, {most}}};")
+            values.append(f"constexpr Range {name}{{{least}, {most}}};")
+        elif row["kind"] == "dtypes":
+            dtypes = ", ".join(f'"{dtype}"' for dtype in row["value"].split())
+            values.append(f"constexpr const char* {name}[] = {{{dtypes}}};")
     return (
         "#pragma once\n#include <cstdint>\nnamespace halsim::limits {\nstruct Range {\n  int64_t least, most;\n"
         "  constexpr bool holds(int64_t n) const { return n >= least && n <= most; }\n};\n"
-        + "\n".join(ranges)
+        + "\n".join(values)
         + "\n}  // namespace halsim::limits\n"
     )
 

@@ -6,8 +6,10 @@ A one-function kernel folder stands in for the real one, so that a build takes a
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from hal import BackendUnavailable
-from hal.backends.cpu_ref import CpuRef, build, cpu, prebuilt
+from hal.backends.cpu_ref import CpuRef, build, cpu, openmp, prebuilt
 from hal.testing.processes import run_processes
 
 
@@ -216,7 +218,47 @@ def test_probing_and_importing_compile_nothing(kernels: Path) -> None:
 def test_kernels_share_torchs_openmp_runtime() -> None:
     build.lib()
     torch.ones(1 << 20).sum()
-    assert len([name for name in build._openmp_runtimes() if "/libgomp" in name]) <= 1
+    assert len([name for name in openmp.runtimes() if "/libgomp" in name]) <= 1
+
+
+RENAMED = """
+import ctypes, importlib.util, sys
+spec = importlib.util.spec_from_file_location("openmp", sys.argv[1])
+openmp = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(openmp)
+assert openmp.renamed() is None
+runtime = ctypes.CDLL(sys.argv[2])
+print(openmp.renamed())
+"""
+
+
+def test_kernels_are_linked_with_a_runtime_that_has_another_name(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch's wheels for aarch64; without this, the compiler's own runtime would be loaded, too."""
+    runtime = kernels.parent / "libgomp-98df74fd.so.1.0.0"
+    (kernels.parent / "runtime.c").write_text("void GOMP_parallel(void) {}\n")
+    command = ["gcc", "-shared", "-fPIC", str(kernels.parent / "runtime.c"), f"-Wl,-soname,{runtime.name}"]
+    subprocess.run([*command, "-o", str(runtime)], check=True)
+    command = [sys.executable, "-c", RENAMED, openmp.__file__, str(runtime)]  # without torch's runtime
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == str(runtime)
+
+    (kernels / "answer.c").write_text(
+        '#include "answer_api.h"\nint hal_answer(int x) {\n#pragma omp parallel\n  hal_answer(x);\n  return x;\n}\n'
+    )
+    usual = build.ensure_built()
+    monkeypatch.setattr(openmp, "renamed", lambda: str(runtime))
+    linked = build.ensure_built()
+    needed = [re.findall(rb"libgomp[-.\w]*", path.read_bytes()) for path in (usual, linked)]
+    assert needed[0] and runtime.name.encode() not in needed[0]
+    assert set(needed[1]) == {runtime.name.encode()}
+    monkeypatch.setattr(prebuilt, "FOLDER", kernels)
+    (kernels / "every processor").mkdir()
+    everywhere = prebuilt.Variant("every processor", platform.machine(), (), frozenset())
+    monkeypatch.setattr(prebuilt, "VARIANTS", (everywhere,))
+    assert prebuilt.variant() is None
+    monkeypatch.setattr(openmp, "renamed", lambda: None)
+    assert prebuilt.variant() is everywhere
 
 
 def refused_twice(kernels: Path) -> list[str]:

@@ -206,6 +206,7 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
     call.value_dim = v.size(-1);
     require(k.size(-1) == call.dim, kInvalid, "query and key must have the same D");
   }
+  // attention.value_size of constraints.csv.
   require(call.value_dim <= call.dim, kInvalid, "the D of value must not exceed the D of key");
   within("D", call.dim, limits::attention_head_size, kInvalid);
   require(call.kv_heads > 0 && heads % call.kv_heads == 0, kTiling, "head_num must be a multiple of the KV heads");
@@ -303,6 +304,8 @@ Visible visible(const Call& call, const Tensor& mask, int64_t b) {
   } else {
     Tensor full = mask.dim() == 2 ? mask.unsqueeze(0) : mask.size(0) == 1 ? mask[0] : mask[b];
     result.masked = full.narrow(-2, 0, sq).narrow(-1, 0, sk).to(at::kBool);
+    // attention.packed_mask_rows of constraints.csv.
+    TORCH_CHECK(!call.tnd() || !result.masked.all(-1).any().item<bool>(), "atten_mask of packed sequences has a row of ones");
   }
   const int64_t size = kernels::tile();
   if (call.mode != 0 || sk <= 8 * size) return result;

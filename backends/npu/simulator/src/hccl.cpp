@@ -16,6 +16,7 @@
 #include <numeric>
 #include <thread>
 
+#include "constraints.h"
 #include "reduce.h"
 #include "runtime.h"
 #include "shared_memory.h"
@@ -87,13 +88,31 @@ size_t item_size(HcclDataType type) {
   }
 }
 
+// As constraints.csv calls the dtype.
+std::string name(HcclDataType type) {
+  switch (type) {
+    case HCCL_DATA_TYPE_INT8: return "int8";
+    case HCCL_DATA_TYPE_INT16: return "int16";
+    case HCCL_DATA_TYPE_INT32: return "int32";
+    case HCCL_DATA_TYPE_INT64: return "int64";
+    case HCCL_DATA_TYPE_FP16: return "float16";
+    case HCCL_DATA_TYPE_BFP16: return "bfloat16";
+    case HCCL_DATA_TYPE_FP32: return "float32";
+    default: return "data type " + std::to_string(type);
+  }
+}
+
+template <size_t count>
+bool listed(HcclDataType type, const char* const (&names)[count]) {
+  return std::find(names, names + count, name(type)) != names + count;
+}
+
 HcclResult refuse(HcclResult code, const char* what) {
   fail(code, "%s", what);
   return code;
 }
 
-// The refusals that are known before anything runs. As in the library, reductions take no float64 and no unsigned
-// integers.
+// The refusals that are known before anything runs.
 HcclResult check(const char* call, const Shared& comm, HcclDataType type, const void* buffer, size_t bytes,
                  const HcclReduceOp* reducing = nullptr) {
   std::string where = call;
@@ -101,10 +120,10 @@ HcclResult check(const char* call, const Shared& comm, HcclDataType type, const 
   if (!item_size(type)) return refuse(HCCL_E_NOT_SUPPORT, (where + ": data type " + std::to_string(type)).c_str());
   if (reducing && (*reducing < HCCL_REDUCE_SUM || *reducing > HCCL_REDUCE_MIN))
     return refuse(HCCL_E_NOT_SUPPORT, (where + ": the reductions are sum, prod, max and min").c_str());
-  if (reducing && !halsim::reducible(type))
-    return refuse(HCCL_E_NOT_SUPPORT, (where + ": no reduction of data type " + std::to_string(type)).c_str());
-  if (reducing && *reducing == HCCL_REDUCE_PROD && (type == HCCL_DATA_TYPE_INT16 || type == HCCL_DATA_TYPE_BFP16))
-    return refuse(HCCL_E_NOT_SUPPORT, (where + ": no product of data type " + std::to_string(type)).c_str());
+  if (reducing && !listed(type, halsim::limits::hccl_reduced))
+    return refuse(HCCL_E_NOT_SUPPORT, (where + ": no reduction of " + name(type)).c_str());
+  if (reducing && *reducing == HCCL_REDUCE_PROD && !listed(type, halsim::limits::hccl_product))
+    return refuse(HCCL_E_NOT_SUPPORT, (where + ": no product of " + name(type)).c_str());
   if (bytes && !halsim::is_device_memory(buffer, bytes))
     return refuse(HCCL_E_PARA, (where + ": the buffer is not in device memory").c_str());
   return HCCL_SUCCESS;

@@ -10,19 +10,6 @@
 
 namespace halsim {
 
-inline bool reducible(HcclDataType type) {
-  switch (type) {
-    case HCCL_DATA_TYPE_INT8:
-    case HCCL_DATA_TYPE_INT16:
-    case HCCL_DATA_TYPE_INT32:
-    case HCCL_DATA_TYPE_INT64:
-    case HCCL_DATA_TYPE_FP16:
-    case HCCL_DATA_TYPE_BFP16:
-    case HCCL_DATA_TYPE_FP32: return true;
-    default: return false;
-  }
-}
-
 template <typename T, typename Wide>
 void reduce_as(void* into, const void* from, size_t count, HcclReduceOp op) {
   T* a = static_cast<T*>(into);
@@ -40,7 +27,7 @@ void reduce_as(void* into, const void* from, size_t count, HcclReduceOp op) {
   }
 }
 
-// into[i] = op(into[i], from[i]); `type` must be reducible.
+// into[i] = op(into[i], from[i]); `type` is one of hccl.reduced in constraints.csv.
 inline void reduce(void* into, const void* from, size_t count, HcclDataType type, HcclReduceOp op) {
   switch (type) {
     case HCCL_DATA_TYPE_INT8: return reduce_as<int8_t, int>(into, from, count, op);

@@ -84,7 +84,7 @@ void normalized(const char* op, const Tensor& x, const Tensor& gamma) {
 void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, bool fixed_triu_mask) {
   require(x.dim() == 4, op, "x must have 4 dimensions, got " + c10::str(x.sizes()));
   for (int64_t size : x.sizes().slice(2))
-    require(size % 32 == 0 && size >= 32 && size <= 4096, op,
+    require(size % 32 == 0 && limits::softmax_size.holds(size), op,
             "the last two sizes of x must be multiples of 32 in 32..4096, got " + c10::str(x.sizes()));
   require(!fixed_triu_mask, op, "fixed_triu_mask is reserved and must be False");
   require(mask.scalar_type() == at::kBool, op, "mask must be bool");
@@ -100,26 +100,26 @@ void tile(bool fine, const char* op, const std::string& text) {
 }
 
 void few_per_token(const char* op, int64_t count) {
-  require(count <= 512, op, "at most 512 experts per token, got " + std::to_string(count));
+  require(limits::moe_per_token.holds(count), op, "at most 512 experts per token, got " + std::to_string(count));
 }
 
 void few_groups(const char* op, const Tensor& ends, const Tensor& x, const Tensor& weight) {
-  require(ends.dim() == 1 && ends.numel() <= 1024, op, "at most 1024 groups, got " + c10::str(ends.sizes()));
+  require(ends.dim() == 1 && ends.numel() <= limits::grouped_groups.most, op, "at most 1024 groups, got " + c10::str(ends.sizes()));
   for (const Tensor& t : {x, weight})
-    require(t.size(-1) < 65536, op, "the last size must be below 65536, got " + c10::str(t.sizes()));
+    require(t.size(-1) <= limits::grouped_last_size.most, op, "the last size must be below 65536, got " + c10::str(t.sizes()));
 }
 }  // namespace
 
 void chosen(const char* op, const Tensor& x, const Tensor& finished, int64_t k) {
   require(x.dim() == 2 || x.dim() == 3, op, "x must have 2 or 3 dimensions, got " + c10::str(x.sizes()));
-  tile(k >= 0 && k <= x.size(-1) && k <= 1024, op, "k must be in 0.." + std::to_string(x.size(-1)) + " and at most 1024");
+  tile(k >= 0 && k <= x.size(-1) && k <= limits::moe_top_k.most, op, "k must be in 0.." + std::to_string(x.size(-1)) + " and at most 1024");
   require(!finished.defined(), op, "finished is not simulated");
 }
 
 void permutable(const char* op, const Tensor& indices, bool padded) {
   require(!padded, op, "padded_mode must be False");
   require(indices.dim() == 1 || indices.dim() == 2, op, "indices must have 1 or 2 dimensions");
-  require(indices.numel() < 16777215, op, "fewer than 16777215 indices, got " + std::to_string(indices.numel()));
+  require(indices.numel() <= limits::moe_assignments.most, op, "fewer than 16777215 indices, got " + std::to_string(indices.numel()));
   if (indices.dim() == 2) few_per_token(op, indices.size(1));
 }
 
