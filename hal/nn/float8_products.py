@@ -26,7 +26,7 @@ def quantize(x: Tensor, dtype: torch.dtype, blocks_of: str = "tensor") -> tuple[
     x = x.detach().float()
     amax = x.abs()
     if blocks_of == "tensor":
-        amax = amax.amax()
+        amax = amax.amax() if x.numel() else amax.sum()
     else:
         amax = _largest(amax, -1)
         if blocks_of == "square":
@@ -39,8 +39,9 @@ def quantize(x: Tensor, dtype: torch.dtype, blocks_of: str = "tensor") -> tuple[
 def _largest(x: Tensor, dim: int) -> Tensor:
     """The maximum of every 128 elements along `dim`, of non-negative values."""
     x = x.transpose(dim, -1)
-    padded = F.pad(x, (0, blocks(x.shape[-1]) * BLOCK - x.shape[-1]))
-    return padded.reshape(*x.shape[:-1], -1, BLOCK).amax(-1).transpose(dim, -1)
+    count = blocks(x.shape[-1])
+    padded = F.pad(x, (0, count * BLOCK - x.shape[-1]))
+    return padded.reshape(*x.shape[:-1], count, BLOCK).amax(-1).transpose(dim, -1)
 
 
 @dataclass(frozen=True)

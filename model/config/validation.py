@@ -248,18 +248,17 @@ def _float8(c: Config) -> Iterator[str]:
             f"--fp8-format {c.fp8_format} needs --fp8-recipe tensorwise or blockwise; scales from earlier iterations, "
             "Megatron's default (delayed), are not available"
         )
-    for option, given in (
-        ("--num-experts", c.num_experts is not None),
-        ("--multi-latent-attention", c.multi_latent_attention),
-        ("--context-parallel-size above 1", c.context_parallel_size > 1),
+    if c.context_parallel_size > 1:
+        yield f"--fp8-format {c.fp8_format} is not available with --context-parallel-size above 1; remove one of them"
+    for option, size in (
+        ("--tensor-model-parallel-size", c.tensor_model_parallel_size),
+        ("--expert-model-parallel-size", c.expert_model_parallel_size),
     ):
-        if given:
-            yield f"--fp8-format {c.fp8_format} is not available with {option}; remove one of them"
-    if c.fp8_recipe == "tensorwise" and c.tensor_model_parallel_size > 1:
-        yield (
-            "--fp8-recipe tensorwise with --tensor-model-parallel-size above 1 would give each rank's part of a tensor "
-            "another scale; give --fp8-recipe blockwise"
-        )
+        if c.fp8_recipe == "tensorwise" and size > 1:
+            yield (
+                f"--fp8-recipe tensorwise with {option} above 1 would give each rank's part of a tensor another scale; "
+                "give --fp8-recipe blockwise"
+            )
 
 
 _ALONE = (

@@ -30,6 +30,8 @@ class DownProjection(nn.Module):
     """x [..., in] -> [..., out] without a bias. The weight [out, in] is replicated on all tensor-parallel ranks,
     because every head reads the complete latent; with sequence parallelism each rank multiplies its own rows."""
 
+    float8 = True
+
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, std: float) -> None:
         super().__init__()
         self.weight = init.weight(f"{name}.weight", (n_out, n_in), std)

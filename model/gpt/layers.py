@@ -71,6 +71,8 @@ class Init:
 class ColumnParallelLinear(hal.nn.Linear):
     """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks."""
 
+    float8 = True
+
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool, parts: int = 1) -> None:
         super().__init__(n_in, n_out // init.parallel.tp.size, bias, UNALLOCATED)
         self.parallel, shard = init.parallel, Shard(0, parts)
@@ -185,6 +187,8 @@ class RowParallelLinear(hal.nn.Linear):
     follows.
     """
 
+    float8 = True
+
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool) -> None:
         super().__init__(n_in // init.parallel.tp.size, n_out, bias, UNALLOCATED)
         self.parallel = init.parallel
@@ -198,12 +202,12 @@ class RowParallelLinear(hal.nn.Linear):
 
 
 def set_products(layer: nn.Module, config: Config, number: int) -> None:
-    """Chooses float8 for the linear layers of transformer layer `number` where --fp8-format does."""
+    """Where --fp8-format does so, chooses float8 for what has `float8` in transformer layer `number`."""
     gradient = torch.float8_e5m2 if config.fp8_format == "hybrid" else torch.float8_e4m3fn
+    products = hal.nn.Float8Products(config.fp8_recipe == "blockwise", gradient)
     for part in layer.modules() if config.in_float8(number) else ():
-        if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
-            by_block = config.fp8_recipe == "blockwise"
-            part.weight.products = hal.nn.Float8Products(by_block, gradient)  # type: ignore[attr-defined]
+        if getattr(part, "float8", False):
+            part.weight.products = products  # type: ignore[union-attr]
 
 
 class VocabParallelEmbedding(hal.nn.Embedding):

