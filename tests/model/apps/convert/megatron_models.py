@@ -151,10 +151,10 @@ def args_of(config: Config, *, tp: int, pp: int, **more: Any) -> argparse.Namesp
         values |= {"moe_layer_freq": eval(config.moe_layer_freq), "moe_router_load_balancing_type": "aux_loss"}
         values |= {"moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "flex"}
     if config.multi_latent_attention:
-        values |= {name: getattr(config, name) for name in (*LATENT_FIELDS.split(), "max_position_embeddings")}
+        values |= {name: getattr(config, name) for name in LATENT_FIELDS.split()}
+    values["rotary_base"] = int(config.rotary_base)
     return argparse.Namespace(
         **values,
-        rotary_base=int(config.rotary_base),
         group_query_attention=config.num_query_groups != config.num_attention_heads,
         add_bias_linear=not config.disable_bias_linear,
         bias_gelu_fusion=not config.swiglu,

@@ -82,7 +82,7 @@ def test_layouts_that_do_not_divide_the_model_are_refused(tmp_path: Path) -> Non
 @MODELS
 def test_what_megatron_wrote_has_its_logits_here(options: Any, tmp_path: Path, cpu_ref: Any) -> None:
     """Saved by one process in both formats, then by the ranks of layouts, with experts one by one and grouped."""
-    (logits,) = run_processes(1, save_theirs, options, str(tmp_path))
+    (logits,) = run_processes(1, save_theirs, options, str(tmp_path), timeout=600.0)
     expected = torch.tensor(logits)[..., :VOCABULARY]
     weights = megatron_ranks.read(tmp_path / "legacy", vocabulary=VOCABULARY)
     assert_equal_weights(megatron_distributed.read(tmp_path / "distributed", vocabulary=VOCABULARY), weights)
