@@ -94,10 +94,13 @@ def main(argv: Sequence[str]) -> int:
             command.error(f"--{name.replace('_', '-')} must be at least 1")
     loader = arguments.loader or convert.detect(arguments.load)
     weights = convert.read(arguments.load, loader, vocabulary=arguments.true_vocab_size)
+    tp, pp, ep = (getattr(arguments, name) or 1 for name in sizes)
     target = convert.Target(
         arguments.saver,
         arguments.save,
-        *(getattr(arguments, name) or 1 for name in sizes),
+        tp,
+        pp,
+        ep,
         arguments.saver_transformer_impl == "transformer_engine",
         bool(arguments.moe_grouped_gemm),
         arguments.make_vocab_size_divisible_by or 128,
