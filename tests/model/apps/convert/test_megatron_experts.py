@@ -100,7 +100,13 @@ def test_what_megatron_wrote_has_its_logits_here(options: Any, tmp_path: Path, c
 @MODELS
 @pytest.mark.parametrize(
     "layout, grouped",
-    [({}, False), ({"tp": 2}, False), ({"ep": 2}, True), ({"pp": 2, "ep": 2}, False), ({"tp": 2, "ep": 2}, True)],
+    [
+        ({}, False),
+        pytest.param({"tp": 2}, False, marks=pytest.mark.nightly),
+        pytest.param({"ep": 2}, True, marks=pytest.mark.nightly),
+        pytest.param({"pp": 2, "ep": 2}, False, marks=pytest.mark.nightly),
+        ({"tp": 2, "ep": 2}, True),
+    ],
     ids=str,
 )
 def test_what_is_written_here_loads_in_megatron_core(
