@@ -1,5 +1,9 @@
 """--fp8-format: which layers multiply in float8, and that a model trains with it as in bfloat16."""
 
+import json
+import subprocess
+import sys
+
 import parallel_runs
 import pytest
 import torch
@@ -107,6 +111,22 @@ def test_experts_on_two_ranks_train_as_on_one():
     wide = {**WIDE, "num_experts": 4, "moe_ffn_hidden_size": 256, "moe_router_topk": 2}
     two = parallel_runs.on(2, {**wide, **parallel_runs.EP2}, 5)
     parallel_runs.close(two, parallel_runs.on(1, wide, 5), 1e-2, 5e-2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_tiny_preset_follows_bfloat16(tmp_path, recipe):
+    """Means of 20 iterations, over the text that `make train` reads."""
+    curves = []
+    for options in ([], ["--fp8-format", "hybrid", "--fp8-recipe", recipe]):
+        run = tmp_path / str(len(curves))
+        command = [sys.executable, "-m", "hal", "train", "--backend", "cpu_ref", "--config", "tiny", "--bf16", *options]
+        command += ["--train-iters", "120", "--lr-decay-iters", "400", "--eval-iters", "0", "--run-dir", str(run)]
+        subprocess.run(command, check=True, capture_output=True)
+        losses = torch.tensor([loss for _, loss in json.loads((run / "run.json").read_text())["losses"]])
+        curves.append(losses.view(6, 20).mean(1))
+    assert curves[0][-1] < 0.7 * curves[0][0]
+    torch.testing.assert_close(curves[1], curves[0], rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize(
