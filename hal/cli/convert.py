@@ -94,20 +94,19 @@ def main(argv: Sequence[str]) -> int:
             command.error(f"--{name.replace('_', '-')} must be at least 1")
     loader = arguments.loader or convert.detect(arguments.load)
     weights = convert.read(arguments.load, loader, vocabulary=arguments.true_vocab_size)
-    tp, pp, ep = (getattr(arguments, name) or 1 for name in sizes)
     target = convert.Target(
         arguments.saver,
         arguments.save,
-        tp,
-        pp,
-        ep,
-        arguments.saver_transformer_impl == "transformer_engine",
-        bool(arguments.moe_grouped_gemm),
-        arguments.make_vocab_size_divisible_by or 128,
-        arguments.dtype,
-        tokenizer,
-        arguments.chat_template,
-        arguments.model_type,
+        tp=arguments.target_tensor_parallel_size or 1,
+        pp=arguments.target_pipeline_parallel_size or 1,
+        ep=arguments.target_expert_parallel_size or 1,
+        transformer_engine=arguments.saver_transformer_impl == "transformer_engine",
+        grouped=bool(arguments.moe_grouped_gemm),
+        divisible_by=arguments.make_vocab_size_divisible_by or 128,
+        dtype=arguments.dtype,
+        tokenizer=tokenizer,
+        chat_template=arguments.chat_template,
+        model_type=arguments.model_type,
     )
     notes = convert.write(weights, target)
     count = sum(weights.meta(name).numel() for name in weights.tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_options import LATENT_OPTIONS
-from models import GPT2, LLAMA, assert_equal_weights, hal_logits, random_weights
+from models import GPT2, LLAMA, MIXTRAL, assert_equal_weights, hal_logits, random_weights
 
 from hal import HalError
 from hal.cli.convert import main
@@ -44,6 +44,17 @@ def test_latent_attention_is_copied_and_not_written_as_what_it_is_not(tmp_path: 
     assert not there.exists()
     assert main(["--load", str(here), "--save", str(there), "--saver", "hal"]) == 0
     assert torch.equal(hal_logits(here), hal_logits(there))
+
+
+def test_experts_are_divided_and_stored_side_by_side_on_request(tmp_path: Path) -> None:
+    here, there, back = (tmp_path / name for name in ("here", "there", "back"))
+    hal_format.write(random_weights(MIXTRAL), here)
+    layout = ["--target-expert-parallel-size", "2", "--moe-grouped-gemm", "--saver-transformer-impl", "local"]
+    assert main(["--load", str(here), "--save", str(there), "--saver", "megatron", *layout]) == 0
+    state = torch.load(there / "release" / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=False)
+    assert state["model"]["decoder.layers.0.mlp.experts.weight1"].shape == (32, 2 * 48)
+    assert main(["--load", str(there), "--save", str(back), "--saver", "hal", "--true-vocab-size", "101"]) == 0
+    assert_equal_weights(hal_format.read(here), hal_format.read(back))
 
 
 def test_precision_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
