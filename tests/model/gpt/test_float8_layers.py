@@ -118,8 +118,8 @@ def test_experts_on_two_ranks_train_as_on_one():
 def test_the_tiny_preset_follows_bfloat16(tmp_path, recipe):
     """Means of 20 iterations, over the text that `make train` reads.
 
-    At the preset's learning rate rounding decides when the loss jumps in the first iterations, and bfloat16 differs from
-    float32 by more than 1 %; at a lower one it does not.
+    At the preset's learning rate rounding decides when the loss jumps in the first iterations, and bfloat16 differs
+    from float32 by more than 1 %; at a lower one it does not.
     """
     curves = []
     for options in ([], ["--fp8-format", "hybrid", "--fp8-recipe", recipe]):
