@@ -134,11 +134,10 @@ def _pipeline_buffers(shape: Shape, stages: list[int]) -> float:
 def _embedding_gradient(shape: Shape, stages: list[int]) -> float:
     """Memory at the end of a backward pass, when the layers have freed their activations: the gradient of the full
     table in float32, and a second gradient: a copy rounded to 16 bits, or that of the output layer if it is tied."""
-    if shape.plan.zero or not any(shape.first(s) for s in stages):
-        return 0.0
+    whole = not shape.plan.zero and any(shape.first(s) for s in stages)
     tied = not shape.config.untie_embeddings_and_output_weights and any(shape.last(s) for s in stages)
     other = shape.element if shape.element < MASTER or tied else 0
-    return float(shape.vocabulary * shape.config.hidden_size * (MASTER + other))
+    return float(whole * shape.vocabulary * shape.config.hidden_size * (MASTER + other))
 
 
 def _working(shape: Shape, stage: int) -> float:

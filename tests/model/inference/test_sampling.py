@@ -39,6 +39,8 @@ def test_at_the_edges_of_the_filters():
     assert kept(Sampling(top_k=3), torch.zeros(1000)) == kept(Sampling(top_p=0.0025), torch.zeros(1000)) == [0, 1, 2]
     assert Sampling(top_k=1).probabilities(LOGITS).tolist() == [0, 1, 0, 0, 0]
     assert Sampling(0.0, top_p=1.0).greedy and not Sampling(top_k=2).greedy and not Sampling(top_p=0.1).greedy
+    # A greedy choice does not depend on the number.
+    assert [s.choose(LOGITS, 0.9) for s in (Sampling(0.0), Sampling(top_k=1))] == [1, 1]
     # The first id whose cumulative probability exceeds the number; equality is not sufficient.
     assert [Sampling().choose(torch.zeros(4), u) for u in (0.0, 0.24, 0.25, 0.5, 0.75)] == [0, 0, 1, 2, 3]
 

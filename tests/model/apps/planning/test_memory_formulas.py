@@ -190,6 +190,9 @@ def test_experts_and_latents_work_on_their_own_activations() -> None:
     sparse = shape_of(4, **PP2, **EXPERTS)
     weight = 8 * H * 2 * 32 * 4
     assert rank_memory(sparse, 0).working == ROWS * H + sparse.experts.working() + weight
+    spread = shape_of(4, dp=2, **EXPERTS, expert_model_parallel_size=2)
+    balanced, unbalanced = (memory(spread.config, spread.plan, *imbalance) for imbalance in ((), (2.0,)))
+    assert balanced == rank_memory(spread, 0) and balanced.total < unbalanced.total
     narrow = shape_of(4, **PP2, **LATENT, ffn_hidden_size=8)
     assert rank_memory(narrow, 0).working == ROWS * H + narrow.latent.working() + H * 2 * 8 * 4
 
