@@ -22,6 +22,24 @@ from . import environment, kernels, vendor_rng
 from .comm import make_comm
 from .device_specs import DEVICE_SPECS
 
+_NEEDED = {
+    "npu/moe_token_unpermute": "npu_moe_token_unpermute_grad",
+    "npu/gating_top_k_softmax": "npu_moe_gating_top_k_softmax_v2",
+}
+"""Id of an implementation -> its operator that older releases of torch_npu lack."""
+
+
+def _oldest() -> bool:
+    """Whether torch, and with it torch_npu, is release 2.6."""
+    return torch.__version__.startswith("2.6.")
+
+
+def provided(implementation: str) -> bool:
+    """Whether the release of torch_npu that is loaded has what an implementation needs."""
+    if implementation == "npu/grouped_matmul" and _oldest():
+        return False  # npu_grouped_matmul refuses group_type 2, which the gradient of the weights needs
+    return implementation not in _NEEDED or hasattr(torch.ops.npu, _NEEDED[implementation])
+
 
 def _npu() -> Any:
     """torch.npu, which exists after torch_npu has been imported."""
@@ -100,6 +118,7 @@ class Npu(hal.Backend):
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             os.environ.setdefault("HCCL_DETERMINISTIC", "true")
         kernels.load(self.simulate)
+        self.impls = {op: [i for i in impls if provided(i.id)] for op, impls in self.impls.items()}  # type: ignore[misc]
         if self.rng == "vendor":
             announce("dropout draws the vendor's random numbers (rng=vendor), which are not those of other backends")
 
@@ -114,7 +133,7 @@ class Npu(hal.Backend):
             dtypes=hal.Capabilities().dtypes | {torch.float64, torch.int8, torch.int16},
             asynchronous=True,
             deterministic=self.simulated or self.deterministic,
-            graphs=hasattr(getattr(torch, "npu", None), "NPUGraph"),  # torch_npu 2.6 has none
+            graphs=not _oldest(),  # torch_npu 2.6 has the class, but its CANN not the functions
         )
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from hal import Call, ops
 from .composed import ID
 from .constraints import CONSTRAINTS
 from .device import Npu
-from .tensors import absent, reasons, refuses
+from .tensors import reasons, refuses
 
 
 def _limits(assignments: Tensor, h: int) -> list[str]:
@@ -76,7 +76,7 @@ def permute(
 
 
 def _why_not_unpermute(call: Call) -> Sequence[str]:
-    refusals = [*absent("npu_moe_token_unpermute_grad"), *reasons(call.rows, call.probs)]
+    refusals = reasons(call.rows, call.probs)
     refusals += _limits(call.row_map, call.rows.shape[1])
     if len(call.rows) != call.row_map.numel():
         refusals.append(f"{len(call.rows)} rows for {call.row_map.numel()} assignments (the operator needs as many)")

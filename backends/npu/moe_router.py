@@ -18,11 +18,11 @@ from hal.backend_tools import with_signature_of
 from .composed import ID
 from .constraints import CONSTRAINTS
 from .device import Npu
-from .tensors import absent, reasons, refuses
+from .tensors import reasons, refuses
 
 
 def _why_not(call: Call) -> Sequence[str]:
-    refusals = [*absent("npu_moe_gating_top_k_softmax_v2"), *reasons(call.logits)]
+    refusals = reasons(call.logits)
     if call.score_function != "softmax":
         refusals.append(f"{call.score_function} scores (npu_moe_gating_top_k_softmax_v2 computes the softmax)")
     if call.num_groups is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,9 +32,3 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_gradient(dx: Tensor, bias: Tensor | None) -> Tensor | None:
     """The gradient of a bias of shape [h] from that of x [..., h], summed in float32."""
     return None if bias is None else dx.float().reshape(-1, bias.shape[0]).sum(0).to(bias.dtype)
-
-
-@cache
-def absent(operator: str) -> tuple[str, ...]:
-    """The reason for which an implementation cannot run on a release of torch_npu that lacks its operator."""
-    return () if hasattr(torch.ops.npu, operator) else (f"this release of torch_npu has no {operator}",)

@@ -25,11 +25,11 @@ from ..device import Npu
 from ..tensors import reasons
 from .fusion_call import (
     FusionCall,
-    Plan,
     VendorDropout,
     aligned,
     full_mask,
     lse_of,
+    orders_statistics,
     plan,
     plan_packed,
     pse_of,
@@ -218,15 +218,18 @@ def without_keys(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
 def _packed(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], return_lse: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """All sequences in one call if the library accepts that, otherwise one call per sequence. q [tq, n, d], k, v [tk,
-    g, d]."""
+    """All sequences in one call if the library accepts that, otherwise one call per sequence.
+
+    q [tq, n, d]; k, v [tk, g, d].
+    """
     lengths = [[b - a for a, b in zip([0, *ends], ends)] for ends in (q_ends, k_ends)]
-    together = plan_packed(*lengths, spec.pre, spec.next, spec.top_left) if q.numel() else Plan()
+    one_call = q.numel() and orders_statistics()
+    together = plan_packed(*lengths, spec.pre, spec.next, spec.top_left) if one_call else None
     calls: Any = None
     atten_mask = None
     out, top = q.new_zeros(out_shape(spec, q)), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
     total = top
-    if together is not None and q.numel():
+    if together is not None:
         dropout = _dropout(spec, spec.heads * sum(a * b for a, b in zip(*lengths)))
         calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends), dropout=dropout)
         atten_mask = None if together.mask == "none" else triangle(q.device)

@@ -93,6 +93,13 @@ def plan_packed(
 
 
 @functools.cache
+def orders_statistics() -> bool:
+    """Whether this release of torch_npu can ask for the statistics of packed calls in the order of tokens (not 2.6)."""
+    schema = torch.ops.npu.npu_fusion_attention.default._schema
+    return any(argument.name == "softmax_layout" for argument in schema.arguments)
+
+
+@functools.cache
 def triangle(device: torch.device) -> Tensor:
     """The 2048 x 2048 mask of the compressed modes: True above the diagonal."""
     return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), 1)

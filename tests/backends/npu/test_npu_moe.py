@@ -9,7 +9,7 @@ import torch
 
 import hal
 from hal import ops
-from hal.backends.npu.tensors import absent
+from hal.backends.npu import device
 
 
 def normal(*shape, dtype=torch.float32):
@@ -79,6 +79,10 @@ def test_which_implementation_runs(npu):
     assert hal.why(ops.moe_router, normal(4, 8), 2, pre_softmax=True).chosen == "npu/gating_top_k_softmax"
 
 
-def test_an_operator_that_this_release_lacks_is_a_reason(npu):
-    assert absent("npu_rms_norm") == ()
-    assert absent("npu_of_the_future") == ("this release of torch_npu has no npu_of_the_future",)
+def test_implementations_that_this_release_cannot_run_are_left_out(npu, monkeypatch):
+    assert device.provided("npu/gating_top_k_softmax") and device.provided("npu/grouped_matmul")
+    assert npu.capabilities().graphs
+    monkeypatch.setitem(device._NEEDED, "npu/gating_top_k_softmax", "npu_of_the_future")
+    assert not device.provided("npu/gating_top_k_softmax")
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    assert not device.provided("npu/grouped_matmul") and not npu.capabilities().graphs

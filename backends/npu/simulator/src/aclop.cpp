@@ -50,6 +50,11 @@ void pad(const Arrays& in, const Arrays& out, const aclopAttr&) {
   inside.copy_(in[0]);
 }
 
+template <Tensor (*function)(const Tensor&)>
+void unary(const Arrays& in, const Arrays& out, const aclopAttr&) {
+  write(out.at(0), function(in.at(0)));
+}
+
 template <Tensor (*function)(const Tensor&, const Tensor&)>
 void binary(const Arrays& in, const Arrays& out, const aclopAttr&) {
   write(out.at(0), function(in.at(0), in.at(1)));
@@ -76,18 +81,17 @@ const std::map<std::string, Served>& table() {
       // sizes.
       {"Fill", {[](const Arrays& in, const Arrays& out, const aclopAttr&) { out.at(0).fill_(in.at(1).item()); }}},
       {"PadV3", {pad}},
-      // torch_npu 2.6 calls these through aclop, 2.13 through aclnn.
-      {"FastGelu",
-       {[](const Arrays& in, const Arrays& out, const aclopAttr&) { write(out.at(0), kernels::fast_gelu(in.at(0))); }}},
+      // torch_npu 2.6 calls these through aclop, 2.13 through aclnn. Bitwise operators on bool have names of their own.
+      {"FastGelu", {unary<kernels::fast_gelu>}},
+      {"FastGeluGrad", {binary<kernels::fast_gelu_backward>}},
       {"RightShift", {binary<at::bitwise_right_shift>}},
       {"LeftShift", {binary<at::bitwise_left_shift>}},
       {"BitwiseXor", {binary<at::bitwise_xor>}},
       {"BitwiseAnd", {binary<at::bitwise_and>}},
       {"BitwiseOr", {binary<at::bitwise_or>}},
-      {"FastGeluGrad",
-       {[](const Arrays& in, const Arrays& out, const aclopAttr&) {
-         write(out.at(0), kernels::fast_gelu_backward(in.at(0), in.at(1)));
-       }}},
+      {"LogicalAnd", {binary<at::logical_and>}},
+      {"LogicalOr", {binary<at::logical_or>}},
+      {"NotEqual", {binary<at::ne>}},
       {"NPUGetFloatStatusV2", {[](const Arrays&, const Arrays& out, const aclopAttr&) { out.at(0).fill_(overflow_flag()); }}},
       {"NPUClearFloatStatusV2", {[](const Arrays&, const Arrays&, const aclopAttr&) { lower_overflow_flag(); }}},
   };
