@@ -28,13 +28,16 @@ RATES = """\
 ## The rates of the other kernels
 
 An estimate from the machine code, not a measurement. The kernels of a training step in bfloat16 are meant to run at the
-rate of a copy (90 % of the memory's bandwidth). Two things can keep them from it. A multiprocessor issues four
-instructions per cycle, which gives a budget of instructions for the bytes of 8 elements; and it must have
-{bytes} under way, at a latency of 700 ns. Cells: instructions per 8 elements, as a share of the budget; 16-byte loads
-in flight per thread; and the estimated share of a copy's rate, if schedulers issue in 80 % of the cycles and as many
-blocks of 256 threads are resident as registers allow. Instructions are those of whole loops, with all branches taken;
-barriers between two passes over a row are not counted. `tests/backends/cuda/test_cuda_machine_code.py` holds the budget
-on sm_80 and sm_90, and four loads everywhere.
+rate of a copy, which is taken as 90 % of the memory's bandwidth. Two things can keep them from it. A multiprocessor
+issues four instructions per cycle, which gives a budget of instructions for the bytes of 8 elements. And with a latency
+of 700 ns, so many bytes of loads must be under way in a multiprocessor: {bytes}.
+
+Cells: instructions per 8 elements, as a share of the budget; 16-byte loads in flight per thread; and the share of a
+copy's rate that both limits allow, if schedulers issue in 80 % of the cycles and as many blocks of 256 threads are
+resident as registers allow. Instructions are those of whole loops, with all branches taken. Barriers between two passes
+over a row, the ends of rows, and the instructions outside of loops are not counted, so that norms and softmax will stay
+below their cells. `tests/backends/cuda/test_cuda_machine_code.py` holds the budget on sm_80 and sm_90, and four loads
+on all three.
 
 """
 
