@@ -14,26 +14,29 @@ from . import launch
 from .device import Cuda
 from .tensors import LANES, TYPE, aligned, column_sum, grid_for, refuses
 
-_KIND = {"silu": 0, "none": 1, "tanh": 2, "fast": 3}
+_KIND = {"silu": "SILU", "none": "GELU_ERF", "tanh": "GELU_TANH", "fast": "GELU_FAST"}
+
+
+def _kernel(name: str, dtype: torch.dtype, gated: bool, kind: str) -> str:
+    return f"activation_{name}<{TYPE[dtype]}, {'true' if gated else 'false'}, {_KIND[kind]}>"
 
 
 def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Tensor, tuple[Any, ...]]:
     """y [..., h] and residuals, for x [..., h] or, gated, [..., 2h]; bias has the length of the rows of x."""
-    x, b, code = x.contiguous(), None if bias is None else bias.contiguous(), _KIND[kind]
+    x, b = x.contiguous(), None if bias is None else bias.contiguous()
     width = x.shape[-1] // (2 if gated else 1)
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
         rows, lanes = y.numel() // width, LANES[x.dtype]
         vec = aligned(x, b, y) and width % lanes == 0
         grid, threads = grid_for(rows, width, lanes if vec else 1)
-        name = f"activation_fwd<{TYPE[x.dtype]}, {'true' if gated else 'false'}>"
-        launch.run(name, grid, threads, x, b, y, code, rows, width, int(vec))
-    return y, (x, b, code, gated)
+        launch.run(_kernel("fwd", x.dtype, gated, kind), grid, threads, x, b, y, rows, width, int(vec))
+    return y, (x, b, kind, gated)
 
 
 def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """dx like x, and dbias (None without a bias), from dy [..., h]."""
-    x, bias, code, gated = residuals
+    x, bias, kind, gated = residuals
     dy, dx = dy.contiguous(), torch.empty_like(x)
     dbias = None if bias is None else torch.empty_like(bias)
     if not x.numel():
@@ -44,20 +47,7 @@ def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | 
     # Each of the grid[1] pieces of rows has separate column sums, which are added in order afterwards, without atomics.
     grid, threads = grid_for(rows, width, lanes if vec else 1)
     partial = None if dbias is None else torch.empty(grid[1], x.shape[-1], dtype=torch.float32, device=x.device)
-    launch.run(
-        f"activation_bwd<{TYPE[x.dtype]}, {'true' if gated else 'false'}>",
-        grid,
-        threads,
-        x,
-        bias,
-        dy,
-        dx,
-        partial,
-        code,
-        rows,
-        width,
-        int(vec),
-    )
+    launch.run(_kernel("bwd", x.dtype, gated, kind), grid, threads, x, bias, dy, dx, partial, rows, width, int(vec))
     if dbias is not None and partial is not None:
         column_sum(partial, grid[1], dbias)
     return dx, dbias

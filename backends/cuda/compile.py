@@ -184,6 +184,10 @@ def cubins(architecture: str) -> dict[str, tuple[bytes, str]]:
     return result
 
 
-def report(architectures: tuple[str, ...] = ARCHITECTURES) -> list[Usage]:
-    """The resources of every kernel on every architecture."""
-    return [usage for source in sources() for a in architectures for usage in compile_file(source, a).usage]
+def report(architectures: tuple[str, ...] = ARCHITECTURES) -> list[tuple[str, Compiled]]:
+    """Every kernel file, compiled for every architecture, with the architecture. Raises HalError without ptxas's
+    figures."""
+    results = [(a, compiled(source, a)) for source in sources() for a in architectures]
+    if not all(result.usage for _, result in results):
+        raise hal.HalError("ptxas reports no registers and spills that can be read; its log has changed")
+    return results

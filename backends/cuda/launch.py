@@ -4,7 +4,8 @@ There are two engines: `Device` (cubins compiled by compile.py, launched through
 current stream, and therefore capturable in a CUDA graph) and `Simulator` (simulator/build.py). `hal.use` selects one;
 before that, nothing is imported, compiled or initialised. Parameters are tensors and None (addresses), integers,
 floats, `Struct`, and bytes (structs without addresses), each packed in a multiple of 8 bytes, as kernels/common.h
-requires. An address always comes from a tensor, because the simulator lets a kernel access its launch's tensors only.
+requires. A kernel's parameters are of the same kinds at every launch, so its packing is made once (`Packing`). An
+address always comes from a tensor, because the simulator lets a kernel access its launch's tensors only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,8 @@ from hal import address
 
 MAX_THREADS = 256
 """The maximum number of threads per block, for which every kernel is compiled (`__launch_bounds__`)."""
+PARAMETERS = 4096
+"""The bytes of parameters that a kernel may have."""
 
 
 class Engine(Protocol):
@@ -101,13 +104,39 @@ def _number(value: Any) -> Any:
     return value
 
 
-def pack(values: Sequence[Any]) -> bytes:
-    """The parameter buffer of a launch."""
-    # Without structs, one call packs everything; structs are packed already, in multiples of 8 bytes.
-    if any(type(v) is bytes or type(v) is Struct for v in values):
-        return b"".join(v if type(v) is bytes else v.data if type(v) is Struct else pack((v,)) for v in values)
-    numbers = [_number(v) for v in values]
-    return struct.pack("".join("d" if type(v) is float else "q" for v in numbers), *numbers)
+class Packing:
+    """The parameter buffers of launches. The first launch of a kernel decides the kinds of its parameters."""
+
+    def __init__(self) -> None:
+        self._by_kernel: dict[str, Callable[..., bytes]] = {}
+
+    def __call__(self, kernel: str, values: Sequence[Any]) -> bytes:
+        pack = self._by_kernel.get(kernel)
+        if pack is None:
+            pack = self._by_kernel[kernel] = _packing(values)
+        return pack(*values)
+
+
+def _packing(values: Sequence[Any]) -> Callable[..., bytes]:
+    """A function that packs parameters of the kinds of `values`: one call of struct.pack, whose arguments it names."""
+    names = [f"v{i}" for i in range(len(values))]
+    formats, terms = [], []
+    for name, value in zip(names, values):
+        if isinstance(value, Struct):
+            formats.append(f"{len(value.data)}s")
+            terms.append(f"{name}.data")
+        elif isinstance(value, bytes):
+            formats.append(f"{len(value)}s")
+            terms.append(name)
+        elif value is None or isinstance(value, Tensor):
+            formats.append("q")
+            terms.append(f"address({name})")
+        else:
+            formats.append("d" if isinstance(value, float) else "q")
+            terms.append(name)
+    scope = {"pack": struct.Struct("=" + "".join(formats)).pack, "address": address}
+    function: Callable[..., bytes] = eval(f"lambda {', '.join(names)}: pack({', '.join(terms)})", scope)
+    return function
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -134,12 +163,23 @@ def _primary_context(device: int) -> int:
     return context.value
 
 
+class _Parameters(threading.local):
+    """The buffer from which the driver copies a launch's parameters, of each thread."""
+
+    def __init__(self) -> None:
+        self.data = ctypes.create_string_buffer(PARAMETERS)
+        self.size = ctypes.c_size_t()
+        # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).
+        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.data), 2, ctypes.addressof(self.size), 0)
+        self.extra = ctypes.addressof(self._extra)
+
+
 class Device:
     """Kernels on the GPUs of this process, launched on the device of their tensors."""
 
     device_type = "cuda"
     max_blocks = 1 << 30  # of a grid's first dimension; callers limit the second one
-    shared_memory = 48 * 1024  # every GPU allows this without opting in
+    shared_memory = 48 * 1024  # every GPU allows this without opting in; an instance has that of its devices
 
     def __init__(self, cubins: Mapping[str, Mapping[str, Any]]) -> None:
         """cubins: architecture ("sm_90") -> kernel name -> (cubin, mangled name); see compile.cubins."""
@@ -149,10 +189,17 @@ class Device:
         self._functions: dict[tuple[int, str], int] = {}
         self._contexts: dict[int, int] = {}
         self._loading = threading.Lock()
+        self._pack, self._parameters = Packing(), _Parameters()
         self._stream = torch._C._cuda_getCurrentRawStream
         self._current = torch.cuda.current_device
         self._multiple_devices = torch.cuda.device_count() > 1
-        self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._opted_in: dict[int, int] = {}
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.multiprocessors = properties.multi_processor_count
+        # Half of a multiprocessor's, without what the driver and static arrays take, so that it runs two such blocks:
+        # 112 KB on sm_90.
+        half = properties.shared_memory_per_multiprocessor // 2 - 2048
+        self.shared_memory = max(self.shared_memory, half)
 
     def load(self, device: int) -> None:
         """Loads all kernels on a device. Not possible while a graph is captured, so it is done before the first call
@@ -209,24 +256,23 @@ class Device:
         return self._current()
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
-        device = self._device_of(parameters)
-        packed = pack(parameters)
-        buffer = ctypes.create_string_buffer(packed, len(packed))
-        size = ctypes.c_size_t(len(packed))
-        # CU_LAUNCH_PARAM_BUFFER_POINTER (1), CU_LAUNCH_PARAM_BUFFER_SIZE (2), CU_LAUNCH_PARAM_END (0).
-        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
+        device, packed, to = self._device_of(parameters), self._pack(kernel, parameters), self._parameters
+        if len(packed) > PARAMETERS:
+            raise hal.HalError(f"{kernel} has {len(packed)} bytes of parameters; a kernel may have {PARAMETERS}")
+        ctypes.memmove(to.data, packed, len(packed))
+        to.size.value = len(packed)
         restore = self._bind(device)
         try:
-            if (device, kernel) not in self._functions:
+            function = self._functions.get((device, kernel))
+            if function is None:
                 self._load(device)
-            self._driver.launchKernel(
-                self._functions[device, kernel],
-                *grid,
-                *(1, threads, 1, 1, shared),
-                self._stream(device),
-                0,
-                ctypes.addressof(extra),
-            )
+                function = self._functions[device, kernel]
+            if shared > Device.shared_memory and shared > self._opted_in.get(function, 0):
+                # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._driver.funcSetAttribute(function, 8, shared)
+                self._opted_in[function] = shared
+            stream = self._stream(device)
+            self._driver.launchKernel(function, *grid, 1, threads, 1, 1, shared, stream, 0, to.extra)
         finally:
             if restore is not None:
                 self._driver.ctxSetCurrent(restore)

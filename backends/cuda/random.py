@@ -18,10 +18,18 @@ from .device import Cuda
 from .tensors import LANES, TYPE, aligned, grid_for, reasons
 
 
-def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[bytes, int]:
-    """(struct Draw of kernels/common.h, number of rows) for a draw of `shape` in rows of `width`."""
+def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[bytes, int, bool]:
+    """(struct Draw of kernels/common.h, number of rows, whether every row begins with a Philox block of 4 elements) for
+    a draw of `shape` in rows of `width`."""
     index0, sizes, strides = draw_rows(rng, shape, width)
-    return struct.pack("=QQq4q3q", rng.seed, rng.offset, index0, *sizes, *strides), math.prod(sizes[:3])
+    rows = math.prod(sizes[:3])
+    if rows >= 2**31:
+        raise hal.HalError(
+            f"a draw of {tuple(shape)} has {rows} rows of {width} elements, and the kernels count up to 2^31 - 1; give "
+            "it a longer last dimension"
+        )
+    whole = not any(n % 4 for n in (index0, *(stride for size, stride in zip(sizes, strides) if size > 1)))
+    return struct.pack("=QQq4q3q", rng.seed, rng.offset, index0, *sizes, *strides), rows, whole
 
 
 def draw_width(rng: Rng | None, shape: Sequence[int]) -> int:
@@ -32,16 +40,17 @@ def draw_width(rng: Rng | None, shape: Sequence[int]) -> int:
 def run_dropout(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, p: float, rng: Rng, width: int
 ) -> None:
-    """y = residual + dropout(x + bias), all contiguous; `width` is the length of rows, and of bias."""
+    """y = residual + dropout(x + bias), all contiguous; `width` is the length of rows, and of bias. Without a residual,
+    y has the dtype of x."""
     if not y.numel():
         return
-    draw, rows = draw_of(rng, y.shape, width)
+    draw, rows, whole = draw_of(rng, y.shape, width)
     # A thread's columns are a multiple of the 16-byte vectors of both dtypes.
     lanes = max(LANES[x.dtype], LANES[y.dtype])
-    vec = aligned(x, bias, residual, y) and (rows == 1 or width % lanes == 0)
+    vec = whole and aligned(x, bias, residual, y) and (rows == 1 or width % lanes == 0)
     grid, threads = grid_for(rows, width, lanes if vec else 1)
     launch.run(
-        f"dropout<{TYPE[x.dtype]}, {TYPE[y.dtype]}>",
+        f"dropout<{TYPE[x.dtype]}, {TYPE[y.dtype]}, {'false' if residual is None else 'true'}>",
         grid,
         threads,
         x,
@@ -72,8 +81,8 @@ def philox_uniform(shape: Sequence[int], rng: Rng, *, device: torch.device | Non
     out = torch.empty(tuple(shape), dtype=torch.float32, device=_current() if device is None else device)
     if out.numel():
         width = draw_width(rng, out.shape)
-        draw, rows = draw_of(rng, out.shape, width)
-        vec = rows == 1 or width % 4 == 0
+        draw, rows, whole = draw_of(rng, out.shape, width)
+        vec = whole and (rows == 1 or width % 4 == 0)
         grid, threads = grid_for(rows, width, 4 if vec else 1)
         launch.run("philox_uniform", grid, threads, out, draw, int(vec))
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from . import compile
+from . import compile, machine_code
 
 ATTENTION = """\
 ## The rate of attention with dropout
@@ -24,8 +24,54 @@ products in place of five, so it takes about three and a half times as long as f
 """
 
 
-def markdown(usage: list[compile.Usage], version: str) -> str:
-    """A table with one row per kernel and one cell per architecture: registers / bytes of static shared memory."""
+RATES = """\
+## The rates of the other kernels
+
+An estimate from the machine code, not a measurement. The kernels of a training step in bfloat16 are meant to run at the
+rate of a copy, which is taken as 90 % of the memory's bandwidth. Two things can keep them from it. A multiprocessor
+issues four instructions per cycle, which gives a budget of instructions for the bytes of 8 elements. And with a latency
+of 700 ns, so many bytes of loads must be under way in a multiprocessor: {bytes}.
+
+Cells: instructions per 8 elements, as a share of the budget; 16-byte loads in flight per thread; and the share of a
+copy's rate that both limits allow, if schedulers issue in 80 % of the cycles and as many blocks of 256 threads are
+resident as registers allow. Instructions are those of whole loops, with all branches taken. Barriers between two passes
+over a row, the ends of rows, and the instructions outside of loops are not counted, so that norms and softmax will stay
+below their cells. `tests/backends/cuda/test_cuda_machine_code.py` holds the budget on sm_80 and sm_90, and four loads
+on all three.
+
+"""
+
+
+def _rate(streaming: machine_code.Streaming, usage: compile.Usage, found: machine_code.Cost) -> str:
+    balance = machine_code.BALANCE[usage.architecture]
+    issue = found.instructions / (balance.budget * streaming.bytes)
+    # 65,536 registers, allocated in units of 8 per thread; 2,048 threads.
+    threads = min(8, 65536 // (-(-usage.registers // 8) * 8 * 256)) * 256
+    flight = threads * found.in_flight * 16 / balance.in_flight
+    return f"{found.instructions:.0f}, {issue:.0%}; {found.in_flight}; {min(1.0, 0.8 / issue, flight):.0%}"
+
+
+def rates(results: list[tuple[str, compile.Compiled]]) -> str:
+    """The table of estimated rates, one row per kernel of machine_code.STREAMING."""
+    balances = machine_code.BALANCE.items()
+    under_way = ", ".join(f"{b.in_flight / 1024:.0f} KiB ({b.name})" for _, b in balances)
+    names = [f"{b.name} ({a})" for a, b in balances]
+    lines = [f"| kernel | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for streaming in machine_code.STREAMING:
+        cells = []
+        for architecture in machine_code.BALANCE:
+            result = next(r for a, r in results if a == architecture and streaming.kernel in r.names)
+            usage = next(u for u in result.usage if u.kernel == streaming.kernel)
+            name = result.names[streaming.kernel]
+            cells.append(_rate(streaming, usage, machine_code.cost(streaming, result.cubin, name, architecture)))
+        lines.append(f"| `{streaming.kernel}` | {' | '.join(cells)} |")
+    return RATES.format(bytes=under_way) + "\n".join(lines) + "\n"
+
+
+def markdown(results: list[tuple[str, compile.Compiled]], version: str) -> str:
+    """A table with one row per kernel and one cell per architecture: registers / bytes of static shared memory; and the
+    estimates of rates."""
+    usage = [u for _, result in results for u in result.usage]
     by_kernel: dict[str, dict[str, compile.Usage]] = {}
     for u in usage:
         by_kernel.setdefault(u.kernel, {})[u.architecture] = u
@@ -44,15 +90,15 @@ def markdown(usage: list[compile.Usage], version: str) -> str:
     for kernel, by_architecture in by_kernel.items():
         cells = [f"{by_architecture[a].registers} / {by_architecture[a].shared}" for a in compile.ARCHITECTURES]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\n" + ATTENTION
+    return "\n".join(lines) + "\n\n" + ATTENTION + "\n" + rates(results)
 
 
 def main() -> int:
     """Prints the report."""
     version = "{}.{}".format(*compile.nvrtc().getVersion())
-    usage = compile.report()
-    print(markdown(usage, version), end="")
-    return 1 if any(u.spill_stores or u.spill_loads or u.stack for u in usage) else 0
+    results = compile.report()
+    print(markdown(results, version), end="")
+    return 1 if any(u.spill_stores or u.spill_loads or u.stack for _, result in results for u in result.usage) else 0
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def _gradients(
     if not dy.numel():
         return dx, None if dbias is None else dbias.zero_()
     width = dy.shape[-1]
-    draw, rows = draw_of(rng or _NO_DRAW, dy.shape, width)
+    draw, rows, whole = draw_of(rng or _NO_DRAW, dy.shape, width)
     lanes = max(LANES[data], LANES[dy.dtype])
-    vec = aligned(dy, dx) and width % lanes == 0
+    vec = whole and aligned(dy, dx) and width % lanes == 0
     grid, threads = grid_for(rows, width, lanes if vec else 1)
     partial = None if bias is None else torch.empty(grid[1], width, dtype=torch.float32, device=dy.device)
     launch.run(

@@ -17,8 +17,6 @@
 // this kernel.
 #include "attention_tiles.h"
 
-constexpr float LOG2_E = 1.44269504f;
-
 // FQ, FK: queries and keys of a tile of the forward pass; B: both, of the backward passes. D: the largest head size.
 template <class T, int D> struct Sizes;
 template <class T> struct Sizes<T, 64> {

@@ -11,15 +11,6 @@
 // Memory traffic: forward reads the logits; backward reads the logits and writes the gradient.
 #include "common.h"
 
-// {maximum, sum of exp(z - maximum), sum of z}
-struct Statistics {
-    INLINE void operator()(Floats<3> &a, const Floats<3> &b) const {
-        Floats<2> top = {{a.v[0], a.v[1]}};
-        LogSum()(top, {{b.v[0], b.v[1]}});
-        a.v[0] = top.v[0], a.v[1] = top.v[1], a.v[2] += b.v[2];
-    }
-};
-
 // stats: [4][rows]. A target outside [start, start + width) contributes 0.
 template <class T>
 __global__ void __launch_bounds__(256)
@@ -30,15 +21,16 @@ __global__ void __launch_bounds__(256)
         const T *z = z_ + row * width;
         Floats<2> top = {{-INFINITE, 0.0f}};
         float sum = 0.0f;
-        walk<V>(vec ? head_of(z, width) : width, width, [&](int j, auto w) {
+        const auto fetch_z = [&](int j, auto w) { return fetch<decltype(w)::count>(z + j); };
+        walk<V, 4>(vec ? head_of(z, width) : width, width, fetch_z, [&](int, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float v[W];
-            load(z + j, v);
+            floats(held, v);
             log_sum_add(top, v);
 #pragma unroll
             for (int i = 0; i < W; i++) sum += v[i];
         });
-        const Floats<3> all = block_reduce(Floats<3>{{top.v[0], top.v[1], sum}}, Statistics());
+        const Floats<3> all = block_reduce(Floats<3>{{top.v[0], top.v[1], sum}}, LogSumAndSum());
         if (threadIdx.x == 0) {
             const i64 at = target[row] - start;
             stats[row] = all.v[0];
@@ -75,14 +67,18 @@ __global__ void __launch_bounds__(256)
         const T *z = z_ + row * width;
         T *dz = dz_ + row * width;
         const float top = lse[row], log_sum = lse[rows + row], d = dloss[row];
-        const i64 hit = target[row] - start;
-        walk<V>(vec ? head_of(z, width) : width, width, [&](int j, auto w) {
+        const i64 at = target[row] - start;
+        const int hit = at >= 0 && at < width ? (int)at : -1;
+        const auto fetch_z = [&](int j, auto w) { return fetch<decltype(w)::count>(z + j); };
+        walk<V, 4>(vec ? head_of(z, width) : width, width, fetch_z, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float v[W];
-            load(z + j, v);
+            floats(held, v);
 #pragma unroll
-            for (int i = 0; i < W; i++)
-                v[i] = (expf(v[i] - top - log_sum) - everywhere - (j + i == hit ? at_target : 0.0f)) * d;
+            for (int i = 0; i < W; i++) {
+                const float p = power_of_2((v[i] - top - log_sum) * LOG2_E);
+                v[i] = (p - everywhere - (j + i == hit ? at_target : 0.0f)) * d;
+            }
             store(dz + j, v);
         });
     }

@@ -5,18 +5,24 @@
 // column_sum (reduce.cu) adds them up in order. The backward pass draws the bits again; they are never stored.
 //
 // Memory traffic: dropout reads x, writes y; bias_dropout_add reads x and residual, writes y; backward reads dy, writes
-// dx. Eight elements cost two Philox blocks (about 160 integer instructions), which on sm_80 and later overlap with
-// memory access.
+// dx. Eight elements cost two Philox blocks, half of the kernel's instructions (docs/cuda-kernels.md).
 #include "common.h"
+
+// Where vec is set, columns are in vectors and every row's draw begins at a multiple of 4 (random.py).
+template <int W> INLINE void draw_bits(const Draw &draw, u64 at, u32 (&bits)[W]) {
+    if constexpr (W % 4 == 0) philox_blocks(draw, at, bits);
+    else philox_bits(draw, at, bits);
+}
 
 __global__ void __launch_bounds__(256) philox_uniform(float *out, Draw draw, i64 vec) {
     const i64 width = draw.sizes[3], rows = draw.rows();
     columns<4>(vec, width, [&](i64 j, auto w) {
         constexpr int W = decltype(w)::count;
-        for (i64 r = blockIdx.y; r < rows; r += gridDim.y) {
+        DrawRows drawn(draw, blockIdx.y, gridDim.y);
+        for (i64 r = blockIdx.y; r < rows; r += gridDim.y, drawn.next()) {
             u32 bits[W];
             float y[W];
-            philox_bits(draw, draw.row(r) + (u64)j, bits);
+            draw_bits(draw, drawn.at + (u64)j, bits);
 #pragma unroll
             for (int i = 0; i < W; i++) y[i] = (float)(bits[i] >> 8) * 0x1p-24f;
             store(out + r * width + j, y);
@@ -24,8 +30,18 @@ __global__ void __launch_bounds__(256) philox_uniform(float *out, Draw draw, i64
     });
 }
 
-// y = residual + keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias, residual: or null.
-template <class X, class Y>
+// v = keep v scale, where an element is kept if the upper 24 bits of its word are not below the threshold (1 to 2^24).
+template <int W> INLINE void keep(const Draw &draw, u64 at, i64 threshold, float scale, float (&v)[W]) {
+    const u32 below = (u32)(threshold << 8) - 1u;
+    u32 bits[W];
+    draw_bits(draw, at, bits);
+#pragma unroll
+    for (int i = 0; i < W; i++) v[i] = bits[i] > below ? v[i] * scale : 0.0f;
+}
+
+// y = [residual +] keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias: or null. Without
+// dropout (threshold 0), scale is 1.
+template <class X, class Y, bool RESIDUAL>
 __global__ void __launch_bounds__(256)
     dropout(const X *x, const X *bias, const Y *residual, Y *y, Draw draw, i64 threshold, double scale_, i64 vec) {
     const i64 width = draw.sizes[3], rows = draw.rows();
@@ -35,23 +51,30 @@ __global__ void __launch_bounds__(256)
         constexpr int W = decltype(w)::count;
         float b[W] = {};
         if (bias) load(bias + j, b);
-        for (i64 r = blockIdx.y; r < rows; r += gridDim.y) {
-            float v[W], res[W] = {};
-            load(x + r * width + j, v);
-            if (residual) load(residual + r * width + j, res);
-            if (threshold) {
-                u32 bits[W];
-                philox_bits(draw, draw.row(r) + (u64)j, bits);
+        DrawRows drawn(draw, blockIdx.y, gridDim.y);
+        column_rows<RESIDUAL ? 2 : 4>(
+            rows,
+            [&](i64 r) {
+                if constexpr (RESIDUAL)
+                    return Pair<Raw<X, W>, Raw<Y, W>>{fetch<W>(x + r * width + j), fetch<W>(residual + r * width + j)};
+                else return fetch<W>(x + r * width + j);
+            },
+            [&](i64 r, const auto &held) {
+                float v[W];
+                if constexpr (RESIDUAL) floats(held.a, v);
+                else floats(held, v);
 #pragma unroll
-                for (int i = 0; i < W; i++) v[i] = bits[i] >> 8 >= (u32)threshold ? (v[i] + b[i]) * scale : 0.0f;
-            } else {
+                for (int i = 0; i < W; i++) v[i] += b[i];
+                if (threshold) keep(draw, drawn.at + (u64)j, threshold, scale, v);
+                drawn.next();
+                if constexpr (RESIDUAL) {
+                    float res[W];
+                    floats(held.b, res);
 #pragma unroll
-                for (int i = 0; i < W; i++) v[i] = (v[i] + b[i]) * scale;
-            }
-#pragma unroll
-            for (int i = 0; i < W; i++) v[i] += res[i];
-            store(y + r * width + j, v);
-        }
+                    for (int i = 0; i < W; i++) v[i] += res[i];
+                }
+                store(y + r * width + j, v);
+            });
     });
 }
 
@@ -65,29 +88,31 @@ __global__ void __launch_bounds__(256)
     columns<V>(vec, width, [&](i64 j, auto w) {
         constexpr int W = decltype(w)::count;
         float sum[W] = {};
-        for (i64 r = blockIdx.y; r < rows; r += gridDim.y) {
-            float v[W];
-            load(dy + r * width + j, v);
-            if (threshold) {
-                u32 bits[W];
-                philox_bits(draw, draw.row(r) + (u64)j, bits);
+        DrawRows drawn(draw, blockIdx.y, gridDim.y);
+        column_rows<4>(
+            rows, [&](i64 r) { return fetch<W>(dy + r * width + j); },
+            [&](i64 r, const auto &held) {
+                float v[W];
+                floats(held, v);
+                if (threshold) keep(draw, drawn.at + (u64)j, threshold, scale, v);
+                drawn.next();
 #pragma unroll
-                for (int i = 0; i < W; i++) v[i] = bits[i] >> 8 >= (u32)threshold ? v[i] * scale : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < W; i++) sum[i] += v[i];
-            if (dx) store(dx + r * width + j, v);
-        }
+                for (int i = 0; i < W; i++) sum[i] += v[i];
+                if (dx) store(dx + r * width + j, v);
+            });
         if (partial) store(partial + blockIdx.y * width + j, sum);
     });
 }
 
 EXPORT(philox_uniform)
-EXPORT(dropout<f32, f32>)
-EXPORT(dropout<bf16, bf16>)
-EXPORT(dropout<bf16, f32>)
-EXPORT(dropout<f16, f16>)
-EXPORT(dropout<f16, f32>)
+EXPORT(dropout<f32, f32, true>)
+EXPORT(dropout<f32, f32, false>)
+EXPORT(dropout<bf16, bf16, true>)
+EXPORT(dropout<bf16, bf16, false>)
+EXPORT(dropout<bf16, f32, true>)
+EXPORT(dropout<f16, f16, true>)
+EXPORT(dropout<f16, f16, false>)
+EXPORT(dropout<f16, f32, true>)
 EXPORT(dropout_bwd<f32, f32>)
 EXPORT(dropout_bwd<bf16, bf16>)
 EXPORT(dropout_bwd<bf16, f32>)

@@ -4,7 +4,7 @@
 // rule, without cancellation), and a second pass over the row, which is still in L1, writes y = (x - mean) rstd w + b.
 // Backward, with n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), dw = sum over rows of dy n,
 // db = sum over rows of dy. A block takes every gridDim-th row. Its column sums of dw and db are kept in shared memory
-// (or in `partial` if they do not fit). A thread handles the same columns in every row and is the only one to access
+// (or in `partial` if they do not fit, which then costs more traffic than the rows). A thread handles the same columns in every row and is the only one to access
 // their sums, so neither barriers nor atomics are needed. column_sum (reduce.cu) adds the sums of the blocks in order.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx; the second passes come from L1 or L2.
@@ -33,20 +33,22 @@ template <int W> INLINE Floats<3> moments_of(const float (&v)[W]) {
 }
 
 template <class T, class P, bool CENTERED>
-__global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight, const P *bias, T *y_, float *means, float *rstds,
-                                                double eps, i64 rows, i64 width_, i64 vec) {
+__global__ void __launch_bounds__(256, sizeof(P) > sizeof(T) ? 3 : 4)
+    norm_fwd(const T *x_, const P *weight, const P *bias, T *y_, float *means, float *rstds, double eps, i64 rows, i64 width_,
+             i64 vec) {
     const int width = (int)width_;
     constexpr int V = Lanes<T>::count;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = x_ + row * width;
         T *y = y_ + row * width;
         const int head = vec ? 0 : width;
+        const auto fetch_x = [&](int j, auto w) { return fetch<decltype(w)::count>(x + j); };
         float mean = 0.0f, variance;
         if constexpr (CENTERED) {
             Floats<3> all = {};
-            walk<V>(head, width, [&](int j, auto w) {
+            walk<V, 4>(head, width, fetch_x, [&](int, const auto &held, auto w) {
                 float v[decltype(w)::count];
-                load(x + j, v);
+                floats(held, v);
                 Moments()(all, moments_of(v));
             });
             all = block_reduce(all, Moments());
@@ -54,10 +56,10 @@ __global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight,
             variance = all.v[2] / (float)width;
         } else {
             Floats<1> square = {};
-            walk<V>(head, width, [&](int j, auto w) {
+            walk<V, 4>(head, width, fetch_x, [&](int, const auto &held, auto w) {
                 constexpr int W = decltype(w)::count;
                 float v[W];
-                load(x + j, v);
+                floats(held, v);
 #pragma unroll
                 for (int i = 0; i < W; i++) square.v[0] += v[i] * v[i];
             });
@@ -68,11 +70,15 @@ __global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight,
             if (CENTERED) means[row] = mean;
             rstds[row] = rstd;
         }
-        walk<V>(head, width, [&](int j, auto w) {
+        const auto fetch_both = [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            return Pair<Raw<T, W>, Raw<P, W>>{fetch<W>(x + j), fetch<W>(weight + j)};
+        };
+        walk<V, 2>(head, width, fetch_both, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float v[W], wt[W], b[W] = {};
-            load(x + j, v);
-            load(weight + j, wt);
+            floats(held.a, v);
+            floats(held.b, wt);
             if constexpr (CENTERED) load(bias + j, b);
 #pragma unroll
             for (int i = 0; i < W; i++) v[i] = (v[i] - mean) * rstd * wt[i] + b[i];
@@ -82,9 +88,9 @@ __global__ void __launch_bounds__(256, 4) norm_fwd(const T *x_, const P *weight,
 }
 
 // partial: [gridDim.x][1 or 2][width]. in_shared: whether the block's sums fit into its dynamic shared memory. norm.py
-// launches four blocks per multiprocessor, so the launch bound allows the registers of four.
+// launches four blocks per multiprocessor; with the registers of four at once, NVRTC spills.
 template <class T, class P, bool CENTERED>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, 3)
     norm_bwd(const T *x_, const P *weight, const float *means, const float *rstds, const T *dy_, T *dx_, float *partial,
              i64 rows, i64 width_, i64 vec, i64 in_shared) {
     DYNAMIC_SHARED(float, shared_sums);
@@ -104,11 +110,15 @@ __global__ void __launch_bounds__(256, 4)
         T *dx = dx_ + row * width;
         const float mean = CENTERED ? means[row] : 0.0f, rstd = rstds[row];
         Floats<2> sums = {};  // of g, and of g n
-        walk<V>(head, width, [&](int j, auto w) {
+        const auto fetch_both = [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            return Pair<Raw<T, W>, Raw<T, W>>{fetch<W>(x + j), fetch<W>(dy + j)};
+        };
+        walk<V, 2>(head, width, fetch_both, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float v[W], d[W], wt[W];
-            load(x + j, v);
-            load(dy + j, d);
+            floats(held.a, v);
+            floats(held.b, d);
             load(weight + j, wt);
 #pragma unroll
             for (int i = 0; i < W; i++) {
@@ -119,12 +129,12 @@ __global__ void __launch_bounds__(256, 4)
         });
         sums = block_reduce(sums, Add<2>());
         const float g_mean = sums.v[0] / (float)width, gn_mean = sums.v[1] / (float)width;
-        walk<V>(head, width, [&](int j, auto w) {
+        walk<V, 2>(head, width, fetch_both, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float v[W], d[W], wt[W], dws[W];
             [[maybe_unused]] float dbs[W];
-            load(x + j, v);
-            load(dy + j, d);
+            floats(held.a, v);
+            floats(held.b, d);
             load(weight + j, wt);
             load(dw + j, dws);
             if constexpr (CENTERED) load(db + j, dbs);

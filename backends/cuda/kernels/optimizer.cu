@@ -39,6 +39,15 @@ template <int V, int LISTS, class F> INLINE void chunk(const Tensors<LISTS> &ten
     walk<V>(tensors.aligned(tensor) ? 0 : n, n, [&](int j, auto w) { f(begin + j, w); });
 }
 
+// The same for use(j, elements, Width) with the elements of one tensor, in groups of four vectors.
+template <class T, class F> INLINE void chunk_of(const Tensors<1> &tensors, int tensor, const T *x, F use) {
+    const i64 begin = ((i64)blockIdx.x - tensors.first_block[tensor]) * CHUNK, left = tensors.size[tensor] - begin;
+    const int n = (int)(left < CHUNK ? left : CHUNK);
+    walk<Lanes<T>::count, 4>(
+        tensors.aligned(tensor) ? 0 : n, n, [&](int j, auto w) { return fetch<decltype(w)::count>(x + begin + j); },
+        [&](int j, const auto &held, auto w) { use(begin + j, held, w); });
+}
+
 struct Adam {
     double decay, beta1, beta2, rate, correction, eps, grad_scale;
 };
@@ -86,10 +95,10 @@ template <class T> __global__ void __launch_bounds__(256) sum_squares(Tensors<1>
     const int tensor = tensors.tensor_of(blockIdx.x);
     const T *x = (const T *)tensors.at[0][tensor];
     Floats<1> sum = {};
-    chunk<Lanes<T>::count>(tensors, tensor, [&](i64 j, auto w) {
+    chunk_of(tensors, tensor, x, [&](i64, const auto &held, auto w) {
         constexpr int W = decltype(w)::count;
         float v[W];
-        load(x + j, v);
+        floats(held, v);
 #pragma unroll
         for (int i = 0; i < W; i++) sum.v[0] += v[i] * v[i];
     });
@@ -112,10 +121,10 @@ template <class T> __global__ void __launch_bounds__(256) unscale(Tensors<1> ten
     T *x = (T *)tensors.at[0][tensor];
     const float scale = (float)scale_;
     bool bad = false;
-    chunk<Lanes<T>::count>(tensors, tensor, [&](i64 j, auto w) {
+    chunk_of(tensors, tensor, x, [&](i64 j, const auto &held, auto w) {
         constexpr int W = decltype(w)::count;
         float v[W];
-        load(x + j, v);
+        floats(held, v);
 #pragma unroll
         for (int i = 0; i < W; i++) {
             T rounded;

@@ -35,6 +35,11 @@ template <bool MASKED> INLINE Row<MASKED> row_of(i64 row, i64 heads, i64 sq, i64
     return {(int)visible, at, mask.k};
 }
 
+// exp(scale x - top) inverse, with the product rounded as where the maximum was taken.
+INLINE float probability(float x, float scale, float top, float inverse) {
+    return power_of_2((__fmul_rn(x, scale) - top) * LOG2_E) * inverse;
+}
+
 // stats: [2][rows], the row's maximum of scale x and 1 / sum; both are 0 if no column is visible.
 template <class T, bool MASKED>
 INLINE void forward(const T *x_, T *y_, float *stats, double scale_, i64 causal, i64 rows, i64 heads, i64 sq, i64 sk,
@@ -46,34 +51,35 @@ INLINE void forward(const T *x_, T *y_, float *stats, double scale_, i64 causal,
         T *y = y_ + r * sk;
         const auto row = row_of<MASKED>(r, heads, sq, sk, causal, mask);
         const int head = vec ? head_of(x, row.columns) : row.columns;
-        Floats<2> all = {{-INFINITE, 0.0f}};
+        Floats<2> mine = {{-INFINITE, 0.0f}};
         float alive = 0.0f;
-        walk<V>(head, row.columns, [&](int j, auto w) {
+        const auto fetch_x = [&](int j, auto w) { return fetch<decltype(w)::count>(x + j); };
+        walk<V, 4>(head, row.columns, fetch_x, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float s[W];
-            load(x + j, s);
+            floats(held, s);
 #pragma unroll
             for (int i = 0; i < W; i++) {
                 const bool masked = row.masked(j + i);
                 s[i] = masked ? -INFINITE : __fmul_rn(s[i], scale);
                 if (!masked) alive = 1.0f;
             }
-            log_sum_add(all, s);
+            log_sum_add(mine, s);
         });
-        all = block_reduce(all, LogSum());
+        const Floats<3> all = block_reduce(Floats<3>{{mine.v[0], mine.v[1], alive}}, LogSumAndSum());
         // A row whose visible scores are all -inf is 0/0, as in the reference; a row without a visible column is 0.
-        const bool dead = block_reduce(Floats<1>{{alive}}, Add<1>()).v[0] == 0.0f;
+        const bool dead = all.v[2] == 0.0f;
         const float top = dead ? 0.0f : all.v[0], inverse = dead ? 0.0f : 1.0f / all.v[1];
         if (threadIdx.x == 0) {
             stats[r] = top;
             stats[rows + r] = inverse;
         }
-        walk<V>(head, row.columns, [&](int j, auto w) {
+        walk<V, 4>(head, row.columns, fetch_x, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float s[W];
-            load(x + j, s);
+            floats(held, s);
 #pragma unroll
-            for (int i = 0; i < W; i++) s[i] = row.masked(j + i) ? 0.0f : expf(__fmul_rn(s[i], scale) - top) * inverse;
+            for (int i = 0; i < W; i++) s[i] = row.masked(j + i) ? 0.0f : probability(s[i], scale, top, inverse);
             store(y + j, s);
         });
         for (int j = row.columns + threadIdx.x; j < sk; j += blockDim.x) from_float(0.0f, y[j]);
@@ -92,24 +98,28 @@ INLINE void backward(const T *x_, const T *dy_, T *dx_, const float *stats, doub
         const int head = vec ? head_of(x, row.columns) : row.columns;
         const float top = stats[r], inverse = stats[rows + r];
         Floats<1> dot = {};
-        walk<V>(head, row.columns, [&](int j, auto w) {
+        const auto fetch_both = [&](int j, auto w) {
+            constexpr int W = decltype(w)::count;
+            return Pair<Raw<T, W>, Raw<T, W>>{fetch<W>(x + j), fetch<W>(dy + j)};
+        };
+        walk<V, 2>(head, row.columns, fetch_both, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float s[W], d[W];
-            load(x + j, s);
-            load(dy + j, d);
+            floats(held.a, s);
+            floats(held.b, d);
 #pragma unroll
             for (int i = 0; i < W; i++)
-                if (!row.masked(j + i)) dot.v[0] += expf(__fmul_rn(s[i], scale) - top) * inverse * d[i];
+                if (!row.masked(j + i)) dot.v[0] += probability(s[i], scale, top, inverse) * d[i];
         });
         dot = block_reduce(dot, Add<1>());
-        walk<V>(head, row.columns, [&](int j, auto w) {
+        walk<V, 2>(head, row.columns, fetch_both, [&](int j, const auto &held, auto w) {
             constexpr int W = decltype(w)::count;
             float s[W], d[W];
-            load(x + j, s);
-            load(dy + j, d);
+            floats(held.a, s);
+            floats(held.b, d);
 #pragma unroll
             for (int i = 0; i < W; i++) {
-                const float p = expf(__fmul_rn(s[i], scale) - top) * inverse;
+                const float p = probability(s[i], scale, top, inverse);
                 s[i] = row.masked(j + i) ? 0.0f : scale * p * (d[i] - dot.v[0]);
             }
             store(dx + j, s);
@@ -119,8 +129,9 @@ INLINE void backward(const T *x_, const T *dy_, T *dx_, const float *stats, doub
 }
 
 template <class T>
-__global__ void __launch_bounds__(256) softmax_fwd(const T *x, T *y, float *stats, double scale, i64 causal, i64 rows,
-                                                   i64 heads, i64 sq, i64 sk, Mask mask, i64 vec) {
+__global__ void __launch_bounds__(256, 4)
+    softmax_fwd(const T *x, T *y, float *stats, double scale, i64 causal, i64 rows, i64 heads, i64 sq, i64 sk, Mask mask,
+                i64 vec) {
     if (mask.at) forward<T, true>(x, y, stats, scale, causal, rows, heads, sq, sk, mask, vec);
     else forward<T, false>(x, y, stats, scale, causal, rows, heads, sq, sk, mask, vec);
 }

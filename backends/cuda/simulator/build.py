@@ -21,7 +21,7 @@ from torch import Tensor
 import hal
 from hal import backend_tools
 
-from ..launch import pack, tensors_of
+from ..launch import Packing, tensors_of
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "kernels"
@@ -128,7 +128,7 @@ class Simulator:
 
     def __init__(self, path: Path, grid: int = GRID, shared: int = SHARED, last_blocks: int = 0) -> None:
         self.max_blocks, self.shared_memory, self._last_blocks = grid, shared, last_blocks
-        self._path, lib = path, ctypes.CDLL(str(path))
+        self._path, lib, self._pack = path, ctypes.CDLL(str(path)), Packing()
         self._launch = lib.hal_sim_launch
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         self._launch.argtypes = [ctypes.c_char_p, u32, u32, u32, u32, ctypes.c_char_p, u64]
@@ -147,7 +147,7 @@ class Simulator:
             )
         tensors = list(tensors_of(parameters))
         bounds = [address for _, x in tensors for address in _extent(x)]
-        packed, fault = pack(parameters), _Fault()
+        packed, fault = self._pack(kernel, parameters), _Fault()
         memory = (ctypes.c_uint64 * len(bounds))(*bounds)
         args = (
             kernel.encode(),

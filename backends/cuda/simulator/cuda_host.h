@@ -113,6 +113,12 @@ inline float power_of_2(float x) {
     const float value = (float)(std::exp2((double)x) * (1.0 + off));
     return value < 0x1p-126f ? 0.0f : value;
 }
+// Likewise, with 2^-23. Subnormal results are 0, and so are those of subnormal numbers infinite.
+inline float reciprocal(float x) {
+    if (std::fabs(x) < 0x1p-126f) return std::copysign(__int_as_float(0x7f800000), x);
+    const float value = (float)(1.0 / x * (1.0 + (__float_as_int(x) & 1 ? 0x1p-23 : -0x1p-23)));
+    return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, x) : value;
+}
 template <class V> void store16(V *p, const V &v) { *p = v; }
 inline float f16_to_float(u16 bits) {
     const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;
@@ -137,3 +143,5 @@ inline u16 float_to_bf16(float value) {
     if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+inline u32 floats_to_bf16(float low, float high) { return (u32)float_to_bf16(high) << 16 | float_to_bf16(low); }
+inline u32 floats_to_f16(float low, float high) { return (u32)float_to_f16(high) << 16 | float_to_f16(low); }

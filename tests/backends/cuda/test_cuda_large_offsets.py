@@ -102,9 +102,13 @@ CALLS: dict[Callable[[], tuple[Tensor, Tensor]], tuple[str, str, str]] = {
     cross_entropy: ("cross_entropy.cu", "z_ + row * width", "z_ + (int)row * width"),
     cross_entropy_gradient: ("cross_entropy.cu", "dz_ + row * width", "dz_ + (int)row * width"),
     rotary: ("rotary.cu", "y_ + row * channels", "y_ + (int)(row * channels)"),
-    dropout: ("dropout.cu", "load(x + r * width + j, v)", "load(x + (int)(r * width + j), v)"),
+    dropout: (
+        "dropout.cu",
+        "else return fetch<W>(x + r * width + j)",
+        "else return fetch<W>(x + (int)(r * width + j))",
+    ),
     bias_dropout_add: ("dropout.cu", "store(y + r * width + j, v)", "store(y + (int)(r * width + j), v)"),
-    bias_gelu: ("activation.cu", "x_ + r * width", "x_ + (int)(r * width)"),
+    bias_gelu: ("activation.cu", "x_ + r * full", "x_ + (int)(r * full)"),
 }
 
 

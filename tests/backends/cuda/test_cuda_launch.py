@@ -23,7 +23,7 @@ class Driver:
     """cupy.cuda.driver: contexts are per thread, and nothing works without one. Functions belong to a context."""
 
     def __init__(self, context):
-        self.context, self.loaded, self.launched, self.contexts = context, [], [], {}
+        self.context, self.loaded, self.launched, self.contexts, self.allowed = context, [], [], {}, {}
 
     def _require_context(self):
         if not self.ctxGetCurrent():
@@ -48,10 +48,15 @@ class Driver:
         self.contexts[module * 100 + len(name)] = self.ctxGetCurrent()
         return module * 100 + len(name)
 
+    def funcSetAttribute(self, f, attribute, value):
+        assert attribute == 8 and self.contexts[f] == self.ctxGetCurrent()
+        self.allowed[f] = value
+
     def launchKernel(self, f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         self._require_context()
         numbers = (f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra)
         assert all(type(n) is int for n in numbers) and parameters == 0
+        assert shared <= self.allowed.get(f, 48 * 1024), "CUDA_ERROR_INVALID_VALUE: more shared memory than allowed"
         assert self.contexts[f] == self.ctxGetCurrent(), "CUDA_ERROR_INVALID_HANDLE: a function of another context"
         keys = (ctypes.c_void_p * 5).from_address(extra)
         assert (keys[0], keys[2], keys[4]) == (1, 2, None)
@@ -71,7 +76,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    properties = types.SimpleNamespace(multi_processor_count=132)
+    properties = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch, "_primary_context", lambda device: 1000 + device)
@@ -92,10 +97,11 @@ def check_a_launch(driver, launch):
 
 
 WRONG = {
-    "the default stream": ("self._stream(device),", "0,"),
-    "the stream of another device": ("self._stream(device),", "self._stream(device + 1),"),
-    "another block size": ("*(1, threads, 1, 1, shared)", "*(1, 32, 1, 1, shared)"),
-    "no shared memory": ("*(1, threads, 1, 1, shared)", "*(1, threads, 1, 1, 0)"),
+    "the default stream": ("= self._stream(device)", "= 0"),
+    "the stream of another device": ("= self._stream(device)", "= self._stream(device + 1)"),
+    "another block size": ("1, threads, 1, 1, shared, stream", "1, 32, 1, 1, shared, stream"),
+    "no shared memory": ("1, threads, 1, 1, shared, stream", "1, threads, 1, 1, 0, stream"),
+    "parameters of the last launch": ("ctypes.memmove(to.data, packed, len(packed))", "pass"),
 }
 
 
@@ -109,6 +115,30 @@ def test_a_fault_in_the_launch_is_found(driver, fault):
     planted._primary_context = launch._primary_context  # the fixture's
     with pytest.raises(AssertionError):
         check_a_launch(driver, planted)
+
+
+def test_a_block_gets_more_shared_memory_by_opting_in(driver):
+    engine = launch.Device(CUBINS)
+    assert engine.shared_memory == 112 * 1024
+    for shared in (1024, 112 * 1024, 60 * 1024):
+        engine.launch("a", (1, 1), 32, shared, ())
+    assert [shared for _, _, shared, *_ in driver.launched] == [1024, 112 * 1024, 60 * 1024]
+    assert list(driver.allowed.values()) == [112 * 1024]
+
+
+def test_parameters_of_later_launches_are_theirs(driver):
+    """Kinds are those of the first launch; tensors may be absent, and structs have other values."""
+    engine, x = launch.Device(CUBINS), torch.zeros(3)
+    struct_of = lambda n: launch.Struct("=2q", x, n)  # noqa: E731
+    engine.launch("a", (1, 1), 32, 0, (None, 1, 0.5, struct_of(7)))
+    engine.launch("a", (1, 1), 32, 0, (x, -2, 2.5, struct_of(8)))
+    at = x.data_ptr()
+    assert [packed for *_, packed in driver.launched] == [
+        struct.pack("=2qd2q", 0, 1, 0.5, at, 7),
+        struct.pack("=2qd2q", at, -2, 2.5, at, 8),
+    ]
+    with pytest.raises(hal.HalError, match="a kernel may have 4096"):
+        engine.launch("b", (1, 1), 32, 0, (b"\0" * 5000,))
 
 
 def test_the_first_launch_loads_every_kernel(driver):
@@ -156,8 +186,8 @@ def test_a_launch_runs_on_the_device_of_its_tensors(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     engine, x, y = launch.Device(CUBINS), OnDevice(0), OnDevice(1)
     driver.ctxSetCurrent(1000)
-    for parameters in ((x,), (y,), (3, launch.Struct("=q", y)), (x,)):
-        engine.launch("a", (1, 1), 32, 0, parameters)
+    for kernel, parameters in (("a", (x,)), ("a", (y,)), ("b", (3, launch.Struct("=q", y))), ("a", (x,))):
+        engine.launch(kernel, (1, 1), 32, 0, parameters)
         assert driver.ctxGetCurrent() == 1000
     assert [stream for _, _, _, stream, _ in driver.launched] == [77, 78, 78, 77]
     assert driver.loaded == [b"one", b"two"] * 2

@@ -13,7 +13,6 @@ from hal.backends.cuda import Cuda
 
 UNLIMITED = 1 << 30
 
-WALK = "k < vectors; k += blockDim.x"
 STEP = "at < total; at += (i64)gridDim.x * blockDim.x"
 ROWS = "row < rows; row += gridDim.x"
 R_ROWS = "r < rows; r += gridDim.x"
@@ -102,12 +101,12 @@ ACCESSES = {
         "load(x + j - 2 * half, a);",
         "rotary",
         r"kernel rotary<f32, \d, false>: thread \d+ of block \d+,0 reads \d+ bytes at 0x[0-9a-f]+, \d+ bytes before "
-        r"parameter 1, in common\.h:\d+ from rotary\.cu:\d+",
+        r"parameter 1, in (common\.h:\d+ from )+rotary\.cu:\d+",
     ),
     "has no mask for the tail of a row": (
         "common.h",
-        "const int vectors = (n - head) / V;",
-        "const int vectors = (n - head + V - 1) / V;",
+        "const int vectors = (n - head) / V, step",
+        "const int vectors = (n - head + V - 1) / V, step",
         "scale_mask_softmax",
         r"kernel softmax_\w+<f32>: thread \d+ of block \d+,0 (reads|writes) 4 bytes at 0x[0-9a-f]+, \d+ bytes after",
     ),
