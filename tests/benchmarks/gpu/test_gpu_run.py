@@ -90,6 +90,7 @@ def test_without_names_all_parts_run(parts):
     assert code == 0 and list(report["parts"]) == list(gpu.PARTS) and len(ran) == 2 * len(gpu.PARTS)
 
 
+@pytest.mark.slow
 def test_after_a_unit_that_kills_its_process_the_part_and_the_others_continue(parts, capsys):
     code, ran, report = parts("checks", "kernels", checks=[("a", ""), ("b", "dies"), ("c", "")])
     assert (code, ran) == (1, ["checks a", "checks b", "checks c", "kernels a", "kernels b"])

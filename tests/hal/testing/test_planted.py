@@ -124,8 +124,8 @@ def dead_rows_give_nan(x, mask, scale, causal):
 PLANTED = [
     (softmax, minus_10000, "the output: error"),
     (softmax, dead_rows_give_nan, "got nan"),
-    (attention, without_last_key, "the output: error"),
-    pytest.param(attention, swapped_window, "the output: error", marks=pytest.mark.slow),
+    pytest.param(attention, without_last_key, "the output: error", marks=pytest.mark.slow),
+    pytest.param(attention, swapped_window, "the output: error", marks=pytest.mark.nightly),
     (attention, lse_in_base_2_beside_a_mask, "output 1: error"),
     (ops.dropout, stale_offset, "the output: error of inf tolerances"),
     (ops.dropout, strict_comparison, "got 0, float64 reference 0.34"),

@@ -89,6 +89,7 @@ def test_the_text_lists_what_is_missing_with_its_share():
     assert "hal train --backend acme --fallback reference" in text
 
 
+@pytest.mark.slow
 def test_a_complete_backend_is_told_so(capsys):
     assert todo("acme", list(hal.OPS), NEEDS).endswith("Nothing is missing.")
     text = todo("acme", [op.name for op in hal.OPS.values() if op.decompose is None], NEEDS)

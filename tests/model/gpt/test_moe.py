@@ -81,6 +81,7 @@ def _imbalance(options: dict[str, Any]) -> float:
     return sum(experts.imbalance().values()) / len(experts.load)
 
 
+@pytest.mark.slow
 def test_losses_and_biases_balance_the_load(cpu_ref: Any) -> None:
     none = {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": ("0.0",)}
     bias = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02}

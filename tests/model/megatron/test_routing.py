@@ -357,6 +357,7 @@ assert compiled(torch.full((2,), 3.0)).tolist() == [3.0, 3.0]
 """
 
 
+@pytest.mark.slow
 def test_functions_that_were_redirected_can_be_compiled_afterwards():
     done = subprocess.run([sys.executable, "-c", COMPILED_INSIDE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -48,6 +48,7 @@ def test_a_folder_and_a_file_are_enough(folder: Path, capsys: Any) -> None:
     assert "iterations 1 to 5" in said and "a sample:\n" in said and said.count("validation loss") >= 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_epoch_goes_on_bit_for_bit(folder: Path) -> None:
     epochs = [*PACKED, "--num-train-epochs", 2, "--micro-batch-size", 2]
     whole = command(folder, *epochs, run="whole")

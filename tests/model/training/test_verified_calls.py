@@ -81,6 +81,7 @@ def test_a_persistent_corruption_is_found_within_200_steps(op, change, named, co
     assert named in violation
 
 
+@pytest.mark.slow
 def test_a_passing_corruption_is_computed_again(corrupted, tiny, tmp_path):
     calls = iter(range(10**6))
 

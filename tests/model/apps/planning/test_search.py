@@ -33,6 +33,7 @@ def run_search(
     return config, search(config, devices, H100, limit, Capabilities(**capabilities))
 
 
+@pytest.mark.slow
 def test_what_is_offered_is_what_the_trainer_runs(monkeypatch) -> None:
     _, result = run_search(64)
     assert result.fits and result.too_large and result.refused
