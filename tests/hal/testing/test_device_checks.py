@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 
 import pytest
 import torch
@@ -53,20 +52,20 @@ def test_a_dtype_that_loses_values_is_named(monkeypatch):
 
 
 class _Later(TorchDispatchMode):
-    """Runs each operation on a thread of its own, after the one before, a little later."""
+    """Runs each operation on a thread of its own, after the one before, once somebody waits for it."""
 
     def __init__(self, backend):
         super().__init__()
         self.backend = backend
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = torch.empty_like(args[0])
+        result = torch.full_like(args[0], float("nan"))
         before = self.backend.last
 
         def work():
             if before is not None:
                 before.join()
-            time.sleep(0.002)
+            self.backend.awaited.wait()
             torch.ops.aten.copy_(result, function(*args, **(kwargs or {})))
 
         self.backend.last = threading.Thread(target=work)
@@ -80,6 +79,10 @@ class Streams(Plain):
     last = None
     orders = True
 
+    def __init__(self):
+        super().__init__()
+        self.awaited = threading.Event()
+
     @contextlib.contextmanager
     def stream(self):
         with _Later(self):
@@ -90,9 +93,11 @@ class Streams(Plain):
 
     def wait(self, event):
         if event is not None and self.orders:
+            self.awaited.set()
             event.join()
 
     def synchronize(self):
+        self.awaited.set()
         if self.last is not None:
             self.last.join()
 
