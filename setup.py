@@ -1,7 +1,7 @@
 """The project's addresses in the metadata, which are those of the repository whose workflow builds the package.
 
-GitHub's workflows set GITHUB_SERVER_URL and GITHUB_REPOSITORY; HAL_PROJECT_URL is for other builders. A build without
-either has no addresses, so that no copy of the project names a home that is not its own. All else is in setup.cfg.
+GitHub's workflows set GITHUB_SERVER_URL and GITHUB_REPOSITORY. A build without them has no addresses, so that no copy
+of the project names a home that is not its own. All else is in setup.cfg.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from setuptools import setup
 def project_urls() -> dict[str, str]:
     """Label -> address."""
     server, repository = os.environ.get("GITHUB_SERVER_URL", ""), os.environ.get("GITHUB_REPOSITORY", "")
-    home = os.environ.get("HAL_PROJECT_URL") or (f"{server}/{repository}" if server and repository else "")
-    home = home.rstrip("/")
-    if not home:
+    if not server or not repository:
         return {}
+    home = f"{server}/{repository}"
     pages = {"Documentation": "tree/main/docs", "Issues": "issues", "Changelog": "blob/main/CHANGELOG.md"}
     return {"Source": home, **{label: f"{home}/{path}" for label, path in pages.items()}}
 

@@ -36,7 +36,8 @@ def wheel(tmp_path_factory):
     build = run(
         *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)),
         cwd=out,
-        HAL_PROJECT_URL="https://forge.example/hal/",
+        GITHUB_SERVER_URL="https://forge.example",
+        GITHUB_REPOSITORY="someone/hal",
     )
     assert build.returncode == 0, build.stderr
     return next(out.glob("*.whl"))
@@ -64,10 +65,10 @@ def test_the_metadata_names_the_repository_that_built_it(wheel):
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
     urls = [line for line in metadata.splitlines() if line.startswith("Project-URL: ")]
     assert urls == [
-        "Project-URL: Source, https://forge.example/hal",
-        "Project-URL: Documentation, https://forge.example/hal/tree/main/docs",
-        "Project-URL: Issues, https://forge.example/hal/issues",
-        "Project-URL: Changelog, https://forge.example/hal/blob/main/CHANGELOG.md",
+        "Project-URL: Source, https://forge.example/someone/hal",
+        "Project-URL: Documentation, https://forge.example/someone/hal/tree/main/docs",
+        "Project-URL: Issues, https://forge.example/someone/hal/issues",
+        "Project-URL: Changelog, https://forge.example/someone/hal/blob/main/CHANGELOG.md",
     ]
 
 

@@ -135,7 +135,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grads, ctx.products, ctx.has_bias = main_grads, products_of(weight), bias is not None
-        return products_of(weight).forward(x, weight, bias)
+        return ctx.products.forward(x, weight, bias)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

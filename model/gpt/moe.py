@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hal import ops
-from hal.nn.float8_products import EXACT, products_of
+from hal.nn.float8_products import EXACT, ExactProducts, products_of
 
 from ..config.experts import coefficients
 from ..config.schema import Config
@@ -227,21 +227,22 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [n, in] in groups of `sizes` [l] -> [n, out]. The weight's gradient is added to its `main_grad`, if any."""
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
-        if products_of(self.weight) is not EXACT:
-            return self._one_by_one(x, sizes, main_grad)
+        products = products_of(self.weight)
+        if products is not EXACT:
+            return self._one_by_one(x, sizes, products, main_grad)
         if main_grad is None:
             return ops.grouped_linear(x, self.weight, sizes)
         y: Tensor = _AccumulatingGroupedLinear.apply(x, self.weight, sizes, main_grad)  # type: ignore[no-untyped-call]
         return y
 
-    def _one_by_one(self, x: Tensor, sizes: Tensor, main_grad: Tensor | None) -> Tensor:
+    def _one_by_one(self, x: Tensor, sizes: Tensor, products: ExactProducts, main_grad: Tensor | None) -> Tensor:
         """The same by a product per expert, since there is no grouped one in float8. Reads `sizes` on the host."""
-        weights = (self.weight if main_grad is None else self.weight.detach()).unbind()
+        weights = self.weight.unbind()
         counts: list[int] = sizes.tolist()
         *groups, rest = torch.split_with_sizes(x, [*counts, len(x) - sum(counts)])
         results = []
         for n, rows in enumerate(groups):
-            weights[n].products = products_of(self.weight)  # type: ignore[attr-defined]
+            weights[n].products = products  # type: ignore[attr-defined]
             weights[n].main_grad = None if main_grad is None else main_grad[n]  # type: ignore[attr-defined]
             results.append(linear(rows, weights[n]))
         return torch.cat(

@@ -95,6 +95,20 @@ def test_sums_of_microbatches_are_those_of_the_gradients(model):
     parallel_runs.close(several, one, losses=2e-2, norms=5e-2)
 
 
+def test_the_sum_of_each_experts_gradient_is_its_own(cpu_ref):
+    layer = GPT(build({**SMALL, **FLOAT8, **LLAMA_OPTIONS, **EXPERTS}), torch.device("cpu")).decoder.layers["0"]
+    experts = layer.mlp.experts.linear_fc1
+    x, sizes = torch.randn(23, 48, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([7, 0, 9, 4])
+    y = experts(x, sizes)
+    assert (y[20:] == 0.0).all()  # rows without an expert
+    y.float().square().sum().backward()
+    expected = experts.weight.grad.float()
+    experts.weight.grad, experts.weight.main_grad = None, torch.ones(expected.shape)
+    experts(x, sizes).float().square().sum().backward()
+    assert experts.weight.grad is None and (expected[1] == 0.0).all() and (expected[[0, 2, 3]] != 0.0).any()
+    torch.testing.assert_close(experts.weight.main_grad - 1.0, expected, rtol=2e-2, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
