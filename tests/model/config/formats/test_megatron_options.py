@@ -196,6 +196,17 @@ def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refu
     assert "--optimizer sgd: the optimizer is AdamW" in problem("--optimizer sgd")
 
 
+def test_names_of_float8():
+    options = "--bf16 --fp8-hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-interval 2"
+    config = parse(options.split(), {})
+    assert (config.fp8_format, config.fp8_recipe, config.fp8_amax_history_len) == ("hybrid", "delayed", 16)
+    assert list(config.noted) == ["--fp8-interval"]
+    text = problem("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8")
+    assert "--fp8-recipe mxfp8: products have one scale per tensor or per 128 elements" in text
+    (note,) = parse([*["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"], "--fp8-margin", "1"], {}).notes
+    assert note == "--fp8-margin 1 has no effect: it needs --fp8-format with --fp8-recipe delayed"
+
+
 def test_all_problems_are_reported_at_once_by_kind():
     text = problem(
         "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-latent-size 4 --moe-token-dropping "
