@@ -408,8 +408,8 @@ class Config:
         "(hybrid) or e4m3",
         choices=("hybrid", "e4m3"),
     )
-    fp8_recipe: str = _derived(
-        lambda c: "delayed",
+    fp8_recipe: str = _opt(
+        "delayed",
         "the scales of float8 operands: one per tensor, of its values in earlier iterations (delayed) or its present "
         "ones (tensorwise), or one per 128 elements (weights: 128 x 128)",
         choices=("delayed", "tensorwise", "blockwise"),

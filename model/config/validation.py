@@ -367,6 +367,7 @@ def idle(c: Config) -> Iterator[str]:
         (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),
         ("moe_aux_loss_coeff", "none" not in c.moe_router_load_balancing_type, "a --moe-router-load-balancing-type"),
         ("moe_router_bias_update_rate", c.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),
+        ("moe_router_num_groups", c.moe_router_group_topk is not None, "--moe-router-group-topk"),
         ("moe_router_pre_softmax", c.moe_router_score_function == "softmax", "--moe-router-score-function softmax"),
         ("moe_token_drop_policy", c.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
     ]

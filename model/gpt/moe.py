@@ -127,7 +127,7 @@ class Router(nn.Module):
             k,
             score_function=self.score_function,
             pre_softmax=c.moe_router_pre_softmax and self.score_function == "softmax",
-            num_groups=c.moe_router_num_groups,
+            num_groups=None if c.moe_router_group_topk is None else c.moe_router_num_groups,
             group_topk=c.moe_router_group_topk,
             scaling_factor=c.moe_router_topk_scaling_factor or 1.0,
             expert_bias=self.expert_bias,
