@@ -431,10 +431,15 @@ class Config:
     )
     lr_decay_iters: int = _derived(lambda c: c.train_iters, "steps until min_lr is reached; default train_iters")
     lr_decay_samples: int | None = _opt(None, "the same in sequences, with --train-samples")
-    lr_warmup_iters: int = _opt(0, "steps of linear warm-up", ">= 0")
-    lr_warmup_samples: int = _opt(0, "sequences of linear warm-up, with --train-samples", ">= 0")
+    lr_warmup_iters: int = _opt(0, "steps of warm-up", ">= 0")
+    lr_warmup_samples: int = _opt(0, "sequences of warm-up, with --train-samples", ">= 0")
     lr_warmup_fraction: float | None = _opt(
         None, "warm-up as a fraction of --lr-decay-iters", "in [0, 1)", aliases=("warmup",)
+    )
+    lr_warmup_style: str = _opt(
+        "linear",
+        "shape of the warm-up; those of DeepSpeed rise from the third step on, linearly or as the step's logarithm",
+        choices=("linear", "deepspeed_linear", "deepspeed_log"),
     )
     lr_warmup_init: float = _opt(0.0, "learning rate at the first step of the warm-up", ">= 0")
     lr_wsd_decay_style: str = _opt(

@@ -328,7 +328,7 @@ def idle(c: Config) -> Iterator[str]:
         ("shape_order", c.use_flash_attn, "flash attention, not --no-flash-attn"),
         ("min_lr lr_decay_iters", c.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
         ("make_vocab_size_divisible_by", c.pad_vocab_size_to is None, "a vocabulary without --pad-vocab-size-to"),
-        ("lr_warmup_init", learning_rate_samples(c)[0] > 0, "--lr-warmup-iters"),
+        ("lr_warmup_init lr_warmup_style", learning_rate_samples(c)[0] > 0, "--lr-warmup-iters"),
         ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", wsd, "--lr-decay-style WSD"),
         ("decoupled_min_lr", c.decoupled_lr is not None, "--decoupled-lr"),
         ("weight_decay", not ramp, "--weight-decay-incr-style constant"),

@@ -3,6 +3,9 @@
 The formulas are Megatron's (OptimizerParamScheduler): warm-up, then one of five decays. Progress is counted in
 sequences of successful steps, so that it does not depend on the growth of the batch. With warm-up the first step has
 the rate `lr_warmup_init`, as in Megatron.
+
+DeepSpeed's (lr_schedules.py since 0.16) are one step behind, except for the decay of its WarmupCosineLR: its engine
+sets the rate of the first step when it makes the schedule, and counts from 0 after this step.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ class LRScheduler:
     initial: float = 0.0
     wsd_style: str = "exponential"
     wsd_decay: int = 0
+    warmup_style: str = "linear"
+    step_size: int = 1
+    """Units per step, by which DeepSpeed's schedules are behind."""
 
     @staticmethod
     def of(config: Config, *, decoupled: bool = False) -> LRScheduler:
@@ -36,6 +42,8 @@ class LRScheduler:
             peak = config.decoupled_lr
             final = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
         warmup, decay, wsd = learning_rate_samples(config)
+        if warmup > 0 and config.lr_warmup_style != "linear":
+            warmup = max(warmup, 2 * config.global_batch_size)  # DeepSpeed makes at least two steps of it
         return LRScheduler(
             peak,
             final,
@@ -45,19 +53,31 @@ class LRScheduler:
             config.lr_warmup_init,
             config.lr_wsd_decay_style,
             wsd,
+            config.lr_warmup_style,
+            config.global_batch_size,
         )
 
     def lr(self, step: int) -> float:
         """The learning rate of the step that follows `step` steps."""
+        behind = self.step_size if self.warmup > 0 and self.warmup_style != "linear" else 0
         if self.warmup > 0 and step <= self.warmup:
-            return self.initial + (self.peak - self.initial) * step / self.warmup
+            if behind and step < behind and self.style == "cosine":
+                return 0.0  # WarmupCosineLR's first step, whatever its warmup_min_ratio
+            return self.initial + (self.peak - self.initial) * self._risen(max(0, step - behind))
         if self.style == "constant":
             return self.peak
+        step -= behind if self.style == "linear" else 0
         if step > self.decay:
             return self.final
         if self.style == "inverse-square-root":
             return max(self.final, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(step, 1)))
         return self.final + (self.peak - self.final) * self._remaining(step)
+
+    def _risen(self, step: int) -> float:
+        """The fraction of the warm-up's rise after `step`."""
+        if self.warmup_style == "deepspeed_log":
+            return math.log1p(step / self.step_size) / math.log(self.warmup / self.step_size)
+        return step / self.warmup
 
     def _remaining(self, step: int) -> float:
         """The remaining fraction of (peak - final), which falls from 1 to 0."""

@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
+from .rules import MICROBATCHES, Reading, Rule, int_of, load_rules, number_of, take
 
 
 def _loss_scale(reading: Reading, key: str, value: Any) -> None:
@@ -26,6 +26,13 @@ def _power(reading: Reading, key: str, value: Any) -> None:
     reading.set("initial_loss_scale", 2.0**exponent, key)
 
 
+def _bucket(reading: Reading, key: str, value: Any) -> None:
+    if value == 0:
+        reading.note(key, "0 has no effect: the default --ddp-bucket-size holds; it changes when gradients are sent")
+    else:
+        reading.set("ddp_bucket_size", value, key)
+
+
 def _betas(reading: Reading, key: str, value: Any) -> None:
     if not isinstance(value, list) or len(value) != 2:
         raise reading.refuse(key, f"two numbers; found {value!r}")
@@ -36,15 +43,18 @@ def _betas(reading: Reading, key: str, value: Any) -> None:
 @functools.cache
 def rules() -> dict[str, Rule]:
     """The rule of every key."""
-    functions = {"loss_scale": _loss_scale, "power": _power, "betas": _betas}
+    functions = {"loss_scale": _loss_scale, "power": _power, "betas": _betas, "bucket": _bucket}
     return load_rules(Path(__file__).with_name("deepspeed.yaml"), functions=functions)
 
 
 def without_auto(content: Any) -> Any:
-    """The content without values "auto", which leave the choice to the program that reads the file."""
+    """The content without values "auto", which leave the choice to the program that reads the file. A schedule keeps
+    them, because its parameters have defaults of their own."""
     if not isinstance(content, dict):
         return content
-    return {key: without_auto(value) for key, value in content.items() if value != "auto"}
+    return {
+        key: value if key == "scheduler" else without_auto(value) for key, value in content.items() if value != "auto"
+    }
 
 
 def finish(reading: Reading) -> None:
@@ -69,8 +79,9 @@ _PARAMS = {
 def _schedule(reading: Reading, given: Any) -> None:
     """Sets the options for a schedule of DeepSpeed's lr_schedules.py.
 
-    WarmupLR stays at its maximum, WarmupDecayLR falls linearly to 0, WarmupCosineLR to cos_min_ratio of the optimizer's
-    rate. All of them warm up logarithmically by default; HAL has a linear warm-up only.
+    WarmupLR stays at its maximum, WarmupDecayLR falls linearly to its minimum, WarmupCosineLR to cos_min_ratio of the
+    optimizer's rate. All of them warm up logarithmically by default, and in two steps at least. What is "auto" is left
+    to HAL's options.
     """
     if not isinstance(given, dict) or set(given) - {"type", "params"}:
         raise reading.refuse("scheduler", "holds type and params")
@@ -83,30 +94,33 @@ def _schedule(reading: Reading, given: Any) -> None:
         if name not in _PARAMS[kind]:
             raise reading.refuse(f"scheduler.params.{name}", f"{kind} has {', '.join(sorted(_PARAMS[kind]))}")
     key = "scheduler.params"
-    warmup = params.get("warmup_num_steps", 1000)
-    if warmup and params.get("warmup_type", "log") != "linear":
-        raise reading.refuse(
-            f"{key}.warmup_type", 'the warm-up is linear here, and "log" by default there; set it to "linear"'
-        )
-    reading.set("lr_warmup_iters", warmup, f"{key}.warmup_num_steps")
-    if kind != "WarmupLR":
+    auto = {name for name, value in params.items() if value == "auto"}
+    shape = params.get("warmup_type", "log")
+    if shape not in ("log", "linear", "auto"):
+        raise reading.refuse(f"{key}.warmup_type", f"{shape!r} is neither log nor linear")
+    reading.set("lr_warmup_style", "deepspeed_linear" if shape == "linear" else "deepspeed_log", f"{key}.warmup_type")
+    if "warmup_num_steps" not in auto:
+        warmup = params.get("warmup_num_steps", 1000)
+        # DeepSpeed makes at least two steps of it, also of 0, which is an error of its newest versions.
+        reading.set("lr_warmup_iters", max(2, int_of(warmup or 1, f"{reading.file}: {key}.warmup_num_steps")), key)
+    if kind != "WarmupLR" and "total_num_steps" not in auto:
         if "total_num_steps" not in params:
             raise reading.refuse(f"{key}.total_num_steps", f"{kind} needs it")
         reading.set("lr_decay_iters", params["total_num_steps"], f"{key}.total_num_steps")
     if kind == "WarmupCosineLR":
-        peak = reading.values.get("lr")
+        peak = reading.either("lr")
         if peak is None:
             raise reading.refuse("scheduler", "WarmupCosineLR scales the rate of optimizer.params.lr, which is missing")
         for option, name, usual in (("lr_warmup_init", "warmup_min_ratio", 0.0), ("min_lr", "cos_min_ratio", 0.0001)):
-            ratio = number_of(params.get(name, usual), f"{reading.file}: {key}.{name}")
-            if option == "min_lr" or warmup:
-                reading.set(option, ratio * peak, f"{key}.{name}")
+            ratio = number_of(usual if name in auto else params.get(name, usual), f"{reading.file}: {key}.{name}")
+            reading.set(option, ratio * peak, f"{key}.{name}")
         reading.set("lr_decay_style", "cosine", "scheduler.type")
         return
     # In DeepSpeed the schedule's maximum replaces the optimizer's rate; `set` demands that both are the same number.
-    reading.set("lr", params.get("warmup_max_lr", 0.001), f"{key}.warmup_max_lr")
-    if warmup:
+    if "warmup_max_lr" not in auto:
+        reading.set("lr", params.get("warmup_max_lr", 0.001), f"{key}.warmup_max_lr")
+    if "warmup_min_lr" not in auto:
         reading.set("lr_warmup_init", params.get("warmup_min_lr", 0.0), f"{key}.warmup_min_lr")
     reading.set("lr_decay_style", "constant" if kind == "WarmupLR" else "linear", "scheduler.type")
-    if kind == "WarmupDecayLR":
-        reading.set("min_lr", 0.0, "scheduler.type")
+    if kind == "WarmupDecayLR" and "warmup_min_lr" not in auto:
+        reading.set("min_lr", params.get("warmup_min_lr", 0.0), f"{key}.warmup_min_lr")

@@ -49,6 +49,39 @@ def test_wsd_is_flat_then_falls(style, left):
         assert schedule.lr(t) == pytest.approx(F + (P - F) * left((t - (D - 20)) / 20))
 
 
+def deepspeed(kind, step, shape, initial):
+    """The learning rate of a step by lr_schedules.py and engine.py of DeepSpeed 0.16 and later, of rates P and F."""
+    last = step - 1  # the engine steps the schedule after each step of the optimizer
+    if last < 0:
+        return 0.0 if kind == "WarmupCosineLR" else initial
+    if last < W:
+        return initial + (P - initial) * (last / W if shape == "linear" else math.log(last + 1) / math.log(W))
+    if kind == "WarmupLR":
+        return P
+    if kind == "WarmupDecayLR":
+        return initial + (P - initial) * max(0.0, (D - last) / (D - W))
+    return F + (P - F) * (1 + math.cos(math.pi * min(1.0, (last - W + 1) / (D - W)))) / 2
+
+
+@pytest.mark.parametrize("initial", [0.0, 0.25])
+@pytest.mark.parametrize("shape", ["linear", "log"])
+@pytest.mark.parametrize(
+    "kind, style", [("WarmupLR", "constant"), ("WarmupDecayLR", "linear"), ("WarmupCosineLR", "cosine")]
+)
+def test_schedules_of_deepspeed(kind, style, shape, initial):
+    final = initial if kind == "WarmupDecayLR" else F
+    schedule = LRScheduler(P, final, style, 8 * W, 8 * D, initial, warmup_style=f"deepspeed_{shape}", step_size=8)
+    for step in range(D + 5):
+        assert schedule.lr(8 * step) == pytest.approx(deepspeed(kind, step, shape, initial), abs=1e-12), step
+
+
+def test_deepspeeds_warm_up_has_two_steps_at_least():
+    config = Config(lr=1e-3, lr_warmup_iters=1, lr_warmup_style="deepspeed_log", lr_decay_style="constant")
+    size = config.global_batch_size
+    schedule = LRScheduler.of(config)
+    assert [schedule.lr(n * size) for n in range(4)] == [0.0, 0.0, 1e-3, 1e-3]
+
+
 def test_a_warm_up_of_one_step_and_none():
     assert [LRScheduler(P, F, "linear", 1, D, initial=0.2).lr(t) for t in (0, 1)] == [0.2, P]
     for style in ("constant", "linear", "cosine", "inverse-square-root", "WSD"):
@@ -70,11 +103,13 @@ def test_after_the_decay():
 
 def test_a_config_gives_each_number_its_place():
     options = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 30}
+    options |= {"lr_warmup_style": "deepspeed_log"}
     config = Config(lr=3e-3, min_lr=2e-4, lr_decay_iters=90, lr_warmup_iters=7, lr_warmup_init=1e-5, **options)
     # In sequences: 4 per step by default.
-    assert LRScheduler.of(config) == LRScheduler(3e-3, 2e-4, "WSD", 28, 360, 1e-5, "minus_sqrt", 120)
+    expected = LRScheduler(3e-3, 2e-4, "WSD", 28, 360, 1e-5, "minus_sqrt", 120, "deepspeed_log", 4)
+    assert LRScheduler.of(config) == expected
     plain = LRScheduler.of(Config(lr=3e-3, lr_decay_iters=90))
-    assert plain == LRScheduler(3e-3, 0.0, plain.style, 0, 360, initial=0.0, wsd_decay=0)
+    assert plain == LRScheduler(3e-3, 0.0, plain.style, 0, 360, initial=0.0, wsd_decay=0, step_size=4)
     assert (LRScheduler(P, F, "WSD", W, D).initial, LRScheduler(P, F, "WSD", W, D).wsd_decay) == (0.0, 0)
 
 

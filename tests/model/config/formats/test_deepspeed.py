@@ -45,6 +45,7 @@ def test_a_deepspeed_configuration(from_file):
         90,
         0,
     )
+    assert config.lr_warmup_style == "deepspeed_linear"
     assert "weight_decay" not in config.given and len(config.notes) == 2
     assert config.origins["zero_stage"].endswith("ds.json: zero_optimization.stage")
 
@@ -79,7 +80,7 @@ def test_buckets_of_replicated_gradients(from_file):
         (ds(optimizer__type="Lamb"), "", "the optimizer is AdamW"),
         (ds(optimizer__params__adam_w_mode=False), "", "decoupled"),
         (ds(scheduler__type="OneCycle"), "", "is not one of WarmupLR"),
-        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max_lr": 1e-3}), "", 'set it to "linear"'),
+        (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_type": "x"}), "", "'x' is neither log nor linear"),
         (ds(scheduler__type="WarmupLR", scheduler__params={"warmup_max": 1e-3}), "", "WarmupLR has"),
         (ds(fp16__initial_scale_power=1e9), "", "0 to 64"),
         (ds(gradient_accumulation_steps=0), "", "positive integer"),
@@ -142,6 +143,23 @@ def test_deepspeeds_warm_up_to_a_cosine(from_file):
     assert config.lr_warmup_init == pytest.approx(1e-4) and config.lr_decay_iters == 80
 
 
+def test_what_is_auto_in_a_schedule_is_left_to_the_options(from_file):
+    """As in the examples of transformers, which fills these in from its own options."""
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    keys = ds(
+        optimizer__params__lr="auto", scheduler__type="WarmupDecayLR", scheduler__params=dict.fromkeys(names, "auto")
+    )
+    given = ("--lr", "3e-5", "--lr-warmup-iters", "7", "--lr-decay-iters", "70")
+    config = from_file(keys, *given, option="--deepspeed-config")
+    assert (config.lr, config.lr_warmup_iters, config.lr_decay_iters) == (3e-5, 7, 70)
+    assert (config.lr_warmup_style, config.lr_decay_style) == ("deepspeed_log", "linear")
+
+
+def test_a_bucket_of_nothing_is_noted(from_file):
+    config = from_file(ds(zero_optimization__reduce_bucket_size=0), option="--deepspeed-config")
+    assert any("it changes when gradients are sent" in note for note in config.notes)
+
+
 def test_the_environment_gives_way_to_every_file(from_file):
     config = from_file(ds(optimizer__params__lr=1e-3), option="--deepspeed-config", environ={"HAL_LR": "0.5"})
     assert config.lr == 1e-3
@@ -156,4 +174,6 @@ def test_keys_of_what_others_add_to_deepspeeds_file(from_file, problem):
         "zero_optimization.stage3_gather_fp16_weights_on_model_save": True,
     }
     assert len(from_file(keys, option="--deepspeed-config").notes) == 4
-    assert "the model computes in bf16, fp16 or float32" in problem({"fp8.enabled": True}, option="--deepspeed-config")
+    assert "--fp8-format and --fp8-recipe choose the products in float8" in problem(
+        {"fp8.enabled": True}, option="--deepspeed-config"
+    )
