@@ -1,14 +1,15 @@
 """Recorded work on the simulator: what a CUDA graph would repeat, and nothing else.
 
 A recording holds the operations of torch and the launches of kernels with their tensors and numbers as they were, so
-that a number of the host which should change with every step shows as one that does not. As on a GPU, writes into
-tensors are recorded and not done, and an operation whose result the host would have to wait for is an error. Copies
-between host and device are not seen, because both have the same memory here.
+that a number of the host which should change with every step shows as one that does not. As on a GPU, a recording
+leaves memory as it was, and an operation whose result the host would have to wait for is an error. Copies between host
+and device are not seen, because both have the same memory here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ def recorded(engine: Simulator, function: Callable[[], Any]) -> Callable[[], Any
     """`Backend.capture` of the simulated device."""
     function()  # as on a GPU, where it loads and compiles what the recording needs
     steps: list[Callable[[], object]] = []
-    with engine.recording(steps), _Recording(steps):
+    memory = _Memory()
+    with engine.recording(steps, memory.keep), _Recording(steps, memory):
         result = function()
+    memory.restore()
 
     def replay() -> Any:
         with torch.no_grad():
@@ -48,25 +51,42 @@ def recorded(engine: Simulator, function: Callable[[], Any]) -> Callable[[], Any
     return replay
 
 
+class _Memory:
+    """What memory held before the recording wrote to it. Recorded work is done, because operations may need sensible
+    values (indices), and undone at the end, since a GPU only records it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        for storage in (x.untyped_storage() for x in tensors):
+            at = storage.data_ptr()
+            if at and at not in self._kept:
+                # Not by torch's operations, which would be recorded.
+                self._kept[at] = storage, ctypes.string_at(at, storage.nbytes())
+
+    def restore(self) -> None:
+        for at, (_, content) in self._kept.items():
+            ctypes.memmove(at, content, len(content))
+
+
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, steps: list[Callable[[], object]]) -> None:
+    def __init__(self, steps: list[Callable[[], object]], memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._steps = steps
+        self._steps, self._memory = steps, memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_on_host(func, args, kwargs):
             raise hal.HalError(f"CUDA simulator: {func} has the host wait for the device, while a graph is recorded")
-        returns = func._schema.returns
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if writes and torch.Tag.inplace_view not in func.tags:
+        written = [x for a, x in _named(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
+        if written and torch.Tag.inplace_view not in func.tags:
+            self._memory.keep(x for x in tree_leaves(written) if isinstance(x, Tensor))
             self._steps.append(lambda: func(*args, **kwargs))
-            # It returns the arguments that it writes, in their order.
-            written = [x for a, x in _named(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
-            return None if not returns else written[0] if len(returns) == 1 else tuple(written)
+            return func(*args, **kwargs)
         results = func(*args, **kwargs)
         # A view needs no work: its memory is that of its argument.
-        if not any(r.alias_info is not None for r in returns):
+        if not any(r.alias_info is not None for r in func._schema.returns):
             self._steps.append(_repeated(func, args, kwargs, results))
         return results
 
