@@ -62,7 +62,8 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if padded is not None and (type(padded) is not int or not 1 <= padded < _MOST_ROWS):
         raise HalError(f"the checkpoint {folder}: padded_vocab_size should be a count of rows; found {shown(padded)}")
     where = f"the checkpoint {folder}: --"
-    values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
+    # None stands for an absent option, of older versions also where there is a default now.
+    values = {n: v for n, v in stored.items() if known[n].init and v is not None and v != known[n].default}
     values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
     return {n: v for n, v in values.items() if v != known[n].default}
 

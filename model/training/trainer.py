@@ -40,6 +40,7 @@ from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
 from .experiment import data_state, differences
 from .expert_load import ExpertLoad
+from .float8_history import Float8History
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
 from .lr_scheduler import LRScheduler, weight_decay
@@ -103,6 +104,7 @@ class Trainer:
         parameters = {name: p for model in models for name, p in model.named_parameters()}
         self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))
         self.expert_load = ExpertLoad(config, models, mesh.world)
+        self._float8 = Float8History(models, mesh.comm("tp", "dp", "cp"))
         self._pending = PendingSteps(self.device, self.expert_load)
         self.pipeline = self._make_pipeline()
         self._gradients_of = StepGraph(self._compute_gradients) if config.cuda_graphs else self._compute_gradients
@@ -229,6 +231,7 @@ class Trainer:
         self._gradient_sums.expect(self._losses(size) // self.replicas.size)
         scale = self.optimizer.scaler.scale
         self.expert_load.start(scale * self.config.micro_batch_size / size)
+        self._float8.start()
         self._run(microbatches, size, scale, total)
         with phase("gradient reduction"):
             loss = self.world.all_reduce(total) / self._losses(size)
@@ -262,6 +265,7 @@ class Trainer:
                 decay = weight_decay(self._schedule, self.scheduled)
                 optimizer.step(lr, factor, decoupled_lr=decoupled_lr, weight_decay=decay)
                 self.expert_load.update_biases(factor)
+                self._float8.update(factor)
                 self.scheduled += size
             if not bad_batch:
                 optimizer.scaler.update(overflow)

@@ -105,8 +105,9 @@ LLAMA = (*NO_DROPOUT, "--swiglu", "--normalization", "RMSNorm", "--position-embe
             (*LLAMA, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--eod-mask-loss"),
             marks=pytest.mark.slow,
         ),
+        pytest.param((*LLAMA, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"), marks=pytest.mark.slow),
     ],
-    ids=["gpt-2", "llama, recomputed", "llama, float8"],
+    ids=["gpt-2", "llama, recomputed", "llama, float8", "llama, delayed float8"],
 )
 def test_a_recorded_step_equals_a_plain_one_and_reads_nothing(
     simulated: Cuda, tmp_path: Path, words: tuple[str, ...]

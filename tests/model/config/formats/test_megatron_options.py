@@ -202,6 +202,93 @@ def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refu
     assert "--optimizer sgd: the optimizer is AdamW" in problem("--optimizer sgd")
 
 
+DEEPSEEK = "--num-experts 8 --num-layers 6 --disable-bias-linear --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("--first-k-dense-replace 2", "--moe-layer-freq [0]*2+[1]*4"),
+        ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0,1,0]"),
+        ("--first-k-dense-replace -1 --moe-layer-freq -1", ""),
+        ("--first-k-dense-replace 0 --moe-layer-freq 2", "--moe-layer-freq 2"),
+        ("--n-shared-experts 2", "--moe-shared-expert-intermediate-size 96"),
+        ("--n-shared-experts 2 --moe-shared-expert-intermediate-size 32", "--moe-shared-expert-intermediate-size 32"),
+        ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type alltoall"),
+        (
+            "--moe-router-load-balancing-type none --seq-aux --moe-aux-loss-coeff 0.1",
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        ),
+        ("--moe-router-load-balancing-type aux_loss --seq-aux", ""),
+        (
+            "--moe-router-load-balancing-type softmax_topk",
+            "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        ),
+        ("--moe-router-load-balancing-type softmax_topk --norm-topk-prob", "--moe-router-load-balancing-type none"),
+        ("--moe-router-pre-softmax --norm-topk-prob", ""),
+        ("--moe-router-pre-softmax", "--moe-router-pre-softmax"),
+        (
+            "--moe-router-load-balancing-type pai_megatron_aux_loss --moe-router-topk-scaling-factor 2 "
+            "--moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-pre-softmax",
+        ),
+    ],
+)
+def test_mindspeeds_names_of_experts(theirs, ours):
+    def options(line):
+        config = parse((DEEPSEEK + line).split(), {})
+        layers = [config.has_experts(n) for n in range(6)]
+        return {**config.__dict__, **dict.fromkeys(("given", "origins", "notes", "noted", "moe_layer_freq"))}, layers
+
+    assert options(theirs) == options(ours)
+
+
+def test_mindspeeds_names_of_experts_in_a_file(tmp_path):
+    line = "moe-layer-freq: 2\nfirst-k-dense-replace: 3\nmoe-router-load-balancing-type: softmax_topk\n"
+    (tmp_path / "c.yaml").write_text(line + "num_experts: 8\nnum_layers: 6\ndisable_bias_linear: true\n")
+    config = parse(["--config", str(tmp_path / "c.yaml")], {})
+    assert [config.has_experts(n) for n in range(6)] == [False] * 4 + [True, False]
+    assert config.moe_router_load_balancing_type == ("none",) and config.moe_router_pre_softmax
+
+
+def test_tensor_parallel_ranks_with_experts_of_their_own(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --moe-tp-extend-ep"
+    config = parse((DEEPSEEK + line).split(), {})
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("--moe-router-load-balancing-type group_limited_greedy --topk-group 2", "chooses groups by their best expert"),
+        ("--moe-router-load-balancing-type sparsemixer_topk", "draws the second expert at random"),
+        ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--moe-router-topk-scaling-factor, which then has no"),
+        ("--first-k-dense-replace 1 --moe-layer-freq [1]*6", "names the dense layers, too"),
+        ("--num-nextn-predict-layers 1 --recompute-mtp-norm", "there is no multi-token prediction"),
+    ],
+)
+def test_experts_of_mindspeed_that_are_not_available(line, reason):
+    text = problem(DEEPSEEK + line)
+    assert reason in text and "\n" not in text, "nothing else is wrong"
+
+
+def test_names_of_experts_in_a_dense_model_are_noted():
+    line = "--first-k-dense-replace 1 --n-shared-experts 1 --seq-aux --norm-topk-prob --moe-tp-extend-ep"
+    assert list(parse(line.split(), {}).noted) == line.replace(" 1", "").split()
+
+
+def test_names_of_float8():
+    options = "--bf16 --fp8-hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-interval 2"
+    config = parse(options.split(), {})
+    assert (config.fp8_format, config.fp8_recipe, config.fp8_amax_history_len) == ("hybrid", "delayed", 16)
+    assert list(config.noted) == ["--fp8-interval"]
+    text = problem("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8")
+    assert "--fp8-recipe mxfp8: products have one scale per tensor or per 128 elements" in text
+    (note,) = parse([*["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"], "--fp8-margin", "1"], {}).notes
+    assert note == "--fp8-margin 1 has no effect: it needs --fp8-format with --fp8-recipe delayed"
+
+
 def test_all_problems_are_reported_at_once_by_kind():
     text = problem(
         "--hidden-sise 64 --fp8-format hybrid --num-experts 8 --moe-latent-size 4 --moe-token-dropping "
