@@ -102,6 +102,7 @@ HAL_INLINE vec exp2_of(vec x) {
 #endif
 
 #include "gemm.h"
+#include "transpose.h"
 #include "flash_attention_pack.h"
 #include "flash_attention_scores.h"
 #include "flash_attention_tile.h"

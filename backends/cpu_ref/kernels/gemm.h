@@ -84,6 +84,14 @@ HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a
     }
 }
 
+#if FA_TILES
+#include "tiles.h"
+#else
+#define tiles_begin(rows) ((void)0)
+#define tiles_end() ((void)0)
+enum { TILE = 1 };
+#endif
+
 // C = A B, where the units of A are adjacent along kk.
 static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                           real *c, int64_t ldc) {
