@@ -5,7 +5,8 @@
 // The product sums over tokens, so both operands are read across their rows. Both are packed without transposition
 // (bfloat16: two rows interleaved) into panels for the micro-kernel (gemm.h), DEPTH units of tokens at a time: X into
 // panels of 48 columns, and blocks of ROWS columns of dY into panels of 8, private to the thread that multiplies them.
-// For AMX (tiles.h), whose A has units adjacent along the tokens, those of dY are transposed. While a block of dY is in cache, its columns are summed for the bias.
+// For AMX (tiles.h) panels have 32 columns, and those of dY are transposed, because its A has units adjacent along the
+// tokens. While a block of dY is in cache, its columns are summed for the bias.
 //
 // Threads share the work in one of two ways. "Together": all panels of X are packed first, then blocks of dY are
 // distributed. "Apart": each thread packs some panels of X and multiplies them with all of dY. In this way no thread
@@ -32,11 +33,12 @@ typedef f32 elem;
 #endif
 
 enum {
-    DEPTH = FA_TILES ? 256 : 192,             // units of tokens per block: a panel of X (36 KiB) and one of dY stay in L1
-    ROWS = 96,               // columns of dY per block
+    // Units of tokens per block: a panel of X (36 KiB; 20 KiB with tiles) and one of dY stay in L1.
+    DEPTH = FA_TILES ? 160 : 192,
+    ROWS = 96,                            // columns of dY per block
     HEIGHT = FA_TILES ? 2 * TILE : MR,    // columns of dY per panel
     PANEL = FA_TILES ? 2 * TILE : 3 * W,  // columns of X per panel
-    COLUMNS = 96 * 48,       // columns of X packed at a time: 3.5 MiB, which the outer caches hold
+    COLUMNS = 96 * 48,                    // columns of X packed at a time: 3.5 MiB, which the outer caches hold
 };
 
 // For count columns: dst[c] = the pair (src[c], next[c] & second); in float32, src[c] alone.
@@ -50,8 +52,8 @@ HAL_INLINE void pack_row(unit *dst, const elem *src, const elem *next, unit seco
 }
 
 // Packs panels of `width` columns: dst[panel][unit][width] = src[token][columns from panel * width on], zero beyond the
-// last column and token. Inlined with constants, in particular `most` columns: copies of a size that the compiler did
-// not know took a third of the product's total time.
+// last column and, up to a multiple of TILE units, beyond the last token. Inlined with constants, in particular `most`
+// columns: copies of a size that the compiler did not know took a third of the product's total time.
 HAL_INLINE void pack_panels(unit *dst, const elem *src, int64_t stride, int64_t tokens, int64_t columns, int64_t width,
                             int64_t most) {
     const int64_t whole = columns / width * width, rest = columns - whole;
@@ -165,8 +167,8 @@ static void multiply_block(const struct share *s, int64_t block, int64_t p0, int
     for (int64_t p = p0; p < p1; p++) {
         const int64_t n = s->columns - p * PANEL < PANEL ? s->columns - p * PANEL : PANEL;
         for (int64_t i = 0; i < m; i += HEIGHT)
-            tile(m - i < HEIGHT ? m - i : HEIGHT, n, depth, s->rows + i * (FA_TILES ? TILE : DEPTH), s->panels + p * PANEL * DEPTH,
-                 s->dw + (i0 + i) * s->n_in + p * PANEL, s->n_in, s->add, s->stream);
+            tile(m - i < HEIGHT ? m - i : HEIGHT, n, depth, s->rows + i * (FA_TILES ? TILE : DEPTH),
+                 s->panels + p * PANEL * DEPTH, s->dw + (i0 + i) * s->n_in + p * PANEL, s->n_in, s->add, s->stream);
     }
 }
 
@@ -181,36 +183,36 @@ void CAT(linear_wgrad_, LINEAR_KIND)(const void *dy_, const void *x_, float *dw,
     memset(sums, 0, (size_t)n_out * sizeof(double));
 #pragma omp parallel num_threads(threads)
     {
-    tiles_begin(TILE);
-    for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
-        const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
-        const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        // Packing dY from memory takes up to half as long as multiplying it with one panel. Packing once
-        // per thread (apart) pays with 16 panels per thread. With 2, it costs less than distributing few blocks unevenly,
-        // and with 1, less than leaving threads without a block.
-        const int apart = panels >= 16 * team || (panels >= 2 * team && blocks < 8 * team) ||
-                          (panels >= team && blocks < team);
-        for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {
-            const int64_t tokens = k0 + DEPTH * KU < rows ? DEPTH * KU : rows - k0;
-            const struct share share = {
-                dy + k0 * n_out, x + k0 * n_in + j0, dw + j0, workspace, workspace + shared + me * own,
-                dbias && j0 == 0 && !(apart && me > 0) ? sums : 0, tokens, n_out, n_in, n, add || k0 > 0, stream,
-            };
-            if (apart) {
-                const int64_t p0 = panels * me / team, p1 = panels * (me + 1) / team;
-                for (int64_t p = p0; p < p1; p++) pack_columns(&share, p);
-                for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, p0, p1);
-            } else {
+        tiles_begin(TILE);
+        for (int64_t j0 = 0; j0 < n_in; j0 += COLUMNS) {
+            const int64_t n = j0 + COLUMNS < n_in ? COLUMNS : n_in - j0, panels = (n + PANEL - 1) / PANEL;
+            const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+            // Packing dY from memory takes up to half as long as multiplying it with one panel. Packing once per thread
+            // (apart) pays with 16 panels per thread. With 2, it costs less than distributing few blocks unevenly, and
+            // with 1, less than leaving threads without a block.
+            const int apart = panels >= 16 * team || (panels >= 2 * team && blocks < 8 * team) ||
+                              (panels >= team && blocks < team);
+            for (int64_t k0 = 0; k0 < rows; k0 += DEPTH * KU) {
+                const int64_t tokens = k0 + DEPTH * KU < rows ? DEPTH * KU : rows - k0;
+                const struct share share = {
+                    dy + k0 * n_out, x + k0 * n_in + j0, dw + j0, workspace, workspace + shared + me * own,
+                    dbias && j0 == 0 && !(apart && me > 0) ? sums : 0, tokens, n_out, n_in, n, add || k0 > 0, stream,
+                };
+                if (apart) {
+                    const int64_t p0 = panels * me / team, p1 = panels * (me + 1) / team;
+                    for (int64_t p = p0; p < p1; p++) pack_columns(&share, p);
+                    for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, p0, p1);
+                } else {
 #pragma omp for schedule(static)
-                for (int64_t p = 0; p < panels; p++) pack_columns(&share, p);
+                    for (int64_t p = 0; p < panels; p++) pack_columns(&share, p);
 #pragma omp for schedule(dynamic, 1)
-                for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
+                    for (int64_t block = 0; block < blocks; block++) multiply_block(&share, block, 0, panels);
+                }
             }
-        }
-        if (stream) stream_end();
+            if (stream) stream_end();
 #pragma omp barrier  // the next panels reuse this memory and may be distributed differently
-    }
-    tiles_end();
+        }
+        tiles_end();
     }
     if (dbias)
         for (int64_t i = 0; i < n_out; i++) dbias[i] = (float)((add ? dbias[i] : 0) + sums[i]);

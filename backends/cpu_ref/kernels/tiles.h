@@ -3,7 +3,11 @@
 //
 // A block of 2 x 2 tiles of C stays in tile registers: four loads, of at least 8 cycles each, for four products of 16.
 // The depth is a multiple of TILE: operands are padded with zeros. Rows are not: where fewer than TILE are left, the
-// tiles are configured for so many, so that nothing is read or written beyond them. That takes as long as nine products.
+// tiles are configured for so many, so that nothing is read or written beyond them, which takes as long as nine products.
+//
+// An instruction adds up the even and the odd elements of its 16 units separately, in float32, and then both sums to C.
+// The terms are those of vdpbf16ps (subnormal numbers count as 0 in both), added in another order: results differ from the
+// kernels without AMX by the rounding of float32 sums.
 //
 // The instructions are written as assembly because GCC's intrinsics do not tell the compiler which memory they read. The
 // numbers of the registers are part of the instructions: 0 to 3 are sums, 4 and 5 are A, 6 and 7 are B.
