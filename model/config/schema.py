@@ -479,6 +479,9 @@ class Config:
         "that backends that can need not store the logits (linear)",
         choices=("native", "te", "linear"),
     )
+    cuda_graphs: bool = _opt(
+        False, "record the forward and backward passes of a step as one graph, and repeat it without the host"
+    )
     rerun_mode: str = _opt(
         "disabled",
         "compute a step again if its loss or gradients are not finite or far too large, to find the cause",

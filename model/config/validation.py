@@ -252,8 +252,32 @@ def _float8(c: Config) -> Iterator[str]:
         yield "--fp8-recipe delayed does not go with --first-last-layers-bf16, as in Megatron; remove one of them"
 
 
+def _cuda_graphs(c: Config) -> Iterator[str]:
+    """Why the steps of a run are not repetitions of one recorded step, which --cuda-graphs needs."""
+    if not c.cuda_graphs:
+        return
+    changes = {
+        "several processes": world_size(c) > 1,
+        "--attention-dropout and --hidden-dropout above 0": c.attention_dropout > 0.0 or c.hidden_dropout > 0.0,
+        "--num-experts": c.num_experts is not None,
+        "--reset-position-ids, --reset-attention-mask or --sft": c.has_documents,
+        "--rampup-batch-size": bool(c.rampup_batch_size),
+        "--fp16": c.fp16,
+        "--rerun-mode validate_results": c.rerun_mode != "disabled",
+        "--verify-ops": c.verify_ops > 0.0,
+        "--checkpoint-in-cpu": c.checkpoint_in_cpu,
+    }
+    refused = ", ".join(name for name, applies in changes.items() if applies)
+    if refused:
+        yield (
+            "--cuda-graphs repeats one recorded step, so the host may not decide, draw, count or wait within it, and "
+            f"shapes may not change. Remove it, or: {refused}"
+        )
+
+
 _ALONE = (
     _bounds,
+    _cuda_graphs,
     _float8,
     _split,
     _shape,

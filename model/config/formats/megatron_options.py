@@ -113,6 +113,7 @@ def finish(reading: Reading) -> None:
         _gelu,
         _attention,
         _sparse_mode,
+        _cuda_graphs,
         half_precision_loss,
         _context_parallel,
         _experts,
@@ -206,6 +207,19 @@ def _sparse_mode(reading: Reading) -> None:
         reading.noted[key] = "this form of the causal mask has no window, so --pre-tokens is not read"
     else:
         reading.noted[key] = "the backend chooses the form of the mask; the window is --pre-tokens and --next-tokens"
+
+
+def _cuda_graphs(reading: Reading) -> None:
+    """Megatron's graph of a full iteration, which leaves the optimizer out as --cuda-graphs does."""
+    impl, key = take(reading, "graph_impl")
+    scope, scope_key = take(reading, "graph_scope")
+    if key and impl not in ("none", "local", "transformer_engine"):
+        raise reading.refuse(key, f"{impl!r} is not one of none, local, transformer_engine")
+    if impl == "local" and str(scope or "").split() == ["full_iteration"]:
+        reading.set("cuda_graphs", True, scope_key)
+        return
+    for name in filter(None, (key, scope_key)):
+        reading.noted[name] = "no graph, or one of single layers, changes no result; a whole step is --cuda-graphs"
 
 
 def half_precision_loss(reading: Reading) -> None:

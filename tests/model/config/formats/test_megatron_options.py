@@ -92,6 +92,10 @@ def test_reasons_point_to_options_that_exist():
         ("--quick-geglu", "--geglu --gelu-approximate fast"),
         ("--window-size (128,0)", "--pre-tokens 128"),
         ("--attention-backend unfused", "--no-flash-attn"),
+        (
+            "--cuda-graph-impl local --cuda-graph-scope full_iteration --attention-dropout 0 --hidden-dropout 0",
+            "--cuda-graphs --attention-dropout 0 --hidden-dropout 0",
+        ),
         ("--padded-vocab-size 512", "--pad-vocab-size-to 512"),
         ("--vocab-file v --merge-file m", "--vocab-file v --merge-file m --tokenizer-type GPT2BPETokenizer"),
         (
@@ -158,6 +162,7 @@ def test_uneven_stages_become_a_list_of_layers(options, counts, monkeypatch):
         ("--is-x-model --hidden-size 64", {"geglu": True, "ffn_hidden_size": 128, "gelu_approximate": "none"}),
         ("--is-x-model --ffn-hidden-size 64", {"ffn_hidden_size": 32}),
         ("--checkpoint-activations --checkpoint-in-cpu --partition-activations", {"checkpoint_in_cpu": True}),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", {"cuda_graphs": False}),
     ],
 )
 def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch):
@@ -177,6 +182,7 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--seq-length 2048 --lr-warmup-tokens 3000", "3000 tokens are not whole sequences"),
         ("--num-experts 4 4 8 --disable-bias-linear", "--num-experts 4 4 8: all layers have the same"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
+        ("--cuda-graph-impl graph", "'graph' is not one of none, local, transformer_engine"),
     ],
 )
 def test_and_what_is_wrong_about_it(options, words, monkeypatch):
