@@ -167,6 +167,8 @@ def _wanted_flags() -> list[str]:
     flags = [*_BASE_FLAGS, native]
     if "avx512f" in cpu.features():
         flags.append("-mprefer-vector-width=512")  # without this flag, compilers use 256-bit vectors
+    if "amx_bf16" in cpu.features():
+        flags.append("-DHAL_AMX")  # that compilers know AMX does not mean that the system permits it
     if sanitizers:
         return [*flags, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     return [*flags, "-O3"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
+import sys
+from functools import cache
 
 from hal.backend_tools import processor_facts
 
@@ -20,8 +23,29 @@ def model() -> str:
 
 
 def features() -> frozenset[str]:
-    """Instruction sets as Linux spells them (avx2, avx512f, avx512_bf16, asimd, ...)."""
-    return frozenset((processor_facts().get("flags") or processor_facts().get("features", "")).split())
+    """Instruction sets as Linux spells them (avx2, avx512f, avx512_bf16, asimd, ...).
+
+    Those of AMX (amx_tile, amx_bf16, ...) are left out if the system does not permit this process to use its tiles.
+    """
+    flags = frozenset((processor_facts().get("flags") or processor_facts().get("features", "")).split())
+    if "amx_tile" in flags and not _tiles_permitted():
+        return frozenset(flag for flag in flags if not flag.startswith("amx"))
+    return flags
+
+
+@cache
+def _tiles_permitted() -> bool:
+    """Asks Linux, once per process, to permit AMX's tile registers, and whether all threads may use them."""
+    arch_prctl, get_permitted, request, tile_data = 158, 0x1022, 0x1023, 18  # numbers of x86-64
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    syscall = ctypes.CDLL(None).syscall
+    syscall.restype = ctypes.c_long
+    if syscall(ctypes.c_long(arch_prctl), ctypes.c_long(request), ctypes.c_long(tile_data)) != 0:
+        return False
+    permitted = ctypes.c_uint64()
+    done = syscall(ctypes.c_long(arch_prctl), ctypes.c_long(get_permitted), ctypes.byref(permitted))
+    return bool(done == 0 and permitted.value >> tile_data & 1)
 
 
 def identity() -> str:

@@ -21,6 +21,7 @@ from . import compile, launch
 from .comm import NCCL
 from .device_specs import DEVICE_SPECS
 from .order import class_of, orders, source_for
+from .simulator import graph
 from .simulator.build import GRID, SHARED, Simulator, find_compiler, library
 
 OLDEST = (8, 0)
@@ -80,7 +81,8 @@ class Cuda(hal.Backend):
         launch.deterministic = self.deterministic
         if self.simulated:
             limits = (GRID if self.grid is None else self.grid, SHARED if self.shared is None else self.shared)
-            launch.set_engine(Simulator(library(), *limits))
+            self._simulator = Simulator(library(), *limits)
+            launch.set_engine(self._simulator)
             return
         try:
             torch.cuda.init()
@@ -118,7 +120,7 @@ class Cuda(hal.Backend):
             asynchronous=not self.simulated,
             host_visible=bool(self.simulated),
             deterministic=bool(self.simulated) or self.deterministic,
-            graphs=not self.simulated,
+            graphs=True,
             memory_pools=not self.simulated,
         )
 
@@ -179,7 +181,7 @@ class Cuda(hal.Backend):
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
         if self.simulated:
-            return super().capture(function)
+            return graph.recorded(self._simulator, function)
         return recorded(self, function, torch.cuda.CUDAGraph(), torch.cuda.graph)
 
     @contextlib.contextmanager

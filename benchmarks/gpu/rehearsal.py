@@ -39,7 +39,7 @@ class Gpu:
     small = 50e-6
     """Calls that take fewer seconds are timed by replaying a graph of several, as the host would determine the time."""
     lacks: ClassVar[Mapping[str, str]] = {}
-    """Feature -> why it is absent. Features: "graphs", "streams", "memory", "clocks", "cuBLAS", "compile"."""
+    """Feature -> why it is absent. Features: "streams", "memory", "clocks", "cuBLAS", "compile"."""
     train = _SIZES.format(4, 256, 8, 128, 128, 4, 8, 40)
     """The options of the training runs."""
 
@@ -113,7 +113,6 @@ class Rehearsal(Gpu):
     shrink, lengths, heads = 64, (40, 80), (2, 1)
     rounds, seconds, small = 1, 0.0, 0.0
     lacks: ClassVar[Mapping[str, str]] = {
-        "graphs": "the simulator records no graphs",
         "streams": "the simulator has no streams",
         "memory": "the simulator has no memory of its own",
         "clocks": "the simulator has no clock",

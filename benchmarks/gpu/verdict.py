@@ -13,7 +13,7 @@ from functools import partial
 
 from hal.backends.cuda.order import orders
 
-from .checks import FLOAT32_SUMS, LATE, NO_READS, NO_SCORES
+from .checks import FLOAT32_SUMS, LATE, NO_READS, NO_SCORES, RECORDED
 from .gpu_report import (
     GOAL_OF_BANDWIDTH,
     MEASURED,
@@ -214,6 +214,7 @@ CLAIMS = (
     Claim("cuda-kernels.md", "40 to 65 on an A100", partial(_rate, device="A100", low=40, high=65)),
     Claim("cuda-kernels.md", "it takes about three and a half times as long as forward", _backward_of_dropout),
     Claim("cuda-launches.md", "A step of `hal train` does not wait for the device.", partial(_check, name=NO_READS)),
+    Claim("cuda-launches.md", "gives the losses of a plain one", partial(_check, name=RECORDED)),
     Claim("cuda-launches.md", "updates nothing if it is not finite", partial(_parity, op="adamw")),
     Claim("cuda-simulator.md", "on a GPU cuBLAS adds them", partial(_check, name=FLOAT32_SUMS)),
     Claim(

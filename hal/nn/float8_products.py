@@ -1,11 +1,13 @@
 """The products of a linear layer in float8: how operands are quantised, and the three products of a training step.
 
-Weights and the sums of gradients keep their dtype. Each operand is quantised anew for each product from its own largest
-magnitudes ("current scaling"), so that there is no state between steps.
+Weights and the sums of gradients keep their dtype. Each operand is quantised anew for each product, by default from its
+own largest magnitudes ("current scaling"), so that there is no state between steps.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,17 +18,22 @@ from hal import ops
 from hal.ops.float8 import BLOCK, blocks, spread
 
 
-def quantize(x: Tensor, dtype: torch.dtype, blocks_of: str = "tensor") -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, dtype: torch.dtype, blocks_of: str = "tensor", magnitude: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """(x / scale in `dtype`, the float32 scale). The largest magnitude becomes the dtype's largest number.
 
     x: [..., n]. dtype: float8_e4m3fn or float8_e5m2. blocks_of: which elements share a scale: "tensor" all, scale [];
     "row" 128 adjacent ones, scale [..., ceil(n / 128)]; "square" 128 x 128 of x [m, n], scale [ceil(m / 128),
     ceil(n / 128)]. A block of zeros has scale 1. NaN and infinity make their whole block NaN.
+    magnitude: with "tensor", a function of x's largest magnitude (float32 scalar) that returns the one to use in its
+    place; elements above it become the dtype's largest number.
     """
     x = x.detach().float()
     amax = x.abs()
     if blocks_of == "tensor":
         amax = amax.amax() if x.numel() else amax.sum()
+        amax = amax if magnitude is None else magnitude(amax)
     else:
         amax = _largest(amax, -1)
         if blocks_of == "square":
@@ -71,25 +78,27 @@ class Float8Products(ExactProducts):
 
     by_block: scales of 1 x 128 elements of activations and gradients and of 128 x 128 of weights, as DeepSeek-V3 (arXiv
     2412.19437, section 3.3.2); otherwise one scale per tensor. gradient: the dtype of dy; the other operands are
-    float8_e4m3fn.
+    float8_e4m3fn. magnitude: with one scale per tensor, a function of the operand ("x", "weight" or "dy") and its
+    largest magnitude (float32 scalar) that returns the one from which the scale is made, e.g. that of all ranks' parts.
     """
 
     by_block: bool = False
     gradient: torch.dtype = torch.float8_e5m2
+    magnitude: Callable[[str, Tensor], Tensor] | None = None
 
-    def _rows(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return quantize(x, dtype, "row" if self.by_block else "tensor")
-
-    def _weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize(weight, torch.float8_e4m3fn, "square" if self.by_block else "tensor")
+    def _quantize(self, operand: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = self.gradient if operand == "dy" else torch.float8_e4m3fn
+        if self.by_block:
+            return quantize(x, dtype, "square" if operand == "weight" else "row")
+        return quantize(x, dtype, magnitude=self.magnitude and functools.partial(self.magnitude, operand))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        (x8, x_scale), (w8, w_scale) = self._rows(x, torch.float8_e4m3fn), self._weight(weight)
+        (x8, x_scale), (w8, w_scale) = self._quantize("x", x), self._quantize("weight", weight)
         y = ops.scaled_linear(x8, w8, x_scale, w_scale, dtype=x.dtype)
         return y if bias is None else y + bias
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        (dy8, dy_scale), (w8, w_scale) = self._rows(dy, self.gradient), self._weight(weight)
+        (dy8, dy_scale), (w8, w_scale) = self._quantize("dy", dy), self._quantize("weight", weight)
         return ops.scaled_linear(dy8, w8.t(), dy_scale, w_scale.t() if self.by_block else w_scale, dtype=dy.dtype)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -103,15 +112,9 @@ class Float8Products(ExactProducts):
 
     def _summed_over_rows(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         """dy^T x [out, in]; with scales by block, 128 adjacent rows share one."""
-        dy8, dy_scale = self._rows(dy.t(), self.gradient)
-        x8, x_scale = self._rows(x.t(), torch.float8_e4m3fn)
+        dy8, dy_scale = self._quantize("dy", dy.t())
+        x8, x_scale = self._quantize("x", x.t())
         return ops.scaled_linear(dy8, x8, dy_scale, x_scale, dtype=dtype)
 
 
 EXACT = ExactProducts()
-
-
-def products_of(weight: Tensor) -> ExactProducts:
-    """How a weight is multiplied: its attribute `products`, or exactly."""
-    products: ExactProducts = getattr(weight, "products", EXACT)
-    return products

@@ -169,8 +169,10 @@ def sources(tensors: Mapping[str, T], folder: Path, *, moments: bool) -> dict[st
 
     Weights are loaded from float32 master copies if the checkpoint or the run has them, so that a model of another
     precision loses no accuracy; the caller then rounds the 16-bit weights. moments: also the optimizer's moments.
+    Histories of float8's scales, without which they begin anew, are not read from a checkpoint of another recipe.
     """
     stored = stored_tensors(folder)
+    tensors = {n: x for n, x in tensors.items() if n in stored or not n.endswith(".amax_history")}
     masters = {n.removeprefix(FP32): x for n, x in tensors.items() if n.startswith(FP32)}
     weights = {n: x for n, x in tensors.items() if not n.startswith("optimizer.")} | masters
     by_stored_name = {FP32 + n if FP32 + n in stored else n: x for n, x in weights.items()}

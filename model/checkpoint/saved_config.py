@@ -36,6 +36,9 @@ _SHAPES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_g
 
 _MOST_ROWS = 1 << 31
 
+_ONCE_WITHOUT_VALUE = ("fp8_recipe",)
+"""Options whose default was None in earlier versions: None in a checkpoint stands for their present default."""
+
 
 def data_options() -> list[str]:
     """Names of the options that define the data of a run."""
@@ -62,7 +65,8 @@ def saved_options(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if padded is not None and (type(padded) is not int or not 1 <= padded < _MOST_ROWS):
         raise HalError(f"the checkpoint {folder}: padded_vocab_size should be a count of rows; found {shown(padded)}")
     where = f"the checkpoint {folder}: --"
-    values = {n: v for n, v in stored.items() if known[n].init and v != known[n].default}
+    without = {n for n in _ONCE_WITHOUT_VALUE if stored.get(n, "") is None}
+    values = {n: v for n, v in stored.items() if known[n].init and n not in without and v != known[n].default}
     values = {n: convert(n, v, where + n.replace("_", "-")) for n, v in values.items()}
     return {n: v for n, v in values.items() if v != known[n].default}
 

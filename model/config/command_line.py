@@ -521,7 +521,8 @@ class _CommandLine:
             given = self._values(typed, "+" if row and row.takes == "+" else takes, value, words)
             if takes == "1" and len(set(given)) > 1:
                 raise ConfigError(f"{typed} {' '.join(given)}: all layers have the same; give one value", "refused")
-            given = [row.values.get(word, word) if row else word for word in given]
+            if row:
+                given = [row.value(word, typed) for word in given]
             converted = convert(option, given if takes == "+" else given[0], typed)
             self.values[option] = (*self.values.get(option, ()), *converted) if kind is tuple else converted
         elif name in table():

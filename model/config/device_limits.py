@@ -30,6 +30,8 @@ def device_problems(c: Config, plan: ParallelLayout, capabilities: Capabilities)
     float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
     if c.fp8_format is not None and not float8 <= capabilities.dtypes:
         yield f"--fp8-format {c.fp8_format}: the device has no float8_e4m3fn and float8_e5m2; remove it"
+    if c.cuda_graphs and not capabilities.graphs:
+        yield "--cuda-graphs: this backend cannot record graphs (Backend.capabilities().graphs is False); remove it"
     limit = capabilities.max_elements
     for name, shape, remedy in _largest_tensors(c, plan):
         count = math.prod(shape)

@@ -100,10 +100,8 @@ def _routing(c: Config, experts: int) -> Iterator[str]:
         yield f"--moe-router-topk {topk} exceeds --num-experts {experts}"
     if c.moe_router_score_function == "softmax" and topk == 1 and not (c.moe_router_pre_softmax or sinkhorn):
         yield "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of a single logit is always 1"
-    if c.moe_router_pre_softmax and c.moe_router_score_function != "softmax":
-        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
-    if (groups is None) != (chosen is None):
-        yield "--moe-router-num-groups and --moe-router-group-topk are given together"
+    if groups is None and chosen is not None:
+        yield "--moe-router-group-topk needs --moe-router-num-groups"
     elif groups is not None and chosen is not None:
         if sinkhorn:
             yield "--moe-router-num-groups cannot be combined with --moe-router-load-balancing-type sinkhorn"

@@ -408,11 +408,17 @@ class Config:
         "(hybrid) or e4m3",
         choices=("hybrid", "e4m3"),
     )
-    fp8_recipe: str | None = _opt(
-        None,
-        "the scales of float8 operands: one per tensor, or one per 128 elements (weights: 128 x 128)",
-        choices=("tensorwise", "blockwise"),
+    fp8_recipe: str = _opt(
+        "delayed",
+        "the scales of float8 operands: one per tensor, of its values in earlier iterations (delayed) or its present "
+        "ones (tensorwise), or one per 128 elements (weights: 128 x 128)",
+        choices=("delayed", "tensorwise", "blockwise"),
     )
+    fp8_amax_history_len: int = _opt(1, "iterations whose largest magnitudes --fp8-recipe delayed keeps")
+    fp8_amax_compute_algo: str = _opt(
+        "most_recent", "which of them makes the scale: the newest, or the largest", choices=("most_recent", "max")
+    )
+    fp8_margin: int = _opt(0, "makes the scale 2^margin times larger than the largest magnitude needs", ">= 0")
     first_last_layers_bf16: bool = _opt(False, "multiply the first and last layers in --bf16 beside --fp8-format")
     num_layers_at_start_in_bf16: int = _opt(1, "how many first ones", ">= 0")
     num_layers_at_end_in_bf16: int = _opt(1, "how many last ones", ">= 0")
@@ -467,6 +473,9 @@ class Config:
         "what is fused: the steps of the cross entropy (native and te; HAL always does), or also the output layer, so "
         "that backends that can need not store the logits (linear)",
         choices=("native", "te", "linear"),
+    )
+    cuda_graphs: bool = _opt(
+        False, "record the forward and backward passes of a step as one graph, and repeat it without the host"
     )
     rerun_mode: str = _opt(
         "disabled",

@@ -243,26 +243,41 @@ def _float8(c: Config) -> Iterator[str]:
         return
     if not c.bf16:
         yield f"--fp8-format {c.fp8_format} needs --bf16: weights and activations between products have that dtype"
-    if c.fp8_recipe is None:
+    if c.fp8_recipe == "delayed" and c.num_experts is not None:
         yield (
-            f"--fp8-format {c.fp8_format} needs --fp8-recipe tensorwise or blockwise; scales from earlier iterations, "
-            "Megatron's default (delayed), are not available"
+            "--fp8-recipe delayed has no histories of single experts, some of which get no tokens in an iteration; "
+            "with --num-experts, give --fp8-recipe tensorwise or blockwise"
         )
-    if c.context_parallel_size > 1:
-        yield f"--fp8-format {c.fp8_format} is not available with --context-parallel-size above 1; remove one of them"
-    for option, size in (
-        ("--tensor-model-parallel-size", c.tensor_model_parallel_size),
-        ("--expert-model-parallel-size", c.expert_model_parallel_size),
-    ):
-        if c.fp8_recipe == "tensorwise" and size > 1:
-            yield (
-                f"--fp8-recipe tensorwise with {option} above 1 would give each rank's part of a tensor another scale; "
-                "give --fp8-recipe blockwise"
-            )
+    if c.fp8_recipe == "delayed" and c.first_last_layers_bf16:
+        yield "--fp8-recipe delayed does not go with --first-last-layers-bf16, as in Megatron; remove one of them"
+
+
+def _cuda_graphs(c: Config) -> Iterator[str]:
+    """Why the steps of a run are not repetitions of one recorded step, which --cuda-graphs needs."""
+    if not c.cuda_graphs:
+        return
+    changes = {
+        "several processes": world_size(c) > 1,
+        "--attention-dropout and --hidden-dropout above 0": c.attention_dropout > 0.0 or c.hidden_dropout > 0.0,
+        "--num-experts": c.num_experts is not None,
+        "--reset-position-ids, --reset-attention-mask or --sft": c.has_documents,
+        "--rampup-batch-size": bool(c.rampup_batch_size),
+        "--fp16": c.fp16,
+        "--rerun-mode validate_results": c.rerun_mode != "disabled",
+        "--verify-ops": c.verify_ops > 0.0,
+        "--checkpoint-in-cpu": c.checkpoint_in_cpu,
+    }
+    refused = ", ".join(name for name, applies in changes.items() if applies)
+    if refused:
+        yield (
+            "--cuda-graphs repeats one recorded step, so the host may not decide, draw, count or wait within it, and "
+            f"shapes may not change. Remove it, or: {refused}"
+        )
 
 
 _ALONE = (
     _bounds,
+    _cuda_graphs,
     _float8,
     _split,
     _shape,
@@ -346,6 +361,11 @@ def idle(c: Config) -> Iterator[str]:
         ("loss_scale", c.fp16, "--fp16"),
         ("fp32_residual_connection", c.fp16 or c.bf16, "--bf16 or --fp16"),
         ("first_last_layers_bf16", c.fp8_format is not None, "--fp8-format"),
+        (
+            "fp8_amax_history_len fp8_amax_compute_algo fp8_margin",
+            c.fp8_format is not None and c.fp8_recipe == "delayed",
+            "--fp8-format with --fp8-recipe delayed",
+        ),
         ("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", c.first_last_layers_bf16, "--first-last-layers-bf16"),
         ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", dynamic, "--fp16 with a dynamic loss scale"),
         ("cross_entropy_fusion_impl", c.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
@@ -371,6 +391,8 @@ def idle(c: Config) -> Iterator[str]:
         (f"{experts.OPTIONS} expert_tensor_parallel_size", c.num_experts is not None, "--num-experts"),
         ("moe_aux_loss_coeff", "none" not in c.moe_router_load_balancing_type, "a --moe-router-load-balancing-type"),
         ("moe_router_bias_update_rate", c.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),
+        ("moe_router_num_groups", c.moe_router_group_topk is not None, "--moe-router-group-topk"),
+        ("moe_router_pre_softmax", c.moe_router_score_function == "softmax", "--moe-router-score-function softmax"),
         ("moe_token_drop_policy", c.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
     ]
     for name, reader in _unread(c, rules):

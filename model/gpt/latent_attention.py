@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.nn.float8_products import EXACT, ExactProducts
 
 from ..config.rotary import yarn_factor
 from ..config.schema import Config
@@ -30,14 +31,15 @@ class DownProjection(nn.Module):
     """x [..., in] -> [..., out] without a bias. The weight [out, in] is replicated on all tensor-parallel ranks,
     because every head reads the complete latent; with sequence parallelism each rank multiplies its own rows."""
 
-    float8 = True
+    products: ExactProducts = EXACT
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, std: float) -> None:
         super().__init__()
+        self.parallel = init.parallel
         self.weight = init.weight(f"{name}.weight", (n_out, n_in), std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, products=self.products)
 
 
 class LatentAttention(nn.Module):

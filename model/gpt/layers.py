@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 import hal.nn
 from hal import Comm, Rng, ops
-from hal.nn.float8_products import EXACT, products_of
+from hal.nn.float8_products import EXACT, ExactProducts
 
 from ..config.schema import Config
 from ..parallel.tensor_sharding import Parallel, Shard
@@ -71,7 +71,8 @@ class Init:
 class ColumnParallelLinear(hal.nn.Linear):
     """x [..., in] -> [..., out / ranks]; the weight's rows are split over the ranks."""
 
-    float8 = True
+    products: ExactProducts = EXACT
+    """How operands are multiplied. An attribute of the layer, since fully_shard replaces the weight."""
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool, parts: int = 1) -> None:
         super().__init__(n_in, n_out // init.parallel.tp.size, bias, UNALLOCATED)
@@ -81,13 +82,13 @@ class ColumnParallelLinear(hal.nn.Linear):
             self.bias = init.constant(f"{name}.bias", (n_out,), 0.0, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.parallel)
+        return column_linear(x, self.weight, self.bias, self.parallel, self.products)
 
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
         """activation(x W^T + bias), `activation` as in ops.linear_bias_activation: [..., in] -> [..., out / ranks], of
         which a gated activation leaves half."""
-        if self.parallel.sequence or _main_grads(self.weight, None) or products_of(self.weight) is not EXACT:
-            y = column_linear(x, self.weight, None, self.parallel)  # a product with its own backward pass
+        if self.parallel.sequence or _main_grads(self.weight, None) or self.products is not EXACT:
+            y = column_linear(x, self.weight, None, self.parallel, self.products)  # with its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
             return (ops.geglu if activation == "geglu" else ops.bias_gelu)(y, self.bias, approximate)
@@ -95,22 +96,24 @@ class ColumnParallelLinear(hal.nn.Linear):
         return ops.linear_bias_activation(x, self.weight, self.bias, activation=activation, approximate=approximate)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel, products: ExactProducts = EXACT
+) -> Tensor:
     """The product of a column-parallel layer, x [s, b, in] -> [s, b, out / ranks], which enters the tensor-parallel
     region. With sequence parallelism x is this rank's [s / ranks, b, in]."""
     if parallel.sequence:
-        y: Tensor = _GatheredLinear.apply(x, weight, bias, parallel.tp)  # type: ignore[no-untyped-call]
+        y: Tensor = _GatheredLinear.apply(x, weight, bias, parallel.tp, products)  # type: ignore[no-untyped-call]
         return y
-    return linear(mappings.copy_to_region(x, parallel.tp), weight, bias)
+    return linear(mappings.copy_to_region(x, parallel.tp), weight, bias, products)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: ExactProducts = EXACT) -> Tensor:
     """x W^T + bias, with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
     float32 gradient sum (Megatron's name), which the optimizer sets from the second microbatch on."""
     main_grads = _main_grads(weight, bias)
-    if main_grads is None and products_of(weight) is EXACT:
+    if main_grads is None and products is EXACT:
         return ops.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, main_grads)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, main_grads, products)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -132,17 +135,19 @@ class _Linear(torch.autograd.Function):
     instead of returning them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None, products: ExactProducts
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, products_of(weight), bias is not None
-        return ctx.products.forward(x, weight, bias)  # type: ignore[no-any-return]
+        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, products, bias is not None
+        return products.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, *_parameter_gradients(ctx, x, dy), None
+        return dx, *_parameter_gradients(ctx, x, dy), None, None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -153,11 +158,13 @@ class _GatheredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, products: ExactProducts
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.has_bias, ctx.main_grads = comm, bias is not None, _main_grads(weight, bias)
-        ctx.products = products_of(weight)
-        return ctx.products.forward(comm.all_gather(x), weight, bias)  # type: ignore[no-any-return]
+        ctx.products = products
+        return products.forward(comm.all_gather(x), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -167,7 +174,7 @@ class _GatheredLinear(torch.autograd.Function):
         gathering = ctx.comm.start("all_gather", x)
         scattering = ctx.comm.start("reduce_scatter", ctx.products.input_gradient(dy, weight))
         gradients = _parameter_gradients(ctx, gathering.wait(), dy)
-        return scattering.wait(), *gradients, None
+        return scattering.wait(), *gradients, None, None
 
 
 def _parameter_gradients(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -187,7 +194,7 @@ class RowParallelLinear(hal.nn.Linear):
     follows.
     """
 
-    float8 = True
+    products: ExactProducts = EXACT
 
     def __init__(self, init: Init, name: str, n_in: int, n_out: int, *, std: float, bias: bool) -> None:
         super().__init__(n_in // init.parallel.tp.size, n_out, bias, UNALLOCATED)
@@ -198,16 +205,7 @@ class RowParallelLinear(hal.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         leave = mappings.reduce_scatter_from_region if self.parallel.sequence else mappings.reduce_from_region
-        return leave(linear(x, self.weight), self.parallel.tp)
-
-
-def set_products(layer: nn.Module, config: Config, number: int) -> None:
-    """Where --fp8-format does so, chooses float8 for what has `float8` in transformer layer `number`."""
-    gradient = torch.float8_e5m2 if config.fp8_format == "hybrid" else torch.float8_e4m3fn
-    products = hal.nn.Float8Products(config.fp8_recipe == "blockwise", gradient)
-    for part in layer.modules() if config.in_float8(number) else ():
-        if getattr(part, "float8", False):
-            part.weight.products = products  # type: ignore[union-attr]
+        return leave(linear(x, self.weight, products=self.products), self.parallel.tp)
 
 
 class VocabParallelEmbedding(hal.nn.Embedding):

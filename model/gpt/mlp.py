@@ -36,7 +36,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "squared_relu":
             weight, bias = self.linear_fc1.weight, self.linear_fc1.bias
-            inner = column_linear(x, weight, None, self.linear_fc1.parallel)
+            inner = column_linear(x, weight, None, self.linear_fc1.parallel, self.linear_fc1.products)
             inner = torch.relu(inner if bias is None else inner + bias).square()
         else:
             inner = self.linear_fc1.activated(x, self.kind, self.approximate)

@@ -26,8 +26,9 @@ from ..parallel.tensor_sharding import Parallel, Shard
 from .activation_checkpointing import recompute
 from .attention import SelfAttention, SharedInputs
 from .dropout_rng import DropoutRng
+from .float8 import set_products
 from .latent_attention import LatentAttention
-from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of, set_products
+from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
 from .mlp import MLP
 from .moe import MoE
 

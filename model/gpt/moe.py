@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hal import ops
-from hal.nn.float8_products import EXACT, ExactProducts, products_of
+from hal.nn.float8_products import EXACT, ExactProducts
 
 from ..config.experts import coefficients
 from ..config.schema import Config
@@ -126,8 +126,8 @@ class Router(nn.Module):
             logits,
             k,
             score_function=self.score_function,
-            pre_softmax=c.moe_router_pre_softmax,
-            num_groups=c.moe_router_num_groups,
+            pre_softmax=c.moe_router_pre_softmax and self.score_function == "softmax",
+            num_groups=None if c.moe_router_group_topk is None else c.moe_router_num_groups,
             group_topk=c.moe_router_group_topk,
             scaling_factor=c.moe_router_topk_scaling_factor or 1.0,
             expert_bias=self.expert_bias,
@@ -210,11 +210,12 @@ class _AddLoss(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """The weights [l, out, in] of this rank's experts in one of their linear layers."""
 
-    float8 = True
+    products: ExactProducts = EXACT
 
     def __init__(self, init: Init, name: str, shape: tuple[int, int, int], std: float, shard: Shard) -> None:
         super().__init__()
         ep, etp = init.parallel.ep, init.parallel.etp
+        self.parallel, self.shard = init.parallel, shard
         count = shape[0] // ep.size
         # Each expert is drawn on its own, so that a rank draws no more than its own experts.
         drawn = [
@@ -227,24 +228,22 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [n, in] in groups of `sizes` [l] -> [n, out]. The weight's gradient is added to its `main_grad`, if any."""
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
-        products = products_of(self.weight)
-        if products is not EXACT:
-            return self._one_by_one(x, sizes, products, main_grad)
+        if self.products is not EXACT:
+            return self._one_by_one(x, sizes, main_grad)
         if main_grad is None:
             return ops.grouped_linear(x, self.weight, sizes)
         y: Tensor = _AccumulatingGroupedLinear.apply(x, self.weight, sizes, main_grad)  # type: ignore[no-untyped-call]
         return y
 
-    def _one_by_one(self, x: Tensor, sizes: Tensor, products: ExactProducts, main_grad: Tensor | None) -> Tensor:
+    def _one_by_one(self, x: Tensor, sizes: Tensor, main_grad: Tensor | None) -> Tensor:
         """The same by a product per expert, since there is no grouped one in float8. Reads `sizes` on the host."""
         weights = self.weight.unbind()
         counts: list[int] = sizes.tolist()
         *groups, rest = torch.split_with_sizes(x, [*counts, len(x) - sum(counts)])
         results = []
         for n, rows in enumerate(groups):
-            weights[n].products = products  # type: ignore[attr-defined]
             weights[n].main_grad = None if main_grad is None else main_grad[n]  # type: ignore[attr-defined]
-            results.append(linear(rows, weights[n]))
+            results.append(linear(rows, weights[n], products=self.products))
         return torch.cat(
             [*results, (rest[:, :1] * 0.0).expand(-1, self.weight.shape[1])]
         )  # rest: rows without an expert

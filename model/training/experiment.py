@@ -62,6 +62,7 @@ _NOT_COMPARED = frozenset(
         "finetune",
         "accept_changed_data",
         "new_dataset",
+        "cuda_graphs",
         "rerun_mode",
         "verify_ops",
         "skip_bad_batches",

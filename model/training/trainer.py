@@ -40,6 +40,7 @@ from ..gpt.model import GPT
 from ..parallel.tensor_sharding import Parallel
 from .experiment import data_state, differences
 from .expert_load import ExpertLoad
+from .float8_history import Float8History
 from .gradient_buckets import GradientSums
 from .loss_scaler import LossScaler
 from .lr_scheduler import LRScheduler, weight_decay
@@ -47,6 +48,7 @@ from .microbatches import Microbatch, counted_tokens, fetch_microbatches
 from .optimizer import Optimizer, local, owned_names
 from .rerun import RerunCheck
 from .stage import GradientAccumulation, Loss, Stage, shard
+from .step_graph import StepGraph
 from .step_result import DeviceGradients, PendingStep, PendingSteps, Progress, StepResult, TrainingFailed
 from .stop_vote import StopVote
 from .trainer_state import ModelState, options, read_checkpoint
@@ -102,8 +104,10 @@ class Trainer:
         parameters = {name: p for model in models for name, p in model.named_parameters()}
         self.optimizer = Optimizer(config, parameters, mesh.world, owned_names(models, mesh.at, layout.zero))
         self.expert_load = ExpertLoad(config, models, mesh.world)
+        self._float8 = Float8History(models, mesh.comm("tp", "dp", "cp"))
         self._pending = PendingSteps(self.device, self.expert_load)
         self.pipeline = self._make_pipeline()
+        self._gradients_of = StepGraph(self._compute_gradients) if config.cuda_graphs else self._compute_gradients
         self._gradient_sums = GradientSums(config, layout, mesh, models, self.optimizer)
         self._model_state = ModelState(config, models, self.optimizer, mesh)
         self.saver = Saver(
@@ -163,15 +167,19 @@ class Trainer:
         context-parallel rank."""
         return size // (self.config.micro_batch_size * self.mesh.layout.dp) * self.replicas.size
 
-    def _run(self, split: str, first: int, size: int, scale: float, total: Tensor) -> None:
-        """Forward (and backward, if gradients are enabled) of the global batch of `size` that starts at sample `first`.
+    def _fetch(self, split: str, first: int, size: int) -> list[Microbatch]:
+        """This rank's part of the global batch of `size` that starts at sample `first`."""
+        with phase("data"):
+            data = self.data[split]
+            return fetch_microbatches(self.config, data, first, size, self.mesh, self.parallel, self.device)
+
+    def _run(self, microbatches: list[Microbatch], size: int, scale: float, total: Tensor) -> None:
+        """Forward (and backward, if gradients are enabled) of a global batch of `size`.
 
         Adds the mean losses of this rank's microbatches to `total` (float32 scalar). The sum of `total` over all ranks,
         divided by `_losses`, is the mean loss of the batch. Gradients are those of this mean times `scale`.
         """
         c = self.config
-        with phase("data"):
-            microbatches = fetch_microbatches(c, self.data[split], first, size, self.mesh, self.parallel, self.device)
         draws = torch.is_grad_enabled() and (c.attention_dropout > 0.0 or c.hidden_dropout > 0.0)
         # Forked by the iteration, so that a resumed run draws the same dropout masks as an uninterrupted one.
         for stage in self.stages:
@@ -212,14 +220,19 @@ class Trainer:
         counts = functools.reduce(torch.add, (counted_tokens(m.labels) for m in microbatches))
         return self.replicas.all_reduce(counts).clamp(min=1).float()
 
-    def forward_backward(self) -> Tensor:
-        """Computes the gradients of the global batch (times the loss scale); its mean loss, the same on every rank."""
+    def forward_backward(self, microbatches: list[Microbatch] | None = None) -> Tensor:
+        """Computes the gradients of the global batch (times the loss scale); its mean loss, the same on every rank.
+
+        microbatches: this rank's part of the batch, by default fetched.
+        """
         total = torch.zeros((), device=self.device)
         size = self.batch_size
+        microbatches = microbatches or self._fetch("train", self.consumed, size)
         self._gradient_sums.expect(self._losses(size) // self.replicas.size)
         scale = self.optimizer.scaler.scale
         self.expert_load.start(scale * self.config.micro_batch_size / size)
-        self._run("train", self.consumed, size, scale, total)
+        self._float8.start()
+        self._run(microbatches, size, scale, total)
         with phase("gradient reduction"):
             loss = self.world.all_reduce(total) / self._losses(size)
             self._gradient_sums.finish()
@@ -252,10 +265,12 @@ class Trainer:
                 decay = weight_decay(self._schedule, self.scheduled)
                 optimizer.step(lr, factor, decoupled_lr=decoupled_lr, weight_decay=decay)
                 self.expert_load.update_biases(factor)
+                self._float8.update(factor)
                 self.scheduled += size
             if not bad_batch:
                 optimizer.scaler.update(overflow)
-            optimizer.zero_grad()
+            if not self.config.cuda_graphs:  # a graph writes its gradients into the same tensors in every step
+                optimizer.zero_grad()
         self.iteration += 1
         self.consumed += size
         skipped = overflow or bad_batch
@@ -282,8 +297,11 @@ class Trainer:
 
     def _gradients(self) -> DeviceGradients:
         """Computes the gradients of this iteration's batch, unscaled; norm is None if they overflow in float16."""
+        return self._gradients_of(self._fetch("train", self.consumed, self.batch_size))
+
+    def _compute_gradients(self, microbatches: list[Microbatch]) -> DeviceGradients:
         self.optimizer.zero_grad()
-        loss = self.forward_backward()
+        loss = self.forward_backward(microbatches)
         with hal.device_errors():  # fp16 reads whether the gradients overflow
             overflow = self.config.fp16 and self.optimizer.unscale()
             return DeviceGradients(loss, None if overflow else self.optimizer.grad_norm())
@@ -337,7 +355,7 @@ class Trainer:
         c, total = self.config, torch.zeros((), device=self.device)
         size = c.global_batch_size
         for batch in range(c.eval_iters):
-            self._run(split, batch * size, size, 1.0, total)
+            self._run(self._fetch(split, batch * size, size), size, 1.0, total)
         with hal.device_errors():
             return float(self.world.all_reduce(total)) / (c.eval_iters * self._losses(size))
 

@@ -52,7 +52,7 @@ SLURM_NODEID=0 exec "$@"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_batch_script_trains_saves_and_continues(fresh):
     bin = fresh.folder / "bin"
     bin.mkdir()

@@ -8,7 +8,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "from-text-to-model.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_page_work_in_their_order(fresh):
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 7

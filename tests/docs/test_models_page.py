@@ -16,7 +16,7 @@ def test_the_page_names_the_families():
     assert set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()))) == set(FAMILIES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_page_work(fresh):
     pytest.importorskip("transformers", reason="needs transformers (extra: convert)")
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -2,12 +2,12 @@
 
 struct backward_space {
     unit *qt, *dot;         // FA_SWEEP x [units(d)][48] Q^T and [units(e)][48] dO^T
-    unit *qp, *dop;         // FA_SWEEP x [48 / KU][padded d or e] Q and dO as units along the queries
+    unit *qp, *dop;         // FA_SWEEP x [ROW][padded d or e] Q and dO as units along the queries
     unit *rows;             // [48][padded] a tile of rows
     real *dq;               // FA_SWEEP x [48][padded d] dQ
     real *s, *dp;           // [96][48] scores, then P; dP, then dS
     real *cap, *db;         // [96][48] derivatives of the softcap; gradients of the bias (NULL where there is none)
-    unit *p_rows, *ds_rows; // [96][48 / KU] P and dS as units along the queries (s and dp themselves for KU = 1)
+    unit *p_rows, *ds_rows; // [96][ROW] P and dS as units along the queries (s and dp themselves for KU = 1)
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
     real *buffer;           // rows of out and dO converted to real, where conversion is needed
     unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
@@ -15,7 +15,7 @@ struct backward_space {
     struct bytes_tile *bytes;
 };
 
-enum { ROW = FA_QUERIES / KU };  // units in a row of queries
+enum { ROW = (FA_QUERIES / KU + TILE - 1) / TILE * TILE };  // units in a row of queries; zero beyond the last query
 
 // For `count` keys (4, or KU) of one vector of queries, at s and dp: replaces S by keep P and dP by P (keep' dP -
 // delta), where keep' is 0 for a probability that dropout drops, else 1 / (1 - p). extra: whether cap or db exists.
@@ -87,7 +87,7 @@ static void pack_tile(const struct fa_call *call, const char *src, int64_t strid
     }
     if (KU == 1) return;
     pack_pairs(pairs, ldp, src, stride, g->dtype, rows, d);
-    memset(pairs + units(rows) * ldp, 0, (size_t)((used / KU - units(rows)) * ldp) * sizeof(unit));
+    memset(pairs + units(rows) * ldp, 0, (size_t)((ROW - units(rows)) * ldp) * sizeof(unit));
 }
 
 // W partial sums of a * b over a row.
@@ -202,6 +202,15 @@ static void write_bias_gradient(const struct fa_call *call, const struct fa_sequ
             to[q * g->sk + k] = db[k * FA_QUERIES + q];
 }
 
+// Zeroes the queries of a run's rows of units that are not of the run.
+static void zero_hidden(const struct run *r, unit *rows) {
+    enum { COLUMN = FA_SUB / KU };
+    for (int k = r->k_from; k < r->k_to && r->v1 - r->v0 < FA_SUBS; k++) {
+        memset(rows + k * ROW, 0, (size_t)(r->v0 * COLUMN) * sizeof(unit));
+        memset(rows + k * ROW + r->v1 * COLUMN, 0, (size_t)((FA_SUBS - r->v1) * COLUMN) * sizeof(unit));
+    }
+}
+
 static void backward_keys(const struct fa_call *call, const struct fa_sequence *seq, int64_t head, int64_t k0,
                           const struct operands *o, const struct backward_space *w, struct backward_state *q,
                           struct ahead *ahead) {
@@ -226,8 +235,11 @@ static void backward_keys(const struct fa_call *call, const struct fa_sequence *
     add_keys(t, seq, d, w->ds_pairs, &o->kp, q->dq, ldp);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
-        const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from, queries = (r.v1 - r.v0) * FA_SUB / KU;
-        const int64_t at = r.k_from * ROW + r.v0 * FA_SUB / KU, line = r.v0 * FA_SUB / KU;
+        const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from;
+        // Tiles multiply complete rows.
+        if (FA_TILES) zero_hidden(&r, w->p_rows), zero_hidden(&r, w->ds_rows);
+        const int64_t line = FA_TILES ? 0 : r.v0 * FA_SUB / KU, queries = FA_TILES ? ROW : (r.v1 - r.v0) * FA_SUB / KU;
+        const int64_t at = r.k_from * ROW + line;
         add_rows(keys, lde / W, queries, w->p_rows + at, ROW, q->dop + line * lde, lde, w->dv + key * lde, lde);
         add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + line * ldp, ldp, w->dk + key * ldp, ldp);
     }
@@ -393,6 +405,11 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
     {
         struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
         const struct backward_space own = backward_carve(&carver, call, plan);
+        if (FA_TILES) {
+            memset(own.p_rows, 0, FA_KEYS * ROW * sizeof(unit));
+            memset(own.ds_rows, 0, FA_KEYS * ROW * sizeof(unit));
+        }
+        tiles_begin(TILE);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t s = 0; s < plan->segment_count; s++)
             for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++) {
@@ -408,6 +425,7 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
             for (count = 1; p + count < plan->piece_count && first[count].t0 > 0; count++) continue;
             if (first->slot >= 0) backward_reduce(call, first, count, slots, slot_size, own.buffer);
         }
+        tiles_end();
     }
     fa_release(workspace);
     return 0;

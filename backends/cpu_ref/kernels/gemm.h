@@ -84,21 +84,55 @@ HAL_INLINE void stripes(int64_t m, int64_t vectors, int64_t depth, const unit *a
     }
 }
 
-// C = A B, where the units of A are adjacent along kk.
+#if FA_TILES
+#include "tiles.h"
+#include "transpose.h"
+#else
+#define tiles_begin(rows) ((void)0)
+#define tiles_end() ((void)0)
+enum { TILE = 1 };
+#endif
+
+// C = A B, where the units of A are adjacent along kk. Operands are zero from `depth` up to a multiple of TILE.
 static void multiply_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                           real *c, int64_t ldc) {
+#if FA_TILES
+    tile_rows(m, vectors, (depth + TILE - 1) / TILE * TILE, a, row, TILE, b, ldb, c, ldc, 0);
+#else
     stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 0, NULL);
+#endif
 }
 
 // C += A B, where the units of A are adjacent along kk.
 static void add_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, const unit *b, int64_t ldb,
                      real *c, int64_t ldc) {
+#if FA_TILES
+    if (m >= TILE && depth % TILE == 0) {
+        tile_rows(m, vectors, depth, a, row, TILE, b, ldb, c, ldc, 1);
+        return;
+    }
+#endif
     stripes(m, vectors, depth, a, row, 1, b, ldb, c, ldc, 1, NULL);
 }
 
-// C = A B or C += A B, where A is a band and its units are adjacent along m.
+// C = A B or C += A B, where A is a band of m <= 48 rows (tiles: a multiple of TILE) and its units are adjacent along m.
 static void multiply_columns(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t col, const unit *b,
                              int64_t ldb, real *c, int64_t ldc, int add, const struct band *band) {
+#if FA_TILES
+    // Steps of TILE units are transposed for the tiles, without regard to the band; the units left over are multiplied
+    // without tiles.
+    enum { ROWS = 48, STEPS = 48 };
+    for (int64_t steps; (steps = (depth < STEPS ? depth : STEPS) / TILE * TILE) > 0; depth -= steps, add = 1) {
+        unit rows[ROWS * STEPS] __attribute__((aligned(64)));
+        transpose(rows, STEPS, a, col, steps, m);
+        if (add) tile_rows(m, vectors, steps, rows, STEPS, TILE, b, ldb, c, ldc, 1);
+        else tile_rows(m, vectors, steps, rows, STEPS, TILE, b, ldb, c, ldc, 0);
+        a += steps * col;
+        b += steps * ldb;
+    }
+    if (depth == 0) return;
+    band = NULL;
+#endif
     if (add) stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 1, band);
     else stripes(m, vectors, depth, a, 1, col, b, ldb, c, ldc, 0, band);
 }

@@ -144,7 +144,7 @@ void grouped_linear_dx_bf16(const void *dy_, const void *w_, void *dx_, const st
 }
 
 // pairs[p][i] = (x[2p][i], x[2p + 1][i]) for m rows of n elements; zero in place of a missing last row.
-static void interleave(int64_t m, int64_t n, const uint16_t *x, uint32_t *pairs) {
+static void interleave_rows(int64_t m, int64_t n, const uint16_t *x, uint32_t *pairs) {
     for (int64_t p = 0; 2 * p < m; p++) {
         const uint16_t *a = x + 2 * p * n, *b = a + n;
         const int lone = 2 * p + 1 == m;
@@ -170,8 +170,8 @@ void grouped_linear_dw_bf16(const void *dy_, const void *x_, void *dw_, const st
                 if (m > g->most) continue;
                 if (of != e) {
                     const int64_t start = first_row(g, e);
-                    interleave(m, g->n_in, x + start * g->n_in, x_pairs);
-                    interleave(m, g->n_out, dy + start * g->n_out, dy_pairs);
+                    interleave_rows(m, g->n_in, x + start * g->n_in, x_pairs);
+                    interleave_rows(m, g->n_out, dy + start * g->n_out, dy_pairs);
                 }
                 of = e;
                 for (int64_t i = from; i < to; i += MR_PAIRS)

@@ -26,6 +26,13 @@
 #endif
 #endif
 
+// Whether products use AMX. HAL_AMX: the system permits it (build.py).
+#if defined(FA_KIND_BF16) && defined(HAL_AMX) && defined(__AMX_BF16__)
+#define FA_TILES 1
+#else
+#define FA_TILES 0
+#endif
+
 #ifdef FA_KIND_F64
 typedef double real;
 typedef int64_t lane;

@@ -5,13 +5,14 @@ HAL_CUDA_SEED determines the order of threads. Tests inject faults by compiling 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ class Simulator:
     def __init__(self, path: Path, grid: int = GRID, shared: int = SHARED, last_blocks: int = 0) -> None:
         self.max_blocks, self.shared_memory, self._last_blocks = grid, shared, last_blocks
         self._path, lib, self._pack = path, ctypes.CDLL(str(path)), Packing()
+        self._recording: tuple[list[Callable[[], object]], Callable[[Iterable[Tensor]], None]] | None = None
         self._launch = lib.hal_sim_launch
         u32, u64 = ctypes.c_uint32, ctypes.c_uint64
         self._launch.argtypes = [ctypes.c_char_p, u32, u32, u32, u32, ctypes.c_char_p, u64]
@@ -139,7 +141,20 @@ class Simulator:
             raise hal.HalError(f"HAL_CUDA_SEED must be a whole number, got {seed!r}")
         lib.hal_sim_seed(u64(int(seed)))
 
+    @contextlib.contextmanager
+    def recording(self, steps: list[Callable[[], object]], keep: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
+        """A context in which launches are also appended to `steps`; `keep` gets the tensors of each before it runs."""
+        self._recording = steps, keep
+        try:
+            yield
+        finally:
+            self._recording = None
+
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
+        if self._recording is not None:
+            steps, keep = self._recording
+            keep(x for _, x in tensors_of(parameters))
+            steps.append(lambda: self.launch(kernel, grid, threads, shared, parameters))
         if shared > self.shared_memory:
             raise hal.HalError(
                 f"CUDA simulator, kernel {kernel}: {shared} bytes of shared memory were requested, a block has "

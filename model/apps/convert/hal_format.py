@@ -36,7 +36,12 @@ def read(root: Path, *, vocabulary: int | None = None) -> Weights:
         state["iteration"],
     )
     source = SafeReader(folder)
-    stored = {n: info for n, info in source.tensors().items() if not n.startswith("optimizer.")}
+    # Histories of float8's scales (--fp8-recipe delayed) belong to the training, too.
+    stored = {
+        n: info
+        for n, info in source.tensors().items()
+        if not (n.startswith("optimizer.") or n.endswith(".amax_history"))
+    }
     weights.tensors = tensors = LazyTensors()
     check_stored(folder, stored)
     require_consistent(saved, state, folder, stored)

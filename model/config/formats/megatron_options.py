@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schema import Config, ConfigError, collecting
-from .rules import MICROBATCHES, Reading, number_of, take
+from .rules import MICROBATCHES, Reading, flag, number_of, take
 
 TABLE = Path(__file__).with_suffix(".csv")
 CLASSES = ("implemented", "translated", "noted", "refused")
@@ -35,9 +35,17 @@ class ForeignOption:
 
     @functools.cached_property
     def values(self) -> dict[str, str]:
-        """HAL's names for values of an implemented option that have another name elsewhere."""
+        """HAL's names for values of an implemented option that have another name elsewhere; "!" for those that are
+        refused for the row's reason."""
         pairs = self.target.split() if self.kind == "implemented" else ()
         return dict(pair.split("=", 1) for pair in pairs)
+
+    def value(self, word: str, typed: str) -> str:
+        """HAL's name for a value of an implemented option. Raises ConfigError if it is refused."""
+        value = self.values.get(word, word)
+        if value == "!":
+            raise ConfigError(f"{typed} {word}: {self.reason}", "refused")
+        return value
 
     def accepts(self, words: Sequence[str], given: Mapping[str, object]) -> bool:
         """Whether these values change nothing beside the given options: a noted row without a list accepts all, a
@@ -105,8 +113,10 @@ def finish(reading: Reading) -> None:
         _gelu,
         _attention,
         _sparse_mode,
+        _cuda_graphs,
         half_precision_loss,
         _context_parallel,
+        _experts,
         _pipeline,
         _rotary,
         _batch,
@@ -199,6 +209,19 @@ def _sparse_mode(reading: Reading) -> None:
         reading.noted[key] = "the backend chooses the form of the mask; the window is --pre-tokens and --next-tokens"
 
 
+def _cuda_graphs(reading: Reading) -> None:
+    """Megatron's graph of a full iteration, which leaves the optimizer out as --cuda-graphs does."""
+    impl, key = take(reading, "graph_impl")
+    scope, scope_key = take(reading, "graph_scope")
+    if key and impl not in ("none", "local", "transformer_engine"):
+        raise reading.refuse(key, f"{impl!r} is not one of none, local, transformer_engine")
+    if impl == "local" and str(scope or "").split() == ["full_iteration"]:
+        reading.set("cuda_graphs", True, scope_key)
+        return
+    for name in filter(None, (key, scope_key)):
+        reading.noted[name] = "no graph, or one of single layers, changes no result; a whole step is --cuda-graphs"
+
+
 def half_precision_loss(reading: Reading) -> None:
     """Megatron's --fp16-lm-cross-entropy, which its own cross entropy does not read: it computes in float32."""
     value, key = take(reading, "fp16_loss")
@@ -229,6 +252,90 @@ def _context_parallel(reading: Reading) -> None:
         reading.set("ulysses_degree_in_cp", _integers(reading, sizes_key, sizes, 2)[0], sizes_key)
     elif sizes_key:
         reading.noted[sizes_key] = "only --cp-comm-type a2a+p2p reads it"
+
+
+def _experts(reading: Reading) -> None:
+    """MindSpeed-LLM's names for what Megatron says with several options of experts (features_manager/moe and
+    core/transformer/moe/router.py of 26.1.0)."""
+    taken = {n: take(reading, n) for n in ("first_dense", "shared_experts", "seq_aux", "norm_topk", "tp_extends_ep")}
+    if not reading.either("num_experts"):
+        reading.noted |= {key: "only --num-experts reads it" for _, key in taken.values() if key}
+        return
+    count, key = taken["first_dense"]
+    if key and (dense := _integers(reading, key, count, 1)[0]):  # 0 leaves --moe-layer-freq alone
+        every = str(reading.either("moe_layer_freq") or 1)
+        if not re.fullmatch("-?[1-9][0-9]*", every):
+            raise reading.refuse(key, f"--moe-layer-freq {every} names the dense layers, too; give one of them")
+        layers = reading.either("num_layers") or Config.num_layers
+        pattern = [int(n >= dense and n % int(every) == 0) for n in range(layers)]
+        _replace(reading, "moe_layer_freq", str(pattern).replace(" ", ""), key)
+    count, key = taken["shared_experts"]
+    if key and reading.either("moe_shared_expert_intermediate_size") is None:
+        width = reading.either("moe_ffn_hidden_size") or reading.either("ffn_hidden_size")
+        if width is None:
+            raise reading.refuse(key, "give the width of an expert: --moe-ffn-hidden-size")
+        reading.set("moe_shared_expert_intermediate_size", _integers(reading, key, count, 1)[0] * width or None, key)
+    if taken["tp_extends_ep"][1]:
+        key, tp = taken["tp_extends_ep"][1], reading.either("tensor_model_parallel_size") or 1
+        _replace(reading, "expert_model_parallel_size", tp * (reading.either("expert_model_parallel_size") or 1), key)
+        _replace(reading, "expert_tensor_parallel_size", 1, key)
+    _balancing(reading, taken["seq_aux"][1], taken["norm_topk"][1])
+
+
+def _balancing(reading: Reading, seq_aux: str, normalized: str) -> None:
+    """MindSpeed-LLM's values of --moe-router-load-balancing-type, of which two also choose a softmax of all experts,
+    and its options beside them."""
+    option = "moe_router_load_balancing_type"
+    kinds, key = reading.either(option) or ("aux_loss",), normalized or flag(option)
+    before = (reading.either("moe_router_score_function") or "softmax") == "softmax"
+    factor = reading.either("moe_router_topk_scaling_factor") not in (None, 1.0)
+    if kinds == ("pai_megatron_aux_loss",):
+        for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"):
+            if reading.either(name) is not None:
+                reading.noted[flag(name)] = f"{flag(option)} pai_megatron_aux_loss does not read it"
+                _drop(reading, name)
+        _replace(reading, option, ("aux_loss",), flag(option))
+        reading.set("moe_router_pre_softmax", True, flag(option))
+    elif kinds == ("softmax_topk",):
+        _replace(reading, option, ("none",), flag(option))
+        _replace(reading, "moe_router_pre_softmax", not normalized, key)
+    elif kinds == ("aux_loss",) and normalized and factor:
+        raise reading.refuse(
+            normalized,
+            "MindSpeed-LLM normalises after it has multiplied by --moe-router-topk-scaling-factor, which then has no "
+            "effect; remove one of them",
+        )
+    elif kinds == ("aux_loss",) and normalized and before and reading.either("moe_router_pre_softmax"):
+        _replace(reading, "moe_router_pre_softmax", False, normalized)
+    elif kinds == ("group_limited_greedy",):
+        _drop(reading, option, "moe_router_num_groups", "moe_router_group_topk")
+        raise reading.refuse(
+            flag(option),
+            "group_limited_greedy chooses groups by their best expert; --moe-router-num-groups by the best of each, as "
+            "many as a group gives (DeepSeek-V3)",
+        )
+    elif kinds == ("sparsemixer_topk",):
+        _drop(reading, option)
+        raise reading.refuse(flag(option), "sparsemixer_topk draws the second expert at random, which is not available")
+    elif normalized:
+        reading.noted[normalized] = "probabilities of the chosen experts are normalised without it"
+    if seq_aux and kinds == ("none",):
+        _replace(reading, option, ("seq_aux_loss",), seq_aux)
+    elif seq_aux:
+        reading.noted[seq_aux] = f"only {flag(option)} none reads it"
+
+
+def _replace(reading: Reading, option: str, value: Any, key: str) -> None:
+    """Sets an option in the place of the value that was given for it."""
+    _drop(reading, option)
+    reading.set(option, value, key)
+
+
+def _drop(reading: Reading, *options: str) -> None:
+    """Removes options, wherever they were given."""
+    for option in options:
+        if reading.values.pop(option, None) is None and option in reading.base:
+            reading.superseded.add(option)
 
 
 def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:

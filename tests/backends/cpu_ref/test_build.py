@@ -155,6 +155,15 @@ def test_a_part_is_compiled_when_it_is_called_for_and_uses_the_core(
     assert build.ensure_built("again").parent == Path(build._loaded[build.CORE].__file__).parent, "with the loaded core"
 
 
+def test_amx_is_used_only_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "processor_facts", lambda: {"flags": "avx512f avx512_bf16 amx_bf16 amx_tile amx_int8"})
+    monkeypatch.setattr(cpu, "_tiles_permitted", lambda: True)
+    assert "-DHAL_AMX" in build._wanted_flags()
+    monkeypatch.setattr(cpu, "_tiles_permitted", lambda: False)
+    assert "-DHAL_AMX" not in build._wanted_flags()
+    assert cpu.features() == {"avx512f", "avx512_bf16"}
+
+
 @pytest.mark.skipif(not {"avx2", "fma"} <= cpu.features(), reason="builds for x86-64-v3")
 def test_prebuilt_parts_are_loaded_without_a_compiler(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernels / "more_api.h").write_text("int hal_more(int x);\n")

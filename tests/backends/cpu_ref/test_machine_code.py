@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,16 +83,72 @@ def innermost_loops(binary: Path) -> Iterator[Loop]:
     for name, body in zip(parts[1::2], parts[2::2]):
         matches = re.findall(r"(?m)^\s*([0-9a-f]+):\t(\S+)[ \t]*([^#<\n]*)", body)
         code = [(op, args.strip()) for _, op, args in matches]
-        at = {int(address, 16): i for i, (address, _, _) in enumerate(matches)}
-        jumps = [(at.get(int(args, 16)), i) for i, (op, args) in enumerate(code) if op[0] == "j" and args.isalnum()]
-        loops = [(first, last) for first, last in jumps if first is not None and first <= last]
+        if sum(MULTIPLY_ADD.match(op) is not None for op, _ in code) < 4:
+            continue
         stack = ("rsp", "rbp") if ("mov", "%rsp,%rbp") in code else ("rsp",)
-        for first, last in loops:
-            if any((a, b) != (first, last) and first <= a and b <= last for a, b in loops):
-                continue
-            loop = Loop(name, stack, tuple(code[first : last + 1]))
+        for inner in cycles(successors([int(address, 16) for address, *_ in matches], code)):
+            loop = Loop(name, stack, tuple(code[i] for i in sorted(inner)))
             if len(loop.multiply_adds) >= 4:
                 yield loop
+
+
+def successors(addresses: list[int], code: list[tuple[str, str]]) -> dict[int, list[int]]:
+    """The instructions that may follow each one, by their positions in the code of a function.
+
+    The targets of indirect jumps are not known; they lead to the cases of a switch, not to the head of a loop.
+    """
+    at = {address: i for i, address in enumerate(addresses)}
+    after: dict[int, list[int]] = {}
+    for i, (op, args) in enumerate(code):
+        next_one = [] if op.startswith(("jmp", "ret")) or i + 1 == len(code) else [i + 1]
+        target = at.get(int(args, 16)) if op[0] == "j" and args.isalnum() else None
+        after[i] = next_one if target is None else [*next_one, target]
+    return after
+
+
+def cycles(after: dict[int, list[int]]) -> Iterator[set[int]]:
+    """The innermost loops of a graph: strongly connected parts that have no cycle left without their first node.
+
+    A range of addresses would not do: compilers place code between a loop's first and last instruction that does not
+    belong to it, and jump backwards to code that is executed once.
+    """
+    for part in connected(after):
+        entered = {b for a, following in after.items() if a not in part for b in following if b in part}
+        head = min(entered or part)
+        inner = list(cycles({a: [b for b in after[a] if b in part and b != head] for a in part if a != head}))
+        yield from inner or [part]
+
+
+def connected(after: dict[int, list[int]]) -> list[set[int]]:
+    """The sets of nodes that reach one another, each with at least one edge inside (Kosaraju's algorithm)."""
+    before: dict[int, list[int]] = {a: [] for a in after}
+    for a, following in after.items():
+        for b in following:
+            before[b].append(a)
+    order: list[int] = []
+    visit(after, after, set(), order)
+    seen: set[int] = set()
+    parts = []
+    for a in reversed(order):
+        part: list[int] = []
+        visit([a], before, seen, part)
+        if len(part) > 1 or (a in after[a] and part):
+            parts.append(set(part))
+    return parts
+
+
+def visit(starts: Iterable[int], edges: dict[int, list[int]], seen: set[int], order: list[int]) -> None:
+    """Depth-first search: appends every node that is reached to `order` after those that are reached from it."""
+    for start in starts:
+        path = [] if start in seen else [(start, iter(edges[start]))]
+        seen.add(start)
+        while path:
+            following = next((b for b in path[-1][1] if b not in seen), None)
+            if following is None:
+                order.append(path.pop()[0])
+            else:
+                seen.add(following)
+                path.append((following, iter(edges[following])))
 
 
 def faults(loops: list[Loop], full: int) -> list[str]:
@@ -205,6 +261,12 @@ def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> No
         text = text.replace(old, new)
     (kernels / "gemm.h").write_text(text)
     assert message in "\n".join(faults(compiled("linear_f32.c", tmp_path, *flags, kernels=kernels), full))
+
+
+def test_the_loop_is_found_that_other_code_lies_within() -> None:
+    """0 enters at 3; 1 and 2 are a loop's exit, 3 to 5 the loop; 6 jumps back to 1, 7 and 8 are a loop of one."""
+    after = {0: [3], 1: [2], 2: [7], 3: [4], 4: [5, 1], 5: [3, 6], 6: [1], 7: [8], 8: [8, 9], 9: [7, 10], 10: []}
+    assert sorted(map(sorted, cycles(after))) == [[3, 4, 5], [8]]
 
 
 def test_a_file_without_products_is_no_proof() -> None:

@@ -7,13 +7,13 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal.backends.cuda import compile
 from hal.backends.cuda.simulator.build import find_compiler
+from hal.backends.cuda.simulator.graph import reads_on_host
 
 
 def need_compiler() -> None:
@@ -36,10 +36,6 @@ def planted(name: str, old: str, new: str) -> dict[str, str]:
     text = (compile.KERNELS / name).read_text()
     assert text.count(old) >= 1, f"{name} no longer contains {old!r}; plant the fault elsewhere"
     return {name: text.replace(old, new, 1)}
-
-
-READS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"))
-"""Operations of torch for which the host waits for the device, as their result's value or size is a number on it."""
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,10 +63,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         self.operations += 1
-        indices = args[1] if name in ("index", "index_put_", "_index_put_impl_") else ()
-        by_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
-        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if name in READS or by_mask or sized:
+        if reads_on_host(func, args, kwargs or {}):
             self.made.append(name)
         return func(*args, **(kwargs or {}))
 

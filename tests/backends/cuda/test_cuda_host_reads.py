@@ -88,3 +88,43 @@ def test_a_read_is_counted(read: Callable[[torch.Tensor], object]) -> None:
     with HostReads() as reads:
         read(torch.ones(3))
     assert reads.made
+
+
+LLAMA = (*NO_DROPOUT, "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*NO_DROPOUT, "--bf16"),
+        pytest.param(
+            (*LLAMA, "--num-query-groups", "1", "--recompute-granularity", "full", "--recompute-method", "uniform"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*LLAMA, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--eod-mask-loss"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((*LLAMA, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"), marks=pytest.mark.slow),
+    ],
+    ids=["gpt-2", "llama, recomputed", "llama, float8", "llama, delayed float8"],
+)
+def test_a_recorded_step_equals_a_plain_one_and_reads_nothing(
+    simulated: Cuda, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Bit for bit, with a learning rate that changes in every step; two microbatches of two sequences each."""
+    words = (*words, "--lr-decay-style", "cosine", "--eval-iters", "1")
+    plain, graphed = (trainer_of(tmp_path, *words, *more) for more in ((), ("--cuda-graphs",)))
+    results = []
+    for trainer in (plain, graphed):
+        trainer.step()
+        trainer.data["valid"] = trainer.data["train"]
+        trainer.evaluate()
+        with HostReads() as steps:
+            trainer.advance()
+            trainer.advance()
+        results.append([(r.loss, r.grad_norm, r.lr) for r in trainer.results()])
+        assert steps.made == []
+    assert results[0] == results[1] and len({loss for loss, _, _ in results[0]}) == 2
+    weights = [dict(t.model.named_parameters()) for t in (plain, graphed)]
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())

@@ -155,3 +155,33 @@ def test_a_missing_barrier_is_caught(simulator, fault):
     exact = torch.autograd.grad(hal.ops.layer_norm.reference(*inputs), inputs, dy)
     sound = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(grads, exact))
     assert sound == (fault == "none")
+
+
+def test_a_recorded_call_repeats_its_work_and_not_the_code_around_it(simulated):
+    """Numbers of the host stay as they were at the recording, and tensors are read and written where they were."""
+    x, total, factors = torch.ones(4, 64), torch.zeros(64), iter([1.0, 2.0, 3.0])
+    weight = torch.full((64,), 2.0)
+
+    def work():
+        y = hal.ops.rms_norm(x * next(factors), weight)
+        total.add_(y[0]).unsqueeze_(0).squeeze_(0)
+        return torch.stack([y.sum(), total.sum()]).split(1)
+
+    repeat = simulated.capture(work)
+    once = hal.ops.rms_norm(x, weight)[0]
+    assert torch.equal(total, once)  # of the call before the recording, which does no work itself
+    x.mul_(3.0)
+    first = repeat()
+    expected = hal.ops.rms_norm(x * 2.0, weight)
+    assert first[0].item() == expected.sum().item() and torch.equal(total, once + expected[0])
+    weight.fill_(5.0)
+    second = repeat()
+    assert second[0] is first[0] and first[0].item() == hal.ops.rms_norm(x * 2.0, weight).sum().item()
+    assert next(factors, None) == 3.0
+
+
+def test_a_read_of_the_host_cannot_be_recorded(simulated):
+    for read in (lambda x: x[0].item(), lambda x: x[x > 0], lambda x: x.nonzero()):
+        with pytest.raises(hal.HalError, match="wait for the device, while a graph is recorded"):
+            simulated.capture(lambda read=read: read(torch.ones(3)))
+    assert hal.ops.rms_norm(torch.ones(2, 8), torch.ones(8)).sum() > 15.0  # launches run again

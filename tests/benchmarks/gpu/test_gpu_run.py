@@ -84,7 +84,7 @@ def test_parts_run_by_name_extend_the_report(parts, capsys):
     assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_names_all_parts_run(parts):
     code, ran, report = parts()
     assert code == 0 and list(report["parts"]) == list(gpu.PARTS) and len(ran) == 2 * len(gpu.PARTS)

@@ -45,11 +45,9 @@ def _growth(options: dict, leak: int) -> int:
     return last - first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @unsanitized
-@pytest.mark.parametrize(
-    "layout", [name if name == "one process" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_does_not_creep_over_a_thousand_steps(layout: str) -> None:
     world, options = LAYOUTS[layout]
     growth = run_processes(world, _growth, {**SMALL, **options}, 0, timeout=240.0)

@@ -173,7 +173,7 @@ def test_leftovers_are_removed_after_the_clock_was_set_back(tmp_path: Path, monk
     assert [p.name for p in tmp_path.iterdir()] == ["hal-agent-new"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_goes_on_with_fewer_nodes(tmp_path: Path) -> None:
     """Two launchers on this machine stand in for two nodes; the second is killed with its workers."""
     save = [

@@ -58,6 +58,32 @@ def test_blocks_of_zeros_stay_zero_and_what_is_not_finite_is_not_hidden():
         assert not back[7].isfinite() and (back[128:] == 1.0).all()
 
 
+def test_a_given_magnitude_makes_the_scale_and_larger_elements_saturate():
+    x = torch.tensor([0.5, -1.0, 3.0])
+    q, scale = quantize(x, E4M3, magnitude=lambda amax: amax.mul(0.5))
+    assert scale.item() == pytest.approx(1.5 / 448.0)
+    assert dequantize(q, scale).tolist() == pytest.approx([0.5, -1.0, 1.5], rel=2.0**-4)
+
+
+def test_the_products_ask_for_the_magnitude_of_each_operand():
+    asked = []
+
+    def twice(operand, amax):
+        asked.append((operand, amax.item()))
+        return amax * 2.0
+
+    products, x, weight, dy = (
+        Float8Products(magnitude=twice),
+        torch.ones(4, 8),
+        torch.ones(6, 8) * 2,
+        torch.ones(4, 6) * 3,
+    )
+    with hal.activated(Reference()):
+        products.forward(x, weight, None), products.input_gradient(dy, weight), products.weight_gradient(dy, x)
+    one, two, three = ("x", 1.0), ("weight", 2.0), ("dy", 3.0)
+    assert asked == [one, two, three, two, three, one]
+
+
 def exact(products, kind, a, b):
     """a b^T in float64 of the operands as they are quantised."""
     blocks = {"rows": "row", "weight": "square"} if products.by_block else {"rows": "tensor", "weight": "tensor"}

@@ -54,9 +54,12 @@ def test_a_new_call_of_the_trainer_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("shape", golden.SHAPES)
 def test_the_recording_device_trains_like_the_references(shape):
+    """Not bit for bit: on Intel processors the last bits of MKL's products depend on the alignment of the operands."""
     trace, operations = recording_of(lambda: golden.train(shape, torch.float32, 3))
     with hal.activated(Reference()):
-        assert trace == golden.train(shape, torch.float32, 3)
+        expected = golden.train(shape, torch.float32, 3)
+    assert trace.losses == pytest.approx(expected.losses, rel=2e-6)
+    assert trace.grad_norms == pytest.approx(expected.grad_norms, rel=2e-6)
     assert len(operations) > 15 and operations <= set(listed())
 
 

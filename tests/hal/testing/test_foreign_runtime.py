@@ -84,7 +84,7 @@ def test_the_kit_passes_on_small_ops(backend, name):
     assert failures(backend, name, 1) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quick_kit_passes(backend):
     report = kit.run(backend, quick=True)
     assert {row.op for row in report.rows if row.samples} >= set(DENSE)

@@ -51,6 +51,13 @@ def test_the_largest_tensor_decides(options, count, shape, remedy):
     assert shape in problem and f"{count:,} elements" in problem and remedy in problem
 
 
+def test_graphs_need_a_device_that_records_them():
+    none = {"cuda_graphs": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    (problem,) = problems(hal.Capabilities(), **none)
+    assert "cannot record graphs" in problem and "remove it" in problem
+    assert problems(hal.Capabilities(graphs=True), **none) == problems(hal.Capabilities()) == []
+
+
 def test_all_problems_are_reported_at_once():
     capabilities = hal.Capabilities(dtypes=frozenset({torch.float32}), max_elements=64 * 2 * 96 - 1)
     found = problems(capabilities, bf16=True)

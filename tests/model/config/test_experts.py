@@ -49,8 +49,7 @@ def test_defaults_follow_from_other_options():
 WRONG = {
     "--moe-router-topk 9": "exceeds --num-experts 8",
     "--moe-router-topk 1": "needs --moe-router-pre-softmax",
-    "--moe-router-score-function sigmoid --moe-router-pre-softmax": "needs --moe-router-score-function softmax",
-    "--moe-router-num-groups 2": "are given together",
+    "--moe-router-group-topk 2": "needs --moe-router-num-groups",
     "--moe-router-num-groups 3 --moe-router-group-topk 1": "not divisible by --moe-router-num-groups 3",
     "--moe-router-num-groups 8 --moe-router-group-topk 1": "shares of at most the 1 experts",
     "--moe-router-enable-expert-bias": "needs --moe-router-score-function sigmoid",

@@ -105,6 +105,10 @@ def test_wrong_command_lines(argv, words):
     [
         ("--rotary-base 500", "--rotary-base 500.0 has no effect: it needs --position-embedding-type rope"),
         ("--gelu-approximate fast --swiglu", "has no effect"),
+        (
+            "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax True has no effect: it needs --moe-router-score-function softmax",
+        ),
         ("--add-qkv-bias", "has no effect"),
         ("--attn-post-norm-scale 0.1", "--use-sandwich-norm"),
         ("--shape-order BSH --no-flash-attn", "has no effect"),

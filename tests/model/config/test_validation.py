@@ -48,6 +48,28 @@ def test_options_that_contradict_each_other(line, words):
         parse(line.split(), {})
 
 
+GRAPHS = "--cuda-graphs --attention-dropout 0 --hidden-dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout"),
+        ("--nproc-per-node 2 --tensor-model-parallel-size 2 --num-attention-heads 4", "several processes"),
+        ("--num-experts 4 --disable-bias-linear", "--num-experts"),
+        ("--reset-attention-mask", "--reset-position-ids, --reset-attention-mask or --sft"),
+        ("--rampup-batch-size 4 4 80 --global-batch-size 8", "--rampup-batch-size"),
+        ("--fp16 --rerun-mode validate_results", "--fp16, --rerun-mode"),
+        ("--verify-ops 0.5", "--verify-ops"),
+        ("--checkpoint-in-cpu --recompute-granularity full --recompute-method uniform", "--checkpoint-in-cpu"),
+    ],
+)
+def test_a_recorded_step_is_refused_what_changes_from_step_to_step(options, named):
+    with pytest.raises(ConfigError, match=re.escape(f"Remove it, or: {named}")):
+        parse([*GRAPHS.split(), *options.split()], {})
+    parse([*GRAPHS.split(), "--mock-data", "--bf16"], {})
+
+
 def test_a_split_without_validation_data_does_not_evaluate():
     config = parse(["--split", "100,0,0", "--eval-interval", "5", "--eval-iters", "2", "--mock-data"], {})
     assert not evaluates(config) and any("--eval-interval" in note for note in config.notes)

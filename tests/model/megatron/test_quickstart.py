@@ -38,7 +38,9 @@ def require(backend):
         pytest.skip("torch_npu is not installed (extra: npu)")
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b[0])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(BACKENDS[0], marks=pytest.mark.nightly), BACKENDS[1]], ids=lambda b: b[0]
+)
 def test_the_quickstart(backend, tmp_path):
     require(backend[0])
     losses, output = launch(backend, 2, "--save", tmp_path / "two")

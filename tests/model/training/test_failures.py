@@ -86,8 +86,8 @@ def _losses(folder: Path) -> dict[int, float]:
     return dict(json.loads((folder / "run.json").read_text())["losses"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("saving", [pytest.param([], marks=pytest.mark.nightly), ["--async-save"]], ids=["", "async"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["", "async"])
 def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     text: str, tmp_path: Path, saving: list[str], start: Callable[..., Any]
 ) -> None:
@@ -108,13 +108,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes_bit_for_bit(
     assert {n: v for n, v in resumed.items() if n > at} == {n: v for n, v in straight.items() if n > at}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("--tensor-model-parallel-size", marks=pytest.mark.nightly),
-        pytest.param("--pipeline-model-parallel-size", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
 def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
     text: str, tmp_path: Path, layout: str, start: Callable[..., Any]
 ) -> None:

@@ -27,8 +27,8 @@ def plant(trainer, monkeypatch, calls):
     """Has the forward and backward passes number `calls` give a loss that is not a number."""
     plain, count = trainer.forward_backward, iter(range(1000))
 
-    def forward_backward():
-        loss = plain()
+    def forward_backward(microbatches):
+        loss = plain(microbatches)
         return torch.full_like(loss, math.nan) if next(count) in calls else loss
 
     monkeypatch.setattr(trainer, "forward_backward", forward_backward)
@@ -116,7 +116,7 @@ def test_a_fault_of_every_execution_is_not_transient(trainer, monkeypatch):
     made = trainer()
     made.step()
     plain, factors = made.forward_backward, iter([math.nan, 2.0, 3.0])
-    monkeypatch.setattr(made, "forward_backward", lambda: plain() * next(factors))
+    monkeypatch.setattr(made, "forward_backward", lambda microbatches: plain() * next(factors))
     before = weights(made)
     with pytest.raises(TrainingFailed, match=r"a transient fault\. But a third execution gave another result again"):
         made.step()

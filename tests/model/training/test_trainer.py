@@ -17,6 +17,7 @@ from parallel_runs import stored_values
 
 import hal
 from hal.mesh import Layout
+from hal.model.apps.convert import hal_format
 from hal.model.checkpoint import reader
 from hal.model.config.command_line import parse
 from hal.model.config.schema import ConfigError
@@ -153,6 +154,27 @@ def test_a_resumed_run_is_bit_equal_at_every_step(tiny, tmp_path, precision, sto
         assert torch.equal(tensor, values[name]), name
     if precision is FP16:
         assert whole.skipped > 0  # the scale started too high, so the test covers skipped steps
+
+
+def test_a_resumed_run_continues_with_the_scales_of_earlier_iterations(tiny, tmp_path):
+    options = {**BF16, "fp8_format": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"}
+    whole = start(tiny(**options))
+    expected = steps(whole, 5)
+    before = start(tiny(**options))
+    steps(before, 2)
+    before.save(tmp_path)
+    after = start(tiny(**options, load=str(tmp_path)))
+    after.load(tmp_path)
+    assert steps(after, 3) == expected[2:]
+    histories = {n: x for n, x in stored_values(after).items() if n.endswith(".amax_history")}
+    assert len(histories) == 4 * 2 and all(x.shape == (3, 3) and (x > 0.0).all() for x in histories.values())
+    weights = hal_format.read(tmp_path)
+    weights.check()
+    assert not [name for name in weights.tensors if "amax" in name]
+    # A checkpoint of another recipe has no histories, which then begin anew.
+    other = start(tiny(**{**options, "fp8_recipe": "tensorwise"}))
+    other.save(tmp_path / "other")
+    after.load(tmp_path / "other")
 
 
 @pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])

@@ -92,6 +92,10 @@ def test_reasons_point_to_options_that_exist():
         ("--quick-geglu", "--geglu --gelu-approximate fast"),
         ("--window-size (128,0)", "--pre-tokens 128"),
         ("--attention-backend unfused", "--no-flash-attn"),
+        (
+            "--cuda-graph-impl local --cuda-graph-scope full_iteration --attention-dropout 0 --hidden-dropout 0",
+            "--cuda-graphs --attention-dropout 0 --hidden-dropout 0",
+        ),
         ("--padded-vocab-size 512", "--pad-vocab-size-to 512"),
         ("--vocab-file v --merge-file m", "--vocab-file v --merge-file m --tokenizer-type GPT2BPETokenizer"),
         (
@@ -158,6 +162,7 @@ def test_uneven_stages_become_a_list_of_layers(options, counts, monkeypatch):
         ("--is-x-model --hidden-size 64", {"geglu": True, "ffn_hidden_size": 128, "gelu_approximate": "none"}),
         ("--is-x-model --ffn-hidden-size 64", {"ffn_hidden_size": 32}),
         ("--checkpoint-activations --checkpoint-in-cpu --partition-activations", {"checkpoint_in_cpu": True}),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", {"cuda_graphs": False}),
     ],
 )
 def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch):
@@ -177,6 +182,7 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--seq-length 2048 --lr-warmup-tokens 3000", "3000 tokens are not whole sequences"),
         ("--num-experts 4 4 8 --disable-bias-linear", "--num-experts 4 4 8: all layers have the same"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
+        ("--cuda-graph-impl graph", "'graph' is not one of none, local, transformer_engine"),
     ],
 )
 def test_and_what_is_wrong_about_it(options, words, monkeypatch):
@@ -194,6 +200,93 @@ def test_noted_options_are_listed_once_with_their_reason(capsys):
 def test_an_option_at_its_trainers_default_is_accepted_and_other_values_are_refused():
     assert parse(["--optimizer", "adam", "--mtp-num-layers", "0"], {}).noted
     assert "--optimizer sgd: the optimizer is AdamW" in problem("--optimizer sgd")
+
+
+DEEPSEEK = "--num-experts 8 --num-layers 6 --disable-bias-linear --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("--first-k-dense-replace 2", "--moe-layer-freq [0]*2+[1]*4"),
+        ("--first-k-dense-replace 1 --moe-layer-freq 2", "--moe-layer-freq [0,0,1,0,1,0]"),
+        ("--first-k-dense-replace -1 --moe-layer-freq -1", ""),
+        ("--first-k-dense-replace 0 --moe-layer-freq 2", "--moe-layer-freq 2"),
+        ("--n-shared-experts 2", "--moe-shared-expert-intermediate-size 96"),
+        ("--n-shared-experts 2 --moe-shared-expert-intermediate-size 32", "--moe-shared-expert-intermediate-size 32"),
+        ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type alltoall"),
+        (
+            "--moe-router-load-balancing-type none --seq-aux --moe-aux-loss-coeff 0.1",
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        ),
+        ("--moe-router-load-balancing-type aux_loss --seq-aux", ""),
+        (
+            "--moe-router-load-balancing-type softmax_topk",
+            "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        ),
+        ("--moe-router-load-balancing-type softmax_topk --norm-topk-prob", "--moe-router-load-balancing-type none"),
+        ("--moe-router-pre-softmax --norm-topk-prob", ""),
+        ("--moe-router-pre-softmax", "--moe-router-pre-softmax"),
+        (
+            "--moe-router-load-balancing-type pai_megatron_aux_loss --moe-router-topk-scaling-factor 2 "
+            "--moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-pre-softmax",
+        ),
+    ],
+)
+def test_mindspeeds_names_of_experts(theirs, ours):
+    def options(line):
+        config = parse((DEEPSEEK + line).split(), {})
+        layers = [config.has_experts(n) for n in range(6)]
+        return {**config.__dict__, **dict.fromkeys(("given", "origins", "notes", "noted", "moe_layer_freq"))}, layers
+
+    assert options(theirs) == options(ours)
+
+
+def test_mindspeeds_names_of_experts_in_a_file(tmp_path):
+    line = "moe-layer-freq: 2\nfirst-k-dense-replace: 3\nmoe-router-load-balancing-type: softmax_topk\n"
+    (tmp_path / "c.yaml").write_text(line + "num_experts: 8\nnum_layers: 6\ndisable_bias_linear: true\n")
+    config = parse(["--config", str(tmp_path / "c.yaml")], {})
+    assert [config.has_experts(n) for n in range(6)] == [False] * 4 + [True, False]
+    assert config.moe_router_load_balancing_type == ("none",) and config.moe_router_pre_softmax
+
+
+def test_tensor_parallel_ranks_with_experts_of_their_own(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --moe-tp-extend-ep"
+    config = parse((DEEPSEEK + line).split(), {})
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("--moe-router-load-balancing-type group_limited_greedy --topk-group 2", "chooses groups by their best expert"),
+        ("--moe-router-load-balancing-type sparsemixer_topk", "draws the second expert at random"),
+        ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--moe-router-topk-scaling-factor, which then has no"),
+        ("--first-k-dense-replace 1 --moe-layer-freq [1]*6", "names the dense layers, too"),
+        ("--num-nextn-predict-layers 1 --recompute-mtp-norm", "there is no multi-token prediction"),
+    ],
+)
+def test_experts_of_mindspeed_that_are_not_available(line, reason):
+    text = problem(DEEPSEEK + line)
+    assert reason in text and "\n" not in text, "nothing else is wrong"
+
+
+def test_names_of_experts_in_a_dense_model_are_noted():
+    line = "--first-k-dense-replace 1 --n-shared-experts 1 --seq-aux --norm-topk-prob --moe-tp-extend-ep"
+    assert list(parse(line.split(), {}).noted) == line.replace(" 1", "").split()
+
+
+def test_names_of_float8():
+    options = "--bf16 --fp8-hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-interval 2"
+    config = parse(options.split(), {})
+    assert (config.fp8_format, config.fp8_recipe, config.fp8_amax_history_len) == ("hybrid", "delayed", 16)
+    assert list(config.noted) == ["--fp8-interval"]
+    text = problem("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8")
+    assert "--fp8-recipe mxfp8: products have one scale per tensor or per 128 elements" in text
+    (note,) = parse([*["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"], "--fp8-margin", "1"], {}).notes
+    assert note == "--fp8-margin 1 has no effect: it needs --fp8-format with --fp8-recipe delayed"
 
 
 def test_all_problems_are_reported_at_once_by_kind():
