@@ -37,9 +37,9 @@ from .fusion_call import (
 )
 
 DROPOUT = (
-    "dropout: npu_fusion_attention drops by the vendor's random numbers only. Request these with --rng vendor (rng='vendor' "
-    "in hal.use, HAL_NPU_RNG=vendor for other programs), or let the model form the scores and drop them by HAL's numbers "
-    "(--no-flash-attn)"
+    "dropout: npu_fusion_attention drops by the vendor's random numbers only. Request these with --rng vendor "
+    "(rng='vendor' in hal.use, HAL_NPU_RNG=vendor for other programs), or let the model form the scores and drop them "
+    "by HAL's numbers (--no-flash-attn)"
 )
 _SIZES = {
     "heads": "attention.heads",
