@@ -136,6 +136,7 @@ class Npu(hal.Backend):
             asynchronous=True,
             deterministic=self.simulated or self.deterministic,
             graphs=not _oldest(),  # torch_npu 2.6 has the class, but its CANN not the functions
+            attention_dropout=self.rng == "vendor",
         )
 
     def synchronize(self) -> None:
