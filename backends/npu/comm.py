@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import hal
-from hal import Transport, torch_comm
+from hal import TorchComm, Transport, Work, torch_comm
 
 from .constraints import CONSTRAINTS
 
@@ -36,6 +39,49 @@ HCCL = Transport(
 )
 
 
+# The dtypes and sizes of groups on torch_npu's pages on torch.distributed (Ascend/pytorch docs/zh/native_apis, of 2.7,
+# 2.11 and 2.12). Bool is listed too, and sent as int32.
+_LISTED = {torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32}
+_DTYPES = {
+    "all_gather": _LISTED,
+    "reduce_scatter": _LISTED,
+    "all_reduce": _LISTED - {torch.int8} | {torch.int64},
+}
+_SIZES_WITH_LISTS_ONLY = (3, 5, 6, 7)
+
+
+class HcclComm(TorchComm):
+    """A communicator that makes only those reductions and gathers that torch_npu documents for Atlas A2.
+
+    HCCL's own reference accepts more dtypes and all sizes of groups. torch_npu's pages exclude int64 and int16 from
+    gathers and reduce_scatter, and all_gather_into_tensor and reduce_scatter_tensor, but not the forms with lists, from
+    groups of 3, 5, 6 and 7 ranks. The stricter document decides, as in constraints.csv.
+    """
+
+    def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
+        dtype = x.dtype
+        if not x.numel() or dtype == torch.bool or dtype in _DTYPES.get(collective, (dtype,)):
+            return super()._start(collective, x, op, source)
+        if collective == "all_gather":
+            return super()._start(collective, x.contiguous().view(torch.int8), op, source).then(lambda y: y.view(dtype))
+        if op == "avg":  # which starts the sum of this dtype
+            return super()._start(collective, x, op, source)
+        if dtype == torch.int64:
+            return super()._start("all_reduce", x, op, source).then(self._my_chunk)
+        # int8 and int16, whose sums wrap to the same values after a sum in int32.
+        return super()._start(collective, x.to(torch.int32), op, source).then(lambda y: y.to(dtype))
+
+    def _gather_into(self, out: Tensor, x: Tensor, arguments: dict[str, Any]) -> Any:
+        if self.size not in _SIZES_WITH_LISTS_ONLY:
+            return super()._gather_into(out, x, arguments)
+        return dist.all_gather(list(out.chunk(self.size)), x, **arguments)
+
+    def _scatter_into(self, out: Tensor, x: Tensor, op: Any, arguments: dict[str, Any]) -> Any:
+        if self.size not in _SIZES_WITH_LISTS_ONLY:
+            return super()._scatter_into(out, x, op, arguments)
+        return dist.reduce_scatter(out, list(x.chunk(self.size)), op, **arguments)
+
+
 def make_comm(ranks: Sequence[int] | None, timeout: float, index: int) -> hal.Comm:
     """A communicator over the global `ranks` (None = all); this process uses device `index`.
 
@@ -52,4 +98,4 @@ def make_comm(ranks: Sequence[int] | None, timeout: float, index: int) -> hal.Co
     # say which rank is missing.
     os.environ.setdefault("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0")
     torch.npu.set_device(index)  # type: ignore[attr-defined]
-    return torch_comm(HCCL, ranks, timeout=timeout, device=torch.device("npu", index))
+    return torch_comm(HCCL, ranks, timeout=timeout, device=torch.device("npu", index), kind=HcclComm)

@@ -206,10 +206,10 @@ class TorchComm(Comm):
             begin = lambda: dist.broadcast(out, group_src=source, **arguments)  # noqa: E731
         elif collective == "all_gather":
             out = x.new_empty((n * self.size, *rest))
-            begin = lambda: _all_gather(out, x, **arguments)  # noqa: E731
+            begin = lambda: self._gather_into(out, x, arguments)  # noqa: E731
         elif collective == "reduce_scatter":
             out = x.new_empty((n // self.size, *rest))
-            begin = lambda: _reduce_scatter(out, x, _OPS[op], **arguments)  # noqa: E731
+            begin = lambda: self._scatter_into(out, x, _OPS[op], arguments)  # noqa: E731
         else:
             out = torch.empty_like(x)
             begin = lambda: dist.all_to_all_single(out, x, **arguments)  # noqa: E731
@@ -224,6 +224,14 @@ class TorchComm(Comm):
             return out
 
         return Work(finish)
+
+    def _gather_into(self, out: Tensor, x: Tensor, arguments: dict[str, Any]) -> Any:
+        """Starts to gather every rank's contiguous x [n, ...] into out [size * n, ...]; returns torch's handle."""
+        return _all_gather(out, x, **arguments)
+
+    def _scatter_into(self, out: Tensor, x: Tensor, op: Any, arguments: dict[str, Any]) -> Any:
+        """Starts to reduce x [size * n, ...] and to scatter it into out [n, ...]; returns torch's handle."""
+        return _reduce_scatter(out, x, op, **arguments)
 
     def _exchange_start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         results = [torch.empty_like(m.tensor, memory_format=torch.contiguous_format) for m in receives]

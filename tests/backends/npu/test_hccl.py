@@ -16,7 +16,7 @@ from absence import noticed, stay_away
 
 import hal
 from hal.backends.npu import simulator
-from hal.testing.collectives import parity_collectives
+from hal.testing.collectives import check_comm, parity_collectives
 from hal.testing.processes import run_processes
 
 pytestmark = [
@@ -39,6 +39,54 @@ def test_every_collective_means_what_its_definition_says() -> None:
     declined = {row.dtype for row in report.rows if row.status == "declined"}
     assert declined == {"float64", "uint8"}  # HCCL on Atlas A2 does not reduce them
     assert all(row.simulated for row in report.rows)
+
+
+LISTED = {"bfloat16", "float16", "float32", "int8", "int32"}
+PAGES = {
+    "all_gather": LISTED,
+    "all_gather_into_tensor": LISTED,
+    "reduce_scatter": LISTED,
+    "reduce_scatter_tensor": LISTED,
+    "all_reduce": {"bfloat16", "float16", "float32", "int32", "int64"},
+}
+"""What torch_npu's pages on torch.distributed list for Atlas A2, written down a second time."""
+
+
+def _calls_of_the_kit() -> tuple[list[str], set[tuple[str, str]]]:
+    """The kit's problems, and the (function, dtype) of what it called of torch.distributed."""
+    import torch.distributed as dist
+
+    from hal.comm import torch as transport
+
+    calls: set[tuple[str, str]] = set()
+
+    def spied(name: str, function: Any) -> Any:
+        def call(first: Any, *rest: Any, **options: Any) -> Any:
+            tensor = first[0] if isinstance(first, list) else first
+            calls.add((name, str(tensor.dtype).removeprefix("torch.")))
+            return function(first, *rest, **options)
+
+        return call
+
+    comm, device, _machine = begin()
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        setattr(dist, name, spied(name, getattr(dist, name)))
+    for attribute, name in (("_all_gather", "all_gather_into_tensor"), ("_reduce_scatter", "reduce_scatter_tensor")):
+        setattr(transport, attribute, spied(name, getattr(transport, attribute)))
+    rows = check_comm(comm, device, per_kind=1)
+    return [p for row in rows.values() for p in row["problems"]], calls
+
+
+@pytest.mark.parametrize(
+    "size", [2, 3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (5, 6, 7))], ids="{} ranks".format
+)
+def test_only_documented_collectives_are_called(size: int) -> None:
+    """Every collective is right in groups of all sizes, of every dtype, and made of what torch_npu's pages list."""
+    for problems, calls in run_processes(size, _calls_of_the_kit, timeout=600.0):
+        assert not problems
+        assert {(name, dtype) for name, dtype in calls if dtype not in PAGES[name]} == set()
+        in_one_tensor = {name for name, _ in calls if name.endswith("_tensor")}
+        assert bool(in_one_tensor) == (size == 2), in_one_tensor
 
 
 def _absent(folder: str) -> Any:
