@@ -45,7 +45,8 @@ def test_a_parameter_left_out_does_not_move_those_behind_it() -> None:
     function = eval(f"lambda {left_out}='its default', {behind}=None: ({left_out}, {behind})")
     adapted = with_signature_of(ops.flash_attention, without=(left_out,))(function)
     given = {name: f"the {name}" for name in names if name != left_out}
-    assert adapted(*(given.pop(name) for name in "qkv"), **given) == ("its default", f"the {behind}")
+    q, k, v = (given.pop(name) for name in "qkv")
+    assert adapted(q, k, v, **given) == ("its default", f"the {behind}")
 
 
 def test_parameters_left_out_are_refused_and_need_no_gradient() -> None:
