@@ -52,7 +52,8 @@ class Npu(hal.Backend):
     """Options: simulate (None = HAL_SIMULATE); deterministic; rng; devices, memory_bytes and poison of the simulator
     (see docs).
 
-    rng: "hal", dropout with HAL's bits, or "vendor", with the numbers of Ascend's generator (see vendor_rng.py).
+    rng: "hal", dropout with HAL's bits, which attention does not have, or "vendor", with the numbers of Ascend's
+        generator (see vendor_rng.py). None = HAL_NPU_RNG, "hal" if that is not set.
 
     deterministic: operators and HCCL add in a fixed order. CANN has one switch for all of them, which torch_npu sets
     from `torch.use_deterministic_algorithms`, so the mode is one of the process.
@@ -68,13 +69,14 @@ class Npu(hal.Backend):
         memory_bytes: int = 0,
         poison: bool = False,
         deterministic: bool = False,
-        rng: str = "hal",
+        rng: str | None = None,
     ) -> None:
         self.deterministic = deterministic
-        if rng not in ("hal", "vendor"):
-            raise hal.HalError(f"rng={rng!r}: npu draws random numbers of 'hal' or of the 'vendor'")
-        self.rng = rng
-        if rng == "hal":  # an instance has the implementations that draw the vendor's numbers only by request
+        self.rng = os.environ.get("HAL_NPU_RNG") or "hal" if rng is None else rng
+        if self.rng not in ("hal", "vendor"):
+            asked_by = "HAL_NPU_RNG" if rng is None else "rng"
+            raise hal.HalError(f"{asked_by}={self.rng!r}: npu draws random numbers of 'hal' or of the 'vendor'")
+        if self.rng == "hal":  # an instance has the implementations that draw the vendor's numbers only by request
             own = {
                 op: [impl for impl in impls if not impl.id.endswith(vendor_rng.SUFFIX)]
                 for op, impls in self.impls.items()
@@ -134,6 +136,7 @@ class Npu(hal.Backend):
             asynchronous=True,
             deterministic=self.simulated or self.deterministic,
             graphs=not _oldest(),  # torch_npu 2.6 has the class, but its CANN not the functions
+            attention_dropout=self.rng == "vendor",
         )
 
     def synchronize(self) -> None:

@@ -128,7 +128,7 @@ def _model(simulate: bool, steps: int) -> str:
     return (
         f"--num-layers 2 --hidden-size {size} --num-attention-heads 4 --seq-length {size}"
         f" --max-position-embeddings {size} --micro-batch-size 2 --global-batch-size 4 --train-iters {steps}"
-        " --lr 1e-3 --swiglu --tokenizer-type ByteTokenizer --attention-dropout 0.1 --hidden-dropout 0.1"
+        " --lr 1e-3 --swiglu --tokenizer-type ByteTokenizer --attention-dropout 0 --hidden-dropout 0.1"
     )
 
 

@@ -78,6 +78,7 @@ def _capabilities(backend: Backend) -> Iterator[str]:
         "deterministic": able.deterministic,
         "graphs": able.graphs,
         "memory pools": able.memory_pools,
+        "dropout in attention": able.attention_dropout,
     }
     yield "  " + ", ".join(f"{name}: {'yes' if value else 'no'}" for name, value in flags.items())
 

@@ -24,6 +24,8 @@ class Capabilities:
     deterministic: the same calls in the same order give the same bits.
     graphs: `Backend.capture` records and repeats work.
     memory_pools: `Backend.memory_pool` separates allocations.
+    attention_dropout: flash_attention takes dropout_p above 0. False where the vendor's kernel drops only by its own
+        random numbers; the kit then lists such calls as declined.
     """
 
     dtypes: frozenset[torch.dtype] = frozenset(
@@ -36,3 +38,4 @@ class Capabilities:
     deterministic: bool = True
     graphs: bool = False
     memory_pools: bool = False
+    attention_dropout: bool = True

@@ -197,7 +197,7 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: Tensor, loss: Tensor, router: Router, counted: Tensor) -> Tensor:
-        ctx.router, ctx.counted, ctx.loss = router, counted, loss.new_tensor(router.loss_scale)
+        ctx.router, ctx.counted, ctx.loss = router, counted, loss.new_full((), router.loss_scale)
         return probs.view_as(probs)
 
     @staticmethod

@@ -48,7 +48,11 @@ def test_every_edge_case_passes_the_check_in_every_dtype_and_has_finite_oracle(o
         op.reference(*[to_double(a) for a in args], **{k: to_double(v) for k, v in kwargs.items()})
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op.grads], ids=lambda op: op.name)
+def _with_marks(op):
+    return pytest.param(op, marks=pytest.mark.slow) if op is ops.flash_attention else op
+
+
+@pytest.mark.parametrize("op", [_with_marks(op) for op in OPS if op.grads], ids=lambda op: op.name)
 def test_gradcheck(op):
     # gelu, softmax, norms, ... are smooth; samples marked grad=False (NaN, inf inputs) are left out.
     checked = 0

@@ -26,7 +26,7 @@ from ..launch import Packing, tensors_of
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "kernels"
-_FLAGS = ["-std=c++17", "-fPIC", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+_FLAGS = ["-std=c++17", "-fPIC", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
 # Without -fvisibility=hidden, libraries of different sources in one process would share the variables of templates.
 _FLAGS += ["-fno-math-errno", "-DHAL_SIMULATE", "-fvisibility=hidden"]
 
@@ -65,7 +65,7 @@ def library(kernels: Path = KERNELS) -> Path:
     Raises BackendUnavailable when there is no compiler or it fails.
     """
     compiler = find_compiler()
-    flags = [*_FLAGS, *contraction(), "-O2"]
+    flags = [*_FLAGS, *contraction(), "-O1"]  # -O2 and -g compile for twice as long; most runs are short
     sources = [HERE / "runtime.cpp", *sorted(kernels.glob("*.cu"))]
     version = backend_tools.compiler_version(compiler)
     headers = [p.read_bytes() for p in [*sorted(kernels.glob("*.h")), HERE / "cuda_host.h"]]
@@ -102,7 +102,7 @@ def _build(compile: list[str], objects: dict[Path, Path]) -> None:
         backend_tools.place(part, objects[source])
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, objects))
+        list(pool.map(compile_one, sorted(objects, key=lambda source: -source.stat().st_size)))
 
 
 def _run(command: list[str]) -> None:

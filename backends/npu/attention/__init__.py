@@ -1,5 +1,5 @@
 """Attention on Ascend: npu_fusion_attention, with one module per kind of call, and an unfused fallback."""
 
-from . import fusion, dropout, unfused, low_precision  # isort: skip  # the order of registration
+from . import fusion, unfused, low_precision  # isort: skip  # the order of registration
 
-__all__ = ["dropout", "fusion", "low_precision", "unfused"]
+__all__ = ["fusion", "low_precision", "unfused"]

@@ -2,7 +2,7 @@
 
 Packed sequences (TND) are one library call if it accepts all of them, otherwise one call per sequence. The library
 drops probabilities by its own random numbers only, so dropout is an implementation of its own
-(npu/fusion_attention_vendor_rng, see vendor_rng.py); with HAL's numbers, attention is unfused (dropout.py).
+(npu/fusion_attention_vendor_rng, see vendor_rng.py), which exists by request only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from .fusion_call import (
     triangle,
 )
 
+DROPOUT = (
+    "dropout: npu_fusion_attention drops by the vendor's random numbers only. Request these with --rng vendor "
+    "(rng='vendor' in hal.use, HAL_NPU_RNG=vendor for other programs), or let the model form the scores and drop them "
+    "by HAL's numbers (--no-flash-attn)"
+)
 _SIZES = {
     "heads": "attention.heads",
     "channels per head": "attention.head_size",
@@ -90,7 +95,7 @@ def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
     refusals = _refusals(call, spec)
     if spec.dropout_p > 0.0:
-        refusals.append("dropout (npu_fusion_attention drops by the vendor's random numbers only: --rng vendor)")
+        refusals.append(DROPOUT)
     return refusals
 
 

@@ -23,7 +23,7 @@ def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
     refusals = beyond_limits(spec, call.q, "bias") + bias_refusals(call, spec)
     if spec.dropout_p > 0.0:
-        refusals.append("dropout (npu/unfused_dropout takes it)")
+        refusals.append("dropout")
     if spec.packed:
         return [*refusals, "packed sequences (npu/fusion_attention takes them)"]
     if plan(spec.sq, spec.skv, spec.pre, spec.next, call.mask is not None).dead_rows:

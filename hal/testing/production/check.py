@@ -68,9 +68,16 @@ def check_production(
                 refused.append(refusals)
                 yield row
             nowhere = [name for name in (refused[0] if refused else ()) if all(name in r for r in refused)]
-            if ran and nowhere:
-                reasons = [f"{name}: refused by every implementation ({refused[0][name]})" for name in nowhere]
-                yield _row(backend, op, dtype, None, "not run", reasons)
+            known = {case.name for case in of_dtype if case.name in nowhere and _stated(backend, case)}
+            for status, names in (("declined", known), ("not run", set(nowhere) - known)):
+                if ran and names:
+                    reasons = [f"{n}: refused by every implementation ({refused[0][n]})" for n in nowhere if n in names]
+                    yield _row(backend, op, dtype, None, status, reasons)
+
+
+def _stated(backend: Backend, case: Case) -> bool:
+    """Whether the backend's capabilities say that it does not make this call."""
+    return case.sample.kwargs.get("dropout_p", 0.0) > 0.0 and not backend.capabilities().attention_dropout
 
 
 def _row(

@@ -87,6 +87,7 @@ def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
         raise reading.refuse(
             "model.arch.type", f"{model!r} is none of the models whose keys are known: {', '.join(MODELS)}"
         )
+    _require_class(reading, _at(content, "model", "model_config") or {})
     adapters = _at(content, "model", "model_config", "pet_config")
     if adapters is not None:
         kind = _at(adapters, "pet_type") or "adapters"
@@ -98,6 +99,34 @@ def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
             f"{shown(experts)} experts: MindFormers drops tokens and weights the rest in ways that HAL's experts "
             "(--num-experts and the options of its group) do not have",
         )
+
+
+_QWEN3 = "Qwen3ForCausalLM"
+_QWEN3_KEYS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "seq_length", "rms_norm_eps", "compute_dtype", "qk_layernorm"),
+)
+"""What a file of Qwen3 must give: without them, the defaults of its Qwen3Config hold, which are not HAL's."""
+
+
+def _require_class(reading: Reading, model: Mapping[Any, Any]) -> None:
+    """Raises ConfigError if model_config.architectures (since r1.6) is not a class whose keys are known."""
+    given = model.get("architectures")
+    names = given if isinstance(given, list) else [] if given is None else [given]
+    unknown = [name for name in names if name not in (_QWEN3, *MODELS)]
+    key = "model.model_config.architectures"
+    if unknown:
+        known = ", ".join((*MODELS, _QWEN3))
+        raise reading.refuse(
+            key, f"{', '.join(map(shown, unknown))} is none of the models whose keys are known: {known}"
+        )
+    if _QWEN3 not in names:
+        return
+    absent = [name for name in _QWEN3_KEYS if name not in model]
+    if absent:
+        raise reading.refuse(key, f"{_QWEN3} has defaults for {', '.join(absent)} that HAL does not have; give them")
+    if model["qk_layernorm"] is not True:  # modeling_qwen3_train.py does not read the key
+        raise reading.refuse("model.model_config.qk_layernorm", f"{_QWEN3} always has these norms; set it to True")
 
 
 def _at(content: Any, *keys: str) -> Any:

@@ -10,7 +10,7 @@ from hal.testing.kit import GOLDEN
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("op", [*OPS, GOLDEN, DEVICE])
+@pytest.mark.parametrize("op", [*OPS, pytest.param(GOLDEN, marks=pytest.mark.slow), DEVICE])
 def test_every_op_conforms_without_a_waiver(op, examples, monkeypatch):
     """All edge cases, and this number of random calls per row."""
     monkeypatch.setenv("HAL_BACKEND", "")  # hal.use sets it

@@ -82,6 +82,7 @@ def test_memory_figures_follow_the_process() -> None:
     assert restarted["peak"] < during["peak"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is glibc's")
 @pytest.mark.skipif("HAL_CPU_REF_SANITIZE" in os.environ, reason="the sanitizer brings its own malloc")
 def test_freed_memory_is_reused_unless_told_otherwise() -> None:

@@ -182,6 +182,7 @@ def registers() -> int:
     return 24 if {"avx512f", "avx512bw", "avx512dq"} <= cpu.features() else 12
 
 
+@pytest.mark.slow
 def test_the_kernels_in_use_keep_their_sums_in_registers() -> None:
     full = registers()
     loops = [loop for part in (build.CORE, *build.PARTS) for loop in innermost_loops(build.ensure_built(part))]

@@ -39,17 +39,30 @@ def trainer_of(tmp_path: Path, *words: str) -> Trainer:
 
 
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+EXPERTS = [
+    "--disable-bias-linear",
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--moe-aux-loss-coeff",
+    "0.01",
+    "--moe-z-loss-coeff",
+    "0.001",
+]
 
 
 @pytest.mark.parametrize(
     "words",
     [
         NO_DROPOUT,
-        ("--bf16", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+        ("--bf16", "--attention-dropout", "0", "--hidden-dropout", "0.1"),
         (*NO_DROPOUT, "--reset-attention-mask", "--reset-position-ids", "--position-embedding-type", "rope"),
         (*NO_DROPOUT, "--recompute-granularity", "full", "--recompute-method", "uniform", "--swiglu"),
+        (*NO_DROPOUT, *EXPERTS),
+        (*NO_DROPOUT, *EXPERTS, "--bf16", "--moe-grouped-gemm", "--moe-shared-expert-intermediate-size", "32"),
     ],
-    ids=["plain", "dropout in bf16", "documents", "recompute"],
+    ids=["plain", "dropout in bf16", "documents", "recompute", "experts", "experts in bf16"],
 )
 def test_a_step_does_not_wait(machine: simulator.Simulator, tmp_path: Path, words: tuple[str, ...]) -> None:
     """The optimizer's kernel reads the clip factor on the device; loss and norm of all steps are read together."""
@@ -66,6 +79,17 @@ def test_a_step_does_not_wait(machine: simulator.Simulator, tmp_path: Path, word
     with counted(machine) as read:
         assert len(list(trainer.results())) == 2
     assert read["device_to_host"] == 1 and read["host_waits"] == 1, read
+
+
+def test_fp16_reads_once_a_step_whether_gradients_overflowed(machine: simulator.Simulator, tmp_path: Path) -> None:
+    """The host decides by it on the loss scale and on the number of steps (ADR 0050); nothing else is read."""
+    trainer = trainer_of(tmp_path, *NO_DROPOUT, "--fp16", "--initial-loss-scale", "1024")
+    trainer.step()
+    with counted(machine) as steps:
+        trainer.advance()
+        trainer.advance()
+        _ = torch.npu.current_stream().npu_stream
+    assert steps["device_to_host"] == steps["host_waits"] == 2, steps
 
 
 def test_a_hidden_read_is_counted(machine: simulator.Simulator) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import hal
 from hal import ops
 from hal.backends.npu import Npu, vocab
-from hal.backends.npu.attention import dropout
 from hal.testing import run
 
 EXPECTED_DECLINES = {
@@ -68,41 +67,16 @@ def test_a_draw_is_the_definitions_whatever_block_it_is(npu: Npu, id: str, data:
         assert torch.equal(ops.philox_uniform(shape, rng).cpu(), expected)
 
 
-def test_attention_with_hals_dropout_is_unfused(npu: Npu) -> None:
-    """Also for packed sequences; the fused operator takes masks of the vendor's generator only."""
-    q = torch.randn(1, 2, 8, 16).npu()
-    here = {"layout": "BNSD", "dropout_p": 0.1, "rng": hal.Rng(1)}
-    assert hal.why(ops.flash_attention, q, q, q, **here).chosen == "npu/unfused_dropout"
-    packed = torch.randn(8, 2, 16).npu()
-    cu = torch.tensor([0, 3, 8], dtype=torch.int32).npu()
-    explanation = hal.why(
-        ops.flash_attention, packed, packed, packed, **{**here, "layout": "TND"}, cu_seqlens_q=cu, cu_seqlens_k=cu
-    )
-    assert explanation.chosen == "npu/unfused_dropout" and "--rng vendor" in str(explanation)
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "TND"])
-def test_blocks_of_rows_change_nothing(npu: Npu, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """Two rows at a time, of a shard, with a window and a mask, against the reference."""
-    monkeypatch.setattr(dropout, "BLOCK_SCORES", 2 * 2 * 3 * 11)
-    torch.manual_seed(0)
-    how: dict[str, Any] = {"layout": layout, "pre_tokens": 4, "next_tokens": 1, "dropout_p": 0.3}
-    if layout == "TND":
-        q, k, rng = torch.randn(9, 3, 8), torch.randn(11, 3, 8), hal.Rng(5).block((6, 18, 15), (1, 9, 3))
-        lengths = [torch.tensor(n, dtype=torch.int32) for n in ([0, 5, 9], [0, 4, 11])]
-    else:
-        q, k, rng = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 11, 8), hal.Rng(5).block((4, 6, 9, 15), (1, 3, 0, 2))
-        lengths, how["mask"] = [], torch.rand(2, 1, 9, 11) < 0.3
-    results = []
-    for move, attention in ((torch.Tensor.npu, ops.flash_attention), (torch.clone, ops.flash_attention.reference)):
-        given = [move(x).requires_grad_() for x in (q, k, k)]
-        there = {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in how.items()}
-        there |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(move, lengths)))
-        out, lse = attention(*given, **there, rng=rng, return_lse=True)
-        out.square().sum().backward()
-        results.append([x.detach().cpu() for x in (out, lse, *(g.grad for g in given))])
-    for got, right in zip(*results):
-        assert torch.allclose(got, right, atol=1e-4)
+@pytest.mark.parametrize("how", [{}, {"softcap": 30.0}, {"layout": "TND"}], ids=["plain", "softcap", "packed"])
+def test_attention_with_dropout_is_refused(npu: Npu, how: dict[str, Any]) -> None:
+    """The fused operator takes masks of the vendor's generator only, and a draw for each score has no limit."""
+    q, given = torch.randn(1, 2, 8, 16).npu(), {"layout": "BNSD", **how}
+    if given["layout"] == "TND":
+        q = torch.randn(8, 2, 16).npu()
+        cu = torch.tensor([0, 3, 8], dtype=torch.int32).npu()
+        given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    with pytest.raises(hal.UnsupportedOp, match=r"--rng vendor.*HAL_NPU_RNG=vendor.*--no-flash-attn"):
+        ops.flash_attention(q, q, q, dropout_p=0.1, rng=hal.Rng(1), **given)
 
 
 @pytest.mark.parametrize(

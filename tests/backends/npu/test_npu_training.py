@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[3]
-DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--no-flash-attn"]
 
 
 def hal_command(*words: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:

@@ -160,6 +160,7 @@ def test_a_part_ends_when_its_time_is_over_and_continues_in_the_next_run(parts, 
     assert parts("checks", checks=hanging)[1] == ["checks c"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_interrupted_has_ended():
     asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert gpu._run_child(asleep, 0.1) is None

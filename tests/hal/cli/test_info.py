@@ -15,7 +15,7 @@ def test_it_lists_every_backend_with_its_source_facts_and_versions(run):
         in out
     )
     assert "elements of a tensor: limited by memory\n  asynchronous: no, compiles per shape: no" in out
-    assert "memory pools: no\n  2 implementations of 1 op" in out
+    assert "memory pools: no, dropout in attention: yes\n  2 implementations of 1 op" in out
     assert "absent (in-tree): cannot run here\n  no such card in this machine" in out
     assert f"torch-hal         {hal.__version__}" in out
     assert f"torch             {torch.__version__.split('+')[0]}" in out

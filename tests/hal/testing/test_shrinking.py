@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from planted import plant
 
@@ -51,6 +52,7 @@ def test_blocks_of_a_draw_keep_their_shape_if_the_block_would_not_fit():
     assert small.args[0].shape == (3, 1, 1)
 
 
+@pytest.mark.slow
 def test_the_kit_reports_the_smallest_size_of_an_edge_case():
     def wrong_from_row_7_on(x, weight, eps):
         y = ops.rms_norm.reference(x, weight, eps)

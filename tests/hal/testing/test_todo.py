@@ -100,6 +100,7 @@ def test_a_complete_backend_is_told_so(capsys):
     assert "Nothing is missing." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_times_are_those_of_the_references_which_need_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert measure_needs().measured_on == "reference"

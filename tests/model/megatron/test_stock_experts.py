@@ -86,7 +86,7 @@ def test_both_dispatchers_train_alike(world):
     assert expected[2] < expected[0]
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("dispatcher", [pytest.param("allgather", marks=pytest.mark.slow), "alltoall"])
 def test_grouped_products_are_those_of_every_expert(dispatcher, world):
     """megatron-core computes them in bfloat16 only."""
     with hal_device():

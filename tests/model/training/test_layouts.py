@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-pp2": (4, {**CP2, **PP2}),
     "tp2-pp2-dp2": (8, {**TP2, **PP2}),
 }
-QUICK = {"tp2-sp", "pp2-interleaved", "dp2-zero3"}
+QUICK = {"pp2-interleaved", "dp2-zero3"}
 SHAPES = (("gpt2", GPT2), ("llama", LLAMA))
 NIGHTLY = pytest.mark.nightly
 

@@ -389,3 +389,19 @@ def test_simulators_run_the_reduced_calls():
     backend.simulated = True
     assert {row.status for row in check_production(backend, [ops.l2norm])} == {"pass"}
     assert set(sizes) == {3, 40, 35_000}
+
+
+@pytest.mark.parametrize("stated, status", [(True, "not run"), (False, "declined")])
+def test_dropout_in_attention_may_be_refused_by_a_backend_that_says_so(monkeypatch, stated, status):
+    refusing = plant(
+        ops.flash_attention,
+        ops.flash_attention.reference,
+        why_not=lambda call: ["dropout"] if call.dropout_p > 0.0 else [],
+    )
+    chosen = [c for c in cases() if c.op == "flash_attention" and c.name in ("dropout, 2048 tokens", "SBH, batch of 2")]
+    assert len(chosen) == 2
+    monkeypatch.setattr(check, "cases", lambda: chosen)
+    monkeypatch.setattr(refusing, "capabilities", lambda: hal.Capabilities(attention_dropout=stated))
+    first, second = rows(refusing, ops.flash_attention)
+    assert (first.status, first.samples, second.status) == ("pass", 1, status)
+    assert second.reasons == ["dropout, 2048 tokens: refused by every implementation (dropout)"]

@@ -63,6 +63,7 @@ def test_experts_that_are_offered_are_what_the_trainer_runs(monkeypatch) -> None
         assert memory(again, plan) == option.memory
 
 
+@pytest.mark.slow
 def test_they_come_in_order_and_within_the_limit() -> None:
     _, result = run_search(64, limit=60e9)
     seconds = [o.estimate.seconds for o in result.fits]
@@ -121,6 +122,7 @@ def test_traffic_by_hand() -> None:
     assert ring.context == 256 * 80 * (2 * keys + 2 * 2 * keys)
 
 
+@pytest.mark.slow
 def test_layouts_with_tensors_beyond_the_devices_limit_are_refused() -> None:
     _, free = run_search(64)
     config, limited = run_search(64, max_elements=2048 * 128256 // 8)

@@ -222,3 +222,20 @@ def test_a_qwen_of_mindformers(tmp_path):
 def test_what_a_trainer_file_leaves_to_others_is_refused(tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         llama_file(tmp_path, "--data-path", "x", **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": "Qwen3MoeForCausalLM"}, "'Qwen3MoeForCausalLM' is none of the models whose keys are known"),
+        ({"architectures": ["Other", "Qwen3ForCausalLM"]}, "'Other' is none of"),
+        ({"qk_layernorm": False}, "always has these norms"),
+        ({}, "Qwen3ForCausalLM has defaults for rms_norm_eps that HAL does not have"),
+    ],
+)
+def test_classes_whose_defaults_or_keys_are_not_known(tmp_path, changes, message):
+    """modeling_qwen3_train.py of r1.7.0 passes qk_layernorm=True whatever the file has."""
+    known = {"architectures": ["Qwen3ForCausalLM"], **({"rms_norm_eps": 1e-6} if changes else {})}
+    model = {"model_config": {**QWEN3["model"]["model_config"], **known, **changes}}
+    with pytest.raises(ConfigError, match=message):
+        parse(["--config", str(trainer_file(tmp_path, model=model))], {})
