@@ -156,7 +156,17 @@ def cudnn_forward(
     """torch's cuDNN attention: q [b, n, sq, d], k and v [b, g, skv, d]; out has the layout of q."""
     out, lse = _softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
     state = torch.zeros((), dtype=torch.int64)
-    return torch.empty_like(q).copy_(out), lse[..., None], None, None, q.shape[2], k.shape[2], state, state, q.new_empty(0)
+    return (
+        torch.empty_like(q).copy_(out),
+        lse[..., None],
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        state,
+        state,
+        q.new_empty(0),
+    )
 
 
 _planned_strides: dict[Any, tuple[int, ...]] = {}

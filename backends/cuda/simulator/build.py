@@ -150,6 +150,9 @@ class Simulator:
         finally:
             self._recording = None
 
+    def capturing(self) -> bool:
+        return self._recording is not None
+
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
         if self._recording is not None:
             steps, keep = self._recording
